@@ -3,32 +3,33 @@ in its process are checked after each step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
 from apportion.planner.pipeline.checks import checked_steps
+from tests.ranks.rank_pool import Pool
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def steps_are_checked():
+def steps_are_checked() -> Iterator[None]:
     with checked_steps():
         yield
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool() -> Iterator[Pool]:
     """The session's ranks; torch is imported where a test asks for them."""
-    from tests.ranks.rank_pool import Pool
-
     ranks = Pool()
     yield ranks
     ranks.close()
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="every strategy with every mask on the stage kernels"
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -14,21 +17,23 @@ VOCABULARY = 16
 class Documents:
     """Sample i is the same random tokens in any process."""
 
-    def __init__(self, lengths=LENGTHS):
+    def __init__(self, lengths: Any = LENGTHS) -> None:
         self.lengths = list(lengths)
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return len(self.lengths)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return np.random.default_rng(index).integers(0, VOCABULARY, self.lengths[index])
 
 
-def documents(*_):
+def documents(*_: Any) -> Any:
     return Documents()
 
 
-def packed(dataset, tokens, microbatches, seed, multiple=8, epochs=10):
+def packed(
+    dataset: Any, tokens: int, microbatches: int, seed: int, multiple: Any = 8, epochs: Any = 10
+) -> Iterator[Any]:
     """Microbatches (tokens, positions, labels), [length] int64 each, in the order that a loader draws from the seed;
     whole iterations only; padding behind is a document without labels."""
     sampling = Sampling(dataset.lengths, tokens, microbatches, seed)
@@ -38,7 +43,7 @@ def packed(dataset, tokens, microbatches, seed, multiple=8, epochs=10):
                 yield from (_end_to_end([dataset[i] for i in samples], multiple) for samples in iteration)
 
 
-def _end_to_end(samples, multiple):
+def _end_to_end(samples: Any, multiple: Any) -> Any:
     spare = -sum(map(len, samples)) % multiple
     tokens = np.concatenate([*samples, np.zeros(spare, np.int64)])
     positions = np.concatenate([*(np.arange(len(one)) for one in samples), np.zeros(spare, np.int64)])

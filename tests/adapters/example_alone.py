@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,14 +16,16 @@ EXAMPLES = ROOT / "examples"
 sys.path += [str(ROOT), str(EXAMPLES), str(EXAMPLES / "titan")]
 
 
-def hf():
+def hf() -> None:
     import hf_train
 
     from apportion.ir.request.sampling import Sampling
     from tests.adapters import jobs_hf
     from tests.adapters.jobs_hf_trainer import Plain
 
-    def packs(documents, model, microbatches=1, tokens_per_rank=512, **options):
+    def packs(
+        documents: Any, model: Any, microbatches: int = 1, tokens_per_rank: Any = 512, **options: Any
+    ) -> Any:
         drawn = list(Sampling(documents.lengths, 2 * tokens_per_rank, microbatches, 0).epoch(0))
         whole = [iteration for iteration in drawn if len(iteration) == microbatches]
         return [jobs_hf.packed(documents, group, None) for iteration in whole for group in iteration]
@@ -33,7 +36,7 @@ def hf():
     hf_train.main()
 
 
-def titan():
+def titan() -> None:
     from tests.adapters import titan_alone
 
     titan_alone.own_attention(titan_alone.causal_flex)
@@ -43,18 +46,18 @@ def titan():
     main()
 
 
-def megatron():
+def megatron() -> None:
     import megatron_train
 
     from apportion.trainer import megatron
     from tests.adapters import jobs_megatron
     from tests.adapters.documents import packed
 
-    def packs(dataset, config, *, cluster, tokens_per_rank, microbatches):
+    def packs(dataset: Any, config: Any, *, cluster: Any, tokens_per_rank: Any, microbatches: int) -> Any:
         return packed(dataset, 2 * tokens_per_rank, microbatches, seed=0, multiple=1)
 
     megatron.planned_loader, megatron.forward_step = packs, jobs_megatron.own_step
-    megatron.planned_spec, megatron.endless = (lambda spec: spec), (lambda batches: batches)
+    megatron.planned_spec, megatron.endless = (lambda spec: spec), (lambda batches: batches)  # type: ignore[return-value]
     dist.init_process_group("gloo")
     megatron_train.main()
 

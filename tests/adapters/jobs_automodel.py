@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
 from torch.distributed.device_mesh import init_device_mesh
 
+from apportion.backends.torch.transport import Communicator
 from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
 from tests.adapters.documents import documents
 from tests.ranks.loading import HereSource, job
 
 
-def verbs(comm):
+def verbs(comm: Communicator) -> Any:
     """What Automodel's own dispatch makes of a model with the hook: its verbs on one microbatch, as plain data."""
     loader = PlannedLoader(documents(), source=HereSource(job(comm.ranks, 128)), communicator=comm)
     batches = iter(loader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import apportion as ap
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.job import Job
 from apportion.ir.request.hf_config import model_of
 from apportion.ir.request.policy import Policy
@@ -56,12 +58,12 @@ MODELS = {
 CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 
-def made(name, **changes):
+def made(name: str, **changes: Any) -> Any:
     """A small model of that kind, the same on all ranks."""
     kind, own, options = MODELS[name]
     config, model = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
     torch.manual_seed(0)
-    config = getattr(transformers, config)(**{**SIZES, **options, **changes})
+    config = getattr(transformers, config)(**{**SIZES, **options, **changes})  # type: ignore[dict-item]
     config._attn_implementation = own
     found = getattr(transformers, model)(config).train()
     with torch.no_grad():
@@ -73,17 +75,26 @@ def made(name, **changes):
 class Documents:
     """Random tokens."""
 
-    def __init__(self, lengths=LENGTHS):
+    def __init__(self, lengths: Any = LENGTHS) -> None:
         self.lengths = lengths
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return len(self.lengths)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return np.random.default_rng(index).integers(0, VOCABULARY, self.lengths[index])
 
 
-def loader(model, ranks, comm=None, lengths=LENGTHS, tokens=None, microbatches=1, dtype="fp32", **options):
+def loader(
+    model: Any,
+    ranks: int,
+    comm: Any = None,
+    lengths: Any = LENGTHS,
+    tokens: Any = None,
+    microbatches: int = 1,
+    dtype: Any = "fp32",
+    **options: Any,
+) -> Any:
     """An `hf.loader` whose plans are made in this process."""
     tokens = -(-sum(lengths) // ranks) if tokens is None else tokens
     shape = replace(model_of(model.config.to_dict()), dtype=dtype)
@@ -92,7 +103,7 @@ def loader(model, ranks, comm=None, lengths=LENGTHS, tokens=None, microbatches=1
     return hf.loader(Documents(lengths), model, dtype=dtype, source=HereSource(job), **options)
 
 
-def packed(documents, samples, valid, **kwargs):
+def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:
     """The documents end to end as transformers takes them: its masks follow position ids that restart."""
     rows = [torch.from_numpy(documents[int(i)]) for i in samples]
     nothing = torch.tensor([-100])
@@ -108,7 +119,7 @@ def packed(documents, samples, valid, **kwargs):
     }
 
 
-def alone(name, **changes):
+def alone(name: str, **changes: Any) -> Any:
     """The model for packed documents in one process. gpt-oss makes its masks without position ids and would look into
     other documents: it gets them from here."""
     model = made(name, **changes)
@@ -117,7 +128,7 @@ def alone(name, **changes):
     return model
 
 
-def _masked(module, args, kwargs):
+def _masked(module: Any, args: Any, kwargs: Any) -> Any:
     positions = kwargs["position_ids"][0]
     document, back = (positions == 0).cumsum(0), torch.arange(len(positions))
     back = back[:, None] - back
@@ -130,23 +141,23 @@ def _masked(module, args, kwargs):
     return args, {**kwargs, "attention_mask": added}
 
 
-def gradients(model):
+def gradients(model: Any) -> Any:
     found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
 
-def furthest(own, other):
+def furthest(own: Any, other: Any) -> Any:
     """The largest difference over the largest gradient."""
     assert own.keys() == other.keys()
     largest = max(value.abs().max() for value in other.values())
     return float(max((own[name] - other[name]).abs().max() for name in own) / largest)
 
 
-def total(loss, comm):
+def total(loss: Any, comm: Communicator) -> Any:
     return sum(row[0] for row in numbers(comm, loss))
 
 
-def numbers(comm, *values):
+def numbers(comm: Communicator, *values: Any) -> Any:
     """Floats of every rank."""
     rows = comm.all_gather(
         [np.float64(float(torch.as_tensor(value).detach())).view(np.int64) for value in values]
@@ -154,7 +165,15 @@ def numbers(comm, *values):
     return [[float(np.int64(bits).view(np.float64)) for bits in row] for row in rows]
 
 
-def agreement(comm, name, wrap="plain", checkpointed=False, autocast=False, options=(), changes=None):
+def agreement(
+    comm: Communicator,
+    name: str,
+    wrap: Any = "plain",
+    checkpointed: Any = False,
+    autocast: Any = False,
+    options: Any = (),
+    changes: Any = None,
+) -> Any:
     """Of all microbatches of an epoch: how far losses are from those of the model's own attention in one process, and
     gradients from its, over the largest."""
     model, plain = (make(name, **(changes or {})) for make in (made, alone))
@@ -182,11 +201,11 @@ def agreement(comm, name, wrap="plain", checkpointed=False, autocast=False, opti
     return off, furthest(gradients(model), gradients(plain)), losses
 
 
-def in_ddp(model, comm):
+def in_ddp(model: Any, comm: Communicator) -> Any:
     return ap.sum_gradients(DistributedDataParallel(model, process_group=comm._base))
 
 
-def in_fsdp(model, comm):
+def in_fsdp(model: Any, comm: Communicator) -> Any:
     mesh = DeviceMesh.from_group(comm._base, "cpu")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -197,7 +216,7 @@ def in_fsdp(model, comm):
 WRAPS = {"plain": lambda model, comm: model, "ddp": in_ddp, "ddp_every": in_ddp, "fsdp": in_fsdp}
 
 
-def synced(model, is_last):
+def synced(model: Any, is_last: Any) -> Any:
     """Gradients are reduced with the last microbatch of an iteration."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()

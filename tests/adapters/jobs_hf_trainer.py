@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 from apportion.trainer.hf_trainer import PlannedTrainer
@@ -18,7 +22,7 @@ TRAINED = LENGTHS * 3
 EVALUATED = [33, 70, 5, 48, 90]
 
 
-def arguments(folder, accumulated=2, **options):
+def arguments(folder: Path, accumulated: Any = 2, **options: Any) -> Any:
     return TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -37,15 +41,24 @@ def arguments(folder, accumulated=2, **options):
 class Dies(TrainerCallback):
     """Ends its process after that step, as if somebody had killed it."""
 
-    def __init__(self, step):
+    def __init__(self, step: Any) -> None:
         self.step = step
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             os._exit(1)
 
 
-def train(comm, folder, options=(), evaluated=False, resumed=None, dies=None, shuffle=False, **changes):
+def train(
+    comm: Communicator,
+    folder: Path,
+    options: Any = (),
+    evaluated: Any = False,
+    resumed: Any = None,
+    dies: Any = None,
+    shuffle: Any = False,
+    **changes: Any,
+) -> Any:
     """Losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
     join(comm)
     model, options = hf.enable(made("llama", **changes)), dict(options)
@@ -66,11 +79,11 @@ def train(comm, folder, options=(), evaluated=False, resumed=None, dies=None, sh
 class Noted:
     """Which samples a loader's microbatches had."""
 
-    def __init__(self, loader):
+    def __init__(self, loader: Any) -> None:
         self.loader, self.samples = loader, []
         batches = loader._batches
 
-        def noting(*args):
+        def noting(*args: Any) -> Iterator[Any]:
             for batch in batches(*args):
                 self.samples.append(batch.samples.tolist())
                 yield batch
@@ -78,7 +91,7 @@ class Noted:
         loader._batches = noting
 
 
-def told(trainer):
+def told(trainer: Any) -> Any:
     history = trainer.state.log_history
     names = ("loss", "eval_loss", "grad_norm", "epoch")
     return {name: [row[name] for row in history if name in row] for name in names}
@@ -87,11 +100,11 @@ def told(trainer):
 class Plain(Trainer):
     """Trainer on batches in their order."""
 
-    def get_train_dataloader(self):
+    def get_train_dataloader(self) -> Any:
         return DataLoader(self.train_dataset, batch_size=None, shuffle=False)
 
 
-def train_alone(comm, folder, samples, options=()):
+def train_alone(comm: Communicator, folder: Path, samples: Any, options: Any = ()) -> Any:
     """As `train`, on these samples."""
     documents = hf_jobs.Documents(TRAINED)
     batches = [packed(documents, group, None) for group in samples]
@@ -100,7 +113,7 @@ def train_alone(comm, folder, samples, options=()):
     return told(trainer)
 
 
-def evaluate(comm, folder):
+def evaluate(comm: Communicator, folder: Path) -> Any:
     """Loss of a loader in Trainer, without training."""
     join(comm)
     model = hf.enable(made("llama"))
@@ -109,7 +122,7 @@ def evaluate(comm, folder):
     return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(tested)
 
 
-def mean_alone(comm):
+def mean_alone(comm: Communicator) -> Any:
     """Mean over the tokens of the samples that are evaluated, one sample at a time."""
     model, documents = made("llama").eval(), hf_jobs.Documents(EVALUATED)
     valid = sum(length - 1 for length in EVALUATED)
@@ -118,7 +131,7 @@ def mean_alone(comm):
     return float(sum(part.double() for part in parts))
 
 
-def refusing(comm, folder, options):
+def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
     """Why a Trainer does not train or evaluate on a loader."""
     model = hf.enable(made("llama"))
     data = hf_jobs.loader(model, comm.ranks, comm)
@@ -132,7 +145,7 @@ def refusing(comm, folder, options):
         return str(error)
 
 
-def join(comm):
+def join(comm: Communicator) -> None:
     """accelerate looks at the environment for what torch.distributed is."""
     os.environ.update(
         RANK=str(comm.rank),

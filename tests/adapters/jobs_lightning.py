@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 from apportion.trainer.lightning import Planned, PlannedBatches
@@ -26,32 +29,32 @@ warnings.filterwarnings("ignore", module="lightning")
 
 
 class Net(Planned, LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.net = hf.enable(made("llama"))
 
-    def training_step(self, batch, index):
+    def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, self.net(**hf.inputs(batch)).loss)
 
     validation_step = training_step
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 class Plain(LightningModule):
     """The same, alone, with the model's own attention."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.net = made("llama")
 
-    def training_step(self, batch, index):
+    def training_step(self, batch: Any, index: int) -> Any:
         loss = self.net(**batch).loss
         self.log("train_loss", loss)
         return loss * self.trainer.accumulate_grad_batches
 
-    def validation_step(self, batch, index):
+    def validation_step(self, batch: Any, index: int) -> None:
         self.log("val_loss", self.net(**batch).loss, batch_size=batch["num_items_in_batch"])
 
     configure_optimizers = Net.configure_optimizers
@@ -60,24 +63,24 @@ class Plain(LightningModule):
 class Noting(Callback):
     """Losses, of steps and validations, and gradient norms; ends its process after step `dies`."""
 
-    def __init__(self, dies=None):
+    def __init__(self, dies: Any = None) -> None:
         self.dies, self.losses, self.validated, self.norms = dies, [], [], []
 
-    def on_before_optimizer_step(self, trainer, module, optimizer):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if not isinstance(batch, PlannedBatch) or batch.is_last:
             self.losses.append(float(trainer.callback_metrics["train_loss"]))
         if trainer.global_step == self.dies:
             os._exit(1)
 
-    def on_validation_epoch_end(self, trainer, module):
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
             self.validated.append(float(trainer.callback_metrics["val_loss"]))
 
 
-def trainer_of(folder, noting, accumulated=2, devices=1):
+def trainer_of(folder: Path, noting: Any, accumulated: Any = 2, devices: Any = 1) -> Any:
     saving = ModelCheckpoint(
         folder, "step-{step}", every_n_train_steps=2, save_top_k=-1, auto_insert_metric_name=False
     )
@@ -94,7 +97,14 @@ def trainer_of(folder, noting, accumulated=2, devices=1):
     )
 
 
-def fit(comm, folder, shuffle=False, resumed=None, dies=None, accumulated=2):
+def fit(
+    comm: Communicator,
+    folder: Path,
+    shuffle: Any = False,
+    resumed: Any = None,
+    dies: Any = None,
+    accumulated: Any = 2,
+) -> Any:
     """(losses, validation losses, gradient norms), samples of the microbatches, or why it does not train."""
     os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     net, noting = Net(), Noting(dies)
@@ -112,7 +122,7 @@ def fit(comm, folder, shuffle=False, resumed=None, dies=None, accumulated=2):
     ]
 
 
-def fit_alone(comm, folder, samples):
+def fit_alone(comm: Communicator, folder: Path, samples: Any) -> Any:
     """As `fit`, on these samples; validation a sample at a time."""
     documents, noting = hf_jobs.Documents(TRAINED), Noting()
     batches = [packed(documents, group, None) for group in samples]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from apportion.backends.torch.transport import Communicator
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import megatron_cpu  # noqa: F401
@@ -60,7 +64,7 @@ class Case:
     folder: str = ""  # where a run is saved, and goes on from
 
 
-def config_of(case):
+def config_of(case: Any) -> Any:
     told = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -88,7 +92,7 @@ def config_of(case):
     return TransformerConfig(**{**told, **MODELS[case.model], **case.options})
 
 
-def model_from(case, config, own):
+def model_from(case: Any, config: Any, own: Any) -> Any:
     """The same weights on any number of ranks."""
     spec = get_gpt_layer_local_spec()
     torch.manual_seed(1)
@@ -109,7 +113,7 @@ def model_from(case, config, own):
 
 
 @torch.no_grad()
-def same_weights(model, case):
+def same_weights(model: Any, case: Any) -> None:
     """Whatever the ranks: by a parameter's name in the whole model."""
     at = parallel_state.get_tensor_model_parallel_rank()
     for name, one in model.named_parameters():
@@ -128,7 +132,7 @@ def same_weights(model, case):
         one.copy_(full)
 
 
-def own_step(data_iterator, model):
+def own_step(data_iterator: Any, model: Any) -> Any:
     """Megatron's own attention, document by document."""
     tokens, positions, labels = next(data_iterator)
     counts = torch.bincount((positions == 0).cumsum(0) - 1).tolist()
@@ -137,24 +141,24 @@ def own_step(data_iterator, model):
     return torch.cat(losses, 1), partial(_own_loss, labels)
 
 
-def _own_loss(labels, losses):
+def _own_loss(labels: Any, losses: Any) -> Any:
     seen = labels >= 0
     total = (losses[0] * seen).sum()
     return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}
 
 
-def own_data(case):
+def own_data(case: Any) -> Any:
     return packed(documents(), TOKENS, case.microbatches, SEED, multiple=1)
 
 
-def planned_data(case, config, ranks):
+def planned_data(case: Any, config: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp // case.pp)
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
     return planned_loader(documents(), config, source=HereSource(job), seed=SEED)
 
 
-def train(comm, own, case):
+def train(comm: Communicator, own: Any, case: Any) -> Any:
     """Losses of each step, and gradients of the last by name."""
     with _parallel(case):
         config = config_of(case)
@@ -164,7 +168,7 @@ def train(comm, own, case):
 
 
 @contextmanager
-def _parallel(case):
+def _parallel(case: Any) -> Iterator[Any]:
     sizes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
     parallel_state.initialize_model_parallel(**sizes)
     try:
@@ -173,7 +177,7 @@ def _parallel(case):
         parallel_state.destroy_model_parallel()
 
 
-def _steps(case, model, loader, saved):
+def _steps(case: Any, model: Any, loader: Any, saved: Any) -> Any:
     optimizer, losses, begun = torch.optim.SGD(model.parameters(), lr=0.1), [], 0
     if saved and saved.exists():
         state = torch.load(saved, weights_only=True)
@@ -204,7 +208,7 @@ def _steps(case, model, loader, saved):
     return losses, {name: grad.float().numpy() for name, grad in grads.items()}
 
 
-def refused(comm, case):
+def refused(comm: Communicator, case: Any) -> Any:
     """What Apportion says of a config, at the first step at the latest."""
     with _parallel(case):
         config = config_of(case)
@@ -218,7 +222,7 @@ def refused(comm, case):
         return ""
 
 
-def _mean(reports):
+def _mean(reports: Any) -> Any:
     """The mean loss of all tokens, of this rank's replica; None where a stage computes none."""
     if not reports:
         return None

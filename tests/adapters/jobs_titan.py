@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from tests.adapters import titan_alone  # before torchtitan
 
@@ -49,16 +51,16 @@ class NoTokenizer(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         pass
 
-    def __init__(self, config, **_):
+    def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
 
-    def encode(self, *args, **kwargs):
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
         return []
 
-    def decode(self, *args, **kwargs):
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
         return ""
 
-    def get_vocab_size(self):
+    def get_vocab_size(self) -> Any:
         return VOCABULARY
 
 
@@ -70,24 +72,24 @@ class PackedDataLoader(BaseDataLoader):
         microbatches: int = 1
         infinite: bool = True
 
-    def __init__(self, config, **_):
+    def __init__(self, config: Any, **_: Any) -> None:
         self.config, self.taken = config, 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         epochs = 10 if self.config.infinite else 1
         for tokens, positions, labels in packed(
             documents(), TOKENS, self.config.microbatches, SEED, epochs=epochs
         ):
             yield {"input": tokens[None], "positions": positions[None]}, labels[None]
 
-    def state_dict(self):
+    def state_dict(self) -> Any:
         return {}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Any) -> None:
         pass
 
 
-def llama(backend):
+def llama(backend: Any) -> Any:
     layers = llama3._build_llama3_layers(
         n_layers=LAYERS,
         dim=DIM,
@@ -101,7 +103,7 @@ def llama(backend):
     return replace(llama3.model_registry("debugmodel", attn_backend=backend), model=model)
 
 
-def gptoss(backend):
+def gptoss(backend: Any) -> Any:
     layers = gpt_oss._build_gptoss_layers(
         n_layers=LAYERS,
         dim=DIM,
@@ -122,7 +124,7 @@ def gptoss(backend):
     return replace(gpt_oss.model_registry("debugmodel", attn_backend=backend), model=model)
 
 
-def _around(module, layers):
+def _around(module: Any, layers: int) -> Any:
     return {
         "dim": DIM,
         "vocab_size": VOCABULARY,
@@ -158,7 +160,7 @@ class Case:
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
 
 
-def own_config(case, ranks):
+def own_config(case: Any, ranks: int) -> Any:
     """Titan's own trainer, on the packed microbatches."""
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     return Trainer.Config(
@@ -188,7 +190,7 @@ def own_config(case, ranks):
     )
 
 
-def planned_config(case, ranks):
+def planned_config(case: Any, ranks: int) -> Any:
     """The same with plans."""
     config = own_config(case, ranks)
     cluster = Cluster(1, ranks // case.tp)
@@ -199,7 +201,7 @@ def planned_config(case, ranks):
 
 
 @torch.no_grad()
-def same_weights(parts):
+def same_weights(parts: Any) -> None:
     """On any mesh: Titan's random numbers on CPUs depend on it."""
     for name, parameter in (pair for part in parts for pair in part.named_parameters()):
         if "norm" in name:
@@ -211,7 +213,7 @@ def same_weights(parts):
         parameter.copy_(full)
 
 
-def train(comm, own, case):
+def train(comm: Communicator, own: Any, case: Any) -> Any:
     """Losses and gradient norms of each step, losses of validations, and rounds of this rank's communication."""
     titan_alone.own_attention()
     os.environ["LOCAL_RANK"] = "0"
@@ -232,14 +234,14 @@ def train(comm, own, case):
     return told, len(rounds)
 
 
-def _goes_on(trainer, case):
+def _goes_on(trainer: Any, case: Any) -> Any:
     if trainer.step == case.killed_at:
         torch.distributed.barrier()  # all have saved
         os.kill(os.getpid(), signal.SIGKILL)
     return trainer.step < case.steps
 
 
-def refused(comm, case):
+def refused(comm: Communicator, case: Any) -> Any:
     """What Apportion says of a config."""
     os.environ["LOCAL_RANK"] = "0"
     config = planned_config(case, comm.ranks)

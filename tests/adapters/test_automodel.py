@@ -1,6 +1,9 @@
 """NeMo Automodel's verbs, by its own class and dispatch; its package is installed without what its models need."""
 
+from __future__ import annotations
+
 import warnings
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,7 @@ with warnings.catch_warnings():
     from tests.adapters import jobs_automodel
 
 
-def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool):
+def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool: Any) -> None:
     found = pool.run(jobs_automodel.verbs, 4)
     fullest = max(one["rows"][0] for one in found)
     for one in found:

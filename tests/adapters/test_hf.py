@@ -1,5 +1,9 @@
 """Hugging Face models on planned batches, against their own attention in one process."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +20,7 @@ LOSS, GRADIENT = 5e-7, 2e-6  # a rounding of the loss; of the largest gradient
 SEVERAL = (("tokens", 60), ("microbatches", 2), ("drop_last", False))  # microbatches an iteration, of 4 ranks
 
 
-def agrees(pool, ranks, *args):
+def agrees(pool: Any, ranks: int, *args: Any) -> None:
     for loss, gradient, _ in pool.run(jobs.agreement, ranks, *args):
         assert loss <= LOSS
         assert gradient <= GRADIENT
@@ -24,22 +28,24 @@ def agrees(pool, ranks, *args):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", jobs.MODELS)
-def test_losses_and_gradients_are_those_of_one_process(pool, name, ranks):
+def test_losses_and_gradients_are_those_of_one_process(pool: Any, name: str, ranks: int) -> None:
     agrees(pool, ranks, name)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "ddp", "ddp_every", "fsdp"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_sums_of_gradients_are_exact_with_checkpointing_and_accumulation(pool, name, wrap):
+def test_sums_of_gradients_are_exact_with_checkpointing_and_accumulation(
+    pool: Any, name: str, wrap: Any
+) -> None:
     agrees(pool, 4, name, wrap, True, False, SEVERAL)
 
 
-def test_tied_weights(pool):
+def test_tied_weights(pool: Any) -> None:
     agrees(pool, 4, "llama", "ddp", False, False, SEVERAL, {"tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_bfloat16_by_autocast(pool, name):
+def test_bfloat16_by_autocast(pool: Any, name: str) -> None:
     for loss, gradient, _ in pool.run(jobs.agreement, 4, name, "ddp", True, True, (("dtype", "bf16"),)):
         assert loss <= 2e-3
         assert gradient <= 3e-2
@@ -48,7 +54,7 @@ def test_bfloat16_by_autocast(pool, name):
 # --- what an enabled model still is, and what is refused
 
 
-def test_without_a_plan_an_enabled_model_is_as_it_was():
+def test_without_a_plan_an_enabled_model_is_as_it_was() -> None:
     plain, enabled = jobs.made("gemma3"), hf.enable(jobs.made("gemma3"))
     ids = torch.arange(24).view(2, 12) % jobs.VOCABULARY
     mask = torch.ones_like(ids)
@@ -67,7 +73,7 @@ def test_without_a_plan_an_enabled_model_is_as_it_was():
         assert enabled(**hf.inputs(batch)).loss.isfinite()
 
 
-def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind():
+def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind() -> None:
     model = hf.enable(jobs.made("mistral"))
     batch = next(iter(jobs.loader(model, 1, masks=ap.masks.causal())))
     with pytest.raises(
@@ -76,14 +82,14 @@ def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind():
         model(**hf.inputs(batch))
 
 
-def test_a_full_layer_on_a_windowed_plan_is_refused():
+def test_a_full_layer_on_a_windowed_plan_is_refused() -> None:
     model = hf.enable(jobs.made("llama"))
     batch = next(iter(jobs.loader(model, 1, masks=ap.masks.sliding_window(24))))
     with pytest.raises(ConfigError, match=r"window = -1.*layer 0: sliding window of 24"):
         model(**hf.inputs(batch))
 
 
-def test_layers_that_look_ahead_are_refused_on_a_causal_plan():
+def test_layers_that_look_ahead_are_refused_on_a_causal_plan() -> None:
     model = hf.enable(jobs.made("llama"))
     batch = next(iter(jobs.loader(model, 1)))
     for layer in model.model.layers:
@@ -92,7 +98,7 @@ def test_layers_that_look_ahead_are_refused_on_a_causal_plan():
         model(**hf.inputs(batch))
 
 
-def test_a_model_of_both_directions_is_refused():
+def test_a_model_of_both_directions_is_refused() -> None:
     model = hf.enable(jobs.made("llama"))
     model.config.is_causal = False
     with pytest.raises(ConfigError, match=r"is_causal = False.*give masks= to the loader"):
@@ -102,7 +108,7 @@ def test_a_model_of_both_directions_is_refused():
         model(**hf.inputs(batch))
 
 
-def test_dropout_and_another_dtype_than_the_plan_s_are_refused():
+def test_dropout_and_another_dtype_than_the_plan_s_are_refused() -> None:
     model = hf.enable(jobs.made("llama", attention_dropout=0.1))
     batch = next(iter(jobs.loader(model, 1)))
     with pytest.raises(ConfigError, match="dropout is not planned"):
@@ -113,9 +119,9 @@ def test_dropout_and_another_dtype_than_the_plan_s_are_refused():
         model(**hf.inputs(batch))
 
 
-def test_loss_weights_are_refused_where_the_loss_has_none():
+def test_loss_weights_are_refused_where_the_loss_has_none() -> None:
     class Weighted(jobs.Documents):
-        def __getitem__(self, index):
+        def __getitem__(self, index: int) -> Any:
             return {"input_ids": super().__getitem__(index), "loss_weights": np.ones(self.lengths[index])}
 
     model = hf.enable(jobs.made("llama"))
@@ -124,14 +130,14 @@ def test_loss_weights_are_refused_where_the_loss_has_none():
         hf.inputs(batch)
 
 
-def test_another_model_than_the_job_s_is_refused_when_the_loader_is_made():
+def test_another_model_than_the_job_s_is_refused_when_the_loader_is_made() -> None:
     small, large = jobs.made("llama"), jobs.made("llama", num_key_value_heads=4)
     job = jobs.loader(small, 1).job
     with pytest.raises(ConfigError, match=r"model\.kv_heads.*4.*2"):
         hf.loader(jobs.Documents(), large, source=HereSource(job))
 
 
-def test_a_compiled_model_is_one_graph_for_all_plans():
+def test_a_compiled_model_is_one_graph_for_all_plans() -> None:
     model = hf.enable(jobs.made("llama"))
     batches = list(jobs.loader(model, 1, tokens=140))
     with torch.no_grad():
@@ -145,7 +151,7 @@ def test_a_compiled_model_is_one_graph_for_all_plans():
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata calls it
-def test_torchdata_s_stateful_loader_goes_on_where_it_was():
+def test_torchdata_s_stateful_loader_goes_on_where_it_was() -> None:
     """Its conventions: a state taken in the middle of a pass, loaded into another one before it is iterated."""
     model = jobs.made("llama")
     whole = [batch.tokens.tolist() for batch in jobs.loader(model, 1, tokens=140)]
@@ -164,14 +170,14 @@ def test_torchdata_s_stateful_loader_goes_on_where_it_was():
 class _Passes(IterableDataset):
     """A loader as a stateful dataset."""
 
-    def __init__(self, loader):
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return (batch.tokens.tolist() for batch in self.loader)
 
-    def state_dict(self):
+    def state_dict(self) -> Any:
         return self.loader.state_dict()
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Any) -> None:
         self.loader.load_state_dict(state)

@@ -1,7 +1,11 @@
 """Hugging Face's Trainer on loaders: losses of every step, evaluation, and what comes after a kill."""
 
+from __future__ import annotations
+
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +16,7 @@ from tests.ranks.rank_pool import RankError
 LOSS = 5e-7
 
 
-def test_losses_are_those_of_trainer_in_one_process(pool, alone, tmp_path):
+def test_losses_are_those_of_trainer_in_one_process(pool: Any, alone: Any, tmp_path: Path) -> None:
     (logged, samples), *others = pool.run(jobs.train, 4, tmp_path / "planned")
     (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2])
     np.testing.assert_allclose(logged["loss"], wanted["loss"], rtol=0, atol=LOSS)
@@ -21,7 +25,7 @@ def test_losses_are_those_of_trainer_in_one_process(pool, alone, tmp_path):
     assert all(other[0]["loss"] == logged["loss"] for other in others)
 
 
-def test_evaluation_is_the_mean_over_tokens(pool, alone, tmp_path):
+def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Path) -> None:
     ((first, again), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
     (wanted,) = alone.run(jobs.mean_alone, 1)
     assert count > 1  # batches of different numbers of tokens
@@ -29,7 +33,7 @@ def test_evaluation_is_the_mean_over_tokens(pool, alone, tmp_path):
     assert abs(first - wanted) <= LOSS
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
+def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     (whole, _), *_ = pool.run(jobs.train, 4, tmp_path / "whole", saving, True, None, None, True)
     with pytest.raises(RankError, match="died"):
@@ -41,7 +45,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
         assert rest[name] == whole[name]  # what was logged before is in the checkpoint
 
 
-def test_what_would_change_the_loss_is_refused(pool, tmp_path):
+def test_what_would_change_the_loss_is_refused(pool: Any, tmp_path: Path) -> None:
     for options, words in (
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor.*shift"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),

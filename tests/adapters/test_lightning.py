@@ -1,5 +1,10 @@
 """Lightning on loaders: losses of every step, validation, and what comes after a kill."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +16,7 @@ from tests.ranks.rank_pool import RankError
 LOSS = 5e-7
 
 
-def test_losses_are_those_of_lightning_in_one_process(pool, alone, tmp_path):
+def test_losses_are_those_of_lightning_in_one_process(pool: Any, alone: Any, tmp_path: Path) -> None:
     (seen, samples), *others = pool.run(jobs.fit, 4, tmp_path / "planned")
     (wanted,) = alone.run(jobs.fit_alone, 1, tmp_path / "alone", samples)
     for own, other in zip(seen[:2], wanted[:2], strict=True):
@@ -20,7 +25,7 @@ def test_losses_are_those_of_lightning_in_one_process(pool, alone, tmp_path):
     assert all(other[0] == seen for other in others)
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
+def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Path) -> None:
     (whole, _), *_ = pool.run(jobs.fit, 4, tmp_path / "whole", True)
     with pytest.raises(RankError, match="died"):
         pool.run(jobs.fit, 4, tmp_path / "killed", True, None, 5)
@@ -30,13 +35,13 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool, tmp_path):
         assert own == other[-len(own) :]
 
 
-def test_steps_that_are_no_iterations_are_refused(pool, tmp_path):
+def test_steps_that_are_no_iterations_are_refused(pool: Any, tmp_path: Path) -> None:
     for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 1):
         assert "accumulate_grad_batches" in why
 
 
 @pytest.mark.parametrize("given", [[1], None, lambda: [1]])
-def test_what_makes_no_loader_is_refused(given):
+def test_what_makes_no_loader_is_refused(given: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"loader = '(list|NoneType)': must be a PlannedLoader, or a function"
     ):

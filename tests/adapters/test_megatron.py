@@ -1,8 +1,13 @@
 """Megatron-Core's GPTModel and schedules with plans on 2 and 4 ranks, against its own attention in one process."""
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +26,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks() -> Iterator[Any]:
     """Of a pool each: Megatron takes the whole world."""
     pools = {size: Pool(timeout_s=600, size=size) for size in (1, 2, 4)}
     yield pools
@@ -29,12 +34,12 @@ def ranks():
         pool.close()
 
 
-def own(ranks, case):
+def own(ranks: Any, case: Any) -> Any:
     case = replace(case, tp=1, pp=1, options={})
     return ranks[1].run(jobs_megatron.train, 1, True, case)[0]
 
 
-def test_the_version_is_the_one_tried():
+def test_the_version_is_the_one_tried() -> None:
     assert version("megatron-core") == "0.16.1"
 
 
@@ -49,7 +54,7 @@ def test_the_version_is_the_one_tried():
         (4, Case(pp=2, microbatches=2)),
     ],
 )
-def test_losses_and_gradients_are_megatron_s_own(ranks, size, case):
+def test_losses_and_gradients_are_megatron_s_own(ranks: Any, size: Any, case: Any) -> None:
     wanted, gradients = own(ranks, case)
     found = ranks[size].run(jobs_megatron.train, size, False, case)
     for losses, _ in found:
@@ -60,7 +65,7 @@ def test_losses_and_gradients_are_megatron_s_own(ranks, size, case):
             np.testing.assert_allclose(found[0][1][name], gradient, atol=2e-6, err_msg=name)
 
 
-def test_bf16(ranks):
+def test_bf16(ranks: Any) -> None:
     import torch
 
     case = Case(dtype=torch.bfloat16)
@@ -68,7 +73,7 @@ def test_bf16(ranks):
     assert losses == pytest.approx(own(ranks, case)[0], abs=1e-2)
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks, tmp_path):
+def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path) -> None:
     case = Case(microbatches=2, steps=5)
     whole, _ = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
     saved = replace(case, folder=str(tmp_path))
@@ -89,6 +94,6 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks, tmp_path):
         (Case(positions="learned_absolute", longest=32), "sequence length = "),
     ],
 )
-def test_what_cannot_be_is_refused(ranks, case, says):
+def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:
     for told in ranks[2].run(jobs_megatron.refused, 2, case):
         assert says in told

@@ -1,8 +1,13 @@
 """TorchTitan's trainer with plans on 2 and 4 ranks, against its own attention on the same documents in one process."""
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,32 +23,32 @@ CLOSE = 5e-7
 
 
 @pytest.fixture(scope="module")
-def one():
+def one() -> Iterator[Any]:
     ranks = Pool(timeout_s=600, size=1)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module")
-def two():
+def two() -> Iterator[Any]:
     ranks = Pool(timeout_s=600, size=2)
     yield ranks
     ranks.close()
 
 
-def own(pool, case):
+def own(pool: Any, case: Any) -> Any:
     """Steps of Titan's own trainer in one process; a mesh of one rank holds the whole batch."""
     return pool.run(jobs_titan.train, 1, True, replace(case, tp=1))[0][0]
 
 
-def planned(pool, ranks, case):
+def planned(pool: Any, ranks: int, case: Any) -> Any:
     """Steps, the same on all ranks, and rounds of each."""
     found = pool.run(jobs_titan.train, ranks, False, case)
     assert all(told == found[0][0] for told, _ in found)
     return found[0][0], [rounds for _, rounds in found]
 
 
-def test_the_version_is_the_one_tried():
+def test_the_version_is_the_one_tried() -> None:
     assert version("torchtitan") == "0.3.0"
 
 
@@ -56,27 +61,27 @@ def test_the_version_is_the_one_tried():
         (4, Case(tp=2)),
     ],
 )
-def test_losses_are_titan_s_own(one, two, pool, ranks, case):
+def test_losses_are_titan_s_own(one: Any, two: Any, pool: Any, ranks: int, case: Any) -> None:
     steps, _ = planned(two if ranks == 2 else pool, ranks, case)
     for found, wanted in zip(steps, own(one, case), strict=True):
         assert found == pytest.approx(wanted, abs=CLOSE, rel=2e-6 if found[0] == "validation" else 1e-6)
     assert len(steps) == case.steps
 
 
-def test_kinds_of_layers_whose_own_kernels_need_a_gpu(one, two):
+def test_kinds_of_layers_whose_own_kernels_need_a_gpu(one: Any, two: Any) -> None:
     """Titan's varlen attention says its window itself; flex computes the same."""
     case = Case(model="gpt_oss", chunked=False)
     steps, _ = planned(two, 2, replace(case, backend="varlen"))
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in own(one, case)], abs=CLOSE)
 
 
-def test_bf16(one, two):
+def test_bf16(one: Any, two: Any) -> None:
     case = Case(dtype="bfloat16")
     steps, _ = planned(two, 2, case)
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in own(one, case)], abs=5e-3)
 
 
-def test_selective_checkpointing_keeps_attention_and_full_does_not(two):
+def test_selective_checkpointing_keeps_attention_and_full_does_not(two: Any) -> None:
     counts = {name: planned(two, 2, Case(checkpoint=name, steps=1)) for name in jobs_titan.CHECKPOINTS}
     losses = {name: steps for name, (steps, _) in counts.items()}
     rounds = {name: sum(of_ranks) for name, (_, of_ranks) in counts.items()}
@@ -84,7 +89,7 @@ def test_selective_checkpointing_keeps_attention_and_full_does_not(two):
     assert rounds["none"] == rounds["selective"] < rounds["full"]
 
 
-def test_validation_between_steps(one, two):
+def test_validation_between_steps(one: Any, two: Any) -> None:
     case = Case(validate=True, steps=3)
     steps, _ = planned(two, 2, case)
     wanted = own(one, case)
@@ -93,7 +98,7 @@ def test_validation_between_steps(one, two):
         assert found[-1] == pytest.approx(known[-1], abs=3e-6)
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two, tmp_path):
+def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two: Any, tmp_path: Path) -> None:
     case = Case(microbatches=2, steps=5)
     whole, _ = planned(two, 2, case)
     saved = replace(case, folder=str(tmp_path))
@@ -117,6 +122,6 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two, tmp_path):
         ({"dataloader": {"dataset": "documents.missing"}}, "must name a function"),
     ],
 )
-def test_what_cannot_be_is_refused_before_training(two, changes, says):
+def test_what_cannot_be_is_refused_before_training(two: Any, changes: Any, says: Any) -> None:
     for told in two.run(jobs_titan.refused, 2, Case(changes=changes)):
         assert says in told

@@ -1,5 +1,7 @@
 """The examples of docs/trainers.md run as their page says, and lose what their trainers lose."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +22,14 @@ WHOLE = [*FEW, "--training.global_batch_size", "2", "--dataloader.tokens_per_ran
 PRINTED = 1.1e-5  # the last digit
 
 
-def test_titan_learns(tmp_path):
+def test_titan_learns(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
     losses = steps_of(launched(tmp_path, *TITAN))
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_losses_are_those_of_titan_s_own_attention(tmp_path):
+def test_losses_are_those_of_titan_s_own_attention(tmp_path: Path) -> None:
     """In one process: Titan initialises shards, so that weights differ with the number of ranks."""
     pytest.importorskip("torchtitan")
     losses = steps_of(launched(tmp_path / "planned", *TITAN, *WHOLE, ranks=1))
@@ -34,7 +37,7 @@ def test_losses_are_those_of_titan_s_own_attention(tmp_path):
     assert len(losses) == 2
 
 
-def test_megatron_learns_as_with_its_own_attention(tmp_path):
+def test_megatron_learns_as_with_its_own_attention(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     losses = steps_of(launched(tmp_path / "planned", "examples/megatron_train.py"))
     assert losses == pytest.approx(steps_of(alone(tmp_path / "own", "megatron")), abs=PRINTED)
@@ -42,7 +45,7 @@ def test_megatron_learns_as_with_its_own_attention(tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_hugging_face_s_trainer_learns_as_with_its_own_attention_and_goes_on(tmp_path):
+def test_hugging_face_s_trainer_learns_as_with_its_own_attention_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     whole = losses_of(launched(tmp_path / "whole", "examples/hf_train.py"))
     assert whole[-1] < whole[0] - 1.0
@@ -55,7 +58,7 @@ def test_hugging_face_s_trainer_learns_as_with_its_own_attention_and_goes_on(tmp
     assert rest == whole[-len(rest) :]
 
 
-def test_lightning_starts_its_ranks_and_learns(tmp_path):
+def test_lightning_starts_its_ranks_and_learns(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     told = run_in(tmp_path, sys.executable, REPOSITORY / "examples/lightning_train.py")
     losses = [float(loss) for loss in re.findall(r"val_loss: ([\d.]+)", told)]
@@ -63,38 +66,38 @@ def test_lightning_starts_its_ranks_and_learns(tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
-def steps_of(told):
+def steps_of(told: str) -> Any:
     """Loss of each step, in order."""
     found = dict(re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", told))
     return [float(found[step]) for step in sorted(found)]
 
 
-def newest(folder):
+def newest(folder: Path) -> Any:
     return max((folder / "hf-checkpoints").glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
 
 
-def logged(folder):
+def logged(folder: Path) -> Any:
     """Losses with all their digits."""
     history = json.loads((newest(folder) / "trainer_state.json").read_text())["log_history"]
     return [row["loss"] for row in history if "loss" in row]
 
 
-def losses_of(told):
+def losses_of(told: str) -> Any:
     return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
 
 
-def alone(folder, trainer, *options):
+def alone(folder: Path, trainer: Any, *options: Any) -> Any:
     """What the example says in one process without plans."""
     return launched(folder, "tests/adapters/example_alone.py", trainer, *options, ranks=1)
 
 
-def launched(folder, script, *options, ranks=2):
+def launched(folder: Path, script: Any, *options: Any, ranks: int = 2) -> Any:
     """What the script prints on its processes, started in a folder."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run_in(folder, *launch, REPOSITORY / script, *options)
 
 
-def run_in(folder, *command):
+def run_in(folder: Path, *command: Any) -> Any:
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)

@@ -1,10 +1,13 @@
 """TorchTitan on CPUs, for tests: the example's shim, and attention without a compiler. Import it before torchtitan."""
 
+from __future__ import annotations
+
 import sys
 import time
 import types
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import create_mask
@@ -14,7 +17,9 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "titan"))
 import titan_cpu  # noqa: F401
 
 
-def dense_flex(q_BNLH, k_BNLH, v_BNLH, *, block_mask, scale, enable_gqa, **_):
+def dense_flex(
+    q_BNLH: Any, k_BNLH: Any, v_BNLH: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any
+) -> Any:
     """What flex_attention computes of Titan's masks: torch's own has no backward on CPUs. Returns (out, aux)."""
     repeats = q_BNLH.shape[1] // k_BNLH.shape[1]
     k_BNLH, v_BNLH = (x.repeat_interleave(repeats, 1) for x in (k_BNLH, v_BNLH))
@@ -25,7 +30,9 @@ def dense_flex(q_BNLH, k_BNLH, v_BNLH, *, block_mask, scale, enable_gqa, **_):
     return out, types.SimpleNamespace(lse=scores.logsumexp(-1))
 
 
-def causal_flex(q_BNLH, k_BNLH, v_BNLH, *, block_mask, scale, enable_gqa, **_):
+def causal_flex(
+    q_BNLH: Any, k_BNLH: Any, v_BNLH: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any
+) -> Any:
     """The same of causal documents alone, one after another: for rows that are too many for a dense mask."""
     rows = torch.arange(1, q_BNLH.shape[2])
     joined = block_mask.mask_mod(torch.zeros_like(rows), torch.zeros_like(rows), rows, rows - 1)
@@ -37,13 +44,13 @@ def causal_flex(q_BNLH, k_BNLH, v_BNLH, *, block_mask, scale, enable_gqa, **_):
     return torch.cat(outs, 2), None
 
 
-def own_attention(flex=dense_flex):
+def own_attention(flex: Any = dense_flex) -> None:
     """Titan's own, where torch.compile and GPUs are not."""
     import torchtitan.trainer
     from torchtitan.models.common.attention import FlexAttention
 
     torch.Tensor.bfloat16 = lambda self: (
-        self
+        self  # type: ignore[return-value]
     )  # its experts take that alone, and add what comes out to float32
     FlexAttention._compiled_flex_attn = staticmethod(flex)
     torchtitan.trainer.time = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from apportion.backends import null, reference
 from apportion.backends.interp import compile_program
@@ -111,12 +113,25 @@ class Weights:
     def _each(self, q_heads: tuple, kv_heads: tuple) -> list[np.ndarray]:
         return [self.w_q[list(q_heads)], self.w_k[list(kv_heads)], self.w_v[list(kv_heads)]]
 
-    def project(self, hidden, position_ids, q_heads, kv_heads):
+    def project(
+        self,
+        hidden: NDArray[Any],
+        position_ids: NDArray[Any],
+        q_heads: range | tuple[int, ...],
+        kv_heads: tuple[int, ...] | range,
+    ) -> tuple[NDArray[Any], ...]:
         x = hidden * (1 + position_ids / 8)[:, None]
         q, k, v = (np.einsum("ne,hed->nhd", x, w) for w in self._each(q_heads, kv_heads))
         return q, k, v
 
-    def gradient(self, hidden, position_ids, q_heads, kv_heads, grads):
+    def gradient(
+        self,
+        hidden: NDArray[Any],
+        position_ids: NDArray[Any],
+        q_heads: tuple[int, ...] | range,
+        kv_heads: tuple[int, ...] | range,
+        grads: tuple[NDArray[Any], ...],
+    ) -> NDArray[Any]:
         weights = self._each(q_heads, kv_heads)
         dx = sum(np.einsum("nhd,hed->ne", g, w) for g, w in zip(grads, weights, strict=True))
         return dx * (1 + position_ids / 8)[:, None]

@@ -80,7 +80,7 @@ def test_kinds_share_a_layout(reshuffle: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def float32_errors() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def float32_errors() -> dict[str, tuple[np.ndarray, ...]]:
     """Per mask the errors of o, lse, dq, dk, dv and dsinks: planned and plain, both in float32."""
     found = {}
     for name in SEQUENCES:

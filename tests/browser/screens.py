@@ -49,19 +49,16 @@ def keep(page: Page, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.png").write_bytes(data)
     picture = Image.open(io.BytesIO(data)).convert("L")
-    found = {
-        "height": picture.height,
-        "light": np.asarray(picture.resize((CELLS, CELLS), Image.Resampling.BOX)),
-    }
+    height, light = picture.height, np.asarray(picture.resize((CELLS, CELLS), Image.Resampling.BOX))
     looks = json.loads(LOOKS.read_text(encoding="utf-8")) if LOOKS.exists() else {}
     if "UPDATE" in os.environ:
-        looks[name] = {"height": found["height"], "light": found["light"].tolist()}
+        looks[name] = {"height": height, "light": light.tolist()}
         text = ",\n".join(f"{json.dumps(key)}: {json.dumps(looks[key])}" for key in sorted(looks))
         LOOKS.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
         return
     held = looks[name]
-    assert abs(found["height"] / held["height"] - 1) < 0.15, (name, found["height"], held["height"])
-    off = np.abs(found["light"].astype(float) - np.array(held["light"], float)).mean()
+    assert abs(height / held["height"] - 1) < 0.15, (name, height, held["height"])
+    off = np.abs(light.astype(float) - np.array(held["light"], float)).mean()
     assert off < FAR, (
         f"{name} does not look as it did, by {off:.1f} of 255 on average: look at it, then UPDATE=1"
     )

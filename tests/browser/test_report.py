@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from apportion.report import report_html
 from apportion.report.mask import pieces
 from tests.browser.screens import NARROW, WIDE, WORKLOAD, keep, violations
 
-Make, Visit = Callable[..., Path], Callable[..., Page]
+Make: TypeAlias = Callable[..., Path]
+Visit: TypeAlias = Callable[..., Page]
 MOST_BYTES, MOST_MS = 3_000_000, 2_000
 COLOURS = """(canvas) => {
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

@@ -1,18 +1,24 @@
 """Planned attention on real ranks over gloo, against dense float64 attention."""
 
+from __future__ import annotations
+
 import gc
 import weakref
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from apportion.backends.interp import Operand
 from apportion.backends.torch import autograd, executor
 from apportion.backends.torch.autograd import attend_op
+from apportion.backends.torch.memory.arenas import Memory
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import Space, Tensor as Name
 from apportion.ir.masks import specs as masks
@@ -22,8 +28,10 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import cases, jobs
-from tests.ranks.cases import batch_of, make_plan
+from tests.ranks.cases import Case, batch_of, make_plan
+from tests.ranks.rank_pool import Pool
 from tests.support import oracle
+from tests.support.oracle import Problem
 from tests.support.sparse import sparse
 
 COVER = cases.pairwise()
@@ -31,7 +39,7 @@ BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "p
 
 
 @pytest.mark.parametrize("case", sparse(COVER, 3), ids=["-".join(map(str, case)) for case in COVER])
-def test_pairwise_cover(pool, case):
+def test_pairwise_cover(pool: Pool, case: Case) -> None:
     batch = batch_of(case.mask)
     plan = make_plan(
         batch,
@@ -46,7 +54,7 @@ def test_pairwise_cover(pool, case):
 
 @pytest.mark.parametrize("extra", ["", "sinks"])
 @pytest.mark.parametrize("name", [name for name in BY_HAND if name != "heads"])
-def test_plans_written_by_hand(pool, name, extra):
+def test_plans_written_by_hand(pool: Pool, name: str, extra: str) -> None:
     plan = parse(BY_HAND[name].read_text())
     problem = cases.problem_of(plan, 2, sinks=extra == "sinks")
     for kind in plan.header.kinds:
@@ -54,7 +62,9 @@ def test_plans_written_by_hand(pool, name, extra):
         cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind))
 
 
-def projected(plan, seed=3):
+def projected(
+    plan: Plan, seed: int = 3
+) -> tuple[list[NDArray[Any]], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Weights, hidden states [T, E], position ids and dO of a plan's model."""
     rng, m = np.random.default_rng(seed), plan.request.model
     shapes = [(m.q_heads, m.head_dim), (m.kv_heads, m.head_dim), (m.kv_heads, m.value_dim)]
@@ -69,7 +79,13 @@ def projected(plan, seed=3):
     )
 
 
-def plain_block(weights, hidden, positions, do, mask):
+def plain_block(
+    weights: list[NDArray[Any]],
+    hidden: NDArray[Any],
+    positions: NDArray[Any],
+    do: NDArray[Any],
+    mask: NDArray[Any],
+) -> list[NDArray[Any]]:
     project, x = jobs.Weights(*weights), jobs.leaf(hidden, torch.float64)
     heads = tuple(range(weights[0].shape[0])), tuple(range(weights[1].shape[0]))
     q, k, v = project(x, torch.from_numpy(positions), *heads)
@@ -78,7 +94,14 @@ def plain_block(weights, hidden, positions, do, mask):
     return [out.detach().numpy(), x.grad.numpy(), *(w.grad.numpy() for w in project.params)]
 
 
-def run_block(pool, plan, weights, hidden, positions, do):
+def run_block(
+    pool: Pool,
+    plan: Plan,
+    weights: list[NDArray[Any]],
+    hidden: NDArray[Any],
+    positions: NDArray[Any],
+    do: NDArray[Any],
+) -> list[NDArray[Any]]:
     home = plan.layout(plan.header.home_layout)
     each = [
         (plan.for_rank(rank).encode(), *(x[home.tokens(rank)] for x in (hidden, positions, do)))
@@ -89,7 +112,7 @@ def run_block(pool, plan, weights, hidden, positions, do):
     return [*rows, *(np.sum(parts, axis=0) for parts in columns[2:])]
 
 
-def test_block_projects_head_groups_where_the_plan_says_so(pool):
+def test_block_projects_head_groups_where_the_plan_says_so(pool: Pool) -> None:
     plan = parse(BY_HAND["heads"].read_text())
     given = projected(plan)
     want = plain_block(*given, cases.allowed(plan.request.batch))
@@ -97,7 +120,7 @@ def test_block_projects_head_groups_where_the_plan_says_so(pool):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_block_projects_all_heads_where_the_plan_does_not(pool):
+def test_block_projects_all_heads_where_the_plan_does_not(pool: Pool) -> None:
     batch = batch_of("shared")
     plan = make_plan(batch, Cluster(1, 3), cases.model(2), cases.recipe())
     given = projected(plan)
@@ -106,7 +129,7 @@ def test_block_projects_all_heads_where_the_plan_does_not(pool):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_remap_moves_rows_and_their_gradients_back(pool):
+def test_remap_moves_rows_and_their_gradients_back(pool: Pool) -> None:
     plan = parse(BY_HAND["reshuffle"].read_text())
     (move,) = plan.moves
     assert (move.source, move.target) == ("attention", "linear")
@@ -118,7 +141,7 @@ def test_remap_moves_rows_and_their_gradients_back(pool):
         np.testing.assert_array_equal(grad, 2 * x[source.tokens(rank)])
 
 
-def with_dlse(problem, seed=9):
+def with_dlse(problem: Problem, seed: int = 9) -> Problem:
     return replace(problem, dlse=np.random.default_rng(seed).standard_normal(problem.q.shape[:2]))
 
 
@@ -132,7 +155,7 @@ def with_dlse(problem, seed=9):
         ("tree", 5, True, ""),
     ],
 )
-def test_lse_and_its_gradient(pool, name, ranks, reshuffle, extra):
+def test_lse_and_its_gradient(pool: Pool, name: str, ranks: int, reshuffle: bool, extra: str) -> None:
     plan = make_plan(
         batch_of(name), Cluster(1, ranks), cases.model(2, kv_heads=2), cases.recipe(reshuffle=reshuffle)
     )
@@ -146,7 +169,7 @@ def test_lse_and_its_gradient(pool, name, ranks, reshuffle, extra):
 
 
 @pytest.mark.parametrize("name", ["clear", "q_moves"])
-def test_lse_of_plans_written_by_hand(pool, name):
+def test_lse_of_plans_written_by_hand(pool: Pool, name: str) -> None:
     plan = parse(BY_HAND[name].read_text())
     problem = with_dlse(cases.problem_of(plan, 8, sinks=True))
     mask = cases.allowed(plan.request.batch)
@@ -155,7 +178,7 @@ def test_lse_of_plans_written_by_hand(pool, name):
     np.testing.assert_allclose(lse, oracle.dense(problem, mask).lse, rtol=1e-12, atol=1e-12)
 
 
-def test_the_gradient_of_lse_is_taken_at_home_head_by_head():
+def test_the_gradient_of_lse_is_taken_at_home_head_by_head() -> None:
     dlse, lse = torch.arange(12.0).view(4, 3), torch.zeros(2, 2)
     operand = Operand(1, Name.O, Space.HOME, 1, 2, (2, 0), (2, 0))
     assert executor._lse_gradient(dlse, operand, lse).tolist() == [[5, 3], [8, 6]]
@@ -165,7 +188,7 @@ def test_the_gradient_of_lse_is_taken_at_home_head_by_head():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("uses_out", [True, False], ids=["both", "lse"])
-def test_a_loss_of_lse_alone_and_compiled(pool, uses_out, compiled):
+def test_a_loss_of_lse_alone_and_compiled(pool: Pool, uses_out: bool, compiled: bool) -> None:
     plan = make_plan(batch_of("bands"), Cluster(1, 2), cases.model(2), cases.recipe())
     problem = with_dlse(cases.problem_of(plan, 7, sinks=True))
     got, _ = cases.run_with_lse(pool, plan, problem, uses_out, compiled)
@@ -173,7 +196,7 @@ def test_a_loss_of_lse_alone_and_compiled(pool, uses_out, compiled):
     cases.assert_good(got, seen, cases.allowed(batch_of("bands")))
 
 
-def test_two_kinds_share_one_plan(pool):
+def test_two_kinds_share_one_plan(pool: Pool) -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
     batch = Batch.from_lengths([70, 30, 1], kinds)
     plan = make_plan(batch, Cluster(1, 4), cases.model(kinds=kinds), cases.recipe())
@@ -183,7 +206,7 @@ def test_two_kinds_share_one_plan(pool):
 
 
 @pytest.mark.parametrize("lengths", [[3], [1], [2, 1]])
-def test_ranks_without_tokens(pool, lengths):
+def test_ranks_without_tokens(pool: Pool, lengths: list[int]) -> None:
     batch = Batch.from_lengths(lengths)
     plan = make_plan(batch, Cluster(1, 8), cases.model(4), cases.recipe(block=1))
     assert (plan.layout("attention").rows_per_rank == 0).any()
@@ -191,14 +214,14 @@ def test_ranks_without_tokens(pool, lengths):
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch))
 
 
-def test_strips_longer_than_one_call(pool):
+def test_strips_longer_than_one_call(pool: Pool) -> None:
     batch = Batch.from_lengths([1500, 200], masks.sliding_window(700))
     plan = make_plan(batch, Cluster(1, 2), cases.model(2), cases.recipe(block=512))
     problem = cases.problem_of(plan, 4)
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch))
 
 
-def small_plans(ranks=4):
+def small_plans(ranks: int = 4) -> list[Plan]:
     return [
         make_plan(
             Batch.from_lengths(lengths), Cluster(1, ranks), cases.model(2), cases.recipe(reshuffle=shuffle)
@@ -207,14 +230,14 @@ def small_plans(ranks=4):
     ]
 
 
-def test_the_same_plan_gives_the_same_bits(pool):
+def test_the_same_plan_gives_the_same_bits(pool: Pool) -> None:
     for plan in small_plans():
         for first, second in pool.run(jobs.twice, 4, each=cases.shards(plan, cases.problem_of(plan))):
             assert first == second
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recompute(pool, reentrant):
+def test_recompute(pool: Pool, reentrant: bool) -> None:
     for plan in [
         *small_plans(),
         make_plan(Batch.from_lengths([2]), Cluster(1, 4), cases.model(2), cases.recipe(1)),
@@ -228,7 +251,9 @@ def test_recompute(pool, reentrant):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
-def test_attention_that_is_kept_does_not_communicate_again(pool, checkpointing, compiled):
+def test_attention_that_is_kept_does_not_communicate_again(
+    pool: Pool, checkpointing: str | None, compiled: bool
+) -> None:
     plan = small_plans(ranks=2)[0]
     shards = cases.shards(plan, cases.problem_of(plan))
     plain = pool.run(jobs.rounds, 2, None, False, each=shards)
@@ -245,7 +270,7 @@ def test_attention_that_is_kept_does_not_communicate_again(pool, checkpointing, 
 
 @pytest.mark.parametrize("order", ["F0F1B0B1", "F0F1B1B0"])
 @pytest.mark.parametrize("second", [[33, 40], [2]], ids=["tokens", "ranks_without_tokens"])
-def test_two_microbatches_in_flight(pool, order, second):
+def test_two_microbatches_in_flight(pool: Pool, order: str, second: list[int]) -> None:
     plans = [
         make_plan(Batch.from_lengths(lengths), Cluster(1, 4), cases.model(2), cases.recipe())
         for lengths in ([50, 9, 1], second)
@@ -259,7 +284,7 @@ def test_two_microbatches_in_flight(pool, order, second):
             np.testing.assert_array_equal(a, b)
 
 
-def test_compiled_layers_take_new_plans_without_new_graphs(pool):
+def test_compiled_layers_take_new_plans_without_new_graphs(pool: Pool) -> None:
     lengths = ([50, 9, 4], [33, 40], [21], [64, 3], [90], [17, 18, 19], [70, 41])
     plans = [make_plan(Batch.from_lengths(n), Cluster(1, 2), cases.model(2), cases.recipe()) for n in lengths]
     by_plan = [cases.shards(plan, cases.problem_of(plan)) for plan in plans]
@@ -268,7 +293,7 @@ def test_compiled_layers_take_new_plans_without_new_graphs(pool):
         assert worst == 0
 
 
-def test_different_plans_are_an_error_on_every_rank(pool):
+def test_different_plans_are_an_error_on_every_rank(pool: Pool) -> None:
     one, other = (cases.shards(plan, cases.problem_of(plan)) for plan in small_plans())
     results = pool.run(jobs.error_of, 4, each=[one[0], one[1], other[2], one[3]])
     for name, message in results:
@@ -277,7 +302,7 @@ def test_different_plans_are_an_error_on_every_rank(pool):
         assert "on ranks 0, 1, 3" in message
 
 
-def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool):
+def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool: Pool) -> None:
     plan = small_plans()[0]
     shards = cases.shards(plan, cases.problem_of(plan))
     wrong = shards[1]._replace(q=shards[1].q[:, :1])
@@ -286,19 +311,19 @@ def test_a_failure_on_one_rank_is_shown_and_the_pool_recovers(pool):
     assert len(pool.run(jobs.attention, 4, None, None, {}, each=shards)) == 4
 
 
-def test_channels_are_process_groups(pool):
+def test_channels_are_process_groups(pool: Pool) -> None:
     plan = small_plans(ranks=8)[0]
     assert any(program["instructions"]["channel"].any() for program in plan.programs.values())
     for one, two in pool.run(jobs.on_channels, 8, each=cases.shards(plan, cases.problem_of(plan))):
         assert one == two
 
 
-def test_tensors_need_not_be_contiguous(pool):
+def test_tensors_need_not_be_contiguous(pool: Pool) -> None:
     plan = small_plans()[0]
     assert all(pool.run(jobs.strided, 4, each=cases.shards(plan, cases.problem_of(plan))))
 
 
-def alone():
+def alone() -> tuple[PlanHandle, list[torch.Tensor]]:
     """A handle of one rank, and q, k, v for it."""
     plan = make_plan(Batch.from_lengths([9, 4]), Cluster(1, 1), cases.model(2), cases.recipe())
     problem = cases.problem_of(plan)
@@ -310,7 +335,7 @@ def alone():
 @pytest.mark.parametrize(
     ("softcap", "sinks", "return_lse"), [(None, False, False), (None, False, True), (3.0, True, True)]
 )
-def test_the_ops_are_good_citizens(softcap, sinks, return_lse):
+def test_the_ops_are_good_citizens(softcap: float | None, sinks: bool, return_lse: bool) -> None:
     handle, qkv = alone()
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True) if sinks else None
     rule = handle.number, "default", 0.5, softcap, return_lse
@@ -320,7 +345,7 @@ def test_the_ops_are_good_citizens(softcap, sinks, return_lse):
     torch.library.opcheck(autograd.attend_grad_op, (do, dlse, *saved, *rule))
 
 
-def test_a_plan_that_is_gone_is_an_error():
+def test_a_plan_that_is_gone_is_an_error() -> None:
     handle, _ = alone()
     number = handle.number
     del handle
@@ -328,7 +353,7 @@ def test_a_plan_that_is_gone_is_an_error():
         PlanHandle.of_number(number)
 
 
-def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself():
+def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself() -> None:
     handle, qkv = alone()
     watch = weakref.ref(handle)
     out = planned_attention(*qkv, handle)
@@ -340,17 +365,19 @@ def test_in_eager_mode_the_graph_keeps_the_plan_until_it_is_gone_itself():
     assert watch() is None
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_gradients_are_those_of_finite_differences() -> None:
     handle, qkv = alone()
     sinks = torch.zeros(2, dtype=torch.float64, requires_grad=True)
 
-    def both(q, k, v, logits):
+    def both(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return planned_attention(q, k, v, handle, sinks=logits, return_lse=True)
 
     assert torch.autograd.gradcheck(both, (*qkv, sinks))
 
 
-def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite():
+def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite() -> None:
     """A row without keys has a constant LSE: what a loss makes of -inf does not spread."""
     batch = Batch.from_sequences([Sequence(9, masks.bands([[3, 9, 0, 4, 0, 8]]))])
     plan = make_plan(batch, Cluster(1, 1), cases.model(2, "bf16"), cases.recipe())
@@ -364,7 +391,7 @@ def test_lse_is_float32_for_lower_dtypes_and_finite_gradients_stay_finite():
     assert all(x.grad.isfinite().all() for x in qkv)
 
 
-def test_attention_is_differentiable_once():
+def test_attention_is_differentiable_once() -> None:
     handle, qkv = alone()
     out = planned_attention(*qkv, handle)
     (dq,) = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True)
@@ -372,11 +399,11 @@ def test_attention_is_differentiable_once():
         dq.sum().backward()
 
 
-def test_arenas_are_gone_when_the_call_ends(monkeypatch):
+def test_arenas_are_gone_when_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    class Watched(autograd.Memory):
-        def __init__(self, *args):
+    class Watched(Memory):
+        def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             seen.append(weakref.ref(self))
 

@@ -1,15 +1,19 @@
 """Kernels of one task against dense float64 attention, over random band grids."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from apportion.backends.torch.kernels import attention
-from apportion.backends.torch.kernels.attention import (
+from apportion.backends.torch.kernels.attention import (  # type: ignore[attr-defined]
     Band,
     Score,
     accumulator_dtype,
@@ -18,6 +22,7 @@ from apportion.backends.torch.kernels.attention import (
     merge,
 )
 from apportion.backends.torch.kernels.checks import is_checking
+from apportion.backends.torch.kernels.cuts import Call, cut_strips
 from apportion.backends.torch.memory.head_columns import columns_of, head_groups
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.attention import check_kernels
@@ -26,7 +31,14 @@ from tests.ranks import flash_rule
 INF = 2**62
 
 
-def dense(q, k, v, allowed, kv_of, score):
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    allowed: torch.Tensor,
+    kv_of: torch.Tensor | list[int],
+    score: Score,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """o, lse of float64 tensors [T, H, D]; rows without keys give 0 and -inf. Differentiable."""
     s = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * score.scale
     if score.softcap is not None:
@@ -36,14 +48,25 @@ def dense(q, k, v, allowed, kv_of, score):
     return torch.einsum("hts,shd->thd", p, v[:, kv_of]), s.logsumexp(-1).T
 
 
-def inputs(rows, keys, heads, kv_heads, widths, dtype, seed):
+def inputs(
+    rows: int, keys: int, heads: int, kv_heads: int, widths: tuple[int, int], dtype: torch.dtype, seed: int
+) -> list[torch.Tensor]:
     gen = torch.Generator().manual_seed(seed)
     shapes = [(rows, heads, widths[0]), (keys, kv_heads, widths[0]), (keys, kv_heads, widths[1])]
     shapes.append((rows, heads, widths[1]))
     return [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def run_task(q, k, v, do, bands, kv_of, score, dlse=None):
+def run_task(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    bands: list[tuple[int, int]],
+    kv_of: tuple[int, ...],
+    score: Score,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...] | None:
     """Forward over the bands into one accumulator, then backward of each with the merged statistics."""
     wide = accumulator_dtype(q.dtype)
     o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=wide)
@@ -59,7 +82,16 @@ def run_task(q, k, v, do, bands, kv_of, score, dlse=None):
     return o, lse, dq, dk, dv
 
 
-def oracle(q, k, v, do, bands, kv_of, score, dlse=None):
+def oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    bands: list[tuple[int, int]],
+    kv_of: tuple[int, ...],
+    score: Score,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     i, j = np.indices((q.shape[0], k.shape[0]))
     allowed = torch.from_numpy(np.any([(i - j >= low) & (i - j <= high) for low, high in bands], axis=0))
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
@@ -71,7 +103,7 @@ def oracle(q, k, v, do, bands, kv_of, score, dlse=None):
     return o.detach(), lse.detach(), *torch.autograd.grad(parts, leaves, dparts)
 
 
-def split_band(rng, rows, keys):
+def split_band(rng: Any, rows: int, keys: int) -> list[tuple[int, int]]:
     """One band, cut in two at a diagonal, so that rows merge several partial results."""
     low, high = sorted(rng.integers(-keys + 1, rows, 2).tolist())
     low, high = (-INF if rng.random() < 0.3 else low), (INF if rng.random() < 0.3 else high)
@@ -79,14 +111,14 @@ def split_band(rng, rows, keys):
     return [(low, middle - 1), (middle, high)]
 
 
-def close(got, want, tolerance):
+def close(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], tolerance: float) -> None:
     for a, b in zip(got, want, strict=True):
         assert not torch.isnan(a).any()
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["flash", "softcap"])
-def test_random_bands_match_dense_float64(softcap):
+def test_random_bands_match_dense_float64(softcap: float | None) -> None:
     rng = np.random.default_rng(7)
     for seed in range(25):
         rows, keys = rng.integers(1, 90, 2).tolist()
@@ -98,14 +130,14 @@ def test_random_bands_match_dense_float64(softcap):
         close(run_task(*args, bands, kv_of, score), oracle(*args, bands, kv_of, score), 1e-11)
 
 
-def test_strips_and_squares_longer_than_one_call():
+def test_strips_and_squares_longer_than_one_call() -> None:
     for bands in ([(0, INF)], [(0, 299)], [(-INF, 40)], [(5, INF), (-30, 4)]):
         args = inputs(600, 700, 2, 1, (8, 8), torch.float64, 3)
         score = Score(0.3)
         close(run_task(*args, bands, (0, 0), score), oracle(*args, bands, (0, 0), score), 1e-11)
 
 
-def test_plain_strips_are_the_fallback_of_every_dtype(monkeypatch):
+def test_plain_strips_are_the_fallback_of_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "FLASH_CPU", attention.PLAIN)
     args = inputs(300, 280, 2, 2, (8, 4), torch.float64, 4)
     close(
@@ -116,12 +148,12 @@ def test_plain_strips_are_the_fallback_of_every_dtype(monkeypatch):
 
 
 @pytest.mark.parametrize("kv_of", [(1, 0), (0, 1, 0, 1), (0, 0, 2), (2, 0, 0, 2, 1), (0, 0, 0)])
-def test_heads_in_any_order_and_number(kv_of):
+def test_heads_in_any_order_and_number(kv_of: tuple[int, ...]) -> None:
     args = inputs(20, 24, len(kv_of), 3, (4, 4), torch.float64, 5)
     close(run_task(*args, [(0, INF)], kv_of, Score(0.5)), oracle(*args, [(0, INF)], kv_of, Score(0.5)), 1e-11)
 
 
-def test_head_groups_are_slices_where_heads_are_regular():
+def test_head_groups_are_slices_where_heads_are_regular() -> None:
     assert head_groups((0, 0, 1, 1)) == (head_groups((0, 0, 1, 1))[0],)
     group = head_groups((0, 0, 1, 1))[0]
     assert (group.q, group.kv, group.kv_heads) == (slice(0, 4, 1), slice(0, 2, 1), 2)
@@ -130,7 +162,7 @@ def test_head_groups_are_slices_where_heads_are_regular():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_is_within_twice_the_error_of_plain_attention(dtype):
+def test_low_precision_is_within_twice_the_error_of_plain_attention(dtype: torch.dtype) -> None:
     args = inputs(200, 200, 4, 2, (16, 16), dtype, 6)
     bands, kv_of, score = [(0, 60), (61, INF)], (0, 0, 1, 1), Score(0.25)
     got = run_task(*args, bands, kv_of, score)
@@ -142,7 +174,9 @@ def test_low_precision_is_within_twice_the_error_of_plain_attention(dtype):
         assert (a.to(dtype) - c).abs().max() <= 2 * (b - c).abs().max(), name
 
 
-def plain_attention(q, k, v, do, kv_of, score):
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, kv_of: tuple[int, ...], score: Score
+) -> tuple[torch.Tensor, ...]:
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     rows, keys, values = (t.transpose(0, 1) for t in (leaves[0], leaves[1][:, kv_of], leaves[2][:, kv_of]))
     o = torch.nn.functional.scaled_dot_product_attention(
@@ -151,7 +185,7 @@ def plain_attention(q, k, v, do, kv_of, score):
     return o.transpose(0, 1), *torch.autograd.grad(o, leaves, do.transpose(0, 1))
 
 
-def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
+def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients() -> None:
     gen = torch.Generator().manual_seed(8)
     do = torch.randn(5, 16, generator=gen, dtype=torch.float64)
     out = torch.randn(5, 16, generator=gen, dtype=torch.float64)
@@ -165,7 +199,9 @@ def test_out_with_delta_keeps_delta_and_survives_tiny_and_zero_gradients():
 
 @pytest.mark.parametrize("size", [0.0, 1e-200, 1.0])
 @pytest.mark.parametrize("kernel", ["FLASH_CPU", "FLASH_CUDA", "PLAIN"])
-def test_a_gradient_of_lse_needs_no_gradient_of_the_output(monkeypatch, kernel, size):
+def test_a_gradient_of_lse_needs_no_gradient_of_the_output(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, size: float
+) -> None:
     emulate_cuda(monkeypatch)
     monkeypatch.setattr(attention, "choose_kernel", lambda *_: getattr(attention, kernel))
     *qkv, do = inputs(30, 25, 4, 2, (8, 5), torch.float64, 14)
@@ -174,14 +210,14 @@ def test_a_gradient_of_lse_needs_no_gradient_of_the_output(monkeypatch, kernel, 
     close(run_task(*args, dlse), oracle(*args, dlse), 1e-11)
 
 
-def test_columns_for_delta_hold_it_to_twice_the_bits_of_a_half():
+def test_columns_for_delta_hold_it_to_twice_the_bits_of_a_half() -> None:
     do, delta = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor([1.2345678, -300.7, 1e-6, 0.0])
     do, out = attention.with_delta_columns(do, delta)
     assert (do.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16)
     torch.testing.assert_close((do.float() * out.float()).sum(-1), delta, rtol=2**-16, atol=0)
 
 
-def test_merge_of_nothing_is_the_identity():
+def test_merge_of_nothing_is_the_identity() -> None:
     o, lse = torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf"))
     merge(o, lse, torch.zeros(2, 1, 3), torch.full((2, 1), float("-inf")))
     assert o.eq(0).all()
@@ -193,10 +229,10 @@ def test_merge_of_nothing_is_the_identity():
 BAD = {"an LSE of +inf": (1, float("inf")), "NaN in LSE": (1, float("nan")), "NaN in o": (0, float("nan"))}
 
 
-def spoiled(function, part, value, row, head):
+def spoiled(function: Callable[..., Any], part: int, value: float, row: int, head: int) -> Callable[..., Any]:
     """The kernel's function with one entry of one of its results replaced."""
 
-    def wrapped(*args):
+    def wrapped(*args: Call | Score | torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = [t.clone() for t in function(*args)]
         parts[part][head, 0, row] = value
         return tuple(parts)
@@ -206,9 +242,11 @@ def spoiled(function, part, value, row, head):
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch, what):
+def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     bad = attention.Kernel(
-        attention.cut_strips, spoiled(attention._plain, *BAD[what], 3, 1), attention._plain_backward
+        cut_strips,
+        spoiled(attention._plain, *BAD[what], 3, 1),
+        attention._plain_backward,
     )
     monkeypatch.setattr(attention, "FLASH_CPU", bad)
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 11)
@@ -222,10 +260,14 @@ def test_the_check_names_what_a_forward_kernel_got_wrong(monkeypatch, what):
 
 
 @pytest.mark.parametrize(("part", "name", "row"), [(0, "dq", 7), (1, "dk", 2), (2, "dv", 8)])
-def test_the_check_names_what_a_backward_kernel_got_wrong(monkeypatch, part, name, row):
+def test_the_check_names_what_a_backward_kernel_got_wrong(
+    monkeypatch: pytest.MonkeyPatch, part: int, name: str, row: int
+) -> None:
     spoil = spoiled(attention._plain_backward, part, float("nan"), row, 1)
     monkeypatch.setattr(
-        attention, "FLASH_CPU", attention.Kernel(attention.cut_strips, attention._plain, spoil)
+        attention,
+        "FLASH_CPU",
+        attention.Kernel(cut_strips, attention._plain, spoil),
     )
     args = inputs(12, 9, 2, 2, (4, 4), torch.float64, 12)
     with (
@@ -235,7 +277,7 @@ def test_the_check_names_what_a_backward_kernel_got_wrong(monkeypatch, part, nam
         run_task(*args, [(-INF, INF)], (0, 1), Score(0.4))
 
 
-def test_the_check_lets_good_results_pass_and_is_off_outside_its_block():
+def test_the_check_lets_good_results_pass_and_is_off_outside_its_block() -> None:
     args = inputs(30, 30, 2, 1, (8, 8), torch.float64, 13)
     with check_kernels(True):
         assert is_checking()
@@ -250,13 +292,27 @@ def test_the_check_lets_good_results_pass_and_is_off_outside_its_block():
 # --- the CUDA kernel's side of things, with its two ops written out in plain torch
 
 
-def _visible(q, k, options):
+def _visible(q: torch.Tensor, k: torch.Tensor, options: dict[str, float]) -> torch.Tensor:
     return torch.from_numpy(
         flash_rule.visible(len(q), len(k), options["window_size_left"], options["window_size_right"])
     )
 
 
-def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, **window):
+def _flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    **window: int,
+) -> tuple[torch.Tensor | None, ...]:
     assert (cu_q.tolist(), cu_k.tolist()) == ([0, len(q)], [0, len(k)])
     assert (max_q, max_k, dropout, causal) == (len(q), len(k), 0.0, False)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
@@ -267,7 +323,23 @@ def _flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *,
     return o, lse.T.contiguous().masked_fill_(lse.T == attention.NEG_INF, float("inf")), None, None, None
 
 
-def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, **options):
+def _flash_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    rng: torch.Tensor,
+    unused: torch.Tensor,
+    **options: float,
+) -> tuple[torch.Tensor, ...]:
     assert lse.shape == (q.shape[1], q.shape[0])
     assert do.is_contiguous()
     scale = options["scale"]
@@ -282,12 +354,12 @@ def _flash_backward(do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, ca
     return dq, dk, dv
 
 
-def emulate_cuda(monkeypatch):
+def emulate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_cuda", _flash_forward)
     monkeypatch.setattr(attention, "_cuda_backward", _flash_backward)
 
 
-def test_cuda_calls_windows_widths_and_heads(monkeypatch):
+def test_cuda_calls_windows_widths_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_cuda(monkeypatch)
     monkeypatch.setattr(attention, "choose_kernel", lambda *_: attention.FLASH_CUDA)
     rng = np.random.default_rng(9)
@@ -300,7 +372,7 @@ def test_cuda_calls_windows_widths_and_heads(monkeypatch):
         close(run_task(*args, bands, kv_of, score), oracle(*args, bands, kv_of, score), 1e-11)
 
 
-def test_kernels_are_chosen_by_device_dtype_width_and_score():
+def test_kernels_are_chosen_by_device_dtype_width_and_score() -> None:
     half, wide = (torch.zeros(1, 1, width, dtype=torch.bfloat16, device="meta") for width in (128, 512))
     assert (
         attention.choose_kernel(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), Score(1.0)) is attention.FLASH_CPU

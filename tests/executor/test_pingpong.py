@@ -1,21 +1,29 @@
 """Two halves that take turns on real ranks over gloo: the same numbers as one after the other, and as the oracle."""
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.planner.iteration.nano import nano_batches
 from tests.ranks import cases, jobs_pingpong as jobs
+from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse
 from tests.support.strategies import STRATEGIES as OTHERS, cluster, has_own_cap, steps
 
@@ -26,19 +34,19 @@ NAMES = list(STRATEGIES)
 TURNS = [(name, NAMES[(turn + 7) % len(NAMES)], turn) for turn, name in enumerate(NAMES)]
 
 
-def plan_of(batch, name, ranks, model):
+def plan_of(batch: Batch, name: str, ranks: int, model: Model) -> Plan:
     recipe = Recipe(name, STRATEGIES[name])
     cap = None if has_own_cap(recipe) else batch.tokens
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 
-def sequences(*names):
+def sequences(*names: str) -> Batch:
     return Batch.from_sequences([Sequence(*row) for name in names for row in cases.BATCHES[name]])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("pair", sparse(TURNS, 4), ids=NAMES)
-def test_every_pair_of_recipes(pool, pair, ranks):
+def test_every_pair_of_recipes(pool: Pool, pair: tuple[str, str, int], ranks: int) -> None:
     """Bits of the halves alone, and the oracle's numbers."""
     first, second, turn = pair
     dtype, extra = ("fp64", "fp32", "bf16")[turn % 3], ("", "sinks", "softcap")[(turn + ranks) % 3]
@@ -58,12 +66,12 @@ def test_every_pair_of_recipes(pool, pair, ranks):
         cases.assert_good(got, problem, cases.allowed(plan.request.batch), dtype)
 
 
-def assert_equal(together, alone):
+def assert_equal(together: list[list[NDArray[Any] | None]], alone: list[list[NDArray[Any] | None]]) -> None:
     for mine, other in zip((*together[0], *together[1]), (*alone[0], *alone[1]), strict=True):
         np.testing.assert_array_equal(mine, other)
 
 
-def halves_of(plans, seed=0):
+def halves_of(plans: list[Plan], seed: int = 0) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
     """(slice, hidden states) of both halves, for each rank."""
     rng = np.random.default_rng(seed)
     columns = []
@@ -75,7 +83,7 @@ def halves_of(plans, seed=0):
     return list(zip(*columns, strict=True))
 
 
-def pair_of_plans(batch, name, ranks, model):
+def pair_of_plans(batch: Batch, name: str, ranks: int, model: Model) -> list[Plan]:
     halves = nano_batches(batch)
     return [plan_of(half, name, ranks, model) for half in (halves.ping, halves.pong)]
 
@@ -83,7 +91,7 @@ def pair_of_plans(batch, name, ranks, model):
 @pytest.mark.parametrize("ranks", sparse([2, 4], 2))
 @pytest.mark.parametrize("way", ["stack", "single", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("name", ["distca", "node", "ulysses", "ring"])
-def test_layers_with_all_their_gradients(pool, name, way, ranks):
+def test_layers_with_all_their_gradients(pool: Pool, name: str, way: str, ranks: int) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     batch = sequences("causal", "window", "shared", "image", "documents")
     plans = pair_of_plans(batch, name, ranks, model)
@@ -102,7 +110,9 @@ UPIPE = {
 
 
 @pytest.mark.parametrize("second", [UPIPE, STRATEGIES["contiguous"]], ids=["both", "one"])
-def test_plans_that_project_heads_themselves(pool, second):
+def test_plans_that_project_heads_themselves(
+    pool: Pool, second: dict[str, dict[str, dict[Any, Any]]]
+) -> None:
     """Head stages with the projection inside: the hidden states are dispatched, and the projection's gradients come
     back from the program."""
     model = cases.model(2, "fp64", kv_heads=2)
@@ -117,7 +127,7 @@ def test_plans_that_project_heads_themselves(pool, second):
             np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
 
 
-def test_layers_of_two_kinds(pool):
+def test_layers_of_two_kinds(pool: Pool) -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(7)}
     model = cases.model(2, "fp64", kv_heads=1, kinds=kinds)
     plans = pair_of_plans(Batch.from_lengths([40, 25, 20, 9, 1], kinds), "contiguous", 4, model)
@@ -129,7 +139,7 @@ def test_layers_of_two_kinds(pool):
             np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
 
 
-def test_ranks_without_tokens(pool):
+def test_ranks_without_tokens(pool: Pool) -> None:
     """A half of one token on four ranks, which three ranks serve without holding a row."""
     model = cases.model(2, "fp64")
     plans = [plan_of(Batch.from_lengths(lengths), "contiguous", 4, model) for lengths in ([1], [30, 2])]
@@ -139,7 +149,7 @@ def test_ranks_without_tokens(pool):
             np.testing.assert_allclose(mine, other, rtol=1e-9, atol=1e-11)
 
 
-def occurrences(launches):
+def occurrences(launches: list[tuple[str, int, int]]) -> Iterator[tuple[str, int, int, int]]:
     """Launches with how often each was there before: a layer launches the same rounds as the one before it."""
     seen = Counter()
     for row in launches:
@@ -148,7 +158,7 @@ def occurrences(launches):
 
 
 @pytest.mark.parametrize("name", ["distca", "node", "ring", "relays", "inner_reshuffled"])
-def test_all_ranks_launch_the_rounds_of_both_halves_in_one_order(pool, name):
+def test_all_ranks_launch_the_rounds_of_both_halves_in_one_order(pool: Pool, name: str) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     plans = pair_of_plans(sequences("causal", "window", "shared"), name, 4, model)
     found = [list(occurrences(rank)) for rank in pool.run(jobs.launches, 4, model, each=halves_of(plans))]
@@ -164,17 +174,17 @@ def test_all_ranks_launch_the_rounds_of_both_halves_in_one_order(pool, name):
     )  # pong before the next layer
 
 
-def small_pair(ranks=2, name="contiguous"):
+def small_pair(ranks: int = 2, name: str = "contiguous") -> tuple[Model, list[Plan]]:
     model = cases.model(2, "fp64")
     return model, pair_of_plans(Batch.from_lengths([30, 20, 9, 5]), name, ranks, model)
 
 
-def test_no_gradients_no_graphs(pool):
+def test_no_gradients_no_graphs(pool: Pool) -> None:
     model, plans = small_pair()
     assert all(pool.run(jobs.without_gradients, 2, model, each=halves_of(plans)))
 
 
-def test_frozen_weights_and_a_half_that_nobody_uses(pool):
+def test_frozen_weights_and_a_half_that_nobody_uses(pool: Pool) -> None:
     model, plans = small_pair()
     for there, alone, difference in pool.run(jobs.frozen, 2, model, each=halves_of(plans)):
         assert there == alone
@@ -182,7 +192,7 @@ def test_frozen_weights_and_a_half_that_nobody_uses(pool):
 
 
 @pytest.mark.parametrize("name", ["node", "ulysses"])
-def test_halves_may_share_process_groups(pool, name):
+def test_halves_may_share_process_groups(pool: Pool, name: str) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     plans = [plan_of(cases.batch_of(mask), name, 8, model) for mask in ("causal", "shared")]
     problems = [cases.problem_of(plan, 3) for plan in plans]
@@ -200,7 +210,7 @@ def test_halves_may_share_process_groups(pool, name):
         ("shape", "hidden_a has shape"),
     ],
 )
-def test_errors_say_what_is_wrong(pool, case, words):
+def test_errors_say_what_is_wrong(pool: Pool, case: str, words: str) -> None:
     model, plans = small_pair()
     for kind, message in pool.run(jobs.pair_error, 2, case, model, each=halves_of(plans)):
         assert kind in ("ConfigError", "ExecutionError")
@@ -208,7 +218,7 @@ def test_errors_say_what_is_wrong(pool, case, words):
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
-def test_data_parallel_wrappers(pool, wrapper):
+def test_data_parallel_wrappers(pool: Pool, wrapper: str) -> None:
     """Around the module that makes the call, gradients are the means over ranks."""
     model, plans = small_pair()
     halves = halves_of(plans)

@@ -1,11 +1,17 @@
 """Measuring the backend's own kernels and links: small, and what comes out serves the cost model."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from apportion.backends.torch.kernels.attention import Band, Score
 from apportion.backends.torch.profile import clock, device as profile_module
 from apportion.backends.torch.profile.device import (
     ARENA_BYTES,
@@ -26,6 +32,7 @@ from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
 from tests.ranks import jobs_profile
+from tests.ranks.rank_pool import Pool
 
 SMALL = {"hidden": 32, "ffn": 64, "tokens": 128, "vocab": 64}  # layers that take no time
 TINY = Effort((16, 64, 256), q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", sweeps=2, most=3, **SMALL)
@@ -33,13 +40,13 @@ SIZES = (1024, 65536, 1 << 20)
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured() -> tuple[Hardware, list[tuple[Any, Any]]]:
     told = []
     hardware = profile(progress=lambda *step: told.append(step), name="tiny", device="cpu", effort=TINY)
     return hardware, told
 
 
-def test_profile_says_where_and_when_it_was_taken(measured):
+def test_profile_says_where_and_when_it_was_taken(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     hardware, _ = measured
     assert hardware.measured.device == hardware.device
     assert "torch" in hardware.measured.versions
@@ -48,14 +55,14 @@ def test_profile_says_where_and_when_it_was_taken(measured):
     assert hardware.engine == "flash"
 
 
-def test_engines_that_cannot_be_timed_are_refused():
+def test_engines_that_cannot_be_timed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine = .stage.: the stage kernels run on GPUs.*take flash"):
         profile(device="cpu", effort=TINY, engine="stage")
     with pytest.raises(UnknownNameError, match="did you mean stage"):
         profile(device="cpu", effort=TINY, engine="stagee")
 
 
-def test_links_are_assumed_until_they_are_measured(measured):
+def test_links_are_assumed_until_they_are_measured(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     assert {name for name, figure in measured[0].figures().items() if figure.assumed} == {
         "host_gbs",  # not measured at all
         "intra_gbs",
@@ -81,20 +88,20 @@ def test_links_are_assumed_until_they_are_measured(measured):
         ("CPU x86_64, 2 threads", "fp32", 1.5),
     ],
 )
-def test_the_peak_is_that_of_a_known_device_or_assumed(device, dtype, tflops):
+def test_the_peak_is_that_of_a_known_device_or_assumed(device: str, dtype: str, tflops: float) -> None:
     figure = _peak_tflops(device, dtype, Figure(1.5, "measured"))
     assert figure.value == tflops
     assert figure.assumed == (tflops == 1.5)
 
 
-def test_progress_rises_to_its_total(measured):
+def test_progress_rises_to_its_total(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     told = measured[1]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     total = 2 * 2 * 9 + LAYER_FIGURES
     assert told[-1] == (total, total)
 
 
-def test_a_sweep_after_the_time_is_not_begun():
+def test_a_sweep_after_the_time_is_not_begun() -> None:
     told = []
     effort = Effort((16, 32), 2, 1, 8, "fp32", sweeps=5, least=1, most=1, seconds=0.0, **SMALL)
     profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
@@ -103,20 +110,20 @@ def test_a_sweep_after_the_time_is_not_begun():
 
 
 @pytest.fixture
-def work_clock(monkeypatch):
+def work_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of the calls' own work, disturbed by noise that only adds, as a busy machine does: the pairs of a call,
     and what a call takes by itself. No test of times depends on what else runs."""
     noise, done = np.random.default_rng(0), []
-    grad, forward = profile_module.attend_grad, profile_module.attend
+    grad, forward = profile_module.attend_grad, profile_module.attend  # type: ignore[attr-defined]
 
-    def counted(kernel):
-        def run(q, k, *rest):
+    def counted(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: torch.Tensor, k: torch.Tensor, *rest: Band | torch.Tensor | Score) -> None:
             done.append(1e3 + len(q) * len(k))
             return kernel(q, k, *rest)
 
         return run
 
-    def once(work, device):
+    def once(work: Callable[..., Any], device: torch.device) -> float:
         done.clear()
         work()
         return sum(done) * (1 + noise.exponential(0.5)) if done else 1.0
@@ -127,7 +134,7 @@ def work_clock(monkeypatch):
 
 
 @pytest.mark.usefixtures("work_clock")
-def test_more_work_takes_no_less_time():
+def test_more_work_takes_no_less_time() -> None:
     hardware = profile(name="tiny", device="cpu", effort=TINY)
     for grid in (hardware.forward, hardware.backward):
         full, causal = np.array(grid.full), np.array(grid.causal)
@@ -141,7 +148,7 @@ def test_more_work_takes_no_less_time():
         assert (full <= 3 * (1e3 + pairs)).all()
 
 
-def test_tasks_are_timed_where_no_other_was():
+def test_tasks_are_timed_where_no_other_was() -> None:
     """Every run in other places, each after the last, through an arena that is larger than a last-level cache."""
     effort = Effort((64, 512), 4, 2, 64, "fp32", most=10)
     arena = _Arena.of(torch.device("cpu"), effort)
@@ -158,14 +165,14 @@ def test_tasks_are_timed_where_no_other_was():
     assert arena.places(Task(512, 64, False))[0] == [0]
 
 
-def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch):
+def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median of what a row takes longer over the longer half of the axis, not of the longest tasks alone."""
     times = np.add.outer(np.array(TINY.axis, float), np.zeros(3))
     grids = [_grid("flash", times, times)] * 2
     arena = _Arena.of(torch.device("cpu"), TINY)
     extra = {64: 2.0, 256: 5.0}  # microseconds a row
 
-    def took(arena, engine, task):
+    def took(arena: Any, engine: str, task: Task) -> list[float]:
         at = TINY.axis.index(task.rows)
         return [_between(grids[0], at, task.rows, task.window) + extra[task.rows] * task.rows] * 2
 
@@ -173,7 +180,7 @@ def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch):
     assert _with_windows(arena, "flash", *grids)[0].window_us == pytest.approx(3.5)
 
 
-def test_causal_times_are_kept_as_measured_up_to_three_times_the_full_ones():
+def test_causal_times_are_kept_as_measured_up_to_three_times_the_full_ones() -> None:
     full = np.array([[1.1664, 2.0], [2.0, 4.0]])
     grid = _grid("flash", full, full * [[9.0, 1.5], [1.5, 0.8]])
     assert np.array(grid.full).tolist() == [[1.166, 2.0], [2.0, 4.0]]
@@ -185,14 +192,16 @@ def test_causal_times_are_kept_as_measured_up_to_three_times_the_full_ones():
     assert np.array(grid.causal).tolist() == [[3.498, 6.0], [6.0, 12.0]]
 
 
-def test_profile_round_trips_through_a_file(measured, tmp_path):
+def test_profile_round_trips_through_a_file(
+    measured: tuple[Hardware, list[tuple[Any, Any]]], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(measured[0].to_data()))
     assert Hardware.load(path) == measured[0]
     assert Hardware.load(path).digest() == measured[0].digest()
 
 
-def test_cost_model_uses_the_profile(measured):
+def test_cost_model_uses_the_profile(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     model = Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64)
     cost = CostModel(measured[0], model)
     for phase in ("forward", "backward"):
@@ -202,7 +211,7 @@ def test_cost_model_uses_the_profile(measured):
     assert cost.rowop_us(1 << 20) > cost.rowop_us(1)
 
 
-def test_layers_are_timed_in_the_model_s_sizes(measured):
+def test_layers_are_timed_in_the_model_s_sizes(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     hardware = measured[0]
     for name in ("linear_tflops", "rows_gbs"):
         figure = hardware.figures()[name]
@@ -218,7 +227,7 @@ def test_layers_are_timed_in_the_model_s_sizes(measured):
     assert effort.tokens == 77
 
 
-def test_windows_are_timed_beside_causal_tasks(measured):
+def test_windows_are_timed_beside_causal_tasks(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     for grid in (measured[0].forward, measured[0].backward):
         assert grid.window_us >= 0
     assert measured[0].forward.window_us > 0  # CPU kernels have no windows: they are computed under a mask
@@ -226,14 +235,14 @@ def test_windows_are_timed_beside_causal_tasks(measured):
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_grids_reach_from_short_to_long(device, quick):
+def test_grids_reach_from_short_to_long(device: str, quick: bool) -> None:
     effort = Effort.of(torch.device(device), quick)
     assert effort.axis[0] <= 128
     assert effort.axis[-1] >= 2048
     assert list(effort.axis) == sorted(set(effort.axis))
 
 
-def test_links_of_two_processes(pool):
+def test_links_of_two_processes(pool: Pool) -> None:
     lines = pool.run(jobs_profile.links, 2, SIZES, None)
     assert lines[0] == lines[1]
     links = lines[0]
@@ -244,14 +253,14 @@ def test_links_of_two_processes(pool):
     assert 0 <= links["contention"] <= MOST_CONTENTION
 
 
-def test_links_between_nodes_are_told_from_those_inside(pool):
+def test_links_between_nodes_are_told_from_those_inside(pool: Pool) -> None:
     of_ranks = pool.run(jobs_profile.links, 3, SIZES, each=[7, 7, 9])
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]
     assert of_ranks[0]["intra"] is not None
     assert of_ranks[0]["inter"] is not None
 
 
-def test_all_ranks_of_two_nodes_are_at_work_at_once(pool):
+def test_all_ranks_of_two_nodes_are_at_work_at_once(pool: Pool) -> None:
     links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[7, 7, 9, 9])
     assert all(other == links for other in others)
     assert 1 <= links["nics"] <= 2  # as many as two pairs fill
@@ -264,12 +273,12 @@ def test_all_ranks_of_two_nodes_are_at_work_at_once(pool):
     assert Hardware.from_data(hardware.to_data()) == hardware
 
 
-def test_one_rank_has_no_links():
+def test_one_rank_has_no_links() -> None:
     with pytest.raises(ExecutionError, match="torchrun"):
         profile_links()
 
 
-def test_measured_links_replace_assumed_ones(measured):
+def test_measured_links_replace_assumed_ones(measured: tuple[Hardware, list[tuple[Any, Any]]]) -> None:
     links = Links(Line(3.0, 200.0), None, "nccl", 1, post_us=0.5, contention=0.07)
     hardware = with_links(measured[0], links)
     assert (hardware.intra_gbs.value, hardware.intra_latency_us.value) == (200.0, 3.0)
@@ -280,12 +289,12 @@ def test_measured_links_replace_assumed_ones(measured):
     assert Hardware.from_data(hardware.to_data()) == hardware
 
 
-def test_fit_finds_latency_and_bandwidth():
+def test_fit_finds_latency_and_bandwidth() -> None:
     sizes = np.array([1000, 10_000, 1_000_000])
     line = fit(sizes, 12.0 + sizes / 5e3)
     assert (line.latency_us, line.gbs) == pytest.approx((12.0, 5.0))
 
 
-def test_fit_has_no_negative_latency():
+def test_fit_has_no_negative_latency() -> None:
     assert fit([1000, 2000, 4000], [0.1, 0.5, 2.0]).latency_us == 0.0
     assert fit([1000, 2000], [5.0, 4.0]).gbs > 0

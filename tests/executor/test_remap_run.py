@@ -1,11 +1,18 @@
 """Hidden states between the attention layout and even tokens, forward and backward, on several ranks."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import apportion as ap
+from apportion.ir.bytes.codec import Plan
 from tests.ranks import jobs_remap
+from tests.ranks.rank_pool import Pool
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=6, ffn=8, layers=1)
 LENGTHS = [50, 21, 9, 4, 1]
@@ -19,13 +26,21 @@ RINGS = {
 }
 
 
-def planned(nodes, ranks_per_node, lengths=LENGTHS, steps=WHOLE, **flow):
+def planned(
+    nodes: int,
+    ranks_per_node: int,
+    lengths: list[int] = LENGTHS,
+    steps: dict[str, dict[str, dict[Any, Any]]] = WHOLE,
+    **flow: str,
+) -> Plan:
     remap = {"flow": {"when": "always", **flow}}
     recipe = ap.Recipe("test", {"shard": {"sequences": {}}, **steps, "remap": remap})
     return ap.plan(ap.Batch.from_lengths(lengths), ap.Cluster(nodes, ranks_per_node), MODEL, recipe)
 
 
-def plain(lengths, hidden, weights, grad):
+def plain(
+    lengths: list[int], hidden: NDArray[Any], weights: list[NDArray[Any]], grad: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
     """The layer in one process: its result and gradients."""
     hidden, *weights = (torch.from_numpy(x.copy()).requires_grad_() for x in (hidden, *weights))
     q, k, v = jobs_remap.project(hidden, weights)
@@ -37,36 +52,38 @@ def plain(lengths, hidden, weights, grad):
         parts.append(attended.transpose(0, 1).flatten(1))
     out = jobs_remap.feed_forward(torch.cat(parts), weights)
     out.backward(torch.from_numpy(grad))
-    return out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]
+    return out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("objective", ["paper", "two_sided", "sum"])
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2), (2, 4)])
-def test_a_layer_in_two_layouts_equals_the_plain_layer(pool, objective, nodes, ranks):
+def test_a_layer_in_two_layouts_equals_the_plain_layer(
+    pool: Pool, objective: str, nodes: int, ranks: int
+) -> None:
     plan = planned(nodes, ranks, objective=objective)
     assert plan.report["remap"]["used"]
     check(pool, plan, nodes * ranks)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [90], [40, 40, 5]])
-def test_rings_through_proxies_and_even_tokens(pool, lengths):
+def test_rings_through_proxies_and_even_tokens(pool: Pool, lengths: list[int]) -> None:
     check(pool, planned(2, 4, lengths, RINGS), 8)
 
 
-def test_ranks_that_hold_no_sequence_get_rows(pool):
+def test_ranks_that_hold_no_sequence_get_rows(pool: Pool) -> None:
     plan = planned(1, 4, [12])
     assert sorted(plan.layout("attention").rows_per_rank.tolist()) == [0, 0, 0, 12]
     check(pool, plan, 4)
 
 
-def test_a_plan_that_found_no_gain_leaves_rows_where_they_are(pool):
+def test_a_plan_that_found_no_gain_leaves_rows_where_they_are(pool: Pool) -> None:
     plan = planned(1, 2, when="pays")
     assert plan.moves == ()
     assert not plan.report["remap"]["used"]
     check(pool, plan, 2)
 
 
-def check(pool, plan, ranks):
+def check(pool: Pool, plan: Plan, ranks: int) -> None:
     lengths, tokens = plan.request.batch.lengths.tolist(), plan.request.batch.tokens
     draw = np.random.default_rng(ranks)
     hidden, grad = draw.standard_normal((2, tokens, 6))
@@ -88,7 +105,7 @@ def check(pool, plan, ranks):
         np.testing.assert_allclose(summed, one, rtol=1e-9, atol=1e-11)
 
 
-def test_the_inverse_brings_every_bit_back(pool):
+def test_the_inverse_brings_every_bit_back(pool: Pool) -> None:
     plan = planned(2, 2)
     draw = np.random.default_rng(1)
     for dtype in (np.float32, np.float64):

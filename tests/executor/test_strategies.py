@@ -5,6 +5,8 @@ does each of these the others. Masks share batches, three of them or two in each
 strategy, in which every value of every axis occurs; `make test-slow` the others.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from tests.ranks import cases
+from tests.ranks.rank_pool import Pool
 from tests.support.sparse import marked, sparse
 from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 
@@ -46,12 +49,12 @@ AXES = Cell(
 )
 
 
-def serves(name, ranks):
+def serves(name: str, ranks: int) -> bool:
     """Groups of two ranks need an even number of them."""
     return ranks % 2 == 0 or "inner" not in name
 
 
-def cell(turn, place):
+def cell(turn: int, place: int) -> Cell:
     """The cell of a strategy and a number of ranks; the other axes take turns at different speeds."""
     name, at = AXES.name[turn], turn + place
     return Cell(
@@ -68,7 +71,7 @@ CELLS = [cell(turn, place) for turn in range(len(MATRIX)) for place in range(len
 QUICK = [len(RANKS) * turn + turn % len(RANKS) for turn in range(len(MATRIX))]
 
 
-def test_the_cells_hold_every_pair_of_values_of_every_two_axes():
+def test_the_cells_hold_every_pair_of_values_of_every_two_axes() -> None:
     held = {(i, each[i], j, each[j]) for each in CELLS for i, j in combinations(range(len(AXES)), 2)}
     wanted = {
         (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
@@ -80,7 +83,7 @@ def test_the_cells_hold_every_pair_of_values_of_every_two_axes():
 
 
 @pytest.mark.parametrize("at", marked(range(len(CELLS)), QUICK), ids=lambda at: f"{CELLS[at].name}-{at % 8}")
-def test_every_strategy_on_real_ranks(pool, at):
+def test_every_strategy_on_real_ranks(pool: Pool, at: int) -> None:
     name, masks, ranks, heads, dtype, extra = CELLS[at]
     batch = Batch.from_sequences([Sequence(*each) for mask in masks for each in cases.BATCHES[mask]])
     model = cases.model(heads[0], dtype, (8, 12), kv_heads=heads[1])
@@ -92,7 +95,7 @@ def test_every_strategy_on_real_ranks(pool, at):
 
 
 @pytest.mark.parametrize("turn", sparse(range(len(MATRIX)), 4), ids=tuple(MATRIX))
-def test_every_strategy_with_gradients_that_are_rounded_on_their_way(pool, turn):
+def test_every_strategy_with_gradients_that_are_rounded_on_their_way(pool: Pool, turn: int) -> None:
     """Four ranks, bfloat16; equal to a run in which they are not, but for those gradients."""
     name = AXES.name[turn]
     batch = cases.batch_of(MASKS[turn % len(MASKS)])

@@ -1,9 +1,14 @@
 """Pipelines of ticks on real ranks over gloo: forward ticks under one plan, backward ticks under another, against the
 same layers in one place."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -11,6 +16,8 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.iteration.ticks import plan_tick, stage_ranks, tick_table
 from tests.ranks import cases, jobs_ticks
+from tests.ranks.jobs_ticks import Work
+from tests.ranks.rank_pool import Pool
 
 HEADS, WIDTH = jobs_ticks.HEADS, jobs_ticks.WIDTH
 MODEL = Model(HEADS, 1, WIDTH, dtype="fp64", hidden=HEADS * WIDTH, ffn=16)
@@ -21,7 +28,7 @@ LENGTHS = [[40, 3], [17, 20, 6], [43], [8, 8, 8, 19]]
 class Run:
     """The ticks of a pipeline, planned, and what they are to compute."""
 
-    def __init__(self, stages, replicas, virtual, cap, kinds):
+    def __init__(self, stages: int, replicas: int, virtual: int, cap: int | None, kinds: list[str]) -> None:
         self.table, self.kinds = tick_table(stages, len(LENGTHS), virtual, cap), kinds
         self.replicas, self.ranks = replicas, stages * replicas
         self.batches = [Batch.from_lengths(lengths, KINDS) for lengths in LENGTHS]
@@ -36,7 +43,7 @@ class Run:
         )
         self.weights = [rng.standard_normal((3, WIDTH, WIDTH)) / 3 for _ in kinds]
 
-    def work(self, rank):
+    def work(self, rank: int) -> Work:
         stage, replica = divmod(rank, self.replicas)
         ticks = []
         for plan, made in self.ticks:
@@ -47,7 +54,7 @@ class Run:
         given, asked = ([x[r] for x, r in zip(xs, rows, strict=True)] for xs in (self.given, self.asked))
         return jobs_ticks.Work(ticks, self.table.stages, given, asked, self.weights)
 
-    def rows(self, microbatch, replica):
+    def rows(self, microbatch: int, replica: int) -> NDArray[Any]:
         """The microbatch's tokens on one replica, in order of rows: the same in every tick and stage."""
         for plan, made in self.ticks:
             for part in made.parts:
@@ -56,7 +63,9 @@ class Run:
                     return plan.layout("attention").tokens(rank) - part.start
         raise LookupError(microbatch)
 
-    def joined(self, microbatch, stage, results):
+    def joined(
+        self, microbatch: int, stage: int, results: tuple[dict[int, NDArray[Any]], ...]
+    ) -> NDArray[Any]:
         """The rows of a stage's replicas in token order."""
         tokens = np.concatenate([self.rows(microbatch, replica) for replica in range(self.replicas)])
         rows = np.concatenate([results[rank][microbatch] for rank in stage_ranks(stage, self.replicas)])
@@ -64,7 +73,7 @@ class Run:
         found[tokens] = rows
         return found
 
-    def layers(self):
+    def layers(self) -> tuple[list[NDArray[Any]], ...]:
         """outputs, input gradients and weights' gradients of the layers in one place."""
         weights = [torch.from_numpy(weight).requires_grad_() for weight in self.weights]
         outputs, gradients = [], []
@@ -89,7 +98,9 @@ class Run:
         (2, 2, 2, 5, ["full", "near", "full", "sink"]),
     ],
 )
-def test_a_pipeline_of_ticks_on_real_ranks(pool, stages, replicas, virtual, cap, kinds):
+def test_a_pipeline_of_ticks_on_real_ranks(
+    pool: Pool, stages: int, replicas: int, virtual: int, cap: int | None, kinds: list[str]
+) -> None:
     run = Run(stages, replicas, virtual, cap, kinds)
     results = pool.run(jobs_ticks.pipeline, run.ranks, each=[run.work(rank) for rank in range(run.ranks)])
     outputs, gradients, weights = zip(*results, strict=True)

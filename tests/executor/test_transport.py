@@ -1,6 +1,9 @@
 """The transport, and the memory that calls share."""
 
+from __future__ import annotations
+
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Pool
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.isa import PHASES, Op, Tensor as Name
 from apportion.ir.request.batch import Batch
@@ -21,28 +25,29 @@ from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import jobs_transport
+from tests.ranks.rank_pool import Pool as Ranks
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_messages_between_two_ranks_meet_in_their_order(pool, ranks):
+def test_messages_between_two_ranks_meet_in_their_order(pool: Ranks, ranks: int) -> None:
     assert all(pool.run(jobs_transport.batches, ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_an_exchange_that_every_rank_enters(pool, ranks):
+def test_an_exchange_that_every_rank_enters(pool: Ranks, ranks: int) -> None:
     assert all(pool.run(jobs_transport.exchange, ranks))
 
 
-def test_channels_that_plans_need_are_groups_of_their_own(pool):
+def test_channels_that_plans_need_are_groups_of_their_own(pool: Ranks) -> None:
     for groups, same, agreed in pool.run(jobs_transport.channels, 8):
         assert groups >= 3
         assert same
         assert agreed
 
 
-def test_a_buffer_is_used_again_by_the_next_layer():
+def test_a_buffer_is_used_again_by_the_next_layer() -> None:
     pool = Pool()
     first = pool.take(100, CPU)
     pool.give(first)
@@ -56,17 +61,17 @@ def test_a_buffer_is_used_again_by_the_next_layer():
     assert pool.take(80, CPU) is larger
 
 
-def small(dtype="bf16", ranks=2):
+def small(dtype: str = "bf16", ranks: int = 2) -> Plan:
     model = Model(4, 2, 64, dtype=dtype)
     return api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, ranks), model, "fcp")
 
 
-def inputs(handle):
+def inputs(handle: PlanHandle) -> list[torch.Tensor]:
     heads = handle.slice.header.q_heads, handle.slice.header.kv_heads, handle.slice.header.kv_heads
     return [torch.zeros(handle.rows, n, 64, dtype=handle.dtype, requires_grad=True) for n in heads]
 
 
-def test_layers_share_memory_and_results_do_not(monkeypatch):
+def test_layers_share_memory_and_results_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, device = small(), RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=device.engine).prepare("cpu")
     taken = []
@@ -79,7 +84,7 @@ def test_layers_share_memory_and_results_do_not(monkeypatch):
     assert len({out.data_ptr() for out in outs}) == 3
 
 
-def test_a_recording_device_counts_what_an_instruction_starts():
+def test_a_recording_device_counts_what_an_instruction_starts() -> None:
     plan, device = small(), RecordingDevice(1, 2)
     handle = PlanHandle(plan.for_rank(1), device, engine=device.engine)
     q, k, v = inputs(handle)
@@ -103,11 +108,17 @@ class Waits(TorchDispatchMode):
         for name in ("_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "is_nonzero")
     )
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.found = []
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        op: Any,
+        types: tuple[type[Any], ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, ...] | list[torch.Tensor] | torch.Tensor:
         if op in self.OPS:
             self.found.append(op)
         return op(*args, **(kwargs or {}))
@@ -115,13 +126,13 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("engine", ["stage", "flash", "plain"])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_no_layer_waits_for_its_device(engine, sinks):
+def test_no_layer_waits_for_its_device(engine: str, sinks: bool) -> None:
     plan, device = small(ranks=1), RecordingDevice(0, 1)
     handle = PlanHandle(plan.for_rank(0), device, engine=device.engine if engine == "stage" else engine)
     q, k, v = (x.detach() for x in inputs(handle))
     layer = Layer(Score(0.1), torch.zeros(4, dtype=torch.bfloat16) if sinks else None)
 
-    def run_both():
+    def run_both() -> tuple[torch.Tensor | None, ...]:
         home = {Name.Q: (q,), Name.KV: (k, v)}
         out, lse = run(handle, "default", "forward", home, layer).output(q.dtype)
         machine = run(handle, "default", "backward", backward_home(home, out, lse, out), layer)
@@ -133,7 +144,7 @@ def test_no_layer_waits_for_its_device(engine, sinks):
     assert not waits.found
 
 
-def test_sinks_are_one_number_a_head_and_may_lie_anywhere():
+def test_sinks_are_one_number_a_head_and_may_lie_anywhere() -> None:
     handle = PlanHandle(small("fp32", 1).for_rank(0))
     rows, table = inputs(handle), torch.tensor([0.0, 100.0] * 4)
     torch.testing.assert_close(
@@ -147,14 +158,14 @@ def test_sinks_are_one_number_a_head_and_may_lie_anywhere():
         planned_attention(*rows, handle, sinks=torch.zeros(4, dtype=torch.int64))
 
 
-def test_a_handle_stays_in_its_process():
+def test_a_handle_stays_in_its_process() -> None:
     handle = PlanHandle(small(ranks=1).for_rank(0))
     assert copy.deepcopy(handle) is handle
     with pytest.raises(ExecutionError, match=r"send `handle.slice.encode\(\)`"):
         handle.__reduce__()
 
 
-def test_engines_say_what_they_need(monkeypatch):
+def test_engines_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = PlanHandle(small(ranks=1).for_rank(0))
     assert handle.engine_on(CPU) is engines.ENGINES["flash"]
     with pytest.raises(ConfigError, match="run on GPUs"):
@@ -168,7 +179,7 @@ def test_engines_say_what_they_need(monkeypatch):
         PlanHandle(handle.slice, engine="fast")
 
 
-def test_plain_and_flash_agree():
+def test_plain_and_flash_agree() -> None:
     plan = small("fp32", 1)
     results = []
     for engine in ("flash", "plain"):
@@ -182,7 +193,9 @@ def test_plain_and_flash_agree():
 
 
 @pytest.mark.parametrize(("capability", "chosen"), [((9, 0), ["FA3"]), ((10, 0), []), ((8, 0), [])])
-def test_the_newest_flash_attention_is_taken_where_it_is_there(monkeypatch, capability, chosen):
+def test_the_newest_flash_attention_is_taken_where_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: list[str]
+) -> None:
     from torch.nn import attention
 
     taken = []
@@ -194,7 +207,7 @@ def test_the_newest_flash_attention_is_taken_where_it_is_there(monkeypatch, capa
     assert taken == chosen
 
 
-def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch):
+def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.backends.torch import transport
 
     monkeypatch.setattr(transport, "_serves", lambda group, backend: backend == "nccl")

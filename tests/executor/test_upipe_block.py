@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -15,12 +18,21 @@ from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe
 from benchmarks.upipe_memory import Member, peak_rows
 from tests.ranks import cases, jobs_upipe
+from tests.ranks.jobs_upipe import Sizes
+from tests.ranks.rank_pool import Pool
 
 WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}
 
 
-def planned(batch, sizes, nodes, per_node, steps, **inner):
+def planned(
+    batch: Batch,
+    sizes: Sizes,
+    nodes: int,
+    per_node: int,
+    steps: dict[str, dict[str, dict[Any, Any]]],
+    **inner: str | int,
+) -> Plan:
     names = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
     model = Model(
         sizes.q_heads,
@@ -35,14 +47,14 @@ def planned(batch, sizes, nodes, per_node, steps, **inner):
     return make_plan(batch, Cluster(nodes, per_node), model, recipe)
 
 
-def inputs(plan, sizes):
+def inputs(plan: Plan, sizes: Sizes) -> NDArray[Any]:
     """Hidden states and weights of the loss [T, E], numbers that bfloat16 has."""
     rng = np.random.default_rng(1)
     drawn = torch.from_numpy(rng.standard_normal((2, plan.request.batch.tokens, sizes.hidden)))
     return drawn.to(torch.bfloat16).double().numpy()
 
 
-def plain(plan, sizes):
+def plain(plan: Plan, sizes: Sizes) -> dict[str, NDArray[Any]]:
     """out, dx and the gradients of all parameters, by name, of all heads under a dense mask."""
     batch = plan.request.batch
     mask, positions = torch.from_numpy(cases.allowed(batch)), torch.from_numpy(batch.positions())
@@ -50,7 +62,9 @@ def plain(plan, sizes):
     return {"out": out, "dx": dx, **grads}
 
 
-def planned_results(pool, plan, sizes, sharded=None):
+def planned_results(
+    pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None
+) -> dict[str, NDArray[Any]]:
     """The same of all ranks together."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
     rows = [[x[home.tokens(rank)] for x in inputs(plan, sizes)] for rank in range(ranks)]
@@ -68,7 +82,7 @@ def planned_results(pool, plan, sizes, sharded=None):
     }
 
 
-def assert_equal(pool, plan, sizes, sharded=None):
+def assert_equal(pool: Pool, plan: Plan, sizes: Sizes, sharded: bool | None = None) -> None:
     want, got = plain(plan, sizes), planned_results(pool, plan, sizes, sharded)
     assert got.keys() == want.keys()
     assert len(got) == 2 + 10 * sizes.depth
@@ -90,7 +104,9 @@ def assert_equal(pool, plan, sizes, sharded=None):
         (2, 4, 2, 4),
     ],
 )
-def test_every_gradient_of_a_layer(pool, ranks, heads, kv_heads, at_a_time, order):
+def test_every_gradient_of_a_layer(
+    pool: Pool, ranks: int, heads: int, kv_heads: int, at_a_time: int, order: str
+) -> None:
     sizes = jobs_upipe.Sizes(heads, kv_heads)
     plan = planned(
         cases.batch_of("causal"), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True
@@ -100,20 +116,20 @@ def test_every_gradient_of_a_layer(pool, ranks, heads, kv_heads, at_a_time, orde
 
 @pytest.mark.parametrize("name", ["full", "window", "shared", "tree", "bands"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_masks_and_widths_on_a_ring_of_nodes(pool, name, ahead):
+def test_masks_and_widths_on_a_ring_of_nodes(pool: Pool, name: str, ahead: int) -> None:
     sizes = jobs_upipe.Sizes(8, 2, 8, 4)
     plan = planned(cases.batch_of(name), sizes, 2, 2, RING, heads=4, ahead=ahead, project=True)
     assert_equal(pool, plan, sizes)
 
 
-def test_ranks_without_rows(pool):
+def test_ranks_without_rows(pool: Pool) -> None:
     sizes = jobs_upipe.Sizes(8, 2)
     plan = planned(Batch.from_lengths([1, 2]), sizes, 2, 4, RING, heads=4, project=True)
     assert (plan.layout(plan.header.home_layout).rows_per_rank == 0).any()
     assert_equal(pool, plan, sizes)
 
 
-def test_heads_that_are_not_evenly_spaced_arrive(pool):
+def test_heads_that_are_not_evenly_spaced_arrive(pool: Pool) -> None:
     """Two query heads of two KV heads each: 0, 1, 4, 5 on one rank."""
     sizes = jobs_upipe.Sizes(16, 4)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=8, project=False)
@@ -123,13 +139,13 @@ def test_heads_that_are_not_evenly_spaced_arrive(pool):
 
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("project", [False, True])
-def test_two_layers_under_fsdp2(pool, project, reshard):
+def test_two_layers_under_fsdp2(pool: Pool, project: bool, reshard: bool) -> None:
     sizes = jobs_upipe.Sizes(8, 2, depth=2)
     plan = planned(cases.batch_of("causal"), sizes, 2, 2, RING, heads=2, project=project)
     assert_equal(pool, plan, sizes, reshard)
 
 
-def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool):
+def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool: Pool) -> None:
     sizes = jobs_upipe.Sizes(8, 2, 16, 16, hidden=32, dtype=torch.bfloat16)
     plan = planned(cases.batch_of("causal"), sizes, 1, 2, WHOLE, heads=4, project=True)
     exact = plain(plan, replace(sizes, dtype=torch.float64))
@@ -141,7 +157,7 @@ def test_bf16_errs_at_most_twice_as_much_as_plain_attention(pool):
 
 @pytest.mark.parametrize("at_a_time", [2, 4, 8])
 @pytest.mark.parametrize("order", ["gqa", "natural"])
-def test_memory_is_what_the_model_says(pool, order, at_a_time):
+def test_memory_is_what_the_model_says(pool: Pool, order: str, at_a_time: int) -> None:
     sizes, ranks = jobs_upipe.Sizes(16, 4), 2
     plan = planned(
         Batch.from_lengths([25]), sizes, 1, ranks, WHOLE, heads=at_a_time, order=order, project=True

@@ -52,7 +52,9 @@ def test_area_counts_the_pairs(band: tuple[int, ...]) -> None:
 
 @property_test
 @given(bands, ranges(), ranges())
-def test_a_band_cut_by_a_rectangle_is_a_band(band, rows, cols) -> None:
+def test_a_band_cut_by_a_rectangle_is_a_band(
+    band: tuple[int, ...], rows: tuple[int, int], cols: tuple[int, int]
+) -> None:
     rect = oracle((*rows, *cols, -INF, INF))
     for tight in (False, True):
         assert np.array_equal(dense(algebra.intersect([band], [(*rows, *cols)], tight)), oracle(band) & rect)

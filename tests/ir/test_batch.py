@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,7 +145,7 @@ specs = st.sampled_from(
 
 @property_test
 @given(st.lists(st.tuples(specs, specs), min_size=1, max_size=5))
-def test_a_batch_is_its_sequences_end_to_end(pairs) -> None:
+def test_a_batch_is_its_sequences_end_to_end(pairs: list[tuple[Any, Any]]) -> None:
     one = Batch.from_sequences([Sequence(6, spec) for spec, _ in pairs])
     spec_of = [spec for spec, _ in pairs]
     table = one.bands("default")
@@ -159,7 +161,7 @@ def test_a_batch_is_its_sequences_end_to_end(pairs) -> None:
 @given(
     st.lists(st.tuples(specs, st.booleans()), min_size=1, max_size=5), st.integers(0, 30), st.integers(0, 30)
 )
-def test_labels_of_a_range_are_those_of_all(pairs, one, other) -> None:
+def test_labels_of_a_range_are_those_of_all(pairs: list[tuple[Any, bool]], one: int, other: int) -> None:
     own = [2, -1, 0, -1, 5, -1]
     batch = Batch.from_sequences([Sequence(6, spec, labels=own if has else None) for spec, has in pairs])
     first, stop = sorted((min(one, batch.tokens), min(other, batch.tokens)))
@@ -173,7 +175,7 @@ def test_labels_of_a_range_are_those_of_all(pairs, one, other) -> None:
 
 @property_test
 @given(st.lists(specs, min_size=1, max_size=5), st.booleans())
-def test_position_breaks_are_where_positions_do_not_count_on(held, own: bool) -> None:
+def test_position_breaks_are_where_positions_do_not_count_on(held: list[Any], own: bool) -> None:
     positions = [5, 6, 7, 1, 2, 2] if own else None
     batch = Batch.from_sequences([Sequence(6, spec, positions=positions) for spec in held])
     dense, breaks = batch.positions(), batch.position_breaks()
@@ -184,7 +186,7 @@ def test_position_breaks_are_where_positions_do_not_count_on(held, own: bool) ->
 
 @property_test
 @given(st.lists(st.tuples(specs, specs), min_size=1, max_size=4), st.booleans(), st.booleans())
-def test_data_in_and_out(pairs, several: bool, own: bool) -> None:
+def test_data_in_and_out(pairs: list[tuple[Any, Any]], several: bool, own: bool) -> None:
     sequences = [
         Sequence(
             6,
@@ -271,7 +273,7 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
         (lambda: Batch.from_lengths(7), "lengths", "list of integers"),
         (lambda: Batch.from_lengths([4], {}), "mask", "{kind: mask}"),
         (lambda: Batch.from_lengths([4], {"a b": masks.full()}), "mask", "must be a name"),
-        (lambda: Batch.from_lengths([4], {"a": 3}), "mask.a", "must be a mask"),
+        (lambda: Batch.from_lengths([4], {"a": 3}), "mask.a", "must be a mask"),  # type: ignore[dict-item]
         (lambda: Batch.from_lengths([4, 4], home_ranks=[[0]]), "home_ranks", "one entry a sequence (2)"),
         (lambda: Batch.from_lengths([4], home_ranks=[[65535]]), "home_ranks[0][0]", "65534"),
         (lambda: Batch.from_lengths([4], home_ranks=[[2, 2]]), "home_ranks[0]", "each once"),
@@ -312,7 +314,7 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
         ),
     ],
 )
-def test_wrong_batches_are_named(make, field: str, hint: str) -> None:
+def test_wrong_batches_are_named(make: Callable[..., Any], field: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert caught.value.field == field
@@ -359,7 +361,7 @@ sequence_data = st.fixed_dictionaries(
     | st.fixed_dictionaries({"lengths": small}, optional={"mask": junk, "home_ranks": small})
     | junk
 )
-def test_hostile_data_raises_typed_errors_only(data) -> None:
+def test_hostile_data_raises_typed_errors_only(data: list[Any] | dict[str, Any] | float | None) -> None:
     with contextlib.suppress(ApportionError):
         Batch.from_data(data).labels()
 
@@ -381,14 +383,14 @@ def test_too_many_diagonals_are_none() -> None:
     assert Batch.from_sequences(windows).diagonals("default") == ()
 
 
-def test_many_sequences_of_one_spec_are_checked_once_a_length(monkeypatch):
+def test_many_sequences_of_one_spec_are_checked_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(Tree, "check", lambda spec, length, field: checked.append((length, field)))
     Batch.from_lengths([4, 4, 5, 4, 5] * 1000, masks.tree([[-1, 1], [0, 3]]))
     assert checked == [(4, "sequences[0].mask"), (5, "sequences[2].mask")]
 
 
-def test_parts_are_counted_before_anything_is_built():
+def test_parts_are_counted_before_anything_is_built() -> None:
     deep = masks.documents([1])
     for level in range(8):
         deep = masks.documents([8**level] * 8, deep)
@@ -399,7 +401,7 @@ def test_parts_are_counted_before_anything_is_built():
         Batch.from_lengths([3] * 2**21, masks.tree([[-1, 1], [0, 1], [1, 1]]))
 
 
-def test_kinds_are_compared_for_each_length_and_what_a_sequence_brings():
+def test_kinds_are_compared_for_each_length_and_what_a_sequence_brings() -> None:
     two = masks.documents([2, 2])
     kinds = {"one": two, "two": masks.documents([1, 3])}
     own = Sequence(4, kinds, positions=[0, 1, 2, 3], labels=[1, 2, 3, -1])

@@ -588,8 +588,8 @@ def with_part(plan: Plan, edit: object, rank: int = 1, version: tuple[int, int] 
     return rebuilt(plan, version, **sections)
 
 
-def forward(part: dict) -> list[bytes]:  # type: ignore[type-arg]
-    return part["programs"]["default"]["forward"]  # type: ignore[no-any-return]
+def forward(part: dict) -> list[bytes]:
+    return part["programs"]["default"]["forward"]
 
 
 def refused(data: bytes, match: str) -> None:
@@ -640,7 +640,7 @@ def test_other_formats_and_versions(plan: Plan) -> None:
 
 
 def test_a_newer_minor_version_may_know_more(plan: Plan) -> None:
-    def extend(part: dict) -> None:  # type: ignore[type-arg]
+    def extend(part: dict) -> None:
         part["extra"] = {"more": [1, 2]}
         for cells in part["programs"]["default"].values():
             cells[:] = [cell and cell + b"\0column" for cell in cells] + [b"table"]
@@ -663,7 +663,7 @@ def test_a_newer_header_may_know_more(plan: Plan) -> None:
 
 
 def cell_edit(edit: object) -> object:
-    def change(part: dict) -> None:  # type: ignore[type-arg]
+    def change(part: dict) -> None:
         cells, at = forward(part), list(TABLES).index("operands")
         cells[at] = edit(cells[at])  # type: ignore[operator]
 

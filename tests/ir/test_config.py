@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -39,7 +41,7 @@ def valid(name: str, data: object) -> bool:
     return jsonschema.Draft202012Validator(schema, registry=registry()).is_valid(data)
 
 
-def registry():
+def registry() -> Any:
     """The schemas, by their ids."""
     from referencing import Registry, Resource
 
@@ -126,7 +128,7 @@ VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NTASKS_PER
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch):
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Sets exactly these of the launchers' variables."""
 
     def set_only(variables: dict[str, str]) -> None:
@@ -139,7 +141,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("variables", "shape"), LAUNCHERS)
-def test_from_env(launcher, variables: dict[str, str], shape: tuple[int, int]) -> None:
+def test_from_env(launcher: Callable[..., Any], variables: dict[str, str], shape: tuple[int, int]) -> None:
     launcher(variables)
     cluster = Cluster.from_env()
     assert (cluster.nodes, cluster.ranks_per_node) == shape
@@ -156,7 +158,7 @@ def test_from_env(launcher, variables: dict[str, str], shape: tuple[int, int]) -
         (np.array([1, 9]), (2, 1)),
     ],
 )
-def test_from_env_with_a_group(launcher, group, shape: tuple[int, int]) -> None:
+def test_from_env_with_a_group(launcher: Callable[..., Any], group: Any, shape: tuple[int, int]) -> None:
     launcher({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
     cluster = Cluster.from_env(group)
     assert (cluster.nodes, cluster.ranks_per_node) == shape
@@ -179,7 +181,12 @@ def test_from_env_with_a_group(launcher, group, shape: tuple[int, int]) -> None:
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, [], "group"),
     ],
 )
-def test_wrong_environments_are_named(launcher, variables, group, field: str) -> None:
+def test_wrong_environments_are_named(
+    launcher: Callable[..., Any],
+    variables: dict[str, str],
+    group: list[int] | SimpleNamespace | None,
+    field: str,
+) -> None:
     launcher(variables)
     with pytest.raises(ConfigError) as caught:
         Cluster.from_env(group)
@@ -324,7 +331,7 @@ def test_a_policy_needs_a_recipe() -> None:
     with pytest.raises(ConfigError, match="missing field"):
         Policy.from_data({})
     with pytest.raises(ConfigError, match="must be a Recipe"):
-        Policy({"name": "fcp"})  # type: ignore[arg-type]
+        Policy({"name": "fcp"})
 
 
 # ---- schemas
@@ -387,10 +394,10 @@ def test_the_batch_schema_refuses_what_is_refused(data: dict) -> None:
 @pytest.mark.parametrize(
     ("schema", "data"),
     [
-        *(("cluster", data) for data, _ in WRONG_CLUSTERS if len(data) == 1 and data.get("speeds") != [1.0]),
+        *(("cluster", data) for data, _ in WRONG_CLUSTERS if len(data) == 1 and data.get("speeds") != [1.0]),  # type: ignore[attr-defined]
         *(("model", data) for data, _ in WRONG_MODELS if data not in ({"q_heads": 12}, {"layers": {3: 1}})),
         *(("recipe", data) for data, _ in WRONG_RECIPES if "cap" not in str(data)),
-        *(("policy", {"recipe": {"name": "fcp", "steps": {}}, **data}) for data, _ in WRONG_POLICIES),
+        *(("policy", {"recipe": {"name": "fcp", "steps": {}}, **data}) for data, _ in WRONG_POLICIES),  # type: ignore[dict-item]
     ],
 )
 def test_the_schemas_refuse_what_is_refused(schema: str, data: dict) -> None:
@@ -422,12 +429,12 @@ junk = st.recursive(
 
 
 @pytest.mark.parametrize("form", [Cluster, Model, Recipe, Policy])
-def test_hostile_data_raises_typed_errors_only(form) -> None:
+def test_hostile_data_raises_typed_errors_only(form: type[Any]) -> None:
     names = sorted(form.__dataclass_fields__)
 
     @settings(max_examples=80, derandomize=True, deadline=None, database=None)
     @given(st.dictionaries(st.sampled_from(names), junk, max_size=4) | junk)
-    def check(data) -> None:
+    def check(data: Any) -> None:
         with contextlib.suppress(ApportionError):
             form.from_data(data)
 

@@ -162,7 +162,7 @@ def test_ids_are_compared_as_numbers_and_arrays_are_samples() -> None:
 def test_a_forest_is_a_dataset() -> None:
     forest = fold([[1, 2, 3], [4, 5], [1, 2, 6]])
     assert (len(forest), forest.samples, forest.lengths.tolist()) == (2, 3, [4, 2])
-    assert [tree.tolist() for tree in forest] == [[1, 2, 3, 6], [4, 5]]
+    assert [tree.tolist() for tree in forest] == [[1, 2, 3, 6], [4, 5]]  # type: ignore[attr-defined]
     pieces = (Sequence(len(forest[i]), forest.masks[i]) for i in range(len(forest)))
     batch = Batch.from_sequences(pieces)
     assert batch.positions().tolist() == forest.position_ids.tolist()
@@ -183,7 +183,7 @@ def test_a_forest_is_a_dataset() -> None:
 )
 def test_what_cannot_be_folded_is_named(arguments: tuple[object, ...], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        fold(*arguments)  # type: ignore[arg-type]
+        fold(*arguments)
     assert caught.value.field == field
 
 

@@ -37,7 +37,7 @@ LENGTHS = [300, 120, 77, 500, 10, 64, 200]
 
 
 def job(recipe: str = "fcp", **more: object) -> Job:
-    return Job(CLUSTER, MODEL, Policy(find_recipe(recipe)), 256, **more)  # type: ignore[arg-type]
+    return Job(CLUSTER, MODEL, Policy(find_recipe(recipe)), 256, **more)
 
 
 def batches() -> tuple[Batch, ...]:
@@ -54,7 +54,7 @@ def iteration(request: pytest.FixtureRequest) -> IterationPlan:
     if request.param == "consecutive":
         return consecutive()
     recipe = {"name": "w", "steps": {"pack": {"wlb": {"microbatches": 2, "tokens_per_rank": 256}}}}
-    recipe["steps"] |= find_recipe("fcp").to_data()["steps"]  # type: ignore[operator]
+    recipe["steps"] |= find_recipe("fcp").to_data()["steps"]
     return plan_iteration(Batch.from_lengths(LENGTHS), CLUSTER, MODEL, recipe)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,19 +39,19 @@ def full_cases() -> st.SearchStrategy[Case]:
 
 
 @st.composite
-def window_cases(draw) -> Case:
+def window_cases(draw: st.DrawFn) -> Case:
     w, r = draw(sizes), draw(st.integers(0, 4))
     return masks.sliding_window(w, r), draw(lengths), lambda i, j: i - w < j <= i + r
 
 
 @st.composite
-def sink_cases(draw) -> Case:
+def sink_cases(draw: st.DrawFn) -> Case:
     s, w = draw(st.integers(0, 6)), draw(sizes)
     return masks.sink_window(s, w), draw(lengths), lambda i, j: j <= i and (j < s or j > i - w)
 
 
 @st.composite
-def blockwise_cases(draw) -> Case:
+def blockwise_cases(draw: st.DrawFn) -> Case:
     b, k, s, t = draw(sizes), draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 3))
     n = draw(lengths)
     blocks = -(-n // b)
@@ -62,7 +63,7 @@ def blockwise_cases(draw) -> Case:
 
 
 @st.composite
-def question_cases(draw) -> Case:
+def question_cases(draw: st.DrawFn) -> Case:
     prompt, answers = draw(sizes), draw(st.lists(sizes, min_size=1, max_size=4))
     part = segments([prompt, *answers])
     spec = masks.shared_question(prompt, answers)
@@ -70,26 +71,26 @@ def question_cases(draw) -> Case:
 
 
 @st.composite
-def prefix_cases(draw) -> Case:
+def prefix_cases(draw: st.DrawFn) -> Case:
     p = draw(st.integers(0, 30))
     return masks.prefix_lm(p), draw(lengths), lambda i, j: j < p or j <= i
 
 
 @st.composite
-def video_cases(draw) -> Case:
+def video_cases(draw: st.DrawFn) -> Case:
     c, w = draw(sizes), draw(st.none() | st.integers(1, 4))
     spec, wide = masks.block_causal(c, w), w or 99
     return spec, draw(lengths), lambda i, j: i // c - wide < j // c <= i // c
 
 
 @st.composite
-def chunked_cases(draw) -> Case:
+def chunked_cases(draw: st.DrawFn) -> Case:
     c = draw(sizes)
     return masks.chunked(c), draw(lengths), lambda i, j: i // c == j // c and j <= i
 
 
 @st.composite
-def image_cases(draw) -> Case:
+def image_cases(draw: st.DrawFn) -> Case:
     edges = sorted(draw(st.sets(st.integers(0, 20), max_size=6)))
     spans = list(zip(edges[::2], edges[1::2], strict=False))
     image = np.full(40, -1)
@@ -105,7 +106,7 @@ def image_cases(draw) -> Case:
 
 
 @st.composite
-def tree_cases(draw) -> Case:
+def tree_cases(draw: st.DrawFn) -> Case:
     count = draw(st.integers(1, 7))
     nodes = [[draw(st.integers(-1, i - 1)), draw(st.integers(1, 4))] for i in range(count)]
     node = segments([length for _, length in nodes])
@@ -120,7 +121,7 @@ def tree_cases(draw) -> Case:
 
 
 @st.composite
-def document_cases(draw) -> Case:
+def document_cases(draw: st.DrawFn) -> Case:
     parts = draw(st.lists(sizes, min_size=1, max_size=5))
     spec, _, inner = draw(
         st.one_of(causal_cases(), full_cases(), window_cases(), chunked_cases(), sink_cases())
@@ -262,11 +263,10 @@ def test_a_pack_of_packs_keeps_its_inner_structure() -> None:
 @given(tree_cases())
 def test_tree_positions_are_depths_and_labels_follow_only_children(case: Case) -> None:
     tree, n, rule = case
-    node = segments([length for _, length in tree.nodes])
+    nodes = tree.nodes  # type: ignore[attr-defined]
+    node = segments([length for _, length in nodes])
     depth = [sum(rule(i, j) for j in range(i)) for i in range(n)]
-    children = [
-        [i for i, (parent, _) in enumerate(tree.nodes) if parent == k] for k in range(len(tree.nodes))
-    ]
+    children = [[i for i, (parent, _) in enumerate(nodes) if parent == k] for k in range(len(nodes))]
     labels = []
     for i in range(n):
         ends = i + 1 == n or node[i + 1] != node[i]
@@ -288,7 +288,7 @@ def test_the_largest_parameters_do_not_overflow() -> None:
         masks.chunked(big),
     ):
         seen = algebra.dense(spec.bands(5), 5, 5)
-        causal = isinstance(spec, masks.SinkWindow | masks.CausalBlockwise | masks.Chunked)
+        causal = isinstance(spec, masks.SinkWindow | masks.CausalBlockwise | masks.Chunked)  # type: ignore[attr-defined]
         assert seen.sum() == (15 if causal else 25)
 
 
@@ -329,7 +329,11 @@ def test_the_largest_parameters_do_not_overflow() -> None:
         ([], "mask", "must name one mask"),
     ],
 )
-def test_wrong_masks_are_named(data, field: str, hint: str) -> None:
+def test_wrong_masks_are_named(
+    data: dict[str | int, dict[str, list[Any] | float | dict[Any, Any]]] | str | list[Any],
+    field: str,
+    hint: str,
+) -> None:
     with pytest.raises(ConfigError) as caught:
         masks.from_data(data)
     assert caught.value.field == field
@@ -377,7 +381,7 @@ junk = st.recursive(
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.sampled_from(sorted(masks.SPECS)), st.data())
-def test_hostile_data_raises_typed_errors_only(name: str, data) -> None:
+def test_hostile_data_raises_typed_errors_only(name: str, data: st.DataObject) -> None:
     fields = [
         "window",
         "right",
@@ -400,7 +404,7 @@ def test_hostile_data_raises_typed_errors_only(name: str, data) -> None:
 
 @given(st.sampled_from(sorted(masks.SPECS)), st.data())
 @property_test
-def test_diagonals_are_those_of_the_bands(name: str, data) -> None:
+def test_diagonals_are_those_of_the_bands(name: str, data: st.DataObject) -> None:
     """Of all but rectangles whose keys come before their queries, which may look back without end."""
     spec, n, _ = data.draw(FAMILIES[name])
     declared = spec.diagonals()

@@ -1,14 +1,17 @@
 """Messages of rounds: which tiles travel together, and which lie ready."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
 from apportion.ir.parse import parse
-from apportion.ir.plan.messages import find_messages
+from apportion.ir.plan.messages import Messages, find_messages
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -21,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = Model(4, 2, 8, dtype="fp32")
 
 
-def planned(name, lengths=(40, 25, 3, 12), ranks=4):
+def planned(name: str, lengths: tuple[int, ...] = (40, 25, 3, 12), ranks: int = 4) -> Plan:
     batch, recipe = Batch.from_lengths(lengths), Recipe(name, STRATEGIES[name])
     cap = None if has_own_cap(recipe) else batch.tokens
     model = Model(8, 2, 8, dtype="fp32") if "upipe" in name else MODEL
@@ -31,7 +34,7 @@ def planned(name, lengths=(40, 25, 3, 12), ranks=4):
 @pytest.mark.parametrize(
     "name", ["fcp", "ring", "ulysses", "distca", "node", "zeppelin", "flexsp_reshuffled"]
 )
-def test_a_message_is_what_goes_from_one_rank_to_another_in_a_round(name):
+def test_a_message_is_what_goes_from_one_rank_to_another_in_a_round(name: str) -> None:
     plan = planned(name)
     for phase in PHASES:
         programs = plan.programs["default", phase]
@@ -46,7 +49,7 @@ def test_a_message_is_what_goes_from_one_rank_to_another_in_a_round(name):
         assert [(at, bool(send), peer) for at, send, peer in sorted(set(ends))] == list(rows)
 
 
-def test_the_messages_of_one_rank_are_those_of_all():
+def test_the_messages_of_one_rank_are_those_of_all() -> None:
     plan = planned("fcp")
     programs = plan.programs["default", "backward"]
     everyone = find_messages(programs, plan.header)
@@ -58,14 +61,14 @@ def test_the_messages_of_one_rank_are_those_of_all():
             np.testing.assert_array_equal(getattr(alone, name), getattr(everyone, name)[mine])
 
 
-def staged(plan, phase):
+def staged(plan: Plan, phase: str) -> tuple[Messages, ProgramSet]:
     """Of each message: (is sent, is staged), and the tensors and spaces of its operands."""
     programs = plan.programs["default", phase].rank(1)
     found = find_messages(programs, plan.header)
     return found, programs
 
 
-def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not():
+def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not() -> None:
     plan = planned("ring")
     found, _ = staged(plan, "forward")
     assert not found.staged[~found.send].any()  # rows of a work arena, side by side
@@ -74,7 +77,7 @@ def test_keys_and_values_at_home_are_staged_and_relayed_ones_are_not():
     assert not found.staged[found.send & ~first].any()
 
 
-def test_tiles_that_do_not_lie_side_by_side_are_staged():
+def test_tiles_that_do_not_lie_side_by_side_are_staged() -> None:
     plan = planned("fcp")
     found, programs = staged(plan, "forward")
     operands = programs["operands"]
@@ -84,7 +87,7 @@ def test_tiles_that_do_not_lie_side_by_side_are_staged():
         assert found.staged[number] == (row[1:] != row[:-1] + rows[:-1]).any()
 
 
-def test_what_every_rank_exchanges_is_staged():
+def test_what_every_rank_exchanges_is_staged() -> None:
     plan = planned("ulysses")
     found, programs = staged(plan, "forward")
     assert (programs["instructions"]["mode"] == ALL_TO_ALL).any()
@@ -92,7 +95,9 @@ def test_what_every_rank_exchanges_is_staged():
 
 
 @pytest.mark.parametrize(("heads", "is_staged"), [((0, 1), False), ((1, 0), True), ((0,), True)])
-def test_home_rows_whose_heads_travel_in_another_order_are_staged(heads, is_staged):
+def test_home_rows_whose_heads_travel_in_another_order_are_staged(
+    heads: tuple[int, ...], is_staged: bool
+) -> None:
     plan = parse((ROOT / "plans" / "q_moves.txt").read_text())
     programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
     table = programs["operands"]
@@ -102,6 +107,6 @@ def test_home_rows_whose_heads_travel_in_another_order_are_staged(heads, is_stag
     assert set(found.staged[found.send].tolist()) == {is_staged}
 
 
-def test_a_plan_without_rounds_has_no_messages():
+def test_a_plan_without_rounds_has_no_messages() -> None:
     plan = api.plan(Batch.from_lengths([9]), Cluster(1, 1), MODEL, "fcp")
     assert len(find_messages(plan.programs["default", "forward"], plan.header)) == 0

@@ -227,7 +227,7 @@ def test_a_report_that_the_programs_contradict_is_refused(place: str, reported: 
     *path, last = place.split(".")
     inner = report
     for name in path:
-        inner = inner[int(name)] if name.isdigit() else inner[name]
+        inner = inner[int(name)] if name.isdigit() else inner[name]  # type: ignore[index]
     inner[last] = inner[last] * 3 + (inner[last] if isinstance(inner[last], str) else 1) if inner[last] else 7
     found = check(codec.seal(replace(reported, report=report)))
     assert {violation.rule for violation in found} == {"report"}

@@ -1,5 +1,7 @@
 """What the request promises and a plan must keep: home ranks."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import apportion as ap
@@ -16,7 +18,7 @@ def made() -> ap.Plan:
     return ap.plan(ap.Batch.from_lengths(LENGTHS), ap.Cluster(nodes=1, ranks_per_node=4), MODEL)
 
 
-def test_home_ranks_are_kept_or_named():
+def test_home_ranks_are_kept_or_named() -> None:
     plan = made()
     strict = replace(plan.request, batch=ap.Batch.from_lengths(LENGTHS, home_ranks=[[0], None, None, None]))
     strays = [v for v in check(seal(replace(plan, request=strict))) if "home_ranks" in v.message]

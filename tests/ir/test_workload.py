@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,9 @@ def test_image_rows_have_the_pairs_of_the_real_instance() -> None:
         ({"trees": [{}]}, "workload.trees[0].nodes", "list"),
     ],
 )
-def test_wrong_workloads_are_named(data, field: str, hint: str) -> None:
+def test_wrong_workloads_are_named(
+    data: dict[str, list[int | list[Any] | dict[Any, Any]] | int | str] | list[int], field: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         workload_from_data(data)
     assert caught.value.field == field
@@ -172,6 +175,6 @@ rows = st.lists(st.lists(st.integers(-1, 9) | junk, max_size=3), max_size=3) | j
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(st.sampled_from(["lengths", "rows", "pairs", "groups", "trees", "turns"]), rows, junk)
-def test_hostile_data_raises_typed_errors_only(key: str, samples, layout) -> None:
+def test_hostile_data_raises_typed_errors_only(key: str, samples: Any, layout: Any) -> None:
     with contextlib.suppress(ApportionError):
         workload_from_data({key: samples, "format": layout})

@@ -1,7 +1,10 @@
 """A package that adds a solver, a pass and a recipe: `pip install -e tests/plugin --no-deps` makes them known."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +19,12 @@ from apportion.planner.solvers import kit
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 
 
-def test_its_solver_is_listed_and_keeps_the_contract():
+def test_its_solver_is_listed_and_keeps_the_contract() -> None:
     assert [entry.name for entry in list_solvers()] == [*(name for _, name in SOLVERS), "emptiest"]
     kit.check(find_solver("partition", "emptiest"))
 
 
-def test_its_solver_runs_from_a_recipe_file(tmp_path):
+def test_its_solver_runs_from_a_recipe_file(tmp_path: Path) -> None:
     """By name, in a placement and in a packing; the plan is another than LPT's."""
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -37,7 +40,7 @@ def test_its_solver_runs_from_a_recipe_file(tmp_path):
     assert rows[0] != rows[1]
 
 
-def test_its_recipe_uses_its_pass():
+def test_its_recipe_uses_its_pass() -> None:
     assert "round_robin" in names("place")
     assert entries()["round_robin"].summary == "blocks to ranks in turn"
     batch, cluster = ap.Batch.from_lengths([1000, 300, 700]), ap.Cluster(nodes=1, ranks_per_node=4)
@@ -46,7 +49,7 @@ def test_its_recipe_uses_its_pass():
     assert layout.rows_per_rank.tolist() == [700, 300, 512, 488]
 
 
-def test_its_pass_takes_parameters_and_refuses_others():
+def test_its_pass_takes_parameters_and_refuses_others() -> None:
     steps = {
         "shard": {"blocks": {"block": 256}},
         "place": {"round_robin": {"first": -1}},
@@ -58,7 +61,7 @@ def test_its_pass_takes_parameters_and_refuses_others():
 
 
 @pytest.mark.parametrize(("step", "name"), [(step, name) for step in STEPS for name in names(step)])
-def test_all_passes_keep_the_contract_of_their_step(step, name):
+def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> None:
     assert broken(step, find_pass(step, name)) is None
 
 
@@ -71,7 +74,9 @@ def test_all_passes_keep_the_contract_of_their_step(step, name):
         ("route", {"by_block": None}, "has no by_block: RoutePass says what it is"),
     ],
 )
-def test_a_pass_that_lacks_or_misspells_something_is_told(step, members, fault):
+def test_a_pass_that_lacks_or_misspells_something_is_told(
+    step: str, members: dict[str, Any], fault: str
+) -> None:
     contract = {"place": PlacePass, "route": RoutePass}[step]
     kept = {"__call__": lambda self, *given: None}
     made = dataclass(frozen=True)(type("Mine", (contract,), {**kept, **members}))
@@ -89,7 +94,7 @@ MEMBERS = {
 }
 
 
-def test_a_pass_needs_no_base_where_it_says_everything():
+def test_a_pass_needs_no_base_where_it_says_everything() -> None:
     kept = {"__call__": lambda self, *given: None, "deterministic": True, "own_cap": False, "others": 3}
     assert broken("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
     assert broken("place", type("Mine", (), kept)) == "which is no dataclass"
@@ -124,7 +129,9 @@ def install(folder: Path, name: str, value: str, module: str = "") -> None:
         ),
     ],
 )
-def test_a_broken_package_is_named(tmp_path, monkeypatch, name, value, module, fault):
+def test_a_broken_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, module: str, fault: str
+) -> None:
     install(tmp_path, name, value, module)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(__import__("sys").modules, "broken_plugin", raising=False)

@@ -1,6 +1,9 @@
 """Even tokens for linear layers: who keeps, sends and gets which rows, when it pays, and that a wrong move is found."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +12,16 @@ from hypothesis import given, settings, strategies as st
 import apportion as ap
 from apportion.backends import reference
 from apportion.ir.bytes import codec
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.parse import parse
-from apportion.ir.plan.tables import Move, Table
+from apportion.ir.plan.tables import Layout, Move, Table
+from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
 from apportion.ir.verify import verify
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.registry import build
-from apportion.planner.remap import LINEAR, Flow, even_parameters, even_tokens, row_costs
+from apportion.planner.remap import LINEAR, Flow, Remapping, even_parameters, even_tokens, row_costs
 from apportion.planner.tasks.rows import Rows
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
@@ -24,24 +29,35 @@ RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
 ALWAYS = Flow(when="always")
 
 
-def laid_out(held, per_node=2, model=MODEL, **cluster):
+def laid_out(
+    held: list[int], per_node: int = 2, model: Model = MODEL, **cluster: float
+) -> tuple[Problem, Layout]:
     """A batch whose ranks hold one sequence of so many tokens each, and its layout."""
     batch = ap.Batch.from_lengths(held)
     problem = Problem(batch, ap.Cluster(len(held) // per_node, per_node, **cluster), model, ap.Policy(RECIPE))
     return problem, Rows(batch.starts, np.arange(len(held)), len(held)).layout("attention", batch)
 
 
-def remapped(held, flow=ALWAYS, per_node=2, model=MODEL, **cluster):
+def remapped(
+    held: list[int], flow: Flow = ALWAYS, per_node: int = 2, model: Model = MODEL, **cluster: float
+) -> Remapping:
     return flow(*laid_out(held, per_node, model, **cluster))
 
 
-def letters(layout):
+def letters(layout: Layout) -> list[str]:
     """Of each rank, the token of every row: token 0 is a."""
     ranks = range(layout.spans.ranks)
     return ["".join(chr(ord("a") + token) for token in layout.tokens(rank).tolist()) for rank in ranks]
 
 
-def planned(lengths, nodes, ranks_per_node, flow=(), model=MODEL, **steps):
+def planned(
+    lengths: list[int],
+    nodes: int,
+    ranks_per_node: int,
+    flow: tuple[Any, ...] | dict[str, str] = (),
+    model: Model = MODEL,
+    **steps: bool | dict[str, dict[str, int]],
+) -> Plan | None:
     recipe = {
         "shard": {"sequences": {}},
         "place": {"zeppelin": {"cap": "paper"}},
@@ -55,7 +71,7 @@ def planned(lengths, nodes, ranks_per_node, flow=(), model=MODEL, **steps):
 # --- rows
 
 
-def test_the_last_rows_of_a_rank_go_where_rows_are_missing():
+def test_the_last_rows_of_a_rank_go_where_rows_are_missing() -> None:
     problem, layout = laid_out([8, 2, 3, 3])
     made = ALWAYS(problem, layout)
     assert letters(layout) == ["abcdefgh", "ij", "klm", "nop"]
@@ -66,7 +82,7 @@ def test_the_last_rows_of_a_rank_go_where_rows_are_missing():
     assert rows == [(1, 0, 0, 4), (1, 1, 4, 2), (1, 2, 6, 1), (1, 3, 7, 1), (0, 0, 0, 4)]
 
 
-def test_positions_and_sequences_follow_their_tokens():
+def test_positions_and_sequences_follow_their_tokens() -> None:
     made = remapped([8, 2, 3, 3])
     linear = made.layouts[LINEAR]
     assert linear.position_ids(1).tolist() == [0, 1, 4, 5]
@@ -74,7 +90,7 @@ def test_positions_and_sequences_follow_their_tokens():
     assert linear.to_cu_seqlens(1).tolist() == [0, 2, 4]
 
 
-def test_even_tokens_leave_the_rest_where_most_tokens_are():
+def test_even_tokens_leave_the_rest_where_most_tokens_are() -> None:
     assert even_tokens(np.array([7, 0, 4])).tolist() == [4, 3, 4]
     assert even_tokens(np.array([5, 0, 0, 1])).tolist() == [2, 1, 1, 2]
 
@@ -87,7 +103,9 @@ def test_even_tokens_leave_the_rest_where_most_tokens_are():
     objective=st.sampled_from(["paper", "two_sided", "sum"]),
     data=st.data(),
 )
-def test_any_layout_becomes_even_and_comes_back(lengths, nodes, ranks, objective, data):
+def test_any_layout_becomes_even_and_comes_back(
+    lengths: list[int], nodes: int, ranks: int, objective: str, data: st.DataObject
+) -> None:
     count = nodes * ranks
     homes = st.lists(st.integers(0, count - 1), min_size=len(lengths), max_size=len(lengths))
     batch = ap.Batch.from_lengths(lengths)
@@ -108,7 +126,7 @@ def test_any_layout_becomes_even_and_comes_back(lengths, nodes, ranks, objective
 
 @pytest.mark.parametrize("objective", ["paper", "two_sided", "sum"])
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 3), (2, 2), (2, 4), (3, 2)])
-def test_plans_carry_moves_that_verify_and_run(objective, nodes, ranks):
+def test_plans_carry_moves_that_verify_and_run(objective: str, nodes: int, ranks: int) -> None:
     plan = planned([61, 30, 9, 7, 1], nodes, ranks, {"objective": objective})
     assert plan.report["remap"]["used"]
     assert ap.Plan.decode(plan.encode()) == plan
@@ -122,13 +140,13 @@ def test_plans_carry_moves_that_verify_and_run(objective, nodes, ranks):
     np.testing.assert_array_equal(reference.gather(home, back), x)
 
 
-def test_groups_that_split_heads_have_rows_of_their_own():
+def test_groups_that_split_heads_have_rows_of_their_own() -> None:
     inner = {"inner": {"ulysses": {"degree": 2}}}
     plan = planned([61, 30, 9, 7, 1], 2, 4, **inner)
     assert sorted(plan.layout(LINEAR).rows_per_rank.tolist()) == [13] * 4 + [14] * 4
 
 
-def test_rows_that_the_program_reshuffles_are_even_already():
+def test_rows_that_the_program_reshuffles_are_even_already() -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 4, reshuffle=True)
     assert plan.report["remap"]["rows"] == 0
     assert not plan.report["remap"]["used"]
@@ -138,7 +156,7 @@ def test_rows_that_the_program_reshuffles_are_even_already():
 # --- what it costs
 
 
-def test_formula_2_prices_senders_and_its_repair_receivers_too():
+def test_formula_2_prices_senders_and_its_repair_receivers_too() -> None:
     """Rank 0 sends 10 to its node, which lacks 20; all to one receiver leaves 10 from afar to the other."""
     rows, held = {}, [30, 10, 10, 25, 25, 20]
     for objective in ("paper", "two_sided"):
@@ -159,7 +177,7 @@ def test_formula_2_prices_senders_and_its_repair_receivers_too():
     assert times[0] > times[1]
 
 
-def test_it_is_used_where_linear_layers_gain_more_than_moves_take():
+def test_it_is_used_where_linear_layers_gain_more_than_moves_take() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     held = [9000, 1000, 1000, 1000]
     assert remapped(held, Flow(), model=large).said["used"]
@@ -171,7 +189,7 @@ def test_it_is_used_where_linear_layers_gain_more_than_moves_take():
     assert not remapped([1000] * 4, ALWAYS, model=large).said["used"]
 
 
-def test_the_report_has_the_numbers_of_the_decision():
+def test_the_report_has_the_numbers_of_the_decision() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     problem, layout = laid_out([9000, 1000, 1000, 1000], model=large)
     said = Flow()(problem, layout).said
@@ -184,7 +202,7 @@ def test_the_report_has_the_numbers_of_the_decision():
     assert said["moves_us"] == pytest.approx(4 * (8192 * (2000 / 450e3 + 4000 / 50e3) + 10))
 
 
-def test_rows_that_stay_are_copied_meanwhile():
+def test_rows_that_stay_are_copied_meanwhile() -> None:
     large = ap.Model(hidden=4096, ffn=14336)
     problem, layout = laid_out([100_001, 99_999], model=large)
     said = Flow()(problem, layout).said
@@ -192,12 +210,12 @@ def test_rows_that_stay_are_copied_meanwhile():
     assert not said["used"]
 
 
-def test_ranks_that_share_a_nic_pay_more():
+def test_ranks_that_share_a_nic_pay_more() -> None:
     one, half = (row_costs(ap.Cluster(2, 8, nics_per_node=nics), 100).inter for nics in (8, 4))
     assert half == 2 * one
 
 
-def test_parameters():
+def test_parameters() -> None:
     for wrong in ({"objective": "none"}, {"when": "never"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             build(Step("remap", "flow", wrong))
@@ -217,7 +235,7 @@ def test_parameters():
         ("send", "sends and receives do not match"),
     ],
 )
-def test_a_wrong_move_is_found(column, words):
+def test_a_wrong_move_is_found(column: str, words: str) -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 2)
     (move,) = plan.moves
     kept = np.flatnonzero((move.table["peer"] != move.table.rank_of_row()) & (move.table["send"] == 1))
@@ -230,7 +248,7 @@ def test_a_wrong_move_is_found(column, words):
         verify(codec.seal(replace(plan, moves=(Move("attention", LINEAR, Table(move.table.ptr, columns)),))))
 
 
-def test_a_move_that_leaves_rows_behind_is_found():
+def test_a_move_that_leaves_rows_behind_is_found() -> None:
     plan = planned([61, 30, 9, 7, 1], 2, 2)
     (move,) = plan.moves
     table, rank = move.table, move.table.rank_of_row()

@@ -6,11 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from test_newcomers import CHANGES
 
 from apportion.backends import reference
 from apportion.backends.interp import Machine, Operand, Step, compile_program
@@ -24,6 +25,7 @@ from apportion.ir.verify.interpreter.machine import write_script
 from apportion.ir.verify.scan import allowed, rule_table
 from apportion.planner.simulate.durations import pass_table
 from apportion.planner.simulate.launches import kernel_table
+from tests.project.test_newcomers import CHANGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "tests/plans/clear.txt"
@@ -46,7 +48,7 @@ def test_tables_follow_from_one_more_row() -> None:
 @pytest.mark.parametrize(
     "table", [list_table, rule_table, kernel_table, pass_table], ids=lambda f: f.__name__
 )
-def test_another_row_changes_no_other(table) -> None:
+def test_another_row_changes_no_other(table: Callable[..., Any]) -> None:
     ours, theirs = (
         np.moveaxis(table(rules), 1, 0) if table is pass_table else table(rules) for rules in (RULES, MORE)
     )

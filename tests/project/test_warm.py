@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def _plus(number: int, flag: bool) -> int:
 
 
 @jit.jit
-def _adds(column: jit.Any) -> int:
+def _adds(column: Any) -> int:
     """Calls with literals, and with numbers of several widths."""
     total = _plus(3, True) + _plus(4, False)
     for row in range(len(column)):

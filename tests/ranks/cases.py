@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import bands, specs as masks
+from apportion.ir.masks.windows import Causal, SlidingWindow
 from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from tests.ranks import jobs
+from tests.ranks.jobs import Shard
+from tests.ranks.rank_pool import Pool
 from tests.support import oracle
+from tests.support.oracle import Problem
 
 # name -> sequences of every family of masks, about 60 tokens, with queries that see no key in the last two
-BATCHES = {
+BATCHES: dict[str, list[Any]] = {
     "causal": [(33, masks.causal()), (1, masks.causal()), (20, masks.causal())],
     "full": [(24, masks.full()), (17, masks.full())],
     "window": [(50, masks.sliding_window(9)), (13, masks.sliding_window(4, 3))],
@@ -46,7 +53,7 @@ class Case(NamedTuple):
     extra: str  # "", "sinks" or "softcap"
 
 
-AXES = Case(
+AXES: Any = Case(
     mask=tuple(BATCHES),
     ratio=(1, 4, 8),
     ranks=(1, 2, 3, 4, 5, 6, 7, 8),
@@ -57,7 +64,7 @@ AXES = Case(
 )
 
 
-def pairwise():
+def pairwise() -> list[Case]:
     """Cases that together hold every pair of values of every two axes; greedy and deterministic."""
     missing = {
         (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
@@ -71,18 +78,20 @@ def pairwise():
     return cases
 
 
-def _completed(rng, pair):
+def _completed(rng: Any, pair: tuple[int, str, int, int]) -> Case:
     i, a, j, b = pair
     values = [axis[int(rng.integers(len(axis)))] for axis in AXES]
     values[i], values[j] = a, b
     return Case(*values)
 
 
-def _pairs(case):
+def _pairs(case: Case) -> set[tuple[int | tuple[Any, Any] | str, ...]]:
     return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
 
 
-def recipe(block=8, reshuffle=False, buffers=3):
+def recipe(
+    block: int = 8, reshuffle: bool = False, buffers: int = 3
+) -> dict[str, dict[str, bool | dict[Any, Any]] | str]:
     return {
         "name": "fcp",
         "steps": {
@@ -94,29 +103,37 @@ def recipe(block=8, reshuffle=False, buffers=3):
     }
 
 
-def model(ratio=2, dtype="fp64", widths=(8, 8), kv_heads=1, kinds=None):
+def model(
+    ratio: int = 2,
+    dtype: str = "fp64",
+    widths: tuple[int, int] = (8, 8),
+    kv_heads: int = 1,
+    kinds: dict[str, Causal | SlidingWindow] | None = None,
+) -> Model:
     layers = 1 if kinds is None else dict.fromkeys(kinds, 1)
     return Model(
         ratio * kv_heads, kv_heads, widths[0], widths[1], dtype=dtype, hidden=16, ffn=16, layers=layers
     )
 
 
-def make_plan(batch, cluster, model, recipe):
+def make_plan(
+    batch: Batch, cluster: Cluster, model: Model, recipe: dict[str, dict[str, bool | dict[Any, Any]] | str]
+) -> Plan:
     return api.plan(batch, cluster, model, recipe)
 
 
-def batch_of(name):
+def batch_of(name: str) -> Batch:
     return Batch.from_sequences([Sequence(length, mask) for length, mask in BATCHES[name]])
 
 
-def problem_of(plan, seed=0, sinks=False, softcap=None):
+def problem_of(plan: Plan, seed: int = 0, sinks: bool = False, softcap: float | None = None) -> Problem:
     m = plan.request.model
     return oracle.Problem.random(
         seed, plan.request.batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks, softcap
     )
 
 
-def shards(plan, problem):
+def shards(plan: Plan, problem: Problem) -> list[Shard]:
     """Every rank's rows of the problem, in the plan's home layout."""
     home = plan.layout(plan.header.home_layout)
     rows = [home.tokens(rank) for rank in range(plan.header.ranks)]
@@ -127,7 +144,7 @@ def shards(plan, problem):
     ]
 
 
-def in_token_order(plan, parts):
+def in_token_order(plan: Plan, parts: tuple[NDArray[Any], ...] | list[NDArray[Any]]) -> NDArray[Any]:
     home = plan.layout(plan.header.home_layout)
     tokens = np.concatenate([home.tokens(rank) for rank in range(plan.header.ranks)])
     out = np.empty_like(np.concatenate(parts))
@@ -135,14 +152,14 @@ def in_token_order(plan, parts):
     return out
 
 
-def gathered(plan, results):
+def gathered(plan: Plan, results: list[list[NDArray[Any] | None]]) -> tuple[NDArray[Any] | None, ...]:
     """(o, dq, dk, dv, dsinks) in token order from the ranks' results; dsinks summed as data parallelism would."""
     columns = list(zip(*results, strict=True))
     dsinks = None if columns[4][0] is None else np.sum(columns[4], axis=0)
     return *(in_token_order(plan, parts) for parts in columns[:4]), dsinks
 
 
-def run(pool, plan, problem, kind=None):
+def run(pool: Pool, plan: Plan, problem: Problem, kind: str | None = None) -> tuple[NDArray[Any] | None, ...]:
     options = {"scale": problem.scale, "softcap": problem.softcap}
     results = pool.run(
         jobs.attention, plan.header.ranks, kind, problem.sinks, options, each=shards(plan, problem)
@@ -150,7 +167,9 @@ def run(pool, plan, problem, kind=None):
     return gathered(plan, results)
 
 
-def run_with_lse(pool, plan, problem, uses_out=True, compiled=False):
+def run_with_lse(
+    pool: Pool, plan: Plan, problem: Problem, uses_out: bool = True, compiled: bool = False
+) -> tuple[tuple[NDArray[Any] | None, ...], NDArray[Any]]:
     """(o, dq, dk, dv, dsinks), and lse, of a loss with the problem's dO, if it uses out, and dLSE."""
     home = plan.layout(plan.header.home_layout)
     dlse = [problem.dlse[home.tokens(rank)] for rank in range(plan.header.ranks)]
@@ -162,17 +181,17 @@ def run_with_lse(pool, plan, problem, uses_out=True, compiled=False):
     return gathered(plan, results), lse
 
 
-def allowed(batch, kind="default"):
+def allowed(batch: Batch, kind: str = "default") -> NDArray[Any]:
     return bands.dense(batch.bands(kind), batch.tokens, batch.tokens)
 
 
-def answer(problem, mask):
+def answer(problem: Problem, mask: NDArray[Any]) -> tuple[NDArray[Any] | None, ...]:
     """The float64 oracle's (o, dq, dk, dv, dsinks)."""
     want = oracle.dense(problem, mask)
     return want.o, want.dq, want.dk, want.dv, want.dsinks
 
 
-def plain(problem, mask, dtype):
+def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDArray[Any] | None, ...]:
     """One process's attention in a dtype, rows without keys left out: (o, dq, dk, dv, dsinks) in float64.
 
     torch's own attention; with a softcap, written out."""
@@ -195,7 +214,9 @@ def plain(problem, mask, dtype):
     return tuple(None if x is None else x.detach().double().numpy() for x in (out, *grads))
 
 
-def sdpa(q, k, v, sinks, kept):
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, kept: torch.Tensor
+) -> torch.Tensor:
     """torch's attention; kept [T, S] bool. A sink is a key of its own whose value is 0."""
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scale = q.shape[-1] ** -0.5
@@ -210,14 +231,18 @@ def sdpa(q, k, v, sinks, kept):
     return out[0].transpose(0, 1)
 
 
-def _written_out(q, k, v, kept, softcap):
+def _written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, softcap: float
+) -> torch.Tensor:
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scores = torch.einsum("thd,shd->hts", q, k[:, kv_of]) * q.shape[-1] ** -0.5
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~kept, float("-inf"))
     return torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v[:, kv_of])
 
 
-def assert_good(got, problem, mask, dtype="fp64"):
+def assert_good(
+    got: tuple[NDArray[Any] | None, ...], problem: Problem, mask: NDArray[Any], dtype: str = "fp64"
+) -> None:
     """Within 1e-10 of the oracle in float64, else within twice the error of plain attention; no NaN anywhere.
 
     The error of a tensor is its norm: the largest of a few hundred entries is a matter of luck."""
@@ -230,7 +255,7 @@ def assert_good(got, problem, mask, dtype="fp64"):
         assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
 
 
-def _twice_plain(problem, mask, dtype):
+def _twice_plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> list[float]:
     """Twice the error of plain attention, but at least that of rounding the exact answer once, and of dsinks its terms,
     which cancel."""
     want, exact = answer(problem, mask), oracle.dense(problem, mask)
@@ -242,12 +267,12 @@ def _twice_plain(problem, mask, dtype):
     return [2 * max(error, torch.finfo(dtype).eps * size) for error, size in zip(found, sizes, strict=True)]
 
 
-def errors(got, want):
+def errors(got: tuple[NDArray[Any] | None, ...], want: tuple[NDArray[Any] | None, ...]) -> list[float]:
     """Norms of the differences; 0 for what there is not."""
     return [0.0 if b is None else float(np.linalg.norm(a - b)) for a, b in zip(got, want, strict=True)]
 
 
-def rounded(problem, dtype):
+def rounded(problem: Problem, dtype: torch.dtype) -> Problem:
     arrays = (problem.q, problem.k, problem.v, problem.do, problem.sinks)
     kept = [None if x is None else torch.from_numpy(x).to(dtype).double().numpy() for x in arrays]
     return oracle.Problem(*kept, problem.scale, problem.softcap)

@@ -1,9 +1,14 @@
 """What FlashAttention-2 makes of a window, independent of the cuts."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 
-def visible(rows, keys, left, right):
+def visible(rows: int, keys: int, left: int, right: int) -> NDArray[Any]:
     """[rows, keys] bool: the pairs that a call with these window sizes sees.
 
     A negative size stands for "no bound", but beside a bound on the other side it is read as `keys`

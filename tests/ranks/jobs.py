@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from numpy.typing import NDArray
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from apportion.ir.bytes.slices import Slice
@@ -39,24 +40,30 @@ class Shard(NamedTuple):
     do: np.ndarray
 
 
-def handle_of(comm, piece):
+def handle_of(comm: Communicator, piece: bytes) -> PlanHandle:
     return PlanHandle(Slice.decode(piece), comm)
 
 
-def leaf(array, dtype):
+def leaf(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     return given(array).to(dtype).requires_grad_()
 
 
-def given(array):
+def given(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array).to(DEVICE)
 
 
-def told(tensors):
+def told(tensors: tuple[torch.Tensor | None, ...] | list[torch.Tensor | None]) -> list[NDArray[Any] | None]:
     """As float64 arrays; None stays."""
     return [t if t is None else t.detach().double().cpu().numpy() for t in tensors]
 
 
-def attention(comm, kind, sinks, options, shard):
+def attention(
+    comm: Communicator,
+    kind: str | None,
+    sinks: NDArray[Any] | None,
+    options: dict[str, float | None],
+    shard: Shard,
+) -> list[NDArray[Any] | None] | None:
     """out, dq, dk, dv, dsinks of one layer, as float64 arrays."""
     handle = handle_of(comm, shard.piece)
     q, k, v = (leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v))
@@ -66,7 +73,9 @@ def attention(comm, kind, sinks, options, shard):
     return told((out, *(t if t is None else t.grad for t in (q, k, v, logits))))
 
 
-def there_and_back(comm, dtype, columns, rows):
+def there_and_back(
+    comm: Communicator, dtype: str, columns: tuple[int, ...], rows: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Head columns of float32 rows [n, columns, width], in a dtype of two bytes as a message holds them, and as they
     come out of it into the same columns: float32 arrays."""
     from apportion.backends.torch.stage.launcher import default_launcher
@@ -75,7 +84,7 @@ def there_and_back(comm, dtype, columns, rows):
     held, (count, of, width) = given(rows), rows.shape
     message = torch.empty(count, len(columns), width, dtype=DTYPES[dtype], device=DEVICE)
     found = torch.zeros_like(held)
-    arrays = {"held": held, "message": message, "found": found}
+    arrays: dict[Any, torch.Tensor] = {"held": held, "message": message, "found": found}
     inside = Place("message", 0, tuple(range(len(columns))), len(columns), 2 * width, 2), 2 * width
     here, there = ((Place(name, 0, columns, of, 4 * width, 4), 4 * width) for name in ("held", "found"))
     for source, target in ((here, inside), (inside, there)):
@@ -87,14 +96,23 @@ def there_and_back(comm, dtype, columns, rows):
     return message.float().cpu().numpy(), found.cpu().numpy()
 
 
-def attention_with_lse(comm, sinks, options, uses_out, compiled, loss_of):
+def attention_with_lse(
+    comm: Communicator,
+    sinks: NDArray[Any] | None,
+    options: dict[str, float | None],
+    uses_out: bool,
+    compiled: bool,
+    loss_of: tuple[Shard, NDArray[Any]],
+) -> list[NDArray[Any] | None]:
     """out, lse, dq, dk, dv, dsinks of one layer in a batch of one, as float64 arrays; the loss may use lse alone."""
     shard, dlse = loss_of
     handle = handle_of(comm, shard.piece)
     q, k, v = (leaf(x[None], handle.dtype) for x in (shard.q, shard.k, shard.v))
     logits = None if sinks is None else leaf(sinks, handle.dtype)
 
-    def layer(q, k, v, logits):
+    def layer(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return planned_attention(q, k, v, handle, sinks=logits, return_lse=True, **options)
 
     if compiled:
@@ -108,10 +126,12 @@ def attention_with_lse(comm, sinks, options, uses_out, compiled, loss_of):
     return told([out[0], lse[0], *(x.grad[0] for x in (q, k, v)), None if logits is None else logits.grad])
 
 
-def attention_on_nan(comm, sinks, check, shard):
+def attention_on_nan(
+    comm: Communicator, sinks: NDArray[Any], check: bool, shard: Shard
+) -> list[NDArray[Any]]:
     """As `attention`, where memory that nothing was written to is NaN; check: looks behind every kernel."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         with check_kernels(check):
             return attention(comm, None, sinks, {}, shard)
@@ -119,17 +139,17 @@ def attention_on_nan(comm, sinks, check, shard):
         torch.use_deterministic_algorithms(False)
 
 
-def twice(comm, shard):
+def twice(comm: Communicator, shard: Shard) -> list[list[bytes]]:
     """The same plan on the same numbers, two handles: bytes of everything."""
     results = [attention(comm, None, None, {}, shard) for _ in range(2)]
     return [[x.tobytes() for x in result if x is not None] for result in results]
 
 
-def microbatches_one_by_one(comm, shards):
+def microbatches_one_by_one(comm: Communicator, shards: tuple[Shard, Shard]) -> list[list[NDArray[Any]]]:
     return microbatches(comm, "F0B0F1B1", shards)
 
 
-def microbatches(comm, order, shards):
+def microbatches(comm: Communicator, order: str, shards: tuple[Shard, Shard]) -> list[list[NDArray[Any]]]:
     """Two microbatches, forward and backward in the given order ("F0F1B1B0"): gradients of both."""
     losses, leaves = {}, {}
     for step, index in zip(order[::2], map(int, order[1::2]), strict=True):
@@ -144,12 +164,12 @@ def microbatches(comm, order, shards):
     return [[x.grad.numpy() for x in leaves[index]] for index in (0, 1)]
 
 
-def checkpointed(comm, reentrant, shard):
+def checkpointed(comm: Communicator, reentrant: bool | None, shard: Shard) -> list[NDArray[Any]]:
     """out and gradients of two layers, the second on the output of the first, recomputed in backward."""
     handle = handle_of(comm, shard.piece)
     inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
 
-    def layers(q, k, v):
+    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
         return planned_attention(planned_attention(q, k, v, handle), k, v, handle)
 
     if reentrant is None:
@@ -160,7 +180,7 @@ def checkpointed(comm, reentrant, shard):
     return [out.detach().numpy(), *(x.grad.numpy() for x in inputs)]
 
 
-def compiled(comm, shards):
+def compiled(comm: Communicator, shards: tuple[Shard, ...]) -> tuple[int, float]:
     """A compiled layer over several plans: (graphs compiled, graph breaks, largest difference from eager)."""
     import torch._dynamo
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -168,7 +188,7 @@ def compiled(comm, shards):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(q, k, v, handle):
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: PlanHandle) -> torch.Tensor:
         return planned_attention(q * 2, k, v, handle).sin()
 
     fast = torch.compile(layer, backend=counter, fullgraph=True)
@@ -185,30 +205,32 @@ def compiled(comm, shards):
     return counter.frame_count, worst
 
 
-def keep_attention(ctx, op, *args, **kwargs):
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy of selective activation checkpointing."""
     attends = op == torch.ops.apportion.attend.default
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def rounds(comm, checkpointing, compiled, shard):
+def rounds(
+    comm: Communicator, checkpointing: str | None, compiled: bool, shard: Shard
+) -> tuple[tuple[int, int], list[int], list[NDArray[Any]]]:
     """Rounds launched in forward and in backward, and those of each program; out and gradients.
 
     checkpointing: None, "full" or "selective", of a layer that needs its attention again in backward."""
     handle = handle_of(comm, shard.piece)
     inputs = [leaf(x, handle.dtype) for x in (shard.q, shard.k, shard.v)]
 
-    def layer(q, k, v):
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
         return planned_attention(q * 2, k, v, handle).sin()
 
-    def full(*qkv):
+    def full(*qkv: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False)
 
-    def selective(*qkv):
+    def selective(*qkv: torch.Tensor) -> torch.Tensor:
         contexts = partial(create_selective_checkpoint_contexts, keep_attention)
         return torch.utils.checkpoint.checkpoint(layer, *qkv, use_reentrant=False, context_fn=contexts)
 
-    block = {None: layer, "full": full, "selective": selective}[checkpointing]
+    block: Any = {None: layer, "full": full, "selective": selective}[checkpointing]
     if compiled:
         torch._dynamo.reset()
         block = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -228,16 +250,26 @@ def rounds(comm, checkpointing, compiled, shard):
 class Weights:
     """A layer's projection, with positions inside: (x @ w) * (1 + position / 8) per head."""
 
-    def __init__(self, w_q, w_k, w_v):
+    def __init__(self, w_q: NDArray[Any], w_k: NDArray[Any], w_v: NDArray[Any]) -> None:
         self.params = tuple(leaf(w, torch.float64) for w in (w_q, w_k, w_v))
 
-    def __call__(self, hidden, position_ids, q_heads, kv_heads):
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        q_heads: tuple[int, ...],
+        kv_heads: tuple[int, ...],
+    ) -> tuple[torch.Tensor, ...]:
         turned = hidden * (1 + position_ids[:, None] / 8)
         heads = zip(self.params, (q_heads, kv_heads, kv_heads), strict=True)
         return tuple(torch.einsum("te,hed->thd", turned, w[list(chosen)]) for w, chosen in heads)
 
 
-def block(comm, weights, shard):
+def block(
+    comm: Communicator,
+    weights: list[NDArray[Any]],
+    shard: tuple[bytes, NDArray[Any], NDArray[Any], NDArray[Any]],
+) -> list[NDArray[Any]]:
     """out, dX and the weights' gradients of planned_attention_block."""
     piece, hidden, position_ids, do = shard
     handle, project = handle_of(comm, piece), Weights(*weights)
@@ -247,7 +279,7 @@ def block(comm, weights, shard):
     return [out.detach().numpy(), x.grad.numpy(), *(w.grad.numpy() for w in project.params)]
 
 
-def error_of(comm, shard):
+def error_of(comm: Communicator, shard: Shard) -> tuple[str, str]:
     """The error that an attention call raises on this rank."""
     try:
         attention(comm, None, None, {}, shard)
@@ -256,19 +288,19 @@ def error_of(comm, shard):
     return "none", ""
 
 
-def checked_error(comm, shard):
+def checked_error(comm: Communicator, shard: Shard) -> str:
     """The error that attention raises on this rank where kernels are checked."""
     with check_kernels(True):
         return error_of(comm, shard)[1]
 
 
-def on_channels(comm, shard):
+def on_channels(comm: Communicator, shard: Shard) -> list[list[bytes]]:
     """Bytes of the results on one process group and on two; all ranks of the pool take part."""
     two = Communicator.shared()
     return [[x.tobytes() for x in attention(c, None, None, {}, shard) if x is not None] for c in (comm, two)]
 
 
-def strided(comm, shard):
+def strided(comm: Communicator, shard: Shard) -> bool:
     """Whether tensors that are not contiguous, and a gradient of expanded zeros and ones, give the same result."""
     results = []
     for copy in (False, True):
@@ -283,7 +315,7 @@ def strided(comm, shard):
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def remap(comm, shard):
+def remap(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Rows moved from the attention layout to the linear one, and the gradient of their squares."""
     piece, rows = shard
     handle, x = handle_of(comm, piece), leaf(rows, torch.float64)

@@ -1,24 +1,39 @@
 """The benchmark of attention on the ranks of the pool."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 from unittest import mock
 
 import torch
 
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.bytes.codec import Plan
 from apportion.trainer.measure import bench
+from apportion.trainer.measure.bench import Bench
 from apportion.trainer.measure.timing import Took
 
 
-def two_ms(work):
+def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.Tensor, Took] | None:
     """A clock that stands still: one millisecond of the host, two of the device."""
     return work(), Took(1.0, 2.0)
 
 
-def bench_of(comm, engines, kernels=(), skip=lambda why: None, clock=two_ms):
+def bench_of(
+    comm: Communicator,
+    engines: tuple[str, ...],
+    kernels: tuple[str, ...] = (),
+    skip: Callable[..., Any] = lambda why: None,
+    clock: Callable[..., Any] = two_ms,
+) -> Bench:
     return bench.Bench(torch.device("cpu"), comm, clock, engines, kernels, 1, skip)
 
 
-def rows(comm, plan, engines, computes=True):
+def rows(
+    comm: Communicator, plan: Plan, engines: tuple[str, ...], computes: bool = True
+) -> list[dict[str, int | str]]:
     """Rows as plain data; computes: as if the CPU were a GPU."""
     with mock.patch.object(bench, "device_obstacle", return_value=None) if computes else mock.MagicMock():
         return [asdict(row) for row in bench_of(comm, engines).measure(plan)]

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
+from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.sources.service import ServiceFeed, ServiceSource
 from tests.ranks.loading import HereSource, Recorded, seen
 
 
-def passes(comm, source, count, options, dataset=None):
+def passes(
+    comm: Communicator,
+    source: str | HereSource | Path,
+    count: int,
+    options: dict[str, Any],
+    dataset: Recorded | None = None,
+) -> tuple[list[list[Any]], list[int]]:
     """What this rank sees in each of `count` passes, and the samples that it read. source: a source, or a
     function of the rank; options: of the loader."""
     data = Recorded() if dataset is None else dataset
@@ -20,7 +30,9 @@ def passes(comm, source, count, options, dataset=None):
     return [[seen(batch) for batch in loader] for _ in range(count)], data.read
 
 
-def agreeing(comm, sources, options):
+def agreeing(
+    comm: Communicator, sources: list[HereSource], options: dict[str, Any]
+) -> tuple[list[bytes], int, str]:
     """Ids that this rank runs, its fallbacks, and the error that ends it. sources: of each rank."""
     source, known = sources[comm.rank], HereSource(sources[0].job)
     options = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **options}
@@ -36,23 +48,23 @@ def agreeing(comm, sources, options):
 class SilentSource(ServiceSource):
     """Submits nothing, as if its rank were lost."""
 
-    def begin(self, run, rank, stream="train"):
+    def begin(self, run: str, rank: int, stream: str = "train") -> SilentFeed:
         return SilentFeed(self, run, rank, stream)
 
 
 class SilentFeed(ServiceFeed):
-    def submit(self, iteration, batches):
+    def submit(self, iteration: int, batches: tuple[Batch, Batch]) -> None:
         pass
 
 
-def without_rank_0(comm, url, key):
+def without_rank_0(comm: Communicator, url: str, key: str) -> list[bytes]:
     """Ids that each rank gets where rank 0 submits nothing."""
     kind = SilentSource if comm.rank == 0 else ServiceSource
     loader = PlannedLoader(Recorded(), source=kind.open(url, key), communicator=comm)
     return [batch.handle.id for batch in loader]
 
 
-def stalled(comm, url, key, pid):
+def stalled(comm: Communicator, url: str, key: str, pid: int) -> tuple[list[bytes], int]:
     """Ids that a rank runs and its fallbacks, where the server's process stops answering after the first iteration."""
     sampler, options = [[0], [1], [2, 3]], {"on_timeout": "local", "timeout_s": 3.0, "lookahead": 1}
     loader = PlannedLoader(Recorded(), source=url, key=key, communicator=comm, sampler=sampler, **options)
@@ -68,7 +80,7 @@ def stalled(comm, url, key, pid):
     return ids, loader.fallbacks
 
 
-def apart(comm, source):
+def apart(comm: Communicator, source: HereSource) -> Any:
     """The error where ranks begin in different places."""
     loader = PlannedLoader(Recorded(), source=source, communicator=comm)
     loader.set_epoch(0, start=comm.rank)

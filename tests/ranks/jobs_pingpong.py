@@ -8,24 +8,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from numpy.typing import NDArray
 from torch import nn
 
-from apportion.backends.torch.executor import TorchMachine
+from apportion.backends.interp import Step
+from apportion.backends.torch.executor import TaskMachine, TorchMachine
+from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ApportionError
+from apportion.ir.request.model import Model
 from apportion.trainer.demo.decoder import DecoderConfig, Layer, rotate
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_attention_block
 from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
-from tests.ranks.jobs import attention, handle_of, leaf
+from tests.ranks.jobs import Shard, attention, handle_of, leaf
 
 
-def attention_pair(comm, kind, sinks, options, shards):
+def attention_pair(
+    comm: Communicator,
+    kind: Any,
+    sinks: NDArray[Any] | None,
+    options: dict[str, float | None],
+    shards: tuple[Shard, Shard],
+) -> tuple[list[list[Any]], list[list[Any]]]:
     """out, dq, dk, dv, dsinks of each half: together, and one after the other."""
     return _together(comm, kind, sinks, options, shards), [
         attention(comm, kind, sinks, options, shard) for shard in shards
     ]
 
 
-def _together(comm, kind, sinks, options, shards):
+def _together(
+    comm: Communicator,
+    kind: Any,
+    sinks: NDArray[Any] | None,
+    options: dict[str, float | None],
+    shards: tuple[Shard, Shard],
+) -> list[list[NDArray[Any] | None]]:
     """Each half's own dsinks: two backwards, in each of which the other half's gradient is 0."""
     halves = []
     for mine in (0, 1):
@@ -42,7 +58,9 @@ def _together(comm, kind, sinks, options, shards):
 class Stack(nn.Module):
     """Decoder layers, equal on all ranks; each with learned sinks and the scale of its values outside of modules."""
 
-    def __init__(self, model, kinds, dtype=torch.float64):
+    def __init__(
+        self, model: Model, kinds: tuple[str | None, ...], dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         config = DecoderConfig(1, model.hidden, model.ffn, model.q_heads, model.kv_heads, model.head_dim)
@@ -50,7 +68,15 @@ class Stack(nn.Module):
         self.sinks = nn.ParameterList(nn.Parameter(torch.randn(model.q_heads)) for _ in kinds)
         self.to(dtype)
 
-    def forward(self, ping, pong, *handles, turns=True, at_a_time=None, project=False):
+    def forward(
+        self,
+        ping: torch.Tensor,
+        pong: torch.Tensor,
+        *handles: PlanHandle,
+        turns: bool = True,
+        at_a_time: int | None = None,
+        project: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor] | None:
         make = self._projecting if project else self._piece
         pieces = [make(layer, sinks) for layer, sinks in zip(self.layers, self.sinks, strict=True)]
         if not turns:
@@ -59,20 +85,20 @@ class Stack(nn.Module):
             ping, pong = ping_pong(pieces[first : first + (at_a_time or len(pieces))], ping, pong, *handles)
         return ping, pong
 
-    def _piece(self, layer, sinks):
+    def _piece(self, layer: Layer, sinks: torch.Tensor) -> PingPongLayer:
         return PingPongLayer(
             Pre(layer), Post(layer), layer.parameters(), layer.kind, softcap=3.0, sinks=sinks
         )
 
-    def _projecting(self, layer, sinks):
+    def _projecting(self, layer: Layer, sinks: torch.Tensor) -> PingPongLayer:
         return replace(self._piece(layer, sinks), pre=None, project=Project(layer))
 
 
 class Pre:
-    def __init__(self, layer):
+    def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
-    def __call__(self, hidden, position_ids):
+    def __call__(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer, (rows, heads) = self.layer, (len(hidden), sum(self.layer.heads))
         qkv = layer.qkv(layer.norms[0](hidden)).view(rows, heads, layer.qkv.out_features // heads)
         q, k, v = qkv.split(layer.heads, dim=1)
@@ -80,26 +106,32 @@ class Pre:
 
 
 class Project:
-    def __init__(self, layer):
+    def __init__(self, layer: Layer) -> None:
         self.all = Pre(layer)
 
-    def __call__(self, hidden, position_ids, q_heads, kv_heads):
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        q_heads: tuple[int, ...],
+        kv_heads: tuple[int, int],
+    ) -> tuple[torch.Tensor, ...]:
         q, k, v = self.all(hidden, position_ids)
         return q[:, list(q_heads)], k[:, list(kv_heads)], v[:, list(kv_heads)]
 
 
 class Post:
-    def __init__(self, layer):
+    def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
-    def __call__(self, hidden, out):
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
         layer = self.layer
         hidden = hidden + layer.out(out.flatten(1))
         gate, value = layer.up(layer.norms[1](hidden)).chunk(2, dim=-1)
         return hidden + layer.down(nn.functional.silu(gate) * value)
 
 
-def one_half(pieces, hidden, handle):
+def one_half(pieces: list[PingPongLayer], hidden: torch.Tensor, handle: PlanHandle) -> torch.Tensor:
     for piece in pieces:
         options = {"kind": piece.kind, "softcap": piece.softcap, "sinks": piece.sinks}
         if piece.project is None:
@@ -111,7 +143,13 @@ def one_half(pieces, hidden, handle):
     return hidden
 
 
-def stack_pair(comm, model, kinds, way, halves):
+def stack_pair(
+    comm: Communicator,
+    model: Model,
+    kinds: tuple[str | None, ...],
+    way: str,
+    halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
+) -> list[list[NDArray[Any]]]:
     """Hidden states, their gradients and those of all weights: taking turns, and one half after the other."""
     results = []
     for turns in (True, False):
@@ -136,7 +174,9 @@ def _outputs(stack: Stack, inputs: list[torch.Tensor], handles: list[Any], way: 
     return stack(*inputs, *handles, at_a_time=1 if way == "single" else None, project=way == "project")
 
 
-def without_gradients(comm, model, halves):
+def without_gradients(
+    comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
+) -> bool:
     """Whether turns without gradients give the same hidden states, and keep nothing."""
     stack, handles = Stack(model, (None,)), [handle_of(comm, piece) for piece, _ in halves]
     inputs = [torch.from_numpy(hidden) for _, hidden in halves]
@@ -146,7 +186,7 @@ def without_gradients(comm, model, halves):
     return all(torch.equal(a, b) and not b.requires_grad for a, b in zip(want, found, strict=True))
 
 
-def pair_on_channels(comm, shards):
+def pair_on_channels(comm: Communicator, shards: tuple[Shard, Shard]) -> list[list[bytes]]:
     """Bytes of the results where both halves share a process group, where each has its own, and where both have two."""
     ping, own = Communicator(dist.group.WORLD), Communicator(dist.new_group())
     two = Communicator.shared()
@@ -162,7 +202,12 @@ def pair_on_channels(comm, shards):
     return found
 
 
-def pair_error(comm, case, model, halves):
+def pair_error(
+    comm: Communicator,
+    case: str,
+    model: Model,
+    halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
+) -> tuple[str, str]:
     """The error that a wrong call raises on this rank."""
     handles = [handle_of(comm, piece) for piece, _ in halves]
     inputs = [leaf(hidden, torch.float64) for _, hidden in halves]
@@ -185,7 +230,9 @@ def pair_error(comm, case, model, halves):
     return "none", ""
 
 
-def frozen(comm, model, halves):
+def frozen(
+    comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
+) -> tuple[list[bool], list[bool], float]:
     """Gradients where some weights are frozen, the hidden states want none, and a half is not used: those that are
     there, and the largest difference from one half after the other."""
     grads = []
@@ -200,7 +247,12 @@ def frozen(comm, model, halves):
     return there[0], there[1], max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def wrapped(comm, wrapper, model, halves):
+def wrapped(
+    comm: Communicator,
+    wrapper: str | None,
+    model: Model,
+    halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]],
+) -> list[NDArray[Any]]:
     """Gradients of all weights of a stack under a wrapper."""
     stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
     called = stack
@@ -217,7 +269,9 @@ def wrapped(comm, wrapper, model, halves):
     return [(g.full_tensor() if hasattr(g, "full_tensor") else g).numpy() for g in grads]
 
 
-def launches(comm, model, halves):
+def launches(
+    comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
+) -> list[tuple[str, int, int]]:
     """(phase, half, round) of every launch of two layers on this rank, forward and backward, in order."""
     stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]
     programs = {
@@ -227,7 +281,7 @@ def launches(comm, model, halves):
     }
     found, launch = [], TorchMachine.launch
 
-    def recorded(machine, step):
+    def recorded(machine: TaskMachine, step: Step) -> None:
         found.append((*programs[id(machine.program)], step.round))
         launch(machine, step)
 

@@ -1,27 +1,33 @@
 """What ranks of the pool do to measure links: plain data in and out."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from apportion.backends.torch.profile.device import Effort, profile
 from apportion.backends.torch.profile.links import Line, Links, profile_links
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.isa import Tensor as Name
 
 
-def links(comm, sizes, node):
+def links(
+    comm: Communicator, sizes: tuple[int, ...], node: int | None
+) -> dict[str, dict[str, float] | float | str | None]:
     """The links as plain data."""
     return asdict(profile_links(comm._groups[0], node, sizes, runs=2))
 
 
-def from_data(data):
+def from_data(data: dict[str, dict[str, float] | float | str]) -> Links:
     """The links of plain data."""
     lines = {name: data[name] and Line(**data[name]) for name in ("intra", "inter")}
     return Links(**data | lines)
 
 
-def lone_task(comm):
+def lone_task(comm: Communicator) -> list[float]:
     """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows behind them and 3 ahead."""
     from apportion.backends.torch.profile.lone_task import Shape, lone_task
 
@@ -36,7 +42,7 @@ def lone_task(comm):
     grads = torch.autograd.grad(out, leaves, do.double())
 
     runs = lone_task(q, k, v, do, Shape(rows, keys, -3, 25))
-    forward, backward = (run.__self__ for run in runs)
+    forward, backward = (run.__self__ for run in runs)  # type: ignore[attr-defined]
     o, lse = forward.memory.home_arrays(Name.O)
     o.zero_(), lse.fill_(float("-inf"))
     runs[0]()
@@ -51,7 +57,7 @@ def lone_task(comm):
     return [float((got - right).abs().max()) for got, right in pairs]
 
 
-def stage_profile(comm):
+def stage_profile(comm: Communicator) -> tuple[Any, str]:
     """The grid of a small profile of the stage engine, and whose it says to be."""
     effort = Effort(
         (16, 32), 2, 1, 16, "fp32", sweeps=1, least=1, most=1, hidden=32, ffn=32, tokens=16, vocab=16

@@ -1,26 +1,34 @@
 """A layer whose attention and linear parts hold tokens in two layouts, as the ranks of the pool run it."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 
 from apportion.backends.torch.remap import from_linear, to_linear
+from apportion.backends.torch.transport import Communicator
 from apportion.trainer.step.attention import planned_attention, planned_remap
 from tests.ranks.jobs import handle_of, leaf
 
 
-def project(x, weights):
+def project(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """q [rows, 2, 4], k and v [rows, 1, 4] of hidden states [rows, E]."""
     rows = len(x)
     q, k, v = torch.split(x @ weights[0], [8, 4, 4], dim=1)
     return q.reshape(rows, 2, 4), k.reshape(rows, 1, 4), v.reshape(rows, 1, 4)
 
 
-def feed_forward(x, weights):
+def feed_forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """Hidden states [rows, E] of what attention gives [rows, 8]: row by row, so it can run in any layout."""
     x = torch.tanh(x @ weights[1])
     return x + torch.relu(x @ weights[2]) @ weights[3]
 
 
-def layer(comm, shard):
+def layer(
+    comm: Communicator, shard: tuple[bytes, NDArray[Any], list[NDArray[Any]], NDArray[Any]]
+) -> tuple[tuple[int, int], NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
     """Result and gradients of hidden states and weights; shard: slice, hidden states, weights, gradient."""
     piece, hidden, weights, grad = shard
     handle, hidden = handle_of(comm, piece), leaf(hidden, torch.float64)
@@ -30,10 +38,12 @@ def layer(comm, shard):
     out = from_linear(feed_forward(even, weights), handle)
     out.backward(torch.from_numpy(grad))
     rows = (len(given), len(even))
-    return rows, out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]
+    return rows, out.detach().numpy(), hidden.grad.numpy(), [weight.grad.numpy() for weight in weights]  # type: ignore[attr-defined]
 
 
-def there_and_back(comm, shard):
+def there_and_back(
+    comm: Communicator, shard: tuple[bytes, NDArray[Any]]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Rows after a move and its inverse, in the rows' own dtype, and the gradient of a weighted sum of them."""
     piece, rows = shard
     handle, x = handle_of(comm, piece), torch.from_numpy(rows).requires_grad_()

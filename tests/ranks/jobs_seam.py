@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 import apportion as ap
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ExecutionError
+from apportion.ir.masks.structures import Tree
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.loader import PlannedLoader
@@ -20,7 +25,7 @@ from tests.ranks.loading import HereSource, Recorded, job, seen
 class Rich(Recorded):
     """Samples with labels, weights and two fields of their own."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any] | torch.Tensor]:
         ids = super().__getitem__(index)
         labels = np.where(ids % 3 == 0, IGNORED, ids)
         return {
@@ -32,7 +37,9 @@ class Rich(Recorded):
         }
 
 
-def fields(comm, source, options):
+def fields(
+    comm: Communicator, source: HereSource, options: dict[str, int | list[list[Any] | int]]
+) -> list[dict[str, NDArray[Any]]]:
     """Every field of each batch on this rank, as arrays."""
     loader = PlannedLoader(Rich(), source=source, communicator=comm, **options)
     return [
@@ -49,7 +56,9 @@ def fields(comm, source, options):
     ]
 
 
-def verbs(comm, source, options, seed):
+def verbs(
+    comm: Communicator, source: HereSource, options: dict[str, Tree | int | list[list[Any]]], seed: int
+) -> tuple[bool, ...]:
     """Of the first batch: what token verbs give and their gradients, on this rank."""
     batch = next(iter(PlannedLoader(Recorded(), source=source, communicator=comm, **options)))
     full = torch.randn(
@@ -62,7 +71,7 @@ def verbs(comm, source, options, seed):
     back = batch.shard_tokens(weights) * sum(range(1, comm.ranks + 1))
     exact = bool(torch.equal(gathered, full)) and bool(torch.equal(local.grad, back))
 
-    def loss(x, shift):
+    def loss(x: torch.Tensor, shift: int) -> torch.Tensor:
         return (batch.roll(x, shift) * batch.shard_tokens(weights)).sum()
 
     rolled = batch.roll(batch.labels, 1, IGNORED)
@@ -83,7 +92,9 @@ def verbs(comm, source, options, seed):
     return exact, rolled[: batch.handle.rows].tolist() == want, same
 
 
-def padded(comm, source, multiple):
+def padded(
+    comm: Communicator, source: HereSource, multiple: int | None
+) -> tuple[list[int], float, NDArray[Any]]:
     """Loss and gradients of attention with a residual, summed over ranks, where rows are padded or not."""
     loader = PlannedLoader(
         Recorded(), source=source, communicator=comm, shuffle=False, rows_multiple=multiple
@@ -108,7 +119,11 @@ def padded(comm, source, multiple):
     return counts, sums.item(), grad.numpy()
 
 
-def groups(comm, options, dataset=None):
+def groups(
+    comm: Communicator,
+    options: dict[str, Any],
+    dataset: Recorded | Broken | None = None,
+) -> list[tuple[int | list[Any], ...]] | None:
     """Two groups of four ranks on one job: what each batch is, with the labels that all count."""
     group, place = divmod(comm.rank, 4)
     mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
@@ -120,10 +135,12 @@ def groups(comm, options, dataset=None):
     return [(b.iteration, b.microbatch, b.is_last, b.valid_tokens, b.samples.tolist()) for b in loader]
 
 
-def resumed(comm, source, stop, options):
+def resumed(
+    comm: Communicator, source: HereSource, stop: int, options: dict[str, int]
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """A pass in one go; the same, stopped behind `stop` batches and gone on with by another loader."""
 
-    def loader_of(**more):
+    def loader_of(**more: int) -> PlannedLoader:
         loader = PlannedLoader(Recorded(), source=source, communicator=comm, **more)
         loader.set_epoch(3)
         return loader
@@ -141,7 +158,9 @@ def resumed(comm, source, stop, options):
     return whole, begun + [seen(b) for b in second]
 
 
-def padded_block(comm, multiple, sinks):
+def padded_block(
+    comm: Communicator, multiple: int | None, sinks: bool
+) -> tuple[list[NDArray[Any]], list[float]]:
     """Output and gradients of a layer whose heads the plan projects, on rows with and without padding: rows, then what
     padding has."""
     dims = ap.Model(4, 2, 8, dtype="fp64", hidden=12)
@@ -171,7 +190,7 @@ def padded_block(comm, multiple, sinks):
 class Broken(Recorded):
     """One sample cannot be read."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> NDArray[Any] | None:
         if index == 2:
             raise OSError("a sample is lost")
         return super().__getitem__(index)
@@ -180,12 +199,12 @@ class Broken(Recorded):
 class Mixed(Recorded):
     """Samples of two forms."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         ids = super().__getitem__(index)
         return {"input_ids": ids, "rewards": ids.astype((np.float32, np.float64)[index])}
 
 
-def ends(comm, dataset, source, sampler):
+def ends(comm: Communicator, dataset: Mixed | Broken, source: HereSource, sampler: list[list[int]]) -> str:
     """Why the pass ends on this rank."""
     loader = PlannedLoader(dataset, source=source, communicator=comm, sampler=sampler)
     try:
@@ -195,7 +214,7 @@ def ends(comm, dataset, source, sampler):
     return ""
 
 
-def failing_group(comm):
+def failing_group(comm: Communicator) -> str:
     """Why the pass ends where a rank of the first group cannot read a sample."""
     dataset = (Broken if comm.rank < 4 else Recorded)([20, 20, 1])
     try:
@@ -205,7 +224,7 @@ def failing_group(comm):
     return ""
 
 
-def out_of_step(comm):
+def out_of_step(comm: Communicator) -> str:
     """Why the pass ends where one group has another iteration more."""
     sampler = [[[0], [1]], [[2]]][: 1 + comm.rank // 4]
     try:

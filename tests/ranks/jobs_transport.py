@@ -1,12 +1,14 @@
 """What ranks do in the tests of the transport."""
 
+from __future__ import annotations
+
 import torch
 
 from apportion.backends.torch.memory.arenas import Post
 from apportion.trainer.step.attention import Communicator
 
 
-def batches(comm):
+def batches(comm: Communicator) -> bool:
     """Two messages to every other rank at once, of a size of their own: each arrives where it was listed."""
     size = 16 * (1 + comm.rank)
     posts, wanted = [], []
@@ -23,7 +25,7 @@ def batches(comm):
     return all((arrived == number).all() for arrived, number in wanted)
 
 
-def exchange(comm):
+def exchange(comm: Communicator) -> bool:
     """Rank r sends peer p 16 (r + 1) bytes of p."""
     out, into = [[16 * (comm.rank + 1)] * comm.ranks, [16 * (peer + 1) for peer in range(comm.ranks)]]
     sent = torch.arange(comm.ranks, dtype=torch.uint8).repeat_interleave(out[0])
@@ -32,7 +34,7 @@ def exchange(comm):
     return bool((received == comm.rank).all())
 
 
-def channels(comm):
+def channels(comm: Communicator) -> tuple[int, bool, bool]:
     """Groups of all ranks after three channels were asked for, whether that is kept, and an agreement among hosts."""
     shared = Communicator.shared()
     shared.start(3)

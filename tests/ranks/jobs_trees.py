@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.job import Job
+from apportion.ir.masks.forest import Forest
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -14,6 +20,7 @@ from apportion.ir.request.sequences import Sequence
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import trees
 from apportion.trainer.demo.decoder import Decoder, DecoderConfig
+from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.plain import plain_attention
@@ -30,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Rollouts:
     """Two prompts; their samples part after it, later, or never, and one ends where another goes on."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         rng = np.random.default_rng(3)
         ids = [rng.integers(0, VOCABULARY, size) for size in (9, 13, 7, 5, 21, 4)]
         first, second, a, b, c, d = ids
@@ -52,27 +59,33 @@ class Rollouts:
         self.old, self.reference = self._log_probs(rng), self._log_probs(rng)
         self.weights = torch.tensor([1 / (len(held) * int(counts.sum())) for counts in self.counts])
 
-    def _log_probs(self, rng):
+    def _log_probs(self, rng: Any) -> list[torch.Tensor]:
         return [torch.from_numpy(rng.normal(-np.log(VOCABULARY), 0.3, len(ids))) for ids in self.samples]
 
 
-def grpo(log_probs, old, reference, advantages, weights):
+def grpo(
+    log_probs: torch.Tensor,
+    old: torch.Tensor,
+    reference: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
     """The clipped objective with its KL term (Shao et al., 2024), each an entry a prediction or a number."""
     ratio, away = (log_probs - old).exp(), reference - log_probs
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return ((KL * (away.exp() - away - 1) - gain) * weights).sum()
 
 
-def policy(dtype):
+def policy(dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
     return Decoder(CONFIG).to(dtype)
 
 
-def attention_of(batch):
+def attention_of(batch: Batch) -> Callable[..., Any]:
     return lambda q, k, v, kind: plain_attention(q, k, v, batch, kind)
 
 
-def independent(dtype):
+def independent(dtype: str) -> tuple[float, NDArray[Any]]:
     """(loss, gradients) of the samples, one by one."""
     held, model = Rollouts(), policy(DTYPES[dtype])
     losses = []
@@ -86,13 +99,15 @@ def independent(dtype):
     return result(sum(losses), model)
 
 
-def folded_loss(model, held, forest, logits, batch=None):
+def folded_loss(
+    model: Decoder, held: Rollouts, forest: Forest, logits: torch.Tensor, batch: PlannedBatch | None = None
+) -> torch.Tensor:
     found = trees.unfold(forest, batch, held.counts)
     known = (held.old, held.reference, held.advantages, held.weights)
     return grpo(found.log_probs(logits), *(found.take(values) for values in known))
 
 
-def folded(dtype, **options):
+def folded(dtype: str, **options: int | list[int]) -> tuple[float, NDArray[Any]]:
     """(loss, gradients) of the forest in one process."""
     held, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(held.samples, **options)
@@ -102,7 +117,9 @@ def folded(dtype, **options):
     return result(folded_loss(model, held, forest, model(tokens, positions, attention_of(batch))), model)
 
 
-def on_ranks(comm, dtype, options, tokens=128, rows_multiple=1):
+def on_ranks(
+    comm: Communicator, dtype: str, options: dict[str, list[int]], tokens: int = 128, rows_multiple: int = 1
+) -> tuple[float, NDArray[Any], int]:
     """(loss, gradients) of this rank's share of the forest, as a loader hands it out."""
     held, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(held.samples, **options)
@@ -113,7 +130,7 @@ def on_ranks(comm, dtype, options, tokens=128, rows_multiple=1):
     return (*result(sum(losses), model), len(losses))
 
 
-def sequence_ratios(comm, dtype):
+def sequence_ratios(comm: Communicator, dtype: str) -> tuple[float, NDArray[Any]]:
     """(loss, gradients) of an objective on ratios of whole samples, of which every rank computes an even share."""
     held, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(held.samples, held.groups)
@@ -125,13 +142,13 @@ def sequence_ratios(comm, dtype):
     return result(loss / comm.ranks, model)
 
 
-def sequence_loss(held, log_probs):
+def sequence_loss(held: Rollouts, log_probs: list[torch.Tensor]) -> torch.Tensor:
     old = torch.stack([x[counts].mean() for x, counts in zip(held.old, held.counts, strict=True)])
     ratios = (torch.stack([x.mean() for x in log_probs]) - old).exp()
     return -(ratios * held.advantages).sum()
 
 
-def independent_sequences(dtype):
+def independent_sequences(dtype: str) -> tuple[float, NDArray[Any]]:
     held, model = Rollouts(), policy(DTYPES[dtype])
     found = []
     for ids, counts in zip(held.samples, held.counts, strict=True):
@@ -141,16 +158,18 @@ def independent_sequences(dtype):
     return result(sequence_loss(held, found), model)
 
 
-def loader_of(comm, dataset, dtype, tokens=128, rows_multiple=1):
+def loader_of(
+    comm: Communicator, dataset: Forest, dtype: str, tokens: int = 128, rows_multiple: int = 1
+) -> PlannedLoader:
     model = Model(2, 1, 8, dtype=dtype)
     job = Job(Cluster(1, comm.ranks), model, Policy(find_recipe("fcp")), tokens // comm.ranks, 2)
     return PlannedLoader(dataset, source=HereSource(job), communicator=comm, rows_multiple=rows_multiple)
 
 
-def planned(batch):
+def planned(batch: PlannedBatch) -> Callable[..., Any]:
     return lambda q, k, v, kind: planned_attention(q, k, v, batch.handle, kind)
 
 
-def result(loss, model):
+def result(loss: torch.Tensor, model: Decoder) -> tuple[float, NDArray[Any]]:
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from apportion.backends.torch.autograd import prepare
 from apportion.backends.torch.executor import Layer as AttentionLayer
+from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.transport import Communicator
 from apportion.ir.isa import Tensor as Name
 from apportion.trainer.demo.decoder import rotate
 from apportion.trainer.step.attention import planned_attention_block
@@ -31,7 +35,7 @@ class Sizes:
 class Layer(nn.Module):
     """Attention with biases, QK-norm, RoPE and an output projection."""
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         s = sizes
         self.q = nn.Linear(s.hidden, s.q_heads * s.head_dim)
@@ -46,7 +50,13 @@ class Layer(nn.Module):
             self.q, self.k, self.v, s.head_dim, s.v_head_dim, *self.norms, rotary=rotate
         )
 
-    def forward(self, hidden, position_ids, handle, mask):
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        handle: PlanHandle | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
         """hidden [n, E]; planned where there is a handle, else all heads under a dense mask."""
         if handle is None:
             out = cases.sdpa(*self.project(hidden, position_ids, *self.heads), None, mask)
@@ -59,19 +69,21 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Layers; equal weights for equal sizes, all of them numbers that bfloat16 has."""
 
-    def __init__(self, sizes: Sizes):
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.depth))
         self.to(torch.bfloat16).to(sizes.dtype)
 
-    def forward(self, hidden, *given):
+    def forward(self, hidden: torch.Tensor, *given: PlanHandle | torch.Tensor | None) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden, *given)
         return hidden
 
 
-def results(stack, hidden, loss_weight, *given):
+def results(
+    stack: Any, hidden: NDArray[Any], loss_weight: NDArray[Any], *given: PlanHandle | torch.Tensor | None
+) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
     """out, the gradient of hidden, and of every parameter by name (of the whole, where FSDP2 has shards)."""
     x = jobs.leaf(hidden, next(stack.parameters()).dtype)
     out = stack(x, *given)
@@ -80,11 +92,13 @@ def results(stack, hidden, loss_weight, *given):
     return out.detach().double().numpy(), x.grad.double().numpy(), grads
 
 
-def _whole(grad):
+def _whole(grad: Any) -> torch.Tensor:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
-def planned(comm, sizes, sharded, shard):
+def planned(
+    comm: Communicator, sizes: Sizes, sharded: bool | None, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
+) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
     """The layers on this rank's rows. sharded: None, or FSDP2's `reshard_after_forward`; then gradients are means."""
     piece, hidden, loss_weight = shard
     handle, stack = jobs.handle_of(comm, piece), Stack(sizes)
@@ -98,7 +112,7 @@ def planned(comm, sizes, sharded, shard):
     return results(stack, hidden, loss_weight, handle.position_ids, handle, None)
 
 
-def arena_rows(comm, shard):
+def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, tuple[int, ...]]]:
     """Of both phases, {tensor: (rows, heads)} of the memory that the executor makes for a call."""
     piece, hidden = shard
     handle, found = jobs.handle_of(comm, piece), []

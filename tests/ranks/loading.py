@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.sources.local import LocalSource
 
 LENGTHS = [40, 9, 33, 1, 25, 60, 12]
@@ -25,18 +29,24 @@ MODEL = Model(2, 1, 8, dtype="fp32")
 class Recorded:
     """A dataset that remembers what was read; sample i is 100 i, 100 i + 1, …"""
 
-    def __init__(self, lengths=LENGTHS):
+    def __init__(self, lengths: list[int] = LENGTHS) -> None:
         self.lengths, self.read = lengths, []
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> NDArray[Any]:
         self.read.append(index)
         return np.arange(self.lengths[index]) + 100 * index
 
 
-def job(ranks=1, tokens=64, microbatches=1, recipe="fcp", seed=0):
+def job(
+    ranks: int = 1,
+    tokens: int = 64,
+    microbatches: int = 1,
+    recipe: str | dict[str, dict[str, dict[Any, Any]] | str] = "fcp",
+    seed: int = 0,
+) -> Job:
     """A job whose microbatches hold `tokens` tokens on all ranks together."""
     policy = Policy(find_recipe(recipe), seed=seed)
     return Job(Cluster(1, ranks), MODEL, policy, tokens // ranks, microbatches)
@@ -52,7 +62,7 @@ class HereSource(LocalSource):
     submitted: list[int] = field(default_factory=list)
     other: Callable[..., Any] | None = None
 
-    def begin(self, run, rank, stream="train"):
+    def begin(self, run: str, rank: int, stream: str = "train") -> HereFeed:
         return HereFeed(self, rank, threading.Event())
 
 
@@ -63,13 +73,13 @@ class HereFeed:
     stopped: threading.Event
     compiled_s = 0.0
 
-    def knows(self, iteration):
+    def knows(self, iteration: int) -> Any:
         return iteration in self.source.submitted
 
-    def submit(self, iteration, batches):
+    def submit(self, iteration: int, batches: tuple[Batch, ...]) -> None:
         self.source.submitted.append(iteration)
 
-    def plan(self, iteration, batches, timeout_s):
+    def plan(self, iteration: int, batches: tuple[Batch, ...], timeout_s: float) -> IterationSlice | None:
         if iteration in self.source.late:
             self.stopped.wait(timeout_s)
             raise TimeoutError(f"iteration {iteration} is late")
@@ -79,14 +89,14 @@ class HereFeed:
         planned, batches = asked if self.source.other is None else self.source.other(*asked)
         return plan_job(planned, batches).plan.slice_for(self.rank)
 
-    def stop(self):
+    def stop(self) -> None:
         self.stopped.set()
 
-    def close(self):
+    def close(self) -> None:
         self.stopped.set()
 
 
-def seen(batch):
+def seen(batch: PlannedBatch) -> tuple[bytes | int | list[int], ...]:
     """What a microbatch is, as plain data."""
     arrays = (batch.tokens.numpy(), batch.labels.numpy(), batch.position_ids.numpy())
     numbers = (batch.iteration, batch.microbatch, batch.is_last, batch.valid_tokens)

@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 RANKS = 8
 TIMEOUT_S = 300  # a loaded machine is slow, and loops may have to be compiled first
@@ -29,13 +31,17 @@ class Pool:
     """timeout_s: of a job; size: workers; preload: modules that are imported once for all of them; env: environment
     variables of the workers, set before they import what they need."""
 
-    def __init__(self, timeout_s=TIMEOUT_S, size=RANKS, preload=(), **env):
+    def __init__(
+        self, timeout_s: int = TIMEOUT_S, size: int = RANKS, preload: tuple[Any, ...] = (), **env: str
+    ) -> None:
         self._timeout_s, self._size, self._env = timeout_s, size, env
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", *preload])
         self._workers = []
 
-    def run(self, job, ranks, *args, each=None):
+    def run(
+        self, job: Callable[..., Any], ranks: int, *args: Any, each: list[Any] | None = None
+    ) -> list[Any] | None:
         """`job(comm, *args)` on ranks 0..ranks-1 (`each`: one more argument per rank); their results in order."""
         if not self._workers:
             self._start()
@@ -45,7 +51,7 @@ class Pool:
             pipe.send((name, ranks, (*args, *([each[rank]] if each is not None else []))))
         return self._collect(pipes)
 
-    def _collect(self, pipes):
+    def _collect(self, pipes: list[Any]) -> list[Any] | None:
         results, waiting = {}, list(pipes)
         while waiting:
             ready = wait(waiting, self._timeout_s)
@@ -58,7 +64,7 @@ class Pool:
                 waiting.remove(pipe)
         return [results[pipe] for pipe in pipes]
 
-    def _answer(self, pipe, rank):
+    def _answer(self, pipe: Any, rank: int) -> Any:
         try:
             ok, value = pipe.recv()
         except EOFError:
@@ -67,11 +73,11 @@ class Pool:
             self._fail(f"rank {rank}:\n{value}")
         return value
 
-    def _fail(self, message):
+    def _fail(self, message: str) -> None:
         self.close()
         raise RankError(message)
 
-    def _start(self):
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self._size):
             ours, theirs = self._context.Pipe()
@@ -81,7 +87,7 @@ class Pool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def close(self):
+    def close(self) -> None:
         for process, pipe in self._workers:
             pipe.close()
             process.kill()
@@ -91,14 +97,14 @@ class Pool:
         self._workers = []
 
 
-def _work(pipe, rank, size, folder, timeout_s, env):
+def _work(pipe: Any, rank: int, size: int, folder: str, timeout_s: int, env: dict[str, str]) -> None:
     os.environ.update(env)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s / 2)
-    store = dist.FileStore(str(Path(folder) / "store"), size)
+    store = dist.FileStore(str(Path(folder) / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     groups = [dist.new_group(list(range(ranks))) for ranks in range(1, size + 1)]
     while True:
@@ -109,7 +115,7 @@ def _work(pipe, rank, size, folder, timeout_s, env):
         pipe.send(_attempt(module, function, groups[ranks - 1], args))
 
 
-def _attempt(module, function, group, args):
+def _attempt(module: str, function: str, group: Any, args: tuple[Any, ...]) -> tuple[bool, Any]:
     from apportion.backends.torch.transport import Communicator
     from tests.ranks.one_gpu import OneGpu
 

@@ -356,8 +356,8 @@ def hot(seed: int, seconds: int = 10, connections: int = 64) -> Figures:
         used = cpu_s(run.pid) - before
     if "Non-2xx" in said or "Socket errors" in said:
         raise AssertionError(said)
-    requests = int(re.search(r"(\d+) requests in", said)[1])  # type: ignore[index]
-    rate = float(re.search(r"Requests/sec:\s+([\d.]+)", said)[1])  # type: ignore[index]
+    requests = int(re.search(r"(\d+) requests in", said)[1])
+    rate = float(re.search(r"Requests/sec:\s+([\d.]+)", said)[1])
     return {
         "body_bytes": sizes[rank],
         "connections": connections,

@@ -137,7 +137,7 @@ def case(seed: int, folder: Path, iterations: int = 300_000) -> Figures:
     samples: list[tuple[float, int, float]] = []  # (MiB, descriptors, MiB of disk)
     store, began_s = folder / "store", time.monotonic()
     with serving(store, workers=2, options=_OPTIONS) as server:
-        run = Run(server.url, server.pid, "", None, 0, job_of(4, 2048))  # type: ignore[arg-type]
+        run = Run(server.url, server.pid, "", None, 0, job_of(4, 2048))
         done = _whole(run, admin_key_of(server.url) or "", seed, iterations, lambda: samples.append(
             (rss_mib(server.pid), descriptors(server.pid), _size(store) / 2**20)
         ))  # fmt: skip

@@ -43,7 +43,7 @@ def work_of(
     masks: Masks = None,
     **policy: object,
 ) -> Work:
-    held = Policy(find_recipe(recipe), seed=seed, **policy)  # type: ignore[arg-type]
+    held = Policy(find_recipe(recipe), seed=seed, **policy)
     job = Job(bench.cluster_of(ranks), Model(), held, tokens_per_rank, microbatches)
     return Work(job, samples, masks, iterations, shuffle)
 

@@ -40,7 +40,7 @@ def client(server: SmallServer) -> Iterator[Client]:
 
 def received(client: Client, count: int = len(HELD), **how: float) -> list[int]:
     """The iterations that a stream of rank 0 gives, each with the right plan."""
-    with closing(client.stream(1, 0, **how)) as plans:  # type: ignore[arg-type]
+    with closing(client.stream(1, 0, **how)) as plans:
         found = list(islice(plans, count))
     for iteration, piece in found:
         assert piece.encode() == HELD[iteration][0]

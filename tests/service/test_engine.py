@@ -335,7 +335,7 @@ def test_a_job_of_long_plans_gives_its_neighbour_as_many_seconds() -> None:
             await submit(engine, *range(11, 17), name="light")
             now[0] += 20.0
             for number in (1, *range(11, 17), 2):
-                await until(lambda number=number: rig.pool.begun[-1] == number)  # type: ignore[misc]
+                await until(lambda number=number: rig.pool.begun[-1] == number)
                 now[0] += 0.1
                 rig.pool.let(number)
             await take(engine, 2, name="heavy")

@@ -162,7 +162,7 @@ def test_no_flipped_bit_of_a_record_is_believed() -> None:
             await submit(engine, 0)
             await submit(engine, 1)
             await take(engine, 0)
-        held, rng = dict(rig.store._records), random.Random(3)
+        held, rng = dict(rig.store._records), random.Random(3)  # type: ignore[attr-defined]
         for _ in range(2000):
             store, (key, value) = MemoryStore(), rng.choice(sorted(held.items()))
             both = bytearray(key + value)

@@ -98,7 +98,7 @@ def test_frames_before_a_fault_are_given_and_nothing_after_it() -> None:
     [
         (encode_head(Kind.PLAN, 0, 11, bytes(32)), "11 bytes, at most 10"),
         (encode_head(Kind.END, 0, 1, bytes(32)), "1 bytes, at most 0"),
-        (encode_head(9, 0, 0, bytes(32)), "kind 9"),  # type: ignore[arg-type]
+        (encode_head(9, 0, 0, bytes(32)), "kind 9"),
         (b"HTTP/1.1 200 OK\r\n" + bytes(60), "begins with b'HTTP'"),
     ],
 )

@@ -215,7 +215,7 @@ def with_steps(**steps: object) -> dict[str, object]:
     ],
 )
 def test_wrong_jobs_name_the_field(admin: Caller, change: dict[str, object], field: str) -> None:
-    answer = make_job(admin, **{"name": "wrong", **change})  # type: ignore[arg-type]
+    answer = make_job(admin, **{"name": "wrong", **change})
     assert (answer.status, answer.problem) == (422, "invalid")
     assert field in answer.json["field"]
 

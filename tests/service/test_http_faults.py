@@ -27,7 +27,7 @@ def broken() -> Iterator[Live]:
     with live() as server:
         make_job(server.caller)
         begin(server.caller)
-        server.engine.peek = server.engine.submit = server.engine.fetch = fail  # type: ignore[method-assign,assignment]
+        server.engine.peek = server.engine.submit = server.engine.fetch = fail
         yield server
 
 
@@ -36,7 +36,7 @@ def test_a_fault_is_told_without_its_cause(broken: Live, caplog: pytest.LogCaptu
     for answer in (member("GET", plan_path(0)), submit(broken.caller, 0)):
         assert (answer.status, answer.problem) == (500, "internal")
         assert b"secret" not in answer.body
-        until(lambda id=answer.json["request_id"]: id in _logged(caplog))  # type: ignore[misc]
+        until(lambda id=answer.json["request_id"]: id in _logged(caplog))
     assert "a fault with a secret in it" in caplog.text
 
 

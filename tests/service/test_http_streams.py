@@ -88,7 +88,7 @@ def reading(server: Live, **options: int) -> Iterator[Reader]:
 def running(
     pool: LocalPool | None = None, iterations: int = 0, send_buffer: int = 0, **limits: float
 ) -> Iterator[Live]:
-    chosen = Limits(**{"drain_s": 4.0, **limits})  # type: ignore[arg-type]
+    chosen = Limits(**{"drain_s": 4.0, **limits})
     with live(pool, chosen, send_buffer=send_buffer) as server:
         make_job(server.caller)
         begin(server.caller)
@@ -192,7 +192,7 @@ def test_many_streams_have_the_same_bytes(clients: int) -> None:
         readers = [Reader(server, rank=i % 2, window=10) for i in range(clients)]
         found: list[list[Frame]] = [[] for _ in readers]
         threads = [
-            thread(lambda reader=reader, held=held: held.extend(reader))  # type: ignore[misc]
+            thread(lambda reader=reader, held=held: held.extend(reader))
             for reader, held in zip(readers, found, strict=True)
         ]
         for iteration in range(10):

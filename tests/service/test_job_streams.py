@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -87,7 +88,7 @@ def test_streams_of_a_job_take_turns() -> None:
             await engine.begin_epoch("run", "a", "eval")
             await engine.submit("run", 1, 0, batch(0))
             await until(lambda: rig.pool.begun == [0])
-            rig.clock.now += 1000.0  # all that follows is late
+            rig.clock.now += 1000.0  # type: ignore[attr-defined]  # all that follows is late
             for number in (1, 2, 3):
                 await engine.submit("run", 1, number, batch(number))
                 await engine.submit("run", 2, number, batch(100 + number))
@@ -131,7 +132,7 @@ def folder_place(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("place", [folder_place, redis_place])
-def test_a_restarted_server_has_all_streams(place, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_restarted_server_has_all_streams(place: Any, tmp_path: Path) -> None:
     async def before(store: Store) -> int:
         async with Rig(store).with_job() as engine:
             first = engine.job("run").epoch

@@ -66,7 +66,7 @@ def test_reading_changes_nothing_and_many_may_read(folder: Path) -> None:
     ],
 )
 def test_another_job_or_order_is_refused_by_name(changed: dict[str, Any], field: str, folder: Path) -> None:
-    other = work_of(**{"samples": lengths(30, 5), "iterations": 4} | changed)  # type: ignore[arg-type]
+    other = work_of(**{"samples": lengths(30, 5), "iterations": 4} | changed)
     with open_offline(folder) as offline, pytest.raises(ConfigError) as refused:
         offline.check(other.job, other.sampling)
     assert refused.value.field == field

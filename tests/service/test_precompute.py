@@ -145,12 +145,12 @@ def test_other_arguments_are_refused_by_name(
     changed: dict[str, Any], field: str, planner: Planner, tmp_path: Path
 ) -> None:
     asked = {"samples": lengths(20, 1), "iterations": 3}
-    precompute(work_of(**asked), tmp_path, planner)  # type: ignore[arg-type]
+    precompute(work_of(**asked), tmp_path, planner)
     before = bytes_of(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        precompute(work_of(**asked | changed), tmp_path, planner)  # type: ignore[arg-type]
+        precompute(work_of(**asked | changed), tmp_path, planner)
     assert refused.value.field == field
-    assert precompute(work_of(**asked), tmp_path, planner).planned == 0  # type: ignore[arg-type]
+    assert precompute(work_of(**asked), tmp_path, planner).planned == 0
     assert bytes_of(tmp_path) == before
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -70,7 +71,7 @@ def test_calls_fail_at_once_while_redis_is_gone_and_work_when_it_is_back(tmp_pat
         assert dict(store.records()) == {"a": b"3"}
 
 
-def _writes(store) -> bool:  # type: ignore[no-untyped-def]
+def _writes(store: Any) -> bool:
     try:
         store.commit({"a": b"3"})
     except StoreError:

@@ -112,7 +112,7 @@ def test_a_batch_without_a_plan_is_told_with_its_reason_also_after_a_restart() -
             make_job(server.caller)
             begin(server.caller)
             submit(server.caller, 0, number=5)
-            until(lambda server=server: bool(server.engine.failures))  # type: ignore[misc]
+            until(lambda server=server: bool(server.engine.failures))
             told.append(state(server))
     for found in told:
         (failure,) = found["failures"]

@@ -1,5 +1,7 @@
 """Workers: what they return, how they are refused, stopped, replaced, and what is left of them."""
 
+from __future__ import annotations
+
 import asyncio
 import multiprocessing
 import os
@@ -8,6 +10,7 @@ import struct
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -49,7 +52,7 @@ def faulty(size: int = 1) -> ProcessPool:
     return ProcessPool(size, runner="tests.service.worker_faults")
 
 
-def with_faulty(use, size: int = 1):
+def with_faulty(use: Any, size: int = 1) -> Any:
     return asyncio.run(pooled(faulty(size), use))
 
 
@@ -187,7 +190,7 @@ def test_poison_is_quarantined_after_two_retries_and_others_go_on() -> None:
         poison, *done = await asyncio.gather(
             supervisor.run(act("die:"), DEADLINE_S), *good, return_exceptions=True
         )
-        assert [each.bodies for each in done] == [(str(i).encode(),) for i in range(20)]
+        assert [each.bodies for each in done] == [(str(i).encode(),) for i in range(20)]  # type: ignore[union-attr]
         assert isinstance(poison, PoisonedError)
         assert poison.attempts == 3
         assert "3 workers died over this task one after another" in str(poison)
@@ -215,7 +218,7 @@ def test_closing_waits_for_what_runs_and_kills_what_takes_too_long() -> None:
         await asyncio.sleep(0)
         await pool.close(drain_s=4.0)
         ends = await asyncio.gather(short, long, waiting, return_exceptions=True)
-        assert ends[0].bodies == (b"slept",)
+        assert ends[0].bodies == (b"slept",)  # type: ignore[union-attr]
         assert isinstance(ends[1], WorkerDiedError)
         assert isinstance(ends[2], ClosedError)
         with pytest.raises(ClosedError):

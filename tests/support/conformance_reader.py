@@ -6,8 +6,10 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apportion.backends import reference
 from apportion.ir.bytes import codec
@@ -26,10 +28,23 @@ class _Projection:
 
     all: Weights
 
-    def project(self, hidden, position_ids, q_heads, kv_heads):
+    def project(
+        self,
+        hidden: NDArray[Any],
+        position_ids: NDArray[Any],
+        q_heads: tuple[int, ...],
+        kv_heads: tuple[int, ...],
+    ) -> list[NDArray[Any]]:
         return self._some(q_heads, kv_heads).project(hidden, position_ids)
 
-    def gradient(self, hidden, position_ids, q_heads, kv_heads, grads):
+    def gradient(
+        self,
+        hidden: NDArray[Any],
+        position_ids: NDArray[Any],
+        q_heads: tuple[int, ...],
+        kv_heads: tuple[int, ...],
+        grads: tuple[NDArray[Any], ...],
+    ) -> NDArray[Any]:
         return self._some(q_heads, kv_heads).gradient(position_ids, grads)
 
     def _some(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import apportion as ap
 from apportion.ir.masks import specs as masks
@@ -67,10 +68,10 @@ def random_recipe(draw: random.Random) -> Recipe:
             {"queues": {"proxies": draw.choice([1, 2]), "local": local}},
         ]
     )
-    steps = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
-    if "lpt" in place or "dcp" in place:
+    steps: dict[str, Any] = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
+    if "lpt" in place or "dcp" in place:  # type: ignore[operator]
         steps["shard"] = {"blocks": {"block": draw.choice([1, 3, 5, 16])}}
-    if "ring" not in schedule and "queues" not in schedule:
+    if "ring" not in schedule and "queues" not in schedule:  # type: ignore[operator]
         steps["route"] = draw.choice(ROUTES)
     if draw.random() < 0.4:
         overlap = draw.random() < 0.5

@@ -83,18 +83,19 @@ def complete_rows(
     done: set[tuple[int, int]] = set()
     kept: set[int] = set()
     placed: set[tuple[int, int]] = set()
-    for i, at, operand, _ in tasks:
-        if (at, of["space"][operand]) in mixed:
+    for i, step, operand, _ in tasks:
+        if (step, of["space"][operand]) in mixed:
             continue
-        for space, row in rows_of(operand):
-            leaving = taken.get((space, row), [])
-            fit = space == Space.HOME or (alike and len(leaving) == 1 and leaving[0][0] > last[space, row])
-            if fit and last[space, row] == at:
-                done.add((i, row))
+        for place in rows_of(operand):
+            space, number = place
+            leaving = taken.get(place, [])
+            fit = space == Space.HOME or (alike and len(leaving) == 1 and leaving[0][0] > last[place])
+            if fit and last[place] == step:
+                done.add((i, number))
                 if space == Space.HOME:
-                    kept.add(row)
+                    kept.add(number)
                 else:
-                    placed.add((leaving[0][1], row))
+                    placed.add((leaving[0][1], number))
     return done, given | kept, placed
 
 

@@ -1,10 +1,13 @@
 """What planned attention says of arguments: names that people know, masks of layers, heads first."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -14,17 +17,17 @@ from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks.cases import model, recipe
 
 
-def piece_of(batch):
+def piece_of(batch: Batch) -> Slice:
     return api.plan(batch, Cluster(1, 1), model(2), recipe(), verify=False).for_rank(0)
 
 
-def inputs_of(handle):
+def inputs_of(handle: PlanHandle) -> list[torch.Tensor]:
     header = handle.slice.header
     heads = header.q_heads, header.kv_heads, header.kv_heads
     return [torch.zeros(handle.rows, count, header.head_dim, dtype=handle.dtype) for count in heads]
 
 
-def test_names_that_people_know_are_answered_with_the_name_here():
+def test_names_that_people_know_are_answered_with_the_name_here() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     q, k, v = inputs_of(handle)
     for name, value, remedy in (
@@ -43,7 +46,7 @@ def test_names_that_people_know_are_answered_with_the_name_here():
         planned_attention(q, k, v, handle, dropout_prob=0.1)
 
 
-def test_scaling_is_scale():
+def test_scaling_is_scale() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     q, k, v = (torch.randn_like(x) for x in inputs_of(handle))
     want = planned_attention(q, k, v, handle, scale=0.25)
@@ -53,7 +56,7 @@ def test_scaling_is_scale():
         planned_attention(q, k, v, handle, scale=0.25, scaling=0.5)
 
 
-def test_without_a_handle_attention_says_where_it_is():
+def test_without_a_handle_attention_says_where_it_is() -> None:
     q, k, v = inputs_of(PlanHandle(piece_of(Batch.from_lengths([6]))))
     for wrong in (None, "batch"):
         with pytest.raises(
@@ -62,7 +65,7 @@ def test_without_a_handle_attention_says_where_it_is():
             planned_attention(q, k, v, wrong)
 
 
-def test_heads_first_is_told_from_cross_attention():
+def test_heads_first_is_told_from_cross_attention() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     given = inputs_of(handle)
     for rows in (given, [x[None] for x in given]):
@@ -76,7 +79,7 @@ def test_heads_first_is_told_from_cross_attention():
         planned_attention(*(x.transpose(-3, -2) for x in (q, k, v)), handle)
 
 
-def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy():
+def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     qkv = inputs_of(handle)
     for _ in range(2):
@@ -93,7 +96,7 @@ def test_a_window_on_a_causal_plan_is_an_error_that_names_layer_kind_and_remedy(
             planned_attention(*qkv, handle, window=wrong)
 
 
-def test_what_a_layer_says_is_told_by_kind():
+def test_what_a_layer_says_is_told_by_kind() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(512)}
     handle = PlanHandle(piece_of(Batch.from_lengths([6], kinds)))  # shorter than the window
     qkv = [x.requires_grad_() for x in inputs_of(handle)]
@@ -104,12 +107,14 @@ def test_what_a_layer_says_is_told_by_kind():
         planned_attention(*qkv, handle, "local", window=-1)
 
 
-def test_compiled_layers_hold_what_they_say_against_every_plan():
+def test_compiled_layers_hold_what_they_say_against_every_plan() -> None:
     """One graph for plans of any mask, and the error of eager mode."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(q, k, v, handle, number):
+    def layer(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: PlanHandle, number: str
+    ) -> torch.Tensor | None:
         return planned_attention(q * 2, k, v, handle, window=8, causal=True, layer=number).sin()
 
     fast = torch.compile(layer, backend=counter, fullgraph=True)

@@ -1,7 +1,11 @@
 """`apportion bench attention`: what is counted, timed, compared and said, without a GPU."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,16 +13,20 @@ import torch
 
 from apportion import cli
 from apportion.bench import Job, Source, cluster_of, planned
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Op
 from apportion.ir.masks import bands, specs as masks
+from apportion.ir.masks.windows import SlidingWindow
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.trainer.measure import bench, timing, unplanned
+from apportion.trainer.measure.bench import Row
 from apportion.trainer.measure.timing import Took
 from apportion.trainer.step.attention import Communicator
 from apportion.trainer.step.plain import plain_attention
 from tests.ranks import jobs_bench
+from tests.ranks.rank_pool import Pool
 
 SMALL = ("bench", "attention", "--tokens-per-rank", "512", "--ranks", "2,4", "--repeats", "1")
 FIELDS = {
@@ -29,10 +37,10 @@ MODEL = Model(4, 2, 16, dtype="fp32")
 
 
 @pytest.fixture
-def run(capsys):
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Runs a command: its exit code, stdout and stderr."""
 
-    def call(*args):
+    def call(*args: str) -> tuple[int, str, str]:
         code = cli.main(args)
         return code, *capsys.readouterr()
 
@@ -40,17 +48,19 @@ def run(capsys):
 
 
 @pytest.fixture
-def computing(monkeypatch):
+def computing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU takes the GPU's place."""
     monkeypatch.setattr(bench, "device_obstacle", lambda *_: None)
 
 
-def plan_of(ranks, recipe="fcp", mask=None, model=MODEL):
+def plan_of(ranks: int, recipe: str = "fcp", mask: SlidingWindow | None = None, model: Model = MODEL) -> Plan:
     batch, _ = Source(mask=mask).batch(ranks * 256, 0)
     return planned(Job(batch, cluster_of(ranks), model, recipe))
 
 
-def measure(plan, engines=("flash",), kernels=()):
+def measure(
+    plan: Plan, engines: tuple[str, ...] = ("flash",), kernels: tuple[str, ...] = ()
+) -> tuple[list[Row], list[str]] | None:
     """(rows, what was skipped) in one process, of a clock that stands still."""
     skipped = []
     return jobs_bench.bench_of(Communicator(), engines, kernels, skipped.append).measure(plan), skipped
@@ -59,7 +69,7 @@ def measure(plan, engines=("flash",), kernels=()):
 # --- the command
 
 
-def test_json_has_a_row_for_each_plan_phase_and_engine(run):
+def test_json_has_a_row_for_each_plan_phase_and_engine(run: Callable[..., Any]) -> None:
     code, out, err = run(*SMALL, "--json")
     record = json.loads(out)
     assert code == 0
@@ -77,7 +87,7 @@ def test_json_has_a_row_for_each_plan_phase_and_engine(run):
     assert "blend, 4 ranks, stage backward: " in err
 
 
-def test_without_a_gpu_only_the_host_of_the_stage_engine_is_timed(run):
+def test_without_a_gpu_only_the_host_of_the_stage_engine_is_timed(run: Callable[..., Any]) -> None:
     record = json.loads(run(*SMALL, "--json")[1])
     for row in record["rows"]:
         stage = row["engine"] == "stage"
@@ -88,7 +98,7 @@ def test_without_a_gpu_only_the_host_of_the_stage_engine_is_timed(run):
     assert "there is no GPU" in record["skipped"][0]
 
 
-def test_the_table_has_the_rows_and_columns_that_were_measured(run):
+def test_the_table_has_the_rows_and_columns_that_were_measured(run: Callable[..., Any]) -> None:
     code, out, _ = run(*SMALL)
     lines = out.splitlines()
     assert code == 0
@@ -98,12 +108,14 @@ def test_the_table_has_the_rows_and_columns_that_were_measured(run):
     assert any(line.startswith("plain: it computes") for line in lines)
 
 
-def test_recipes_that_do_not_plan_or_project_are_told(run, monkeypatch):
+def test_recipes_that_do_not_plan_or_project_are_told(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = json.loads(run(*SMALL, "--recipe", "upipe", "--json")[1])
     assert record["rows"] == []
     assert record["skipped"][0].startswith("upipe: its plans project hidden states")
 
-    def refuse(job):
+    def refuse(job: Job) -> None:
         raise CapacityError("too small\nby far")
 
     monkeypatch.setattr("apportion.bench.planned", refuse)
@@ -121,13 +133,13 @@ def test_recipes_that_do_not_plan_or_project_are_told(run, monkeypatch):
         (("--repeats", "0"), "--repeats"),
     ],
 )
-def test_errors_name_what_is_wrong(run, args, said):
+def test_errors_name_what_is_wrong(run: Callable[..., Any], args: tuple[str, str], said: str) -> None:
     code, _, err = run(*SMALL, *args)
     assert code == 2
     assert said in err
 
 
-def test_numbers_that_no_kernel_takes_are_refused():
+def test_numbers_that_no_kernel_takes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.dtype = 'fp64'.*write bf16"):
         measure(plan_of(2, model=Model(4, 2, 16, dtype="fp64")))
 
@@ -135,7 +147,7 @@ def test_numbers_that_no_kernel_takes_are_refused():
 # --- what is measured
 
 
-def test_the_busiest_rank_is_recorded():
+def test_the_busiest_rank_is_recorded() -> None:
     plan = plan_of(4)
     (forward, backward), _ = measure(plan, ("stage",))
     programs = {phase: plan.programs["default", phase] for phase in ("forward", "backward")}
@@ -154,7 +166,7 @@ def test_the_busiest_rank_is_recorded():
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_plan_of_one_rank_runs_beside_bare_kernels():
+def test_a_plan_of_one_rank_runs_beside_bare_kernels() -> None:
     plan = plan_of(1)
     (forward, backward), skipped = measure(plan, kernels=("sdpa", "varlen"))
     pairs = int(bands.dense(plan.request.batch.bands("default"), 256, 256).sum()) * 4
@@ -167,7 +179,7 @@ def test_a_plan_of_one_rank_runs_beside_bare_kernels():
 
 
 @pytest.mark.usefixtures("computing")
-def test_other_masks_and_other_ranks_have_no_bare_kernel():
+def test_other_masks_and_other_ranks_have_no_bare_kernel() -> None:
     (forward, _), skipped = measure(plan_of(1, mask=masks.sliding_window(9)), kernels=("sdpa",))
     assert (forward.ms, forward.bare_ms, forward.share) == (2.0, None, None)
     assert skipped == ["bare_ms, share: of causal documents alone"]
@@ -176,7 +188,7 @@ def test_other_masks_and_other_ranks_have_no_bare_kernel():
     assert skipped[0].startswith("2 ranks: the job has 1, so kernels are launched and messages are not")
 
 
-def test_ranks_of_a_job_run_their_plan_and_agree_on_its_rows(pool):
+def test_ranks_of_a_job_run_their_plan_and_agree_on_its_rows(pool: Pool) -> None:
     plan = plan_of(2)
     first, second = pool.run(jobs_bench.rows, 2, plan, ("flash", "plain"))
     assert [(row["engine"], row["phase"], row["ms"], row["exposed_ms"]) for row in first] == [
@@ -191,17 +203,17 @@ def test_ranks_of_a_job_run_their_plan_and_agree_on_its_rows(pool):
 # --- meters and bare kernels
 
 
-def test_a_gpu_is_timed_by_its_events(monkeypatch):
+def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
 
     class Event:
-        def __init__(self, enable_timing):
+        def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
-        def record(self):
+        def record(self) -> None:
             told.append("record")
 
-        def elapsed_time(self, end):
+        def elapsed_time(self, end: Any) -> float:
             return 7.0
 
     fake = SimpleNamespace(Event=Event, synchronize=lambda: told.append("synchronize"))
@@ -212,7 +224,7 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch):
     assert told == ["synchronize", "record", "work", "record", "synchronize"]
 
 
-def test_the_best_call_counts_and_the_first_does_not():
+def test_the_best_call_counts_and_the_first_does_not() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
     rows = timing.Rows.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
     found = timing.best(
@@ -223,7 +235,7 @@ def test_the_best_call_counts_and_the_first_does_not():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["sdpa", "flex"])
-def test_bare_kernels_compute_causal_documents(monkeypatch, name):
+def test_bare_kernels_compute_causal_documents(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     batch, generator = Batch.from_lengths([100, 27, 1]), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(128, heads, 16, generator=generator) for heads in (4, 2, 2))

@@ -1,9 +1,12 @@
 """The whole chain on gloo: `apportion profile` under torchrun, a forecast on what it wrote, real training steps."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ MARGIN = 2.0
 pytestmark = pytest.mark.slow
 
 
-def test_forecasts_on_a_profile_are_near_what_training_takes():
+def test_forecasts_on_a_profile_are_near_what_training_takes() -> None:
     command = [sys.executable, "-m", "benchmarks.chain", "--recipes", "ring,hybrid_dp", "--batches", "1"]
     ran = subprocess.run(
         [*command, "--rounds", "3", "--json"], cwd=REPOSITORY, capture_output=True, text=True, timeout=400
@@ -42,7 +45,7 @@ def test_forecasts_on_a_profile_are_near_what_training_takes():
         ([(0.5, 1.3), (0.9, 0.9)], "missed", (1, 1)),
     ],
 )
-def test_the_verdict_is_what_was_counted(ratios, said, counts):
+def test_the_verdict_is_what_was_counted(ratios: Any, said: Any, counts: Any) -> None:
     found = verdict([{"ratio": measured, "ratio_cpu": computed} for measured, computed in ratios])
     assert found == {
         "verdict": said,

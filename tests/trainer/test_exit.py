@@ -1,7 +1,10 @@
 """A pass that is left open does not disturb the interpreter's exit, whoever plans."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,14 +28,16 @@ if status != "0":
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, str]]]:
     with serving(tmp_path_factory.mktemp("server")) as server, create_job(server.url, "run", job()) as client:
         yield {"local": ("local", ""), "service": (client.url, client.key)}
 
 
 @pytest.mark.parametrize(("workers", "status"), [(0, 0), (0, 3), (1, 0)])
 @pytest.mark.parametrize("name", ["local", "service"])
-def test_an_open_pass_leaves_no_traceback_at_exit(sources, name, workers, status):
+def test_an_open_pass_leaves_no_traceback_at_exit(
+    sources: dict[str, tuple[str, str]], name: str, workers: int, status: int
+) -> None:
     source, key = sources[name]
     command = [sys.executable, "-c", OPEN, source, key, str(workers), str(status)]
     done = subprocess.run(command, cwd=RANKS, capture_output=True, timeout=300)

@@ -1,14 +1,20 @@
 """The loader over a source that plans in its own thread: what a pass yields, in which order, and how it ends."""
 
+from __future__ import annotations
+
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, count, islice
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -22,20 +28,23 @@ from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_loader
 from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
+from tests.ranks.rank_pool import Pool
 
 
-def loader_of(source=None, dataset=None, **options):
+def loader_of(
+    source: HereSource | None = None, dataset: Recorded | list[NDArray[Any]] | None = None, **options: Any
+) -> PlannedLoader | None:
     return PlannedLoader(dataset or Recorded(), source=source or HereSource(job()), **options)
 
 
-def tokens_of(loader):
+def tokens_of(loader: PlannedLoader) -> list[list[int]]:
     return [batch.tokens.tolist() for batch in loader]
 
 
 # --- what a pass yields
 
 
-def test_every_token_is_on_one_rank_with_its_label_and_position(pool):
+def test_every_token_is_on_one_rank_with_its_label_and_position(pool: Pool) -> None:
     source = HereSource(job(3, 66, microbatches=2))
     results = [passes[0] for passes, _ in pool.run(jobs_loader.passes, 3, source, 1, {})]
     for step in zip(*results, strict=True):
@@ -49,7 +58,7 @@ def test_every_token_is_on_one_rank_with_its_label_and_position(pool):
     assert sum(len(batch[5]) for rank in results for batch in rank) == sum(LENGTHS)
 
 
-def test_a_rank_reads_only_samples_that_it_holds(pool):
+def test_a_rank_reads_only_samples_that_it_holds(pool: Pool) -> None:
     source, data = HereSource(job(3, 24)), Recorded([8] * 6)
     for passes, read in pool.run(jobs_loader.passes, 3, source, 1, {}, data):
         held = {token // 100 for batch in passes[0] for token in batch[5]}
@@ -57,7 +66,7 @@ def test_a_rank_reads_only_samples_that_it_holds(pool):
         assert len(held) < 6
 
 
-def test_iterations_end_with_their_last_microbatch_and_count_all_labels():
+def test_iterations_end_with_their_last_microbatch_and_count_all_labels() -> None:
     dataset = Recorded()
     loader = loader_of(HereSource(job(microbatches=2)), dataset, shuffle=False)
     batches = list(loader)
@@ -70,7 +79,7 @@ def test_iterations_end_with_their_last_microbatch_and_count_all_labels():
     assert sorted(dataset.read) == list(range(len(LENGTHS)))
 
 
-def test_a_pack_step_spreads_the_samples_of_an_iteration_anew():
+def test_a_pack_step_spreads_the_samples_of_an_iteration_anew() -> None:
     lengths = [40, 8, 8, 8, 30, 10, 16, 4]
     source = HereSource(job(microbatches=2, recipe="wlb"))
     loader = loader_of(source, Recorded(lengths), shuffle=False)
@@ -89,9 +98,9 @@ def test_a_pack_step_spreads_the_samples_of_an_iteration_anew():
         list(loader_of(source, Recorded(lengths)))
 
 
-def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample():
+def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample() -> None:
     data = Recorded([8, 5])
-    data.masks = [masks.shared_question(2, [3, 3]), masks.causal()]
+    data.masks = [masks.shared_question(2, [3, 3]), masks.causal()]  # type: ignore[attr-defined]
     (batch,) = loader_of(dataset=data, shuffle=False)
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 0, 1, 2, 3, 4]
     assert batch.labels.tolist()[4] == IGNORED  # the first answer's last token
@@ -101,7 +110,7 @@ def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample():
         list(loader_of(dataset=data, masks=[None]))
 
 
-def test_lengths_given_win_over_those_of_the_dataset():
+def test_lengths_given_win_over_those_of_the_dataset() -> None:
     assert len(loader_of(lengths=torch.tensor(LENGTHS))) == len(loader_of())
     with pytest.raises(ConfigError, match="the dataset has 7 samples"):
         loader_of(lengths=[5, 4])
@@ -117,7 +126,7 @@ def test_lengths_given_win_over_those_of_the_dataset():
 # --- order
 
 
-def test_order_follows_seed_and_epoch():
+def test_order_follows_seed_and_epoch() -> None:
     loader = loader_of(seed=3)
     first, again = tokens_of(loader), tokens_of(loader)
     loader.set_epoch(1)
@@ -127,7 +136,7 @@ def test_order_follows_seed_and_epoch():
     assert tokens_of(loader_of(seed=4)) != first
 
 
-def test_a_pass_can_begin_in_the_middle():
+def test_a_pass_can_begin_in_the_middle() -> None:
     loader = loader_of()
     whole = [seen(batch) for batch in loader]
     loader.set_epoch(0, start=2)
@@ -137,7 +146,7 @@ def test_a_pass_can_begin_in_the_middle():
     assert list(loader) == []
 
 
-def test_a_sampler_gives_the_samples_of_each_iteration():
+def test_a_sampler_gives_the_samples_of_each_iteration() -> None:
     loader = loader_of(sampler=[[0, 1], np.array([6, 2]), torch.tensor([4])])
     assert [sorted({t // 100 for t in tokens}) for tokens in tokens_of(loader)] == [[0, 1], [2, 6], [4]]
     loader = loader_of(HereSource(job(microbatches=2)), sampler=[[[0], [1, 2]], [[3]]])
@@ -147,14 +156,14 @@ def test_a_sampler_gives_the_samples_of_each_iteration():
     assert [(b.iteration, b.microbatch) for b in loader] == [(0, 0), (0, 1)]
 
 
-def test_a_sampler_may_go_on_for_ever_and_is_told_the_epoch():
+def test_a_sampler_may_go_on_for_ever_and_is_told_the_epoch() -> None:
     class Endless:
         epoch = None
 
-        def set_epoch(self, epoch):
+        def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch
 
-        def __iter__(self):
+        def __iter__(self) -> Iterator[Any]:
             return ([(i + self.epoch) % len(LENGTHS)] for i in count())
 
     loader = loader_of(sampler=Endless())
@@ -177,12 +186,14 @@ def test_a_sampler_may_go_on_for_ever_and_is_told_the_epoch():
         ([0, 1], ConfigError, r"sampler\[0\] = 0: must be a list"),
     ],
 )
-def test_a_sampler_s_mistakes_are_named(drawn, error, says):
+def test_a_sampler_s_mistakes_are_named(
+    drawn: list[list[list[Any] | float] | int], error: type[Any], says: str
+) -> None:
     with pytest.raises(error, match=says):
         list(loader_of(sampler=drawn))
 
 
-def test_an_iterator_gives_one_pass_and_no_length():
+def test_an_iterator_gives_one_pass_and_no_length() -> None:
     loader = loader_of(sampler=([i] for i in range(3)))
     with pytest.raises(TypeError, match="generator has no length"):
         len(loader)
@@ -191,12 +202,12 @@ def test_an_iterator_gives_one_pass_and_no_length():
         list(loader)
 
 
-def test_a_sampler_may_wait_for_the_trainer():
+def test_a_sampler_may_wait_for_the_trainer() -> None:
     """Each iteration is drawn when the one before was used: threads that ask for more must not hold the trainer."""
     used = threading.Semaphore(1)
 
     class Waiting:
-        def __iter__(self):
+        def __iter__(self) -> Iterator[list[int]]:
             for sample in range(4):
                 assert used.acquire(timeout=30)
                 yield [sample]
@@ -211,7 +222,7 @@ def test_a_sampler_may_wait_for_the_trainer():
 # --- errors, time-outs, ends
 
 
-def test_what_the_caller_says_of_the_job_must_be_what_the_source_has():
+def test_what_the_caller_says_of_the_job_must_be_what_the_source_has() -> None:
     source = HereSource(job(recipe="fcp"))
     list(loader_of(source, recipe="fcp", microbatches=1))
     with pytest.raises(ConfigError, match="the job says it"):
@@ -226,7 +237,7 @@ def test_what_the_caller_says_of_the_job_must_be_what_the_source_has():
         loader_of(rank=1)
 
 
-def test_other_arguments_are_checked():
+def test_other_arguments_are_checked() -> None:
     with pytest.raises(UnknownNameError, match="on_timeout"):
         loader_of(on_timeout="wait")
     wrong = [("timeout_s", 0), ("lookahead", 0), ("workers", -1), ("run", "a/b"), ("run", 49 * "a")]
@@ -239,7 +250,7 @@ def test_other_arguments_are_checked():
         loader_of().set_epoch(-1)
 
 
-def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration():
+def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration() -> None:
     loader = loader_of(HereSource(job(), frozenset([1])), timeout_s=0.2)
     batches = iter(loader)
     assert next(batches).iteration == 0
@@ -251,7 +262,9 @@ def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration():
     assert loader.waited_s >= 0.2
 
 
-def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(caplog):
+def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     want = [seen(batch) for batch in loader_of()]
     loader = loader_of(HereSource(job(), frozenset([1, 2])), timeout_s=1.5, on_timeout="local")
     with caplog.at_level(logging.WARNING, "apportion"):
@@ -262,13 +275,13 @@ def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(caplog):
     assert all(f"no plan in time (iteration {number} is late)" in text for number, text in enumerate(told, 1))
 
 
-def test_recipes_that_a_clock_ends_are_not_planned_twice():
+def test_recipes_that_a_clock_ends_are_not_planned_twice() -> None:
     recipe = {"name": "timed", "steps": {"search": {"portfolio": {"deadline_ms": 50}}}}
     with pytest.raises(ConfigError, match="a clock ends this recipe's search"):
         loader_of(HereSource(job(recipe=recipe)), on_timeout="local")
 
 
-def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about():
+def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about() -> None:
     batches = iter(loader_of(HereSource(job(), broken=frozenset([2]))))
     assert [next(batches).iteration, next(batches).iteration] == [0, 1]
     with pytest.raises(ConfigError, match="are refused"):
@@ -276,7 +289,7 @@ def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about():
     assert no_threads()
 
 
-def test_leaving_a_pass_early_ends_its_threads():
+def test_leaving_a_pass_early_ends_its_threads() -> None:
     batches = iter(loader_of(HereSource(job(), frozenset([1]))))
     next(batches)
     assert not no_threads()
@@ -287,14 +300,14 @@ def test_leaving_a_pass_early_ends_its_threads():
     assert no_threads()
 
 
-def no_threads():
+def no_threads() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name == "apportion-plans"]
 
 
 # --- plans that are not of what was asked for
 
 
-def last_left_out(job, batches):
+def last_left_out(job: Job, batches: tuple[Batch, ...]) -> tuple[Job, tuple[Batch, ...]] | None:
     return job, (*batches[:-1], batches[-1].take(range(len(batches[-1].lengths) - 1)))
 
 
@@ -315,7 +328,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_plan_of_something_else_is_refused(what):
+def test_a_plan_of_something_else_is_refused(what: str) -> None:
     source = HereSource(job(microbatches=2, tokens=100), other=OTHERS[what])
     sampler = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert list(loader_of(replace(source, other=None), sampler=sampler))
@@ -324,7 +337,7 @@ def test_a_plan_of_something_else_is_refused(what):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_packed_plan_of_other_sequences_is_refused(workers):
+def test_a_packed_plan_of_other_sequences_is_refused(workers: int) -> None:
     asked = job(recipe="wlb", microbatches=2, tokens=200)
     assert list(loader_of(HereSource(asked), workers=workers))
     with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were asked for"):
@@ -332,7 +345,7 @@ def test_a_packed_plan_of_other_sequences_is_refused(workers):
 
 
 @pytest.mark.parametrize("recipe", recipes.entries())
-def test_plans_of_every_recipe_are_known_by_what_was_asked_for(recipe):
+def test_plans_of_every_recipe_are_known_by_what_was_asked_for(recipe: str) -> None:
     """With and without a cap and hardware of the job's own."""
     asked = job(2, 128, recipe=recipe, microbatches=2 if find_recipe(recipe).step("pack") else 1)
     capped = replace(asked, policy=replace(asked.policy, token_cap=108), hardware="h100")
@@ -345,7 +358,7 @@ def test_plans_of_every_recipe_are_known_by_what_was_asked_for(recipe):
 # --- submitting
 
 
-def test_rank_0_submits_ahead_and_others_only_what_nobody_has(pool):
+def test_rank_0_submits_ahead_and_others_only_what_nobody_has(pool: Pool) -> None:
     source = HereSource(job())
     batches = iter(loader_of(source, lookahead=3, shuffle=False))
     next(batches)
@@ -357,7 +370,7 @@ def test_rank_0_submits_ahead_and_others_only_what_nobody_has(pool):
 # --- agreement of ranks
 
 
-def test_ranks_agree_on_a_plan_that_some_have_not(pool):
+def test_ranks_agree_on_a_plan_that_some_have_not(pool: Pool) -> None:
     whole = job(3, 66)
     want = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [HereSource(whole)] * 3, {})]
     late = [HereSource(whole, frozenset(own)) for own in ([], [1], [1, 3])]
@@ -367,7 +380,7 @@ def test_ranks_agree_on_a_plan_that_some_have_not(pool):
     assert {error for _, _, error in results} == {""}
 
 
-def test_a_rank_whose_plan_is_refused_ends_all(pool):
+def test_a_rank_whose_plan_is_refused_ends_all(pool: Pool) -> None:
     sources = [HereSource(job(2)), HereSource(job(2), broken=frozenset([1]))]
     (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, sources, {})
     assert len(ids) == 1
@@ -375,12 +388,12 @@ def test_a_rank_whose_plan_is_refused_ends_all(pool):
     assert second.startswith("ConfigError: batches = 1: are refused")
 
 
-def test_ranks_that_hold_different_plans_all_say_so(pool):
+def test_ranks_that_hold_different_plans_all_say_so(pool: Pool) -> None:
     sources = [HereSource(job(2)), HereSource(job(2, seed=1))]
     results = pool.run(jobs_loader.agreeing, 2, sources, {"seed": 0})
     assert all(error.startswith("ExecutionError: ranks hold different plans") for _, _, error in results)
 
 
-def test_ranks_begin_the_same_pass(pool):
+def test_ranks_begin_the_same_pass(pool: Pool) -> None:
     results = pool.run(jobs_loader.apart, 2, HereSource(job(2)))
     assert all("ranks begin different passes" in error for error in results)

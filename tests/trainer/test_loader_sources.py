@@ -1,5 +1,7 @@
 """One loader over three sources: a service, a folder of plans made before, and a process beside this one."""
 
+from __future__ import annotations
+
 import dataclasses
 import multiprocessing
 import shutil
@@ -9,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -22,7 +26,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import Sampling
 from apportion.service.client import PlanTimeoutError, ServiceProblem, UnreachableError, create_job
-from apportion.service.http.run.child import serving
+from apportion.service.http.run.child import Serving, serving
 from apportion.service.offline import FACTS, read_facts
 from apportion.service.precompute import Work, precompute
 from apportion.service.store import open_store
@@ -34,6 +38,7 @@ from apportion.trainer.loading.sources.service import ServiceSource
 from apportion.trainer.loading.sources.told import check_model
 from tests.ranks import jobs_loader, jobs_seam
 from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
+from tests.ranks.rank_pool import Pool
 
 KEY = "a key of the tests".replace(" ", "-")
 WAIT_S = 300
@@ -42,13 +47,13 @@ FOUR = job(4, 64, microbatches=2)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def urls(server):
+def urls(server: Serving) -> dict[str, str]:
     """Of a job on the server, by name."""
     for name, own in JOBS.items():
         create_job(server.url, name, own, key=KEY).close()
@@ -58,7 +63,7 @@ def urls(server):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of two epochs of a job, by name."""
     made = {}
     with Planner(workers=1) as planner:
@@ -71,12 +76,14 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(params=["service", "folder"])
-def single(request, urls, folders):
+def single(request: pytest.FixtureRequest, urls: dict[str, str], folders: dict[str, Path]) -> str | Path:
     """A source of one rank's job, as an argument of the loader."""
     return urls["single"] if request.param == "service" else folders["single"]
 
 
-def loader_of(source, dataset=None, **options):
+def loader_of(
+    source: str | HereSource | Path, dataset: Recorded | Broken | None = None, **options: Any
+) -> PlannedLoader | None:
     return PlannedLoader(dataset or Recorded(), source=source, key=KEY, **options)
 
 
@@ -84,7 +91,9 @@ def loader_of(source, dataset=None, **options):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_batches_and_plans_are_the_same_whoever_plans(pool, urls, folders, name):
+def test_batches_and_plans_are_the_same_whoever_plans(
+    pool: Pool, urls: dict[str, str], folders: dict[str, Path], name: str
+) -> None:
     own = JOBS[name]
     local = {
         "cluster": own.cluster,
@@ -103,7 +112,7 @@ def test_batches_and_plans_are_the_same_whoever_plans(pool, urls, folders, name)
     assert sum(len(batch[5]) for passes, _ in service for batch in passes[0]) == sum(LENGTHS)
 
 
-def test_a_job_says_all_that_the_caller_leaves_out(single):
+def test_a_job_says_all_that_the_caller_leaves_out(single: str | Path) -> None:
     want = [seen(batch) for batch in loader_of(HereSource(job()))]
     assert [seen(batch) for batch in loader_of(single)] == want
     assert [
@@ -113,7 +122,7 @@ def test_a_job_says_all_that_the_caller_leaves_out(single):
         loader_of(single, microbatches=2)
 
 
-def test_data_loader_processes_read_what_threads_read(single):
+def test_data_loader_processes_read_what_threads_read(single: str | Path) -> None:
     want = [seen(batch) for batch in loader_of(single)]
     dataset = Recorded()
     for workers in (1, 2):
@@ -122,11 +131,11 @@ def test_data_loader_processes_read_what_threads_read(single):
 
 
 class Broken(Recorded):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> None:
         raise OSError("the disk is gone")
 
 
-def test_an_error_in_a_data_loader_process_leaves_none_behind(folders):
+def test_an_error_in_a_data_loader_process_leaves_none_behind(folders: dict[str, Path]) -> None:
     before = multiprocessing.active_children()
     with pytest.raises(OSError, match="the disk is gone") as caught:
         list(loader_of(folders["single"], Broken(), workers=2))
@@ -134,7 +143,7 @@ def test_an_error_in_a_data_loader_process_leaves_none_behind(folders):
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-def test_epochs_and_middles(single):
+def test_epochs_and_middles(single: str | Path) -> None:
     loader, here = loader_of(single), loader_of(HereSource(job()))
     for epoch, start in [(0, 0), (1, 2), (1, 0)]:
         for one in (loader, here):
@@ -142,7 +151,7 @@ def test_epochs_and_middles(single):
         assert [seen(batch) for batch in loader] == [seen(batch) for batch in here]
 
 
-def test_leaving_early_ends_threads_and_processes(single):
+def test_leaving_early_ends_threads_and_processes(single: str | Path) -> None:
     for options in ({}, {"workers": 2}):
         with closing(iter(loader_of(single, **options))) as batches:
             next(batches)
@@ -152,7 +161,7 @@ def test_leaving_early_ends_threads_and_processes(single):
     assert not [thread for thread in threading.enumerate() if "apportion" in thread.name]
 
 
-def test_an_iterator_that_is_still_held_does_not_keep_the_process():
+def test_an_iterator_that_is_still_held_does_not_keep_the_process() -> None:
     for source in ("local", "HereSource(job())"):
         told = "Cluster(1, 1), MODEL, 64, source='local'" if source == "local" else f"source={source}"
         program = (
@@ -175,7 +184,7 @@ def test_an_iterator_that_is_still_held_does_not_keep_the_process():
 # --- the service
 
 
-def test_a_wrong_key_or_job_is_named(urls):
+def test_a_wrong_key_or_job_is_named(urls: dict[str, str]) -> None:
     with pytest.raises(ServiceProblem, match="401"):
         PlannedLoader(Recorded(), source=urls["single"], key="another")
     with pytest.raises(ServiceProblem, match=r"40[14]"):
@@ -184,14 +193,14 @@ def test_a_wrong_key_or_job_is_named(urls):
         loader_of("http://127.0.0.1:9/jobs")
 
 
-def test_an_equal_run_gets_its_plans_again_and_another_one_is_refused(urls):
+def test_an_equal_run_gets_its_plans_again_and_another_one_is_refused(urls: dict[str, str]) -> None:
     want = [seen(batch) for batch in loader_of(urls["single"], run="again")]
     assert [seen(batch) for batch in loader_of(urls["single"], run="again")] == want
     with pytest.raises((ServiceProblem, ConfigError, RuntimeError), match=r"409|not of this batch"):
         list(loader_of(urls["single"], run="again", seed=1))
 
 
-def test_another_rank_submits_what_nobody_has(pool, urls):
+def test_another_rank_submits_what_nobody_has(pool: Pool, urls: dict[str, str]) -> None:
     first, second = pool.run(jobs_loader.without_rank_0, 2, urls["plain"], KEY)
     assert first == second
     assert len(first) == 4
@@ -200,9 +209,9 @@ def test_another_rank_submits_what_nobody_has(pool, urls):
 class Gateway(socketserver.StreamRequestHandler):
     """A proxy that buffers: what answers a stream does not come through."""
 
-    def handle(self):
+    def handle(self) -> None:
         buffers = threading.Event()
-        with socket.create_connection(self.server.target) as far:
+        with socket.create_connection(self.server.target) as far:  # type: ignore[attr-defined]
             back = threading.Thread(target=self.back, args=(far, buffers))
             back.start()
             with suppress(OSError):
@@ -214,7 +223,7 @@ class Gateway(socketserver.StreamRequestHandler):
                 far.shutdown(socket.SHUT_RDWR)
             back.join()
 
-    def back(self, far, buffers):
+    def back(self, far: socket.socket, buffers: Any) -> None:
         with suppress(OSError):
             while data := far.recv(1 << 16):
                 if not buffers.is_set():
@@ -222,17 +231,17 @@ class Gateway(socketserver.StreamRequestHandler):
 
 
 @contextmanager
-def gateway(url):
+def gateway(url: str) -> Iterator[str]:
     """The url of a gateway to the job at `url`."""
     host, port = url.split("/")[2].split(":")
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Gateway) as proxy:
-        proxy.target, proxy.daemon_threads = (host, int(port)), True
+        proxy.target, proxy.daemon_threads = (host, int(port)), True  # type: ignore[attr-defined]
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         yield url.replace(port, str(proxy.server_address[1]))
         proxy.shutdown()
 
 
-def test_plans_come_one_by_one_where_streams_do_not_come_through(urls):
+def test_plans_come_one_by_one_where_streams_do_not_come_through(urls: dict[str, str]) -> None:
     with gateway(urls["single"]) as url:
         loader = loader_of(url, timeout_s=WAIT_S)
         begin = time.monotonic()
@@ -240,7 +249,7 @@ def test_plans_come_one_by_one_where_streams_do_not_come_through(urls):
         assert time.monotonic() - begin < WAIT_S / 2
 
 
-def test_a_plan_that_does_not_come_says_what_the_network_said(tmp_path):
+def test_a_plan_that_does_not_come_says_what_the_network_said(tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server:
         create_job(server.url, "single", job(), key=KEY).close()
         loader = loader_of(f"{server.url}/v1/jobs/single", timeout_s=12.0, lookahead=1)
@@ -250,7 +259,7 @@ def test_a_plan_that_does_not_come_says_what_the_network_said(tmp_path):
         list(batches)
 
 
-def test_a_server_s_certificate_is_checked_against_ca(tmp_path):
+def test_a_server_s_certificate_is_checked_against_ca(tmp_path: Path) -> None:
     authority = trustme.CA()
     files = {name: tmp_path / f"{name}.pem" for name in ("ca", "key", "cert")}
     own = authority.issue_cert("127.0.0.1")
@@ -267,11 +276,11 @@ def test_a_server_s_certificate_is_checked_against_ca(tmp_path):
             assert len(list(loader_of(url, ca=files["ca"], workers=workers))) == 4
 
 
-def test_a_source_does_not_show_its_key(urls):
+def test_a_source_does_not_show_its_key(urls: dict[str, str]) -> None:
     assert KEY not in repr(ServiceSource.open(urls["single"], KEY))
 
 
-def test_a_server_that_comes_back_is_waited_for(tmp_path):
+def test_a_server_that_comes_back_is_waited_for(tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server:
         create_job(server.url, "single", job(), key=KEY).close()
         port, url = int(server.url.rsplit(":", 1)[1]), f"{server.url}/v1/jobs/single"
@@ -287,7 +296,9 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path):
     assert [seen(batch) for batch in came] == want
 
 
-def test_without_its_server_a_run_plans_itself_and_says_so(tmp_path, caplog):
+def test_without_its_server_a_run_plans_itself_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(tmp_path / "server") as server:
         create_job(server.url, "single", job(), key=KEY).close()
         loader = loader_of(f"{server.url}/v1/jobs/single", on_timeout="local", timeout_s=2.0, lookahead=1)
@@ -301,7 +312,7 @@ def test_without_its_server_a_run_plans_itself_and_says_so(tmp_path, caplog):
     assert "plans it itself" in caplog.text
 
 
-def test_ranks_agree_where_their_server_stalls(pool, tmp_path):
+def test_ranks_agree_where_their_server_stalls(pool: Pool, tmp_path: Path) -> None:
     with serving(tmp_path / "server") as server:
         create_job(server.url, "plain", JOBS["plain"], key=KEY).close()
         url = f"{server.url}/v1/jobs/plain"
@@ -314,7 +325,7 @@ def test_ranks_agree_where_their_server_stalls(pool, tmp_path):
 # --- folders
 
 
-def test_a_folder_refuses_other_samples_and_ends_where_it_ends(folders):
+def test_a_folder_refuses_other_samples_and_ends_where_it_ends(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="seed"):
         loader_of(folders["single"], seed=5)
     with pytest.raises(ConfigError, match="lengths"):
@@ -327,7 +338,9 @@ def test_a_folder_refuses_other_samples_and_ends_where_it_ends(folders):
         loader_of(folders["single"] / "packs")
 
 
-def test_a_folder_of_another_release_is_refused_whatever_the_sampler(folders, tmp_path):
+def test_a_folder_of_another_release_is_refused_whatever_the_sampler(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     old = tmp_path / "old"
     shutil.copytree(folders["single"], old)
     with closing(open_store(old)) as store:
@@ -337,7 +350,7 @@ def test_a_folder_of_another_release_is_refused_whatever_the_sampler(folders, tm
             loader_of(old, **options)
 
 
-def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders):
+def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders: dict[str, Path]) -> None:
     own = Sampling(LENGTHS, 64).epoch(0)
     backwards = loader_of(folders["single"], sampler=own[::-1])
     assert [batch.handle.id for batch in backwards] == [
@@ -345,7 +358,7 @@ def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders):
     ][::-1]
 
 
-def test_a_folder_s_source_is_plain_data(folders):
+def test_a_folder_s_source_is_plain_data(folders: dict[str, Path]) -> None:
     source = FolderSource.open(folders["single"])
     assert source == FolderSource.open(folders["single"])
     assert source.job.to_data() == job().to_data()
@@ -354,7 +367,7 @@ def test_a_folder_s_source_is_plain_data(folders):
 # --- several passes on one job
 
 
-def test_evaluation_in_the_middle_of_a_pass_fences_nobody(urls):
+def test_evaluation_in_the_middle_of_a_pass_fences_nobody(urls: dict[str, str]) -> None:
     single = {"source": urls["single"], "key": KEY, "timeout_s": WAIT_S}
     training = PlannedLoader(Recorded(), shuffle=False, lookahead=2, **single)
     evaluating = PlannedLoader(Recorded([50, 7]), stream="eval", shuffle=False, **single)
@@ -368,7 +381,7 @@ def test_evaluation_in_the_middle_of_a_pass_fences_nobody(urls):
     assert evaluated == [evaluated[0]] * len(whole)
 
 
-def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
+def test_groups_of_ranks_on_one_job_fence_only_themselves(pool: Pool, urls: dict[str, str]) -> None:
     options = {"source": urls["four"], "key": KEY, "shuffle": False, "timeout_s": WAIT_S}
     found = pool.run(jobs_seam.groups, 8, options)
     assert found == pool.run(jobs_seam.groups, 8, {"shuffle": False})
@@ -377,7 +390,9 @@ def test_groups_of_ranks_on_one_job_fence_only_themselves(pool, urls):
 # --- compiling
 
 
-def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, monkeypatch):
+def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local, "FIRST_S", 0.0)
     monkeypatch.setattr(local.LocalFeed, "_seen", set())
     batches = [Batch.from_lengths([40, 20])]
@@ -399,7 +414,9 @@ def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(caplog, mo
 
 
 @pytest.mark.parametrize("name", ["service", "folder"])
-def test_feeds_of_others_count_what_is_compiled_here(urls, folders, name, monkeypatch):
+def test_feeds_of_others_count_what_is_compiled_here(
+    urls: dict[str, str], folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = (
         ServiceSource.open(urls["single"], KEY) if name == "service" else FolderSource.open(folders["single"])
     )
@@ -409,7 +426,7 @@ def test_feeds_of_others_count_what_is_compiled_here(urls, folders, name, monkey
         assert feed.compiled_s - before == pytest.approx(7.0)
 
 
-def test_streams_of_a_job_go_on_side_by_side(urls):
+def test_streams_of_a_job_go_on_side_by_side(urls: dict[str, str]) -> None:
     source = ServiceSource.open(urls["single"], KEY)
     batches = [Batch.from_lengths([40, 20])]
     with closing(source.begin("a", 0)) as train, closing(source.begin("a", 0, "eval")) as evaluation:
@@ -425,7 +442,7 @@ def test_streams_of_a_job_go_on_side_by_side(urls):
             train.plan(2, batches, WAIT_S)
 
 
-def test_the_job_says_how_gradients_travel_unless_the_trainer_asks_for_it():
+def test_the_job_says_how_gradients_travel_unless_the_trainer_asks_for_it() -> None:
     wide, narrow = Model(), Model(sent_gradients="model")
     check_model(wide, wide)
     check_model(wide, narrow)

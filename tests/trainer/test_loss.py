@@ -1,5 +1,7 @@
 """The loss seam: shapes with a batch of one, weights, and what is refused."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -9,11 +11,11 @@ from apportion.trainer.step.loss import IGNORED, normalised_loss
 LABELS = torch.tensor([1, IGNORED, 3, 0, 6])
 
 
-def logits_of():
+def logits_of() -> torch.Tensor:
     return torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_batch_of_one_is_the_rows():
+def test_a_batch_of_one_is_the_rows() -> None:
     logits, weights = logits_of(), torch.rand(5)
     for given in (None, weights):
         want = normalised_loss(logits, LABELS, 4, weights=given)
@@ -25,7 +27,7 @@ def test_a_batch_of_one_is_the_rows():
     )
 
 
-def test_weights_multiply_the_losses_of_their_rows():
+def test_weights_multiply_the_losses_of_their_rows() -> None:
     logits = logits_of().requires_grad_()
     weights = torch.tensor([0.5, 9.0, 2.0, 0.0, -1.0], dtype=torch.float64)
     share = normalised_loss(logits, LABELS, 1.5, averaged_over=2, weights=weights)
@@ -40,7 +42,7 @@ def test_weights_multiply_the_losses_of_their_rows():
     torch.testing.assert_close(ones, normalised_loss(logits, LABELS, 4))
 
 
-def test_a_rank_without_rows_has_a_gradient_path():
+def test_a_rank_without_rows_has_a_gradient_path() -> None:
     logits = torch.zeros(0, 7, requires_grad=True)
     for weights in (None, torch.zeros(0)):
         share = normalised_loss(logits, LABELS[:0], 4, weights=weights)
@@ -60,7 +62,9 @@ def test_a_rank_without_rows_has_a_gradient_path():
         ((5, 7), (5,), (), r"weights\.shape = \(\): must be \[rows\]"),
     ],
 )
-def test_other_shapes_are_refused(logits, labels, weights, message):
+def test_other_shapes_are_refused(
+    logits: tuple[int, ...], labels: tuple[int, ...], weights: tuple[int, ...] | None, message: str
+) -> None:
     given = None if weights is None else torch.ones(weights)
     with pytest.raises(ConfigError, match=message):
         normalised_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), 5, weights=given)

@@ -1,8 +1,12 @@
 """What trainers build on: samples with fields, padding, token verbs, groups of ranks, and where a pass goes on."""
 
+from __future__ import annotations
+
 import itertools
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,35 +15,45 @@ import torch
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
+from apportion.ir.masks.structures import Tree
+from apportion.ir.masks.windows import Full
 from apportion.trainer.loading import loader as loader_module, metrics
 from apportion.trainer.loading.iterations import Deal
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_seam
+from tests.ranks.jobs_seam import Broken
 from tests.ranks.loading import LENGTHS, HereSource, Recorded, job
+from tests.ranks.rank_pool import Pool
 
 
-def loader_of(dataset=None, source=None, **options):
+def loader_of(
+    dataset: Recorded | Broken | Samples | None = None,
+    source: HereSource | None = None,
+    **options: Full | list[list[int]] | int,
+) -> PlannedLoader:
     return PlannedLoader(dataset or Recorded(), source=source or HereSource(job()), shuffle=False, **options)
 
 
 class Samples:
     """A dataset of given samples."""
 
-    def __init__(self, samples, lengths):
+    def __init__(self, samples: list[dict[str, Any]], lengths: list[int]) -> None:
         self.samples, self.lengths = samples, lengths
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.samples[index]
 
 
 # --- samples with fields
 
 
-def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_predicted_token(pool):
+def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_predicted_token(
+    pool: Pool,
+) -> None:
     source, ranks = HereSource(job(3, 66, microbatches=2)), 3
     results = pool.run(jobs_seam.fields, ranks, source, {"rows_multiple": 4})
     for batches in zip(*results, strict=True):
@@ -64,7 +78,7 @@ def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_pred
     assert every == sum(b["totals"][0] for b in results[0][::2]) or len(results[0]) % 2
 
 
-def test_a_rank_without_samples_has_the_fields_of_the_others(pool):
+def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None:
     source = HereSource(job(4, 128))
     results = pool.run(jobs_seam.fields, 4, source, {"lengths": LENGTHS, "sampler": [[3]]})
     assert sorted(len(rank[0]["tokens"]) for rank in results) == [0, 0, 0, 1]
@@ -88,12 +102,14 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool):
         ),
     ],
 )
-def test_samples_that_are_no_samples_are_told_by_field(sample, told):
+def test_samples_that_are_no_samples_are_told_by_field(
+    sample: dict[str, list[str | float] | float], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         list(loader_of(Samples([sample], [3])))
 
 
-def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none():
+def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none() -> None:
     dense = {"input_ids": torch.arange(3), "attention_mask": torch.ones(3)}
     (batch,) = loader_of(Samples([dense, dense], [3, 3]))
     assert batch.fields == {}
@@ -105,7 +121,7 @@ def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none
             list(loader_of(Samples(samples, [3, 3])))
 
 
-def test_a_batch_goes_to_a_device_and_is_a_dictionary():
+def test_a_batch_goes_to_a_device_and_is_a_dictionary() -> None:
     (batch,) = loader_of(Samples([{"input_ids": [5, 6], "rewards": [0.5, 1.0]}], [2]))
     moved = batch.to("meta")
     assert {moved.tokens.device.type, moved.labels.device.type, moved.fields["rewards"].device.type} == {
@@ -127,7 +143,9 @@ def test_a_batch_goes_to_a_device_and_is_a_dictionary():
 
 @pytest.mark.parametrize("options", [{}, {"rows_multiple": 8}])
 @pytest.mark.parametrize("mask", [None, masks.tree([(-1, 20), (0, 7), (1, 5), (0, 8)])])
-def test_token_verbs_go_both_ways_and_their_gradients_are_exact(pool, options, mask):
+def test_token_verbs_go_both_ways_and_their_gradients_are_exact(
+    pool: Pool, options: dict[str, int], mask: Tree | None
+) -> None:
     given = {} if mask is None else {"masks": mask, "sampler": [[0]]}
     for ranks in (1, 3):
         source = HereSource(job(ranks, 66))
@@ -136,7 +154,7 @@ def test_token_verbs_go_both_ways_and_their_gradients_are_exact(pool, options, m
         )
 
 
-def test_token_verbs_refuse_other_rows():
+def test_token_verbs_refuse_other_rows() -> None:
     batch = next(iter(loader_of(rows_multiple=8)))
     for verb, rows in ((batch.shard_tokens, 3), (batch.gather_tokens, 3), (batch.roll, 3)):
         with pytest.raises(ExecutionError, match="got 3"):
@@ -148,7 +166,7 @@ def test_token_verbs_refuse_other_rows():
 # --- padding
 
 
-def test_padding_changes_neither_loss_nor_gradients(pool):
+def test_padding_changes_neither_loss_nor_gradients(pool: Pool) -> None:
     source = HereSource(job(4, 64))
     plain, padded = (pool.run(jobs_seam.padded, 4, source, multiple) for multiple in (None, 8))
     assert all(rows % 8 == 0 and rows for counts, *_ in padded for rows in counts)
@@ -157,7 +175,7 @@ def test_padding_changes_neither_loss_nor_gradients(pool):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_padding_under_plans_that_project(pool, sinks):
+def test_padding_under_plans_that_project(pool: Pool, sinks: bool) -> None:
     plain, padded = (pool.run(jobs_seam.padded_block, 2, multiple, sinks) for multiple in (None, 16))
     for (found, behind), (wanted, _) in zip(padded, plain, strict=True):
         assert behind == [0.0, 0.0]
@@ -165,13 +183,13 @@ def test_padding_under_plans_that_project(pool, sinks):
             np.testing.assert_array_equal(own, other)
 
 
-def test_what_knows_no_padding_says_so():
+def test_what_knows_no_padding_says_so() -> None:
     (batch,) = loader_of(Recorded([5]), rows_multiple=8)
     with pytest.raises(ExecutionError, match="3 rows of it: make the loader without rows_multiple"):
         batch.handle.require_unpadded("layouts are moved")
 
 
-def test_padding_is_at_least_one_row(pool):
+def test_padding_is_at_least_one_row(pool: Pool) -> None:
     source = HereSource(job(4, 128))
     results = pool.run(jobs_seam.fields, 4, source, {"sampler": [[3]], "rows_multiple": 1})
     assert [len(rank[0]["tokens"]) for rank in results] == [1] * 4
@@ -180,14 +198,14 @@ def test_padding_is_at_least_one_row(pool):
 # --- the order
 
 
-def test_drop_last_leaves_out_what_is_smaller():
+def test_drop_last_leaves_out_what_is_smaller() -> None:
     lengths = [64] * 7
     whole = loader_of(Recorded(lengths), HereSource(job(microbatches=3)))
     cut = loader_of(Recorded(lengths), HereSource(job(microbatches=3)), drop_last=True)
     assert [len(list(loader)) for loader in (whole, cut)] == [len(whole), len(cut)] == [7, 6]
 
 
-def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something():
+def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something() -> None:
     sampler = [[[0], [1]], [[2]], [[3], [4]]]
     source = HereSource(job(microbatches=2))
     loader = PlannedLoader(Recorded(), source=source, sampler=sampler, drop_last=True)
@@ -197,14 +215,16 @@ def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something():
         list(loader_of(Recorded([3, 4]), HereSource(job(microbatches=3)), drop_last=True))
 
 
-def test_a_rank_that_cannot_read_its_samples_ends_all(pool):
+def test_a_rank_that_cannot_read_its_samples_ends_all(pool: Pool) -> None:
     dataset = jobs_seam.Broken([20, 20, 1])
     told = pool.run(jobs_seam.ends, 3, dataset, HereSource(job(3, 66)), [[0, 1], [0, 2]])
     assert sorted(message[:8] for message in told) == ["a sample", "iteratio", "iteratio"]
     assert any("ranks [" in message and "have no rows" in message for message in told)
 
 
-def test_what_a_data_loader_process_cannot_read_is_told_to_the_ranks_first(monkeypatch):
+def test_what_a_data_loader_process_cannot_read_is_told_to_the_ranks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     agreed = []
     monkeypatch.setattr(loader_module, "agree", lambda handles, facts: agreed.append(facts[0]) or [facts])
     with pytest.raises(OSError, match="a sample is lost"):
@@ -212,7 +232,7 @@ def test_what_a_data_loader_process_cannot_read_is_told_to_the_ranks_first(monke
     assert agreed == [38, -1]
 
 
-def test_ranks_whose_samples_have_other_fields_are_told(pool):
+def test_ranks_whose_samples_have_other_fields_are_told(pool: Pool) -> None:
     source = HereSource(job(2, 40, recipe="contiguous"))
     told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), source, [[0, 1]])
     assert all(
@@ -220,7 +240,7 @@ def test_ranks_whose_samples_have_other_fields_are_told(pool):
     )
 
 
-def test_groups_share_an_order_and_count_all_labels(pool):
+def test_groups_share_an_order_and_count_all_labels(pool: Pool) -> None:
     results = pool.run(jobs_seam.groups, 8, {"shuffle": False})
     assert results[:4] == results[:1] * 4
     assert results[4:] == results[4:5] * 4
@@ -235,7 +255,7 @@ def test_groups_share_an_order_and_count_all_labels(pool):
     assert all(valid == count for valid, count in by_iteration.values())
 
 
-def test_a_group_that_fails_ends_the_others(pool):
+def test_a_group_that_fails_ends_the_others(pool: Pool) -> None:
     told = pool.run(jobs_seam.failing_group, 8)
     assert sum("a sample" in message for message in told) == 1
     assert sum("have no rows" in message for message in told[:4]) == 3
@@ -252,18 +272,20 @@ def test_a_group_that_fails_ends_the_others(pool):
         ([1], 2, [[], []]),
     ],
 )
-def test_groups_get_iterations_in_turn_and_equally_many_microbatches(iterations, groups, own):
+def test_groups_get_iterations_in_turn_and_equally_many_microbatches(
+    iterations: list[int], groups: int, own: list[list[int]]
+) -> None:
     epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
     for group in range(groups):
         assert [int(dealt[0][0]) for dealt in Deal(group, groups).of(epoch)] == own[group]
 
 
-def test_groups_that_are_not_in_step_are_told(pool):
+def test_groups_that_are_not_in_step_are_told(pool: Pool) -> None:
     told = pool.run(jobs_seam.out_of_step, 8)
     assert all("groups are not in step" in message and "group 0: [0, " in message for message in told)
 
 
-def test_groups_with_orders_of_their_own_take_equal_steps(pool):
+def test_groups_with_orders_of_their_own_take_equal_steps(pool: Pool) -> None:
     results = pool.run(jobs_seam.groups, 8, {"sampler": [[[0], [1]], [[2]]]})
     assert (
         [b[:3] for b in results[0]]
@@ -276,18 +298,18 @@ def test_groups_with_orders_of_their_own_take_equal_steps(pool):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_another_loader_goes_on_behind_the_last_batch(pool, stop):
+def test_another_loader_goes_on_behind_the_last_batch(pool: Pool, stop: int) -> None:
     source = HereSource(job(2, 64, microbatches=2))
     for whole, gone_on in pool.run(jobs_seam.resumed, 2, source, stop, {}):
         assert gone_on == whole
 
 
-def test_the_number_of_data_loader_workers_is_no_part_of_a_state():
+def test_the_number_of_data_loader_workers_is_no_part_of_a_state() -> None:
     whole, gone_on = jobs_seam.resumed(ap.Communicator.shared(), HereSource(job(1, 64)), 2, {"workers": 2})
     assert gone_on == whole
 
 
-def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew():
+def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew() -> None:
     loader = loader_of()
     first = next(iter(loader))
     state = loader.state_dict()
@@ -306,7 +328,7 @@ def test_a_state_is_plain_and_a_pass_that_was_left_begins_anew():
     assert len(list(loader)) == len(whole)
 
 
-def test_another_epoch_forgets_where_the_state_was():
+def test_another_epoch_forgets_where_the_state_was() -> None:
     loader = loader_of()
     state = {**loader.state_dict(), "iteration": 2}
     loader.load_state_dict(state)
@@ -328,19 +350,19 @@ def test_another_epoch_forgets_where_the_state_was():
         ("seed", lambda: loader_of(seed=4)),
     ],
 )
-def test_a_state_of_something_else_is_refused_by_name(field, other):
+def test_a_state_of_something_else_is_refused_by_name(field: str, other: Callable[..., Any]) -> None:
     state = loader_of().state_dict()
     with pytest.raises(ConfigError, match=rf"state\.{field}\b.*was saved with another"):
         other().load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 9}, {"version": 1, "epoch": 0}, None])
-def test_what_is_no_state_is_refused(state):
+def test_what_is_no_state_is_refused(state: dict[str, int] | None) -> None:
     with pytest.raises(ConfigError, match="state"):
         loader_of().load_state_dict(state)
 
 
-def test_metrics_count_what_was_given_out():
+def test_metrics_count_what_was_given_out() -> None:
     loader = loader_of()
     assert loader.metrics()["iterations"] == 0
     batches = list(loader)
@@ -353,7 +375,7 @@ def test_metrics_count_what_was_given_out():
     assert told["fallbacks"] == 0
 
 
-def test_tokens_a_second_are_those_of_iterations_that_ended(monkeypatch):
+def test_tokens_a_second_are_those_of_iterations_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     loader = loader_of()
@@ -368,7 +390,7 @@ def test_tokens_a_second_are_those_of_iterations_that_ended(monkeypatch):
     assert loader._meters._ended == (sum(sizes) + sum(sizes[:2]), len(sizes) + 2)
 
 
-def test_iterations_that_are_given_out_in_part_are_not_timed():
+def test_iterations_that_are_given_out_in_part_are_not_timed() -> None:
     loader = loader_of(source=HereSource(job(microbatches=2)))
     passing = iter(loader)
     first = next(passing).batch.tokens
@@ -381,12 +403,12 @@ def test_iterations_that_are_given_out_in_part_are_not_timed():
     assert loader.metrics()["tokens_per_s"] > 0
 
 
-def test_the_names_of_the_seam_are_at_the_top():
+def test_the_names_of_the_seam_are_at_the_top() -> None:
     assert ap.Communicator.__name__ == "Communicator"
     assert "Communicator" in ap.__all__
 
 
-def test_masks_of_other_kinds_than_the_job_s_model_are_refused_when_the_loader_is_made():
+def test_masks_of_other_kinds_than_the_job_s_model_are_refused_when_the_loader_is_made() -> None:
     two = ap.Model(2, 1, 8, dtype="fp32", layers={"full": 1, "sliding": 1})
     with pytest.raises(ConfigError, match=r"masks.*default.*full.*sliding"):
         PlannedLoader(Recorded(), ap.Cluster(1, 1), two, 64, source="local")

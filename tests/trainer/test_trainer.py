@@ -1,14 +1,18 @@
 """The trainer seam: loader, loss, baselines, refused arguments, self-test and a short demo."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +21,12 @@ import torch
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.executor import PlainMachine
 from apportion.backends.torch.kernels import attention
+from apportion.backends.torch.kernels.attention import Score
+from apportion.backends.torch.kernels.cuts import Call
+from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
+from apportion.ir.masks.windows import Causal, SlidingWindow
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
@@ -33,14 +41,16 @@ from tests.ranks.cases import model, recipe
 from tests.ranks.loading import Recorded
 
 
-def piece_of(batch, ranks=1, rank=0, **options):
+def piece_of(
+    batch: Batch, ranks: int = 1, rank: int = 0, **options: dict[str, Causal | SlidingWindow]
+) -> Slice:
     return api.plan(batch, Cluster(1, ranks), model(2, **options), recipe(), verify=False).for_rank(rank)
 
 
 # --- rows
 
 
-def test_a_rank_reads_only_what_it_holds():
+def test_a_rank_reads_only_what_it_holds() -> None:
     batch = Batch.from_lengths([8, 8, 8, 8])
     for rank in range(4):
         piece, data = piece_of(batch, 4, rank), Recorded([8] * 4)
@@ -49,7 +59,7 @@ def test_a_rank_reads_only_what_it_holds():
         assert len(data.read) < 4
 
 
-def test_labels_follow_the_mask_s_own_rule_and_small_dtypes_do_not_wrap():
+def test_labels_follow_the_mask_s_own_rule_and_small_dtypes_do_not_wrap() -> None:
     batch = Batch.from_sequences([Sequence(9, masks.shared_question(3, [4, 2]))])
     ids = np.arange(250, 259).astype(np.uint16)
     tokens, labels, *_ = local_rows(piece_of(batch), batch, lambda _: ids)
@@ -57,7 +67,7 @@ def test_labels_follow_the_mask_s_own_rule_and_small_dtypes_do_not_wrap():
     np.testing.assert_array_equal(labels.numpy(), np.where(want >= 0, want + 250, IGNORED))
 
 
-def test_a_sample_of_another_length_and_a_plan_of_another_batch_are_refused():
+def test_a_sample_of_another_length_and_a_plan_of_another_batch_are_refused() -> None:
     batch = Batch.from_lengths([4])
     with pytest.raises(ExecutionError, match="planned with length 4"):
         local_rows(piece_of(batch), batch, lambda _: [1, 2, 3])
@@ -69,7 +79,7 @@ def test_a_sample_of_another_length_and_a_plan_of_another_batch_are_refused():
 # --- loss
 
 
-def test_shares_of_ranks_and_microbatches_sum_to_the_mean():
+def test_shares_of_ranks_and_microbatches_sum_to_the_mean() -> None:
     gen = torch.Generator().manual_seed(0)
     logits = torch.randn(10, 7, generator=gen)
     labels = torch.tensor([1, 2, IGNORED, 3, 0, 6, IGNORED, 5, 4, 2])
@@ -83,7 +93,7 @@ def test_shares_of_ranks_and_microbatches_sum_to_the_mean():
 # --- attention arguments
 
 
-def inputs_of(handle):
+def inputs_of(handle: PlanHandle) -> list[torch.Tensor]:
     header = handle.slice.header
     shapes = [
         (header.q_heads, header.head_dim),
@@ -93,7 +103,7 @@ def inputs_of(handle):
     return [torch.zeros(handle.rows, *shape, dtype=handle.dtype) for shape in shapes]
 
 
-def test_what_planned_attention_does_not_do_is_refused_by_name():
+def test_what_planned_attention_does_not_do_is_refused_by_name() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     q, k, v = inputs_of(handle)
     for name, value in {
@@ -114,7 +124,7 @@ def test_what_planned_attention_does_not_do_is_refused_by_name():
         planned_attention(q, k, v, handle, softcap=0.0)
 
 
-def test_wrong_shapes_dtypes_kinds_and_ranks_are_errors():
+def test_wrong_shapes_dtypes_kinds_and_ranks_are_errors() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     q, k, v = inputs_of(handle)
     with pytest.raises(
@@ -129,14 +139,14 @@ def test_wrong_shapes_dtypes_kinds_and_ranks_are_errors():
         PlanHandle(piece_of(Batch.from_lengths([6]), 2, 1))
 
 
-def test_a_kind_must_be_named_where_there_are_several():
+def test_a_kind_must_be_named_where_there_are_several() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(3)}
     handle = PlanHandle(piece_of(Batch.from_lengths([6], kinds), kinds=kinds))
     with pytest.raises(ConfigError, match="several attention kinds"):
         planned_attention(*inputs_of(handle), handle)
 
 
-def test_a_batch_dimension_of_one_is_kept():
+def test_a_batch_dimension_of_one_is_kept() -> None:
     handle = PlanHandle(piece_of(Batch.from_lengths([6])))
     q, k, v = (torch.randn_like(x) for x in inputs_of(handle))
     out = planned_attention(q[None], k[None], v[None], handle)
@@ -148,7 +158,7 @@ def test_a_batch_dimension_of_one_is_kept():
 # --- baselines
 
 
-def test_baselines_count_loads_bytes_and_tokens_exactly():
+def test_baselines_count_loads_bytes_and_tokens_exactly() -> None:
     batch, m = Batch.from_lengths([8]), model(2, "fp32")
     filled = contiguous(batch, 2, m)
     # queries 0-3 have 10 pairs, 4-7 have 26; rank 1 fetches 4 keys
@@ -161,7 +171,7 @@ def test_baselines_count_loads_bytes_and_tokens_exactly():
     assert (ring.bytes_moved, ring.slots) == (8 * (2 + 2) * 2 * 8 * 4, 4)
 
 
-def test_baselines_of_a_window_fetch_only_what_it_sees():
+def test_baselines_of_a_window_fetch_only_what_it_sees() -> None:
     batch = Batch.from_lengths([100], masks.sliding_window(5))
     assert contiguous(batch, 4, model(2)).bytes_moved == 3 * 4 * 3 * 2 * 8 * 8
 
@@ -169,7 +179,7 @@ def test_baselines_of_a_window_fetch_only_what_it_sees():
 # --- self-test and demo
 
 
-def test_selftest_in_one_process(monkeypatch, capsys):
+def test_selftest_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(selftest, "LENGTHS", (401, 140, 1))
     assert selftest.run(as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
@@ -184,12 +194,14 @@ def test_selftest_in_one_process(monkeypatch, capsys):
     assert [why.split(":")[0] for why in record["skipped"]] == ["stage"]
 
 
-def test_selftest_fails_where_one_engine_errs(monkeypatch, capsys):
+def test_selftest_fails_where_one_engine_errs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
     monkeypatch.setattr(selftest, "DTYPES", {"fp32": torch.float32})
     right = attention.PLAIN
 
-    def wrong(*args):
+    def wrong(*args: Call | Score | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = right.forward(*args)
         return o * 1.001, lse
 
@@ -203,7 +215,9 @@ def test_selftest_fails_where_one_engine_errs(monkeypatch, capsys):
     assert "stage: the stage kernels run on GPUs" in " ".join(printed.split())
 
 
-def test_selftest_runs_the_stage_engine_where_it_serves(monkeypatch, capsys):
+def test_selftest_runs_the_stage_engine_where_it_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its place is taken here: the interpreter has tests of its own."""
     monkeypatch.setattr(selftest, "LENGTHS", (40, 9))
     monkeypatch.setattr(selftest, "ENGINES", {"stage": ENGINES["plain"]})
@@ -215,7 +229,7 @@ def test_selftest_runs_the_stage_engine_where_it_serves(monkeypatch, capsys):
 
 
 @pytest.fixture
-def nothing_left():
+def nothing_left() -> Iterator[None]:
     """The test leaves no process that was not there before."""
     before = processes_of(os.getpid(), PARENT)
     yield
@@ -223,7 +237,7 @@ def nothing_left():
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_demo_agrees_in_two_steps(capsys):
+def test_demo_agrees_in_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(steps=2, as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["ok"]
@@ -234,7 +248,9 @@ def test_demo_agrees_in_two_steps(capsys):
     assert record["service"]["planning_ms"] > 0
 
 
-def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(monkeypatch, capsys):
+def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = [training.Ran(1.0, (bytes(32),) * workload.RANKS, (0.0,) * workload.RANKS)]
     monkeypatch.setattr(demo, "train_planned", lambda steps, progress: (ran, training.Service(4, 1.0, 0.0)))
     monkeypatch.setattr(demo, "train_plain", lambda steps: iter([1.001]))
@@ -245,14 +261,14 @@ def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(monkeypatch
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_demo_ends_its_processes_where_one_fails(monkeypatch):
+def test_demo_ends_its_processes_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "documents", lambda steps: (_ for _ in ()).throw(ExecutionError("no disk")))
     with pytest.raises(ExecutionError, match="no disk"):
         demo.run(steps=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_demo_that_is_killed_leaves_no_process(number, tmp_path):
+def test_a_demo_that_is_killed_leaves_no_process(number: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "apportion", "demo", "--steps", "1000"]
     with open(tmp_path / "out", "wb") as out:
         run = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
@@ -264,7 +280,7 @@ def test_a_demo_that_is_killed_leaves_no_process(number, tmp_path):
     assert until(lambda: not processes_of(run.pid)), processes_of(run.pid)
 
 
-def until(holds, seconds=300):
+def until(holds: Callable[..., Any], seconds: int = 300) -> bool:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -274,7 +290,7 @@ def until(holds, seconds=300):
 PARENT, SESSION = 1, 3  # behind a process's name and its state
 
 
-def processes_of(number, field=SESSION):
+def processes_of(number: int, field: int = SESSION) -> set[str]:
     """Number and name of those of a session, or of a parent, by what the system tells of each."""
     told = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -286,7 +302,7 @@ def processes_of(number, field=SESSION):
     return told
 
 
-def test_demo_without_a_repository_uses_the_package(monkeypatch, tmp_path):
+def test_demo_without_a_repository_uses_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(workload, "REPOSITORY", tmp_path)
     assert len(workload._corpus()) > 10_000
     assert len(workload._workload(None)) > 10

@@ -1,16 +1,20 @@
 """Losses and gradients of folded samples are those of independent ones, whoever holds which rows."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
@@ -18,13 +22,14 @@ from apportion.trainer import trees
 from apportion.trainer.step.attention import Communicator
 from tests.ranks import jobs_trees
 from tests.ranks.jobs_trees import Rollouts
+from tests.ranks.rank_pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
 GRADIENTS = {"fp32": 1e-6, "fp64": 1e-14}  # of the largest
 OPTIONS = ({}, {"groups": [0] * 5 + [1] * 2}, {"min_length": 6}, {"min_length": 1000})
 
 
-def agree(found, expected, dtype):
+def agree(found: tuple[float, NDArray[Any]], expected: tuple[float, NDArray[Any]], dtype: str) -> None:
     loss, gradients = found
     assert loss == pytest.approx(expected[0], rel=10 * GRADIENTS[dtype])
     largest = np.abs(expected[1]).max()
@@ -37,19 +42,19 @@ def agree(found, expected, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_folded_grpo_is_independent_grpo(dtype, options):
+def test_folded_grpo_is_independent_grpo(dtype: str, options: dict[str, list[int] | int]) -> None:
     agree(jobs_trees.folded(dtype, **options), jobs_trees.independent(dtype), dtype)
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp64"), (2, "fp32"), (4, "fp32"), (4, "fp64")])
-def test_ranks_shares_add_up(pool, ranks, dtype):
+def test_ranks_shares_add_up(pool: Pool, ranks: int, dtype: str) -> None:
     found = pool.run(jobs_trees.on_ranks, ranks, dtype, OPTIONS[1])
     assert {microbatches for *_, microbatches in found} == {1}
     together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
     agree(together, jobs_trees.independent(dtype), dtype)
 
 
-def test_trees_in_several_microbatches_and_padded_rows(pool):
+def test_trees_in_several_microbatches_and_padded_rows(pool: Pool) -> None:
     found = pool.run(jobs_trees.on_ranks, 3, "fp64", OPTIONS[1], 75, 8)
     assert {microbatches for *_, microbatches in found} == {2}
     together = sum(loss for loss, *_ in found), sum(gradients for _, gradients, _ in found)
@@ -57,7 +62,7 @@ def test_trees_in_several_microbatches_and_padded_rows(pool):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_needs_whole_samples_is_gathered(pool, ranks):
+def test_what_needs_whole_samples_is_gathered(pool: Pool, ranks: int) -> None:
     found = pool.run(jobs_trees.sequence_ratios, ranks, "fp64")
     together = sum(loss for loss, _ in found), sum(gradients for _, gradients in found)
     agree(together, jobs_trees.independent_sequences("fp64"), "fp64")
@@ -66,7 +71,7 @@ def test_what_needs_whole_samples_is_gathered(pool, ranks):
 # ---- worked examples
 
 
-def batch_of(samples, tokens):
+def batch_of(samples: list[int], tokens: list[int]) -> SimpleNamespace:
     """A batch as far as its rows go."""
     alone = SimpleNamespace(communicator=Communicator())
     sample_ids, local_to_sample = torch.tensor([samples, tokens], dtype=torch.int64).view(2, -1)
@@ -76,7 +81,7 @@ def batch_of(samples, tokens):
 PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
 
 
-def test_a_row_where_samples_part_predicts_each_of_their_tokens():
+def test_a_row_where_samples_part_predicts_each_of_their_tokens() -> None:
     found = ap.trees.unfold(ap.trees.fold(PICTURE))
     assert found.row.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
     assert found.target.tolist() == [6, 7, 8, 9, 6, 7, 3, 6, 4]
@@ -89,7 +94,7 @@ def test_a_row_where_samples_part_predicts_each_of_their_tokens():
     assert found.log_probs(logits.bfloat16()).dtype == torch.float32
 
 
-def test_values_are_taken_by_sample_and_by_token_and_go_back():
+def test_values_are_taken_by_sample_and_by_token_and_go_back() -> None:
     found = trees.unfold(trees.fold(PICTURE))
     assert found.take(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1] * 4 + [2] * 3 + [3] * 2
     padded = torch.tensor([[0, 1, 2, 3, 4], [10, 11, 12, 13, 0], [20, 21, 22, 0, 0]])
@@ -99,7 +104,7 @@ def test_values_are_taken_by_sample_and_by_token_and_go_back():
     assert [x.tolist() for x in back] == [[0, *x.tolist()[1:]] for x in ragged]
 
 
-def test_a_loss_mask_leaves_predictions_out():
+def test_a_loss_mask_leaves_predictions_out() -> None:
     forest = trees.fold(PICTURE)
     found = trees.unfold(forest, loss_mask=[torch.arange(len(ids)) >= 3 for ids in PICTURE])
     assert (found.token.tolist(), found.row.tolist(), found.predicting.tolist()) == (
@@ -114,7 +119,7 @@ def test_a_loss_mask_leaves_predictions_out():
     assert logits.grad.abs().sum() == 0
 
 
-def test_rows_may_be_anywhere_and_padding_predicts_nothing():
+def test_rows_may_be_anywhere_and_padding_predicts_nothing() -> None:
     forest = trees.fold([*PICTURE, [1, 2, 3]])
 
     found = trees.unfold(forest, batch_of([1, 0, 0, -1], [1, 5, 2, -1]))
@@ -129,7 +134,7 @@ def test_rows_may_be_anywhere_and_padding_predicts_nothing():
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=7), st.randoms())
-def test_every_token_of_every_sample_is_predicted_once(samples, random):
+def test_every_token_of_every_sample_is_predicted_once(samples: list[list[int]], random: Any) -> None:
     forest = trees.fold(samples)
     owner, seen = [random.randrange(3) for _ in forest.tokens], []
     for rank in range(3):
@@ -146,7 +151,7 @@ def test_every_token_of_every_sample_is_predicted_once(samples, random):
 
 
 @pytest.mark.slow
-def test_the_example_counts_and_agrees():
+def test_the_example_counts_and_agrees() -> None:
     """Its table is what counting lengths says; it ends with an error where gradients do not agree."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -168,7 +173,7 @@ def test_the_example_counts_and_agrees():
 # ---- mistakes
 
 
-def test_what_does_not_fit_is_named():
+def test_what_does_not_fit_is_named() -> None:
     found = trees.unfold(trees.fold(PICTURE))
     for values in (torch.zeros(2), [torch.zeros(5)] * 2):
         with pytest.raises(ConfigError, match="each of the 3 samples"):
@@ -182,12 +187,12 @@ def test_what_does_not_fit_is_named():
 
 
 @pytest.mark.parametrize(("sample", "token"), [(1, 0), (0, 7)])
-def test_a_batch_of_another_dataset_is_refused(sample, token):
+def test_a_batch_of_another_dataset_is_refused(sample: int, token: int) -> None:
     with pytest.raises(ExecutionError, match=f"row 1 is token {token} of item {sample}"):
         trees.unfold(trees.fold(PICTURE), batch_of([0, sample], [0, token]))
 
 
-def test_rollouts_of_the_tests_fold():
+def test_rollouts_of_the_tests_fold() -> None:
     held = Rollouts()
     forest = trees.fold(held.samples, held.groups)
     assert len(forest) == 2

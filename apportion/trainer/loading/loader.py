@@ -9,7 +9,7 @@ Whoever plans, the loader does the same: a service, a folder of plans made befor
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from functools import cached_property, partial
 from pathlib import Path
@@ -214,7 +214,7 @@ class PlannedLoader:
             raise TypeError(f"{type(self._sampler).__name__} has no length, so its loader has none")
         return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
 
-    def __iter__(self) -> Iterator[PlannedBatch]:
+    def __iter__(self) -> Generator[PlannedBatch, None, None]:
         if self._passes and isinstance(self._sampler, Iterator):
             rule = "is an iterator, and an earlier pass has drawn from it, further than it went"
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")

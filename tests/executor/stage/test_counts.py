@@ -1,11 +1,15 @@
 """What the executor starts is what the simulator prices: kernels and rounds of every rank, for every strategy."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from apportion.backends.torch.recording import RecordingDevice
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES
 from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.request.batch import Batch
@@ -21,7 +25,7 @@ from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 MATRIX = STRATEGIES | WIDE
 
 
-def executed(plan, rank):
+def executed(plan: Plan, rank: int) -> tuple[list[tuple[Any, ...]], int]:
     """(kernels, messages, rounds) of a rank, forward and backward, of a device that records; and the bytes sent."""
     device, header = RecordingDevice(rank, plan.header.ranks), plan.header
     handle, found = PlanHandle(plan.for_rank(rank), device, engine=device.engine), []
@@ -45,7 +49,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cell", sparse(CELLS, 2), ids="-".join)
-def test_launches_messages_and_rounds_are_those_of_the_simulator(cell):
+def test_launches_messages_and_rounds_are_those_of_the_simulator(cell: tuple[str, ...]) -> None:
     name, mask, sent = cell
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])
     recipe = Recipe(name, MATRIX[name])

@@ -1,6 +1,9 @@
 """Rows as long as those of training, in the widths of models, on a GPU; left out without --gpu."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from apportion.trainer.step.plain import plain_attention
-from tests.ranks import cases
+from tests.ranks import cases, jobs
 
 SEQUENCES = {
     "causal": [Sequence(length, masks.causal()) for length in (5000, 1333, 700, 70, 1)],
@@ -28,13 +31,13 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def gpu(pytestconfig):
+def gpu(pytestconfig: pytest.Config) -> None:
     if not pytestconfig.getoption("--gpu"):
         pytest.skip("needs a GPU: make test-gpu")
 
 
 @pytest.mark.parametrize(("recipe", "mask", "widths", "dtype"), CASES)
-def test_long_rows(interpreted, recipe, mask, widths, dtype):
+def test_long_rows(interpreted: Any, recipe: Any, mask: Any, widths: Any, dtype: Any) -> None:
     batch = Batch.from_sequences(SEQUENCES[mask])
     model = replace(cases.model(4, dtype, widths, kv_heads=2), hidden=1024, ffn=1024)
     plan = api.plan(batch, Cluster(1, 4), model, recipe=recipe)
@@ -44,13 +47,13 @@ def test_long_rows(interpreted, recipe, mask, widths, dtype):
     same = run(problem, batch, dtype, torch.float32 if dtype == "fp32" else None)
     for mine, theirs, right in zip(got, same, exact, strict=False):
         size = np.linalg.norm(right)
-        error, plain = (np.linalg.norm(x - right) / size for x in (mine, theirs))
+        error, plain = (float(np.linalg.norm(x - right) / size) for x in (mine, theirs))
         assert error <= 2 * max(plain, 2e-7)
 
 
-def run(problem, batch, dtype, computed):
+def run(problem: Any, batch: Any, dtype: Any, computed: Any) -> Any:
     """out, dq, dk, dv of plain attention on the GPU, of numbers rounded to a dtype, computed in another."""
-    held = cases.jobs.DTYPES[dtype]
+    held = jobs.DTYPES[dtype]
     leaves = [
         torch.from_numpy(x).to("cuda", held).to(computed or held).requires_grad_()
         for x in (problem.q, problem.k, problem.v)

@@ -1,6 +1,10 @@
 """What a kernel is started with, by a Triton driver whose GPU is not there: kernels are really compiled, for sm_90."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,29 +29,29 @@ class NoGpu:
         get_device_properties=lambda device: {"max_shared_mem": 232448},
     )
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.started = []
 
-    def launcher_cls(self, source, metadata):
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., Any]:
         return lambda *given: self.started.append((source.fn, given[:3], given[9:]))
 
-    def get_current_device(self):
+    def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device=0):
+    def get_current_stream(self, device: int = 0) -> int:
         return 0
 
-    def get_current_target(self):
+    def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch: pytest.MonkeyPatch) -> NoGpu:
     monkeypatch.setattr(driver, "_active", NoGpu())
     return driver.active
 
 
-def launches():
+def launches() -> list[tuple[str, int, tuple[Any, ...], dict[Any, Any]]]:
     """(kernel, programs, arguments, constants) of a layer, forward and backward. With `dcp` queries travel, and not all
     home rows are complete when attention has run."""
     plan = api.plan(Batch.from_lengths([700, 300, 24]), Cluster(1, 2), Model(4, 2, 64), "dcp")
@@ -59,7 +63,7 @@ def launches():
     return found
 
 
-def test_kernels_get_what_triton_itself_would_give_them_and_compile_once(gpu):
+def test_kernels_get_what_triton_itself_would_give_them_and_compile_once(gpu: NoGpu) -> None:
     found = [launch for launch in launches() if launch[0] in ("move", "add", "finish", "delta")]
     assert {kernel for kernel, *_ in found} == {"move", "add", "finish", "delta"}
     launcher = DeviceLauncher()

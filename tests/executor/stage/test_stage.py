@@ -7,20 +7,24 @@ every mask. bfloat16 products are wrong in the interpreter, so float16 stands fo
 `make test-gpu` runs the cover on a GPU, all ranks on the same one, also in bfloat16 and in the widths of models.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
 from tests.ranks import cases, jobs
+from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.sparse import sparse
 from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
@@ -46,7 +50,7 @@ class Cell(NamedTuple):
     sent: str
 
 
-def cell(strategy, turn):
+def cell(strategy: int, turn: int) -> Cell:
     """Axes take turns at different speeds. Groups of two ranks need an even number of them."""
     name = tuple(MATRIX)[strategy]
     ranks = RANKS[turn % len(RANKS)]
@@ -62,11 +66,11 @@ COVER = [cell(strategy, 7 * strategy) for strategy in range(len(MATRIX))]
 FULL = [cell(strategy, 13 * strategy + mask) for strategy in range(len(MATRIX)) for mask in range(13)]
 
 
-def as_on_gpus(turn, case):
+def as_on_gpus(turn: Any, case: Any) -> Any:
     return case._replace(dtype="bf16", widths=WIDTHS_OF_MODELS[turn % 4])
 
 
-def pytest_generate_tests(metafunc):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cells = FULL if metafunc.config.getoption("--full") else sparse(COVER, 6)
         if metafunc.config.getoption("--gpu"):
@@ -74,7 +78,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", cells, ids=lambda case: f"{case.name}-{case.mask}-{case.dtype}")
 
 
-def test_the_cover_has_every_value_of_every_axis():
+def test_the_cover_has_every_value_of_every_axis() -> None:
     for axis, values in enumerate((tuple(MATRIX), MASKS, (2, 3, 4, 6), None, ("fp32", "fp16"), WIDTHS)):
         assert values is None or {case[axis] for case in COVER} == set(values)
     assert {case.extra for case in COVER} == {"", "sinks", "softcap"}
@@ -82,7 +86,7 @@ def test_the_cover_has_every_value_of_every_axis():
         assert {case.sent for case in COVER if case.dtype == dtype} == sent
 
 
-def test_every_strategy(interpreted, case):
+def test_every_strategy(interpreted: Pool, case: Cell) -> None:
     batch = cases.batch_of(case.mask)
     model = cases.model(case.heads[0], case.dtype, case.widths, kv_heads=case.heads[1])
     model = replace(model, sent_gradients=case.sent)
@@ -103,8 +107,8 @@ def test_every_strategy(interpreted, case):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("columns", [(0, 1, 2), (2, 0), (1,)])
 def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(
-    interpreted, pytestconfig, dtype, columns
-):
+    interpreted: Pool, pytestconfig: pytest.Config, dtype: str, columns: tuple[int, ...]
+) -> None:
     rows = np.random.default_rng(0).standard_normal((37, 3, 20)).astype(np.float32)
     ((message, found),) = interpreted.run(jobs.there_and_back, 1, dtype, columns, each=[rows])
     held = rows[:, list(columns)]
@@ -126,7 +130,7 @@ BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))
 @pytest.mark.parametrize(
     "path", [path for path in BY_HAND if path.stem != "heads"], ids=lambda path: path.stem
 )
-def test_plans_written_by_hand(interpreted, path, extra):
+def test_plans_written_by_hand(interpreted: Pool, path: Path, extra: str) -> None:
     plan = parse(path.read_text().replace('"dtype": "fp64"', '"dtype": "fp16"'))
     problem = cases.problem_of(plan, 2, sinks=extra == "sinks")
     for kind in plan.header.kinds:
@@ -134,7 +138,7 @@ def test_plans_written_by_hand(interpreted, path, extra):
         cases.assert_good(got, problem, cases.allowed(plan.request.batch, kind), "fp16")
 
 
-def unwritten(recipe, *lengths, ranks=2):
+def unwritten(recipe: str, *lengths: int, ranks: int = 2) -> Plan:
     model = cases.model(2, "fp16", (16, 16), kv_heads=2)
     return api.plan(Batch.from_lengths(lengths), cluster(ranks), model, recipe=recipe)
 
@@ -151,7 +155,7 @@ UNWRITTEN = {
 
 @pytest.mark.parametrize("check", sparse([False, True], 2))
 @pytest.mark.parametrize("name", UNWRITTEN)
-def test_nothing_is_read_that_was_not_written(interpreted, name, check):
+def test_nothing_is_read_that_was_not_written(interpreted: Pool, name: str, check: bool) -> None:
     """Rows that a task completes never are in accumulators; nor do those who look behind kernels read them there."""
     if (made := UNWRITTEN[name]) is None:
         path = next(path for path in BY_HAND if path.stem == name)
@@ -164,19 +168,19 @@ def test_nothing_is_read_that_was_not_written(interpreted, name, check):
     cases.assert_good(cases.gathered(plan, results), problem, cases.allowed(plan.request.batch), "fp16")
 
 
-def small_plan(dtype="fp32"):
+def small_plan(dtype: str = "fp32") -> Plan:
     batch = Batch.from_lengths([50, 9, 1])
     return cases.make_plan(batch, Cluster(1, 2), cases.model(2, dtype, (16, 16)), cases.recipe())
 
 
-def test_the_same_plan_gives_the_same_bits(interpreted):
+def test_the_same_plan_gives_the_same_bits(interpreted: Pool) -> None:
     plan = small_plan()
     for first, second in interpreted.run(jobs.twice, 2, each=cases.shards(plan, cases.problem_of(plan))):
         assert first == second
 
 
 @pytest.mark.parametrize("extra", ["", "sinks"])
-def test_the_gradient_of_lse(interpreted, extra):
+def test_the_gradient_of_lse(interpreted: Pool, extra: str) -> None:
     """It goes through delta; rows without keys have none."""
     batch = cases.batch_of("bands")
     plan = cases.make_plan(batch, Cluster(1, 2), cases.model(2, "fp32", (16, 16)), cases.recipe())
@@ -191,7 +195,7 @@ def test_the_gradient_of_lse(interpreted, extra):
     np.testing.assert_allclose(lse, exact, rtol=1e-6, atol=1e-6)
 
 
-def test_a_kernel_that_gives_nan_is_caught(interpreted):
+def test_a_kernel_that_gives_nan_is_caught(interpreted: Pool) -> None:
     plan = small_plan()
     shards = cases.shards(plan, cases.problem_of(plan))
     shards[1].v[0] = np.nan

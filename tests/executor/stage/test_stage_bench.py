@@ -1,11 +1,14 @@
 """The benchmark of attention with real stage kernels, in Triton's interpreter."""
 
+from __future__ import annotations
+
 from apportion.bench import Job, Source, cluster_of, planned
 from apportion.ir.request.model import Model
 from tests.ranks import jobs_bench
+from tests.ranks.rank_pool import Pool
 
 
-def test_ranks_run_stage_kernels(interpreted):
+def test_ranks_run_stage_kernels(interpreted: Pool) -> None:
     batch, _ = Source().batch(2 * 16, 0)
     plan = planned(Job(batch, cluster_of(2), Model(2, 1, 16, dtype="fp16"), "allgather"))
     for rows in interpreted.run(jobs_bench.rows, 2, plan, ("stage",), False):

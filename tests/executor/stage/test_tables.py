@@ -1,29 +1,37 @@
 """What the kernels are told to do: tiles have one owner, entries hold every pair once, panels move every byte."""
 
+from __future__ import annotations
+
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from apportion.backends.torch.stage.rowlists import COPY, Place, move, panels
-from apportion.backends.torch.stage.tiles import cut_tiles, waves
-from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, work_list
+from apportion.backends.torch.stage.rowlists import COPY, Panel, Place, move, panels
+from apportion.backends.torch.stage.tiles import Tiles, cut_tiles, waves
+from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import PHASES, Op
 from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
 from apportion.ir.plan.row_statistics import find_statistics
+from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
 from tests.ranks import cases
 from tests.support.strategies import STRATEGIES, cluster, has_own_cap
 
 
-def tiles_of(ranges, first, height=4, key=None):
+def tiles_of(
+    ranges: list[tuple[int, int]], first: list[bool], height: int = 4, key: list[int] | None = None
+) -> Tiles:
     start, stop = np.array(ranges).T
     key = np.zeros(len(ranges), np.int64) if key is None else np.array(key)
     return cut_tiles(key, start, stop, np.array(first), height)
 
 
-def test_tiles_are_cut_where_fresh_rows_begin_and_hold_their_tasks_in_order():
+def test_tiles_are_cut_where_fresh_rows_begin_and_hold_their_tasks_in_order() -> None:
     cut = tiles_of([(0, 8), (6, 12)], [False, True])
     assert list(zip(cut.row0.tolist(), cut.row1.tolist(), cut.fresh.tolist(), strict=True)) == [
         (0, 4, False), (4, 6, False), (6, 10, True), (10, 12, True),
@@ -32,14 +40,14 @@ def test_tiles_are_cut_where_fresh_rows_begin_and_hold_their_tasks_in_order():
     assert tasks == [[0], [0], [0, 1], [1]]
 
 
-def test_rows_that_no_task_writes_have_no_tile():
+def test_rows_that_no_task_writes_have_no_tile() -> None:
     cut = tiles_of([(0, 3), (5, 6), (5, 6)], [True, True, False], key=[0, 0, 1])
     assert list(zip(cut.key.tolist(), cut.row0.tolist(), cut.row1.tolist(), strict=True)) == [
         (0, 0, 3), (0, 5, 6), (1, 5, 6),
     ]  # fmt: skip
 
 
-def test_random_tiles_have_every_written_row_once_and_all_its_tasks():
+def test_random_tiles_have_every_written_row_once_and_all_its_tasks() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         start = rng.integers(0, 40, 12)
@@ -59,7 +67,7 @@ def test_random_tiles_have_every_written_row_once_and_all_its_tasks():
         assert len(rows) == len(set(rows))
 
 
-def test_what_two_owners_write_is_launched_in_program_order():
+def test_what_two_owners_write_is_launched_in_program_order() -> None:
     one = np.zeros(4, np.int64)
     start, stop = np.array([0, 4, 2, 0]), np.array([4, 8, 6, 2])
     assert waves(one, one, start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 1, 1]
@@ -68,7 +76,7 @@ def test_what_two_owners_write_is_launched_in_program_order():
     assert waves(np.array([0, 0, 1, 1]), one, start, stop, np.array([0, 0, 1, 0])).tolist() == [0, 0, 0, 0]
 
 
-def planned(name, mask, ranks=4, heads=(2, 2)):
+def planned(name: str, mask: str, ranks: int = 4, heads: tuple[int, int] = (2, 2)) -> Plan:
     batch = cases.batch_of(mask)
     recipe = Recipe(name, STRATEGIES[name])
     cap = None if has_own_cap(recipe) else batch.tokens
@@ -76,7 +84,7 @@ def planned(name, mask, ranks=4, heads=(2, 2)):
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 
-def pairs_of_tasks(programs, columns, kernel):
+def pairs_of_tasks(programs: ProgramSet, columns: Columns, kernel: str) -> list[tuple[int, ...]]:
     """(instruction, owner's array and row and column, walked array and row) of every pair of the program's tasks."""
     roles = ROLES[kernel]
     table, of = programs[roles.table], columns
@@ -99,12 +107,12 @@ def pairs_of_tasks(programs, columns, kernel):
     return sorted(found)
 
 
-def _consumed(programs, kernel):
+def _consumed(programs: ProgramSet, kernel: str) -> NDArray[Any]:
     op = Op.ATTEND if kernel == "attend" else Op.ATTEND_GRAD
     return np.where(programs["instructions"]["op"] == op, programs["instructions"]["count"], 0)
 
 
-def pairs_of_list(made):
+def pairs_of_list(made: WorkList) -> list[tuple[int, ...]]:
     """The same of a work list: every pair of every entry; its mask-free middle must need no mask."""
     found = []
     for instruction, launches in made.launches.items():
@@ -128,13 +136,13 @@ def anywhere(found: Complete) -> Targets:
     return Targets.of([(row0, row1, 1, 0, 1, 0, 0) for rows in both for _, row0, row1 in rows])
 
 
-def stated(programs, kernel):
+def stated(programs: ProgramSet, kernel: str) -> RowRanges:
     return find_statistics(programs).tasks if kernel == "dq" else RowRanges.none()
 
 
 @pytest.mark.parametrize("name", ["fcp", "distca", "dcp_heads", "ring", "inner"])
 @pytest.mark.parametrize("mask", ["tree", "window", "bands"])
-def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
+def test_work_lists_hold_every_pair_of_an_instruction_once(name: str, mask: str) -> None:
     plan = planned(name, mask)
     for phase in PHASES:
         for rank in range(4):
@@ -148,7 +156,7 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name, mask):
                 assert pairs_of_list(made) == pairs_of_tasks(programs, columns, kernel)
 
 
-def test_every_instruction_is_one_launch_and_long_tiles_come_first():
+def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
     for name in STRATEGIES:
         plan = planned(name, "causal", heads=(2, 4) if "upipe" in name else (2, 2))
         for phase in PHASES:
@@ -166,7 +174,7 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first():
                 assert work == sorted(work, reverse=True)
 
 
-def moved_bytes(found, source, target):
+def moved_bytes(found: list[Panel], source: NDArray[Any], target: NDArray[Any]) -> None:
     """Panels carried out on two byte arrays."""
     for panel in found:
         for row in range(panel.rows):
@@ -175,7 +183,7 @@ def moved_bytes(found, source, target):
 
 
 @pytest.mark.parametrize("columns", [(0, 1, 2), (1,), (2, 0)])
-def test_panels_move_the_bytes_of_their_columns(columns):
+def test_panels_move_the_bytes_of_their_columns(columns: tuple[int, ...]) -> None:
     source = np.arange(4 * 3 * 8, dtype=np.uint8)
     target = np.zeros(4 * len(columns) * 12, np.uint8)
     a = Place(None, 0, columns, 3, 8, 2)
@@ -193,7 +201,7 @@ def test_panels_move_the_bytes_of_their_columns(columns):
     assert len(covered) == len(set(covered)) == made.panels[:, 6].sum()
 
 
-def test_rows_that_lie_densely_on_both_sides_are_one_panel():
+def test_rows_that_lie_densely_on_both_sides_are_one_panel() -> None:
     a, b = Place(None, 0, (0, 1), 2, 8, 2), Place(None, 64, (0, 1), 2, 8, 2)
     (panel,) = panels(a, b, 5, 8)
     assert (panel.rows, panel.width) == (5, 16)

@@ -149,7 +149,7 @@ def test_sharded_gradients_are_scattered_for_each_microbatch_and_new_weights_gat
 ) -> None:
     """ZeRO-2 keeps no whole gradients, so that it cannot add up microbatches before it scatters them; of the
     vocabulary's matrices nothing hides."""
-    training = Training(vocab=1000, sharding=sharding, recompute="none")  # type: ignore[arg-type]
+    training = Training(vocab=1000, sharding=sharding, recompute="none")
     one_step, two = (
         one(form(microbatches=count), training, batch=Batch.from_lengths([1024] * 16 * count)).rows[0].parts()
         for count in (1, 2)
@@ -386,8 +386,7 @@ def test_selective_recomputation_keeps_what_attention_gives() -> None:
     assert kept_bytes(layers, "full") == 512 * 2
     assert kept_bytes(layers, "selective") == 512 * 2 + 8 * (64 * 2 + 4)
     full, selective, none = (
-        parts_of(form(), Training(vocab=1000, recompute=kind))
-        for kind in ("full", "selective", "none")  # type: ignore[arg-type]
+        parts_of(form(), Training(vocab=1000, recompute=kind)) for kind in ("full", "selective", "none")
     )
     assert none["recomputation"] == 0
     assert selective["recomputation"] == pytest.approx((none["linear"] + none["rows"]) / 3)

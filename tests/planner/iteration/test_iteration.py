@@ -128,7 +128,7 @@ def test_a_name_serves_as_recipe_and_a_policy_brings_its_own() -> None:
     with pytest.raises(ap.ConfigError, match="microbatch"):
         iterate({"wlb": {"microbatch": 3}})
     with pytest.raises(ap.ConfigError, match="batch"):
-        plan_iteration([80, 20], CLUSTER, MODEL)  # type: ignore[arg-type]
+        plan_iteration([80, 20], CLUSTER, MODEL)
 
 
 def test_strategies_without_a_cap_of_their_own_make_an_iteration() -> None:

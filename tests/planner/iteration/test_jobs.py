@@ -38,7 +38,7 @@ def batches(packs: bool = False) -> tuple[Batch, ...]:
 
 def job(recipe: Recipe | str, ranks: int = 4, **more: object) -> Job:
     policy = Policy(find_recipe(recipe))
-    return Job(cluster(ranks), MODEL, policy, 64, 2, **more)  # type: ignore[arg-type]
+    return Job(cluster(ranks), MODEL, policy, 64, 2, **more)
 
 
 def assert_lowers_alike(job: Job, batches: tuple[Batch, ...]) -> None:

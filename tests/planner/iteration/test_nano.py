@@ -1,10 +1,14 @@
 """A microbatch in two nano-batches: whole sequences, even in tokens and in work."""
 
+from __future__ import annotations
+
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.masks import specs as masks
@@ -13,18 +17,18 @@ from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.nano import nano_batches
 
 
-def difference(sizes, side):
+def difference(sizes: list[NDArray[Any]], side: NDArray[Any]) -> float:
     """The larger of the differences between halves, as a part of the whole."""
     return max(abs(np.dot(size, side)) / size.sum() for size in sizes)
 
 
-def best_of_all(sizes):
+def best_of_all(sizes: list[NDArray[Any]]) -> float:
     sides = product((1, -1), repeat=len(sizes[0]) - 1)
     return min(difference(sizes, np.array((1, *side))) for side in sides)
 
 
 @given(st.lists(st.integers(1, 4000), min_size=2, max_size=40))
-def test_halves_are_a_partition_in_order(lengths):
+def test_halves_are_a_partition_in_order(lengths: list[int]) -> None:
     halves = nano_batches(Batch.from_lengths(lengths))
     ping, pong = halves.indexes
     assert sorted([*ping, *pong]) == list(range(len(lengths)))
@@ -39,7 +43,7 @@ def test_halves_are_a_partition_in_order(lengths):
 
 
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=10))
-def test_near_the_best_of_all_partitions(lengths):
+def test_near_the_best_of_all_partitions(lengths: list[int]) -> None:
     """The best partition of few sequences, or a tenth of the whole from it."""
     length = np.array(lengths)
     sizes = [length, length * (length + 1) // 2]
@@ -48,14 +52,14 @@ def test_near_the_best_of_all_partitions(lengths):
     assert found <= best_of_all(sizes) + 0.1
 
 
-def test_many_sequences_are_even_in_both():
+def test_many_sequences_are_even_in_both() -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(2048), 1.0, 500).astype(int) + 1
     halves = nano_batches(Batch.from_lengths(lengths))
     assert abs(halves.token_share - 0.5) < 1e-3
     assert abs(halves.work_share - 0.5) < 1e-3
 
 
-def test_by_tokens_as_in_the_paper():
+def test_by_tokens_as_in_the_paper() -> None:
     """Three long sequences: equal work is impossible, equal tokens are not."""
     batch = Batch.from_lengths([1000] * 3 + [10] * 400)
     assert nano_batches(batch, by="tokens").token_share == pytest.approx(0.5, abs=2e-3)
@@ -63,7 +67,7 @@ def test_by_tokens_as_in_the_paper():
     assert abs(both.work_share - 0.5) < abs(nano_batches(batch, by="tokens").work_share - 0.5)
 
 
-def test_sequences_keep_what_they_carry():
+def test_sequences_keep_what_they_carry() -> None:
     rows = [
         Sequence(9, masks.full(), home_ranks=(1,)),
         Sequence(7, masks.causal(), positions=range(7, 14)),
@@ -78,7 +82,7 @@ def test_sequences_keep_what_they_carry():
             assert half.home_ranks.get(place) == alone.home_ranks.get(0)
 
 
-def test_layers_weigh_the_kinds():
+def test_layers_weigh_the_kinds() -> None:
     """Two sequences dense in one kind, two in the other: which pairs matter decides who is apart."""
     kinds = [
         {"a": masks.full(), "b": masks.sliding_window(1)},
@@ -92,17 +96,17 @@ def test_layers_weigh_the_kinds():
     assert apart == {"a": {0, 1}, "b": {0, 1}}
 
 
-def test_equal_batches_give_equal_halves():
+def test_equal_batches_give_equal_halves() -> None:
     lengths = [30, 30, 20, 20, 10, 10, 1]
     first, second = (nano_batches(Batch.from_lengths(lengths)) for _ in range(2))
     assert [i.tolist() for i in first.indexes] == [i.tolist() for i in second.indexes]
 
 
-def test_one_sequence_has_no_halves():
+def test_one_sequence_has_no_halves() -> None:
     with pytest.raises(ConfigError, match=r"a sequence stays whole.*pack more sequences"):
         nano_batches(Batch.from_lengths([4096]))
 
 
-def test_unknown_criterion():
+def test_unknown_criterion() -> None:
     with pytest.raises(UnknownNameError, match="tokens"):
         nano_batches(Batch.from_lengths([2, 1]), by="flops")

@@ -1,23 +1,33 @@
 """Pipeline ticks: tables under a memory cap, batches of ticks, and a pipeline run by them."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.backends import reference
 from apportion.backends.reference import Saved
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Tensor
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import DEFAULT_KIND, Sequence
 from apportion.planner.iteration.ticks import (
     BACKWARD,
     FORWARD,
     IDLE,
+    Part,
+    TickBatch,
+    TickTable,
     plan_tick,
     stage_ranks,
     tick_batch,
@@ -46,7 +56,7 @@ def ticks_of_1f1b(stages: int, microbatches: int, virtual: int = 1) -> int:
     return 2 * (microbatches * virtual + stages - 1)
 
 
-def finished(table):
+def finished(table: TickTable) -> dict[tuple[int, int, int], int]:
     """{(phase, microbatch, virtual stage): its tick}, each there once."""
     found = {}
     for tick in range(table.ticks):
@@ -66,7 +76,9 @@ def finished(table):
     virtual=st.integers(1, 3),
     cap=st.one_of(st.none(), st.integers(3, 16)),
 )
-def test_everything_runs_once_in_order_and_under_the_cap(stages, microbatches, virtual, cap):
+def test_everything_runs_once_in_order_and_under_the_cap(
+    stages: int, microbatches: int, virtual: int, cap: int | None
+) -> None:
     table = tick_table(stages, microbatches, virtual, cap)
     at, last = finished(table), stages * virtual - 1
     assert len(at) == 2 * microbatches * (last + 1)
@@ -82,7 +94,9 @@ def test_everything_runs_once_in_order_and_under_the_cap(stages, microbatches, v
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 17])
-def test_as_few_ticks_as_1f1b_need_up_to_two_stages_less_one_in_flight(stages, microbatches):
+def test_as_few_ticks_as_1f1b_need_up_to_two_stages_less_one_in_flight(
+    stages: int, microbatches: int
+) -> None:
     cap = min(microbatches, 2 * stages - 1)
     table = tick_table(stages, microbatches, cap=cap)
     assert table.ticks == ticks_of_1f1b(stages, microbatches)
@@ -94,14 +108,14 @@ def test_as_few_ticks_as_1f1b_need_up_to_two_stages_less_one_in_flight(stages, m
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)])
-def test_interleaved_tables_match_interleaved_1f1b(stages, microbatches, virtual):
+def test_interleaved_tables_match_interleaved_1f1b(stages: int, microbatches: int, virtual: int) -> None:
     table = tick_table(stages, microbatches, virtual)
     assert table.ticks == ticks_of_1f1b(stages, microbatches, virtual)
     assert table.peak.max() <= 2 * stages * virtual - 1
     assert tick_table(stages, microbatches, virtual, cap=virtual).ticks > table.ticks
 
 
-def fewest_ticks(stages, microbatches, cap):
+def fewest_ticks(stages: int, microbatches: int, cap: int) -> int:
     """By breadth-first search over all same-phase schedules."""
     none, full = (0,) * stages, (microbatches,) * stages
     seen, level, ticks = {(none, none)}, {(none, none)}, 0
@@ -112,7 +126,9 @@ def fewest_ticks(stages, microbatches, cap):
     return ticks
 
 
-def following(f, b, microbatches, cap):
+def following(
+    f: Any, b: Any, microbatches: int, cap: Any
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     stages = range(len(f))
     able = [s for s in stages if f[s] < microbatches and (s == 0 or f[s] < f[s - 1]) and f[s] - b[s] < cap]
     back = [s for s in stages if b[s] < f[s] and (s == len(f) - 1 or b[s] < b[s + 1])]
@@ -125,11 +141,13 @@ def following(f, b, microbatches, cap):
 
 @pytest.mark.parametrize("cap", [1, 2, 3, 4])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (2, 5), (3, 4)])
-def test_with_little_room_tables_are_within_a_tick_of_the_best(stages, microbatches, cap):
+def test_with_little_room_tables_are_within_a_tick_of_the_best(
+    stages: int, microbatches: int, cap: int
+) -> None:
     assert tick_table(stages, microbatches, cap=cap).ticks <= fewest_ticks(stages, microbatches, cap) + 1
 
 
-def test_a_table_as_text():
+def test_a_table_as_text() -> None:
     assert str(tick_table(2, 3)).splitlines() == [
         "stage 0  F0 F1 .  F2 B0 .  B1 B2",
         "stage 1  .  F0 B0 F1 B1 F2 B2 .",
@@ -137,13 +155,13 @@ def test_a_table_as_text():
     assert str(tick_table(1, 1, virtual=2)) == "stage 0  F0a F0b B0b B0a"
 
 
-def test_idle_places_are_those_of_the_pipeline_bubble():
+def test_idle_places_are_those_of_the_pipeline_bubble() -> None:
     table = tick_table(4, 8)
     assert table.idle == pytest.approx(1 - 2 * 8 / table.ticks)
     assert tick_table(1, 8).idle == 0
 
 
-def test_a_cap_below_the_chunks_of_one_microbatch_is_refused():
+def test_a_cap_below_the_chunks_of_one_microbatch_is_refused() -> None:
     with pytest.raises(CapacityError, match="raise it to 3"):
         tick_table(2, 4, virtual=3, cap=2)
 
@@ -153,11 +171,11 @@ def test_a_cap_below_the_chunks_of_one_microbatch_is_refused():
 LENGTHS = [[30, 9, 17], [5, 50], [24, 24, 8]]
 
 
-def microbatches():
+def microbatches() -> list[Batch]:
     return [Batch.from_lengths(lengths, KINDS) for lengths in LENGTHS]
 
 
-def test_a_tick_is_one_batch_homed_on_its_stages():
+def test_a_tick_is_one_batch_homed_on_its_stages() -> None:
     table = tick_table(2, 3)
     tick = next(t for t in range(table.ticks) if (table.microbatch[t] != IDLE).all())
     made = tick_batch(table, tick, microbatches(), 2, ["full", "near"])
@@ -176,7 +194,7 @@ def test_a_tick_is_one_batch_homed_on_its_stages():
     ]
 
 
-def test_what_sequences_carry_goes_along():
+def test_what_sequences_carry_goes_along() -> None:
     table = tick_table(1, 1)
     held = Batch.from_sequences(
         [
@@ -199,25 +217,25 @@ def test_what_sequences_carry_goes_along():
         (None, 2, "3 micro"),
     ],
 )
-def test_what_does_not_fit_the_table_is_refused(kinds, count, message):
+def test_what_does_not_fit_the_table_is_refused(kinds: list[str] | None, count: int, message: str) -> None:
     table = tick_table(2, 3)
     with pytest.raises(ConfigError, match=message):
         tick_batch(table, 1 if count == 2 else 3, microbatches()[:count], 2, kinds)
 
 
-def test_stages_share_the_ranks_evenly():
+def test_stages_share_the_ranks_evenly() -> None:
     with pytest.raises(ConfigError, match="multiple of the 2 stages"):
         plan_tick(tick_table(2, 3), 0, microbatches(), ap.Cluster(1, 3), MODEL, ["full", "near"])
 
 
-def layout_of(plan, made, part, replicas):
+def layout_of(plan: Plan, made: TickBatch, part: Part, replicas: int) -> list[list[int]]:
     """The microbatch's tokens on each of its stage's ranks, in order of rows."""
     held = [plan.layout("attention").tokens(rank) for rank in stage_ranks(part.stage, replicas)]
     return [(tokens - part.start).tolist() for tokens in held]
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_a_microbatch_has_one_layout_in_all_ticks_and_stages(virtual):
+def test_a_microbatch_has_one_layout_in_all_ticks_and_stages(virtual: int) -> None:
     table, seen = tick_table(2, 3, virtual), {}
     for tick in range(table.ticks):
         plan, made = plan_tick(
@@ -234,7 +252,7 @@ def test_a_microbatch_has_one_layout_in_all_ticks_and_stages(virtual):
     assert all(layout == layouts[0] for layouts in seen.values() for layout in layouts)
 
 
-def test_idle_ranks_serve_and_time_falls():
+def test_idle_ranks_serve_and_time_falls() -> None:
     model = ap.Model(layers=4)
     held = [Batch.from_lengths([16_384, 2048, 6000, 8336]) for _ in range(4)]
     table, cluster = tick_table(4, 4), ap.Cluster(1, 8)
@@ -260,7 +278,7 @@ class Pipeline:
     """Stages of one attention layer with its residual, o + x, run tick by tick on the reference backend. Hidden states
     are [tokens, heads, width]; q = x, k = 0.7 x, v = 0.5 x of head 0."""
 
-    def __init__(self, table, batches, cluster, kinds):
+    def __init__(self, table: TickTable, batches: list[Batch], cluster: Cluster, kinds: list[str]) -> None:
         self.table, self.batches, self.cluster, self.kinds = table, batches, cluster, kinds
         rng = np.random.default_rng(0)
         self.given = [rng.standard_normal((batch.tokens, 2, 4)) for batch in batches]
@@ -268,13 +286,13 @@ class Pipeline:
         self.x = {(index, 0): x for index, x in enumerate(self.given)}
         self.dx, self.left = {}, {}
 
-    def run(self):
+    def run(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         for tick in range(self.table.ticks):
             plan, made = plan_tick(self.table, tick, self.batches, self.cluster, MODEL, self.kinds)
             (self.forward if made.phase == "forward" else self.backward)(plan, made)
         return [(self.x[i, len(self.kinds)], self.dx[i, 0]) for i in range(len(self.batches))]
 
-    def forward(self, plan, made):
+    def forward(self, plan: Plan, made: TickBatch) -> None:
         q, k, v = (
             np.concatenate(c) for c in zip(*(qkv(self.x[self.key(p)]) for p in made.parts), strict=True)
         )
@@ -286,7 +304,7 @@ class Pipeline:
             self.left[index, layer] = [saved.homes[rank] for rank in self.ranks(part)]
             self.layer = saved.layer
 
-    def backward(self, plan, made):
+    def backward(self, plan: Plan, made: TickBatch) -> None:
         """On what forward ticks left, under other plans."""
         nothing = empty_home()
         homes = [nothing] * self.cluster.ranks
@@ -299,28 +317,28 @@ class Pipeline:
             rows = slice(part.start, part.start + part.tokens)
             self.dx[self.key(part)] = self.incoming(part) + pulled(dq[rows], dk[rows], dv[rows])
 
-    def incoming(self, part):
+    def incoming(self, part: Part) -> NDArray[Any]:
         index, layer = self.key(part)
         return self.asked[index] if layer + 1 == len(self.kinds) else self.dx[index, layer + 1]
 
-    def key(self, part):
+    def key(self, part: Part) -> tuple[int, int]:
         return part.microbatch, part.chunk * self.table.stages + part.stage
 
-    def ranks(self, part):
+    def ranks(self, part: Part) -> tuple[int, ...]:
         return stage_ranks(part.stage, self.cluster.ranks // self.table.stages)
 
 
-def qkv(x):
+def qkv(x: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     return x, 0.7 * x[:, :1], 0.5 * x[:, :1]
 
 
-def pulled(dq, dk, dv):
+def pulled(dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any]) -> NDArray[Any]:
     dx = dq.copy()
     dx[:, :1] += 0.7 * dk + 0.5 * dv
     return dx
 
 
-def empty_home():
+def empty_home() -> dict[Tensor, tuple[NDArray[Any], ...]]:
     heads = {Tensor.Q: (2, 4), Tensor.KV: (1, 4)}
     return {
         Tensor.Q: (np.zeros((0, *heads[Tensor.Q])),),
@@ -329,7 +347,9 @@ def empty_home():
     }
 
 
-def oracle_pipeline(batch, kinds, x, dy):
+def oracle_pipeline(
+    batch: Batch, kinds: list[str], x: NDArray[Any], dy: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """(output, input gradient) of the same layers in one place."""
     answers = []
     for kind in kinds:
@@ -352,7 +372,9 @@ def oracle_pipeline(batch, kinds, x, dy):
         (2, 2, 2, 3, ["full", "near", "full", "near"]),
     ],
 )
-def test_a_pipeline_of_ticks_equals_its_layers(stages, virtual, replicas, cap, kinds):
+def test_a_pipeline_of_ticks_equals_its_layers(
+    stages: int, virtual: int, replicas: int, cap: int | None, kinds: list[str]
+) -> None:
     table, batches = tick_table(stages, 3, virtual, cap), microbatches()
     got = Pipeline(table, batches, ap.Cluster(1, stages * replicas), kinds)
     results = got.run()
@@ -363,7 +385,7 @@ def test_a_pipeline_of_ticks_equals_its_layers(stages, virtual, replicas, cap, k
         np.testing.assert_allclose(dx, want_dx, atol=1e-10)
 
 
-def test_the_work_of_a_tick_is_balanced_over_all_ranks():
+def test_the_work_of_a_tick_is_balanced_over_all_ranks() -> None:
     table = tick_table(2, 3)
     held = [Batch.from_lengths([2000, 500, 100], KINDS) for _ in range(3)]
     plan, made = plan_tick(table, 0, held, ap.Cluster(1, 8), MODEL, ["full", "near"])

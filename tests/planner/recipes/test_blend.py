@@ -1,11 +1,17 @@
 """Blend: exact tokens, even work, few bytes, on any lengths, masks, speeds and attention kinds."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
@@ -37,33 +43,42 @@ MASKS = {
 GEMMA = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(1024)}
 
 
-def recipe(**steps):
+def recipe(**steps: dict[str, dict[str, float]]) -> dict[str, dict[str, dict[Any, Any]] | str]:
     return {"name": "blend", "steps": {
         "shard": {"sequences": {}}, "place": {"blend": {}}, "schedule": {"matchings": {}}, **steps,
     }}  # fmt: skip
 
 
-def problem(lengths, ranks, mask=None, *, token_cap=None, speeds=None, home_ranks=None, model=MODEL):
+def problem(
+    lengths: NDArray[Any] | list[int],
+    ranks: int,
+    mask: Any = None,
+    *,
+    token_cap: int | None = None,
+    speeds: tuple[float, ...] | None = None,
+    home_ranks: list[list[int] | None] | None = None,
+    model: Model = MODEL,
+) -> Problem:
     batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
     cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
     return Problem(batch, cluster, model, ap.Policy(RECIPE, token_cap=token_cap))
 
 
-def place(made, **fields):
+def place(made: Problem, **fields: float) -> Placement | None:
     return Blend(**fields)(made, Sequences()(made))
 
 
-def tokens(placement, ranks):
+def tokens(placement: Placement, ranks: int) -> NDArray[Any]:
     return placement.rank_sums(placement.lengths, ranks)
 
 
-def time(made, placement):
+def time(made: Problem, placement: Placement) -> tuple[NDArray[Any], float]:
     """Pairs of each rank over its speed, and their mean by speed."""
     load = placement.rank_sums(placement.weight, made.ranks)
     return load / made.speeds, load.sum() / made.speeds.sum()
 
 
-def heaviest_row(made):
+def heaviest_row(made: Problem) -> int:
     rows = np.arange(made.batch.tokens + 1)
     return max(int(row_areas(bands, rows).max()) for bands in made.bands.values())
 
@@ -80,7 +95,9 @@ def heaviest_row(made):
     head=st.sampled_from([0, 0.3, 0.5, 1]),
     grain=st.sampled_from([0, 1, 50]),
 )
-def test_tokens_are_exact_and_work_is_even_to_a_row(lengths, mask, ranks, slow, head, grain):
+def test_tokens_are_exact_and_work_is_even_to_a_row(
+    lengths: list[int], mask: str, ranks: int, slow: list[float] | None, head: float, grain: int
+) -> None:
     speeds = None if slow is None else tuple(slow[:ranks])
     made = problem(lengths, ranks, MASKS[mask], speeds=speeds)
     placement = place(made, head=head, grain=grain)
@@ -100,20 +117,20 @@ def test_tokens_are_exact_and_work_is_even_to_a_row(lengths, mask, ranks, slow, 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), ranks=st.integers(1, 13))
-def test_tokens_differ_by_at_most_one(lengths, ranks):
+def test_tokens_differ_by_at_most_one(lengths: list[int], ranks: int) -> None:
     held = tokens(place(problem(lengths, ranks)), ranks)
     assert held.max() - held.min() <= 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60), ranks=st.integers(1, 9))
-def test_few_cuts(lengths, ranks):
+def test_few_cuts(lengths: list[int], ranks: int) -> None:
     """A rank begins and ends few documents that others share."""
     blocks = len(place(problem(lengths, ranks)).home)
     assert blocks <= len(lengths) + 6 * ranks
 
 
-def test_one_rank_has_all_and_short_documents_stay_whole():
+def test_one_rank_has_all_and_short_documents_stay_whole() -> None:
     made = problem([5, 7, 1], 1)
     assert place(made).starts.tolist() == [0, 5, 12, 13]
     made = problem([16] * 8, 4)
@@ -125,7 +142,7 @@ def test_one_rank_has_all_and_short_documents_stay_whole():
     [[1] * 20_000, [20_000], [10_000, 10_000], [10_000] + [1] * 10_000, [1000] * 20, [1500] * 13],
     ids=["ones", "one", "two", "one and ones", "equal", "one and a half ranks each"],
 )
-def test_extremes(lengths):
+def test_extremes(lengths: list[int]) -> None:
     made = problem(lengths, 16)
     placement = place(made)
     busy, mean = time(made, placement)
@@ -134,7 +151,7 @@ def test_extremes(lengths):
     assert len(placement.home) <= len(lengths) + 6 * 16
 
 
-def test_a_dense_document_goes_with_sparse_ones():
+def test_a_dense_document_goes_with_sparse_ones() -> None:
     """Six ranks for the long document, and each of them fills up with short ones."""
     made = problem([600] + [4] * 750, 6)
     placement = place(made, head=0)
@@ -147,7 +164,7 @@ def test_a_dense_document_goes_with_sparse_ones():
 
 
 @pytest.mark.parametrize("head", [0, 0.5])
-def test_heads_spread_over_ranks_send_less(head):
+def test_heads_spread_over_ranks_send_less(head: float) -> None:
     """Keys that each rank sends for one long document: with tails only, whoever has its head sends most."""
     ranks = 32
     made = problem([32_768, *[64] * 2048], ranks)
@@ -162,7 +179,7 @@ def test_heads_spread_over_ranks_send_less(head):
 # ------------------------------------------------------------------------------------------------ caps and speeds
 
 
-def test_shares_of_tokens_follow_speeds_up_to_the_cap():
+def test_shares_of_tokens_follow_speeds_up_to_the_cap() -> None:
     assert token_shares(10, np.ones(4)).tolist() == [3, 2, 3, 2]
     assert token_shares(70, np.array([1.0, 1.0, 0.5, 1.0])).tolist() == [20, 20, 10, 20]
     assert token_shares(70, np.array([1.0, 1.0, 0.5, 1.0]), 18).tolist() == [18, 18, 16, 18]
@@ -175,7 +192,7 @@ def test_shares_of_tokens_follow_speeds_up_to_the_cap():
     speeds=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=12),
     spare=st.integers(0, 50),
 )
-def test_shares_never_pass_the_cap(total, speeds, spare):
+def test_shares_never_pass_the_cap(total: int, speeds: list[float], spare: int) -> None:
     cap = -(-total // len(speeds)) + spare
     shares = token_shares(total, np.array(speeds), cap)
     assert shares.sum() == total
@@ -183,7 +200,7 @@ def test_shares_never_pass_the_cap(total, speeds, spare):
     assert shares.max() <= cap
 
 
-def test_a_slow_rank_gets_less_work_and_fewer_tokens():
+def test_a_slow_rank_gets_less_work_and_fewer_tokens() -> None:
     speeds = (1.0, 1.0, 1.0, 0.5)
     made = problem(lognormal_lengths(1, 4 * 8192).tolist(), 4, speeds=speeds)
     placement = place(made)
@@ -198,14 +215,14 @@ def test_a_slow_rank_gets_less_work_and_fewer_tokens():
     assert busy.max() <= 1.003 * mean
 
 
-def test_a_token_cap_is_obeyed_or_refused():
+def test_a_token_cap_is_obeyed_or_refused() -> None:
     placement = place(problem([40, 30, 30], 4, token_cap=25))
     assert tokens(placement, 4).tolist() == [25] * 4
     with pytest.raises(CapacityError, match="token_cap to at least 25"):
         place(problem([40, 30, 30], 4, token_cap=24))
 
 
-def test_home_ranks_are_refused():
+def test_home_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch.home_ranks.*recipe fcp"):
         place(problem([8, 8], 2, home_ranks=[[1], None]))
 
@@ -213,7 +230,7 @@ def test_home_ranks_are_refused():
 @pytest.mark.parametrize(
     ("parameter", "value"), [("head", 1.5), ("head", True), ("head", "all"), ("grain", -1), ("grain", 2.5)]
 )
-def test_parameters_are_checked(parameter, value):
+def test_parameters_are_checked(parameter: str, value: str | float) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Step("place", "blend", {parameter: value}))
     assert caught.value.field == f"recipe.place.blend.{parameter}"
@@ -223,7 +240,7 @@ def test_parameters_are_checked(parameter, value):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed):
+def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed: int) -> None:
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"full": 1, "window": 5})
     made = problem(lognormal_lengths(seed, 16 * 32_768).tolist(), 16, GEMMA, model=model)
     placement = place(made)
@@ -250,7 +267,7 @@ def test_kinds_share_a_layout_that_none_of_them_waits_for_long(seed):
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     masks=st.lists(st.sampled_from(sorted(MASKS)), min_size=1, max_size=2, unique=True),
 )
-def test_a_profile_knows_the_pairs_of_any_rows(lengths, masks):
+def test_a_profile_knows_the_pairs_of_any_rows(lengths: list[int], masks: list[str]) -> None:
     factor = {mask: 3 + 4 * nth for nth, mask in enumerate(masks)}
     bands = {mask: ap.Batch.from_lengths(lengths, mask=MASKS[mask]).bands("default") for mask in masks}
     rows = np.arange(sum(lengths) + 1)
@@ -258,7 +275,7 @@ def test_a_profile_knows_the_pairs_of_any_rows(lengths, masks):
     assert (np.diff(profile(bands, factor).upto(rows)) == expected).all()
 
 
-def test_repair_exchanges_dense_rows_for_sparse_ones():
+def test_repair_exchanges_dense_rows_for_sparse_ones() -> None:
     batch = ap.Batch.from_lengths([100, 100])
     rows = profile({"default": batch.bands("default")}, {"default": 1})
     pieces = np.zeros((8, 3), np.int64)
@@ -279,7 +296,7 @@ def test_repair_exchanges_dense_rows_for_sparse_ones():
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("mask", sorted(SEQUENCES))
-def test_plans_equal_the_oracle(mask, ranks):
+def test_plans_equal_the_oracle(mask: str, ranks: int) -> None:
     turn = ranks + sorted(SEQUENCES).index(mask)
     layer = LAYERS[turn % 3]
     batch = ap.Batch.from_sequences([Sequence(*SEQUENCES[name]) for name in (mask, "causal")])
@@ -295,7 +312,7 @@ def test_plans_equal_the_oracle(mask, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_several_kinds_and_groups_equal_the_oracle(ranks):
+def test_several_kinds_and_groups_equal_the_oracle(ranks: int) -> None:
     kinds = {"full": ap.masks.causal(), "local": ap.masks.sliding_window(9)}
     batch = ap.Batch.from_lengths([50, 31, 12, 3], kinds)
     steps = recipe(inner={"ulysses": {"degree": 2}})
@@ -306,7 +323,7 @@ def test_several_kinds_and_groups_equal_the_oracle(ranks):
 
 @pytest.mark.parametrize(("ranks", "gap"), [(8, 3.0), (64, 2.0), (256, 1.6)])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_promises_on_a_workload(ranks, gap, seed):
+def test_the_promises_on_a_workload(ranks: int, gap: float, seed: int) -> None:
     """Imbalance, tokens, slots, bytes and size; log-normal documents, 32K tokens a rank."""
     batch = ap.Batch.from_lengths(lognormal_lengths(seed, ranks * 32_768))
     plan = ap.plan(batch, ap.Cluster(ranks // 8, 8), ap.Model(), recipe(), verify=ranks <= 64)
@@ -317,7 +334,7 @@ def test_the_promises_on_a_workload(ranks, gap, seed):
     assert report["bounds"]["kv_bytes"]["gap"] <= gap
 
 
-def test_inter_node_bytes_shared_by_a_node():
+def test_inter_node_bytes_shared_by_a_node() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, 256 * 32_768))
     star, node = (
         ap.plan(batch, ap.Cluster(32, 8), ap.Model(), recipe(route={route: {}}), verify=False).report["bytes"]
@@ -330,7 +347,7 @@ def test_inter_node_bytes_shared_by_a_node():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_aligned_documents_are_cut_between_tiles(seed):
+def test_aligned_documents_are_cut_between_tiles(seed: int) -> None:
     made = problem(lognormal_lengths(seed, 16 * 32768), 16)
     placement = place(made, align=128)
     exact = place(made)
@@ -342,7 +359,7 @@ def test_aligned_documents_are_cut_between_tiles(seed):
     assert abs(tokens(placement, 16) - tokens(exact, 16)).max() <= 0.01 * 32768
 
 
-def test_caps_come_before_alignment():
+def test_caps_come_before_alignment() -> None:
     for tokens_of_rank in (32768, 1024):
         batch = lognormal_lengths(0, 16 * tokens_of_rank)
         tight = place(problem(batch, 16, token_cap=tokens_of_rank), align=128)
@@ -353,7 +370,7 @@ def test_caps_come_before_alignment():
         assert loose.starts[-1] == sum(batch)
 
 
-def test_aligned_plans_verify_and_say_their_cap():
+def test_aligned_plans_verify_and_say_their_cap() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, 8 * 4096))
     plan = ap.plan(batch, ap.Cluster(1, 8), MODEL, recipe=recipe(place={"blend": {"align": 128}}))
     assert plan.report["imbalance"]["tokens"] <= 0.02

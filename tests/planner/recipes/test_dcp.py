@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
@@ -28,7 +30,7 @@ from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import Blocks
 from apportion.planner.solvers.status import Budget, Limit
 from apportion.planner.solvers.use import HypergraphSolver
-from apportion.planner.tasks.cells import cut_cells
+from apportion.planner.tasks.cells import Cells, cut_cells
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.strategies import cluster
 
@@ -319,7 +321,14 @@ def test_a_plan_moves_what_the_hypergraph_says() -> None:
 # ---------------------------------------------------------------------------------------------- divisions
 
 
-def listing_3(cells, rank, home, lengths, row_bytes, count: int) -> np.ndarray:
+def listing_3(
+    cells: Cells,
+    rank: NDArray[Any],
+    home: NDArray[Any],
+    lengths: NDArray[Any],
+    row_bytes: tuple[int, int],
+    count: int,
+) -> np.ndarray:
     """Listing 3 as it is printed, on one head group, with what it leaves open: budgets in bytes, cells in order, a tile
     that is there is free."""
     division = np.full(len(cells), -1)

@@ -1,25 +1,33 @@
 """DistCA: sequential homes, greedy migration, ours and as published."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 from apportion.ir.isa import Tensor
-from apportion.ir.request.policy import Step
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.distca import parts
-from apportion.planner.place.distca.candidates import note_price
+from apportion.planner.place.distca.board import Rules
+from apportion.planner.place.distca.candidates import Candidates, note_price
 from apportion.planner.place.distca.greedy import _price
+from apportion.planner.place.distca.pairs import Board
 from apportion.planner.place.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
-from apportion.planner.problem import Problem
+from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.sequences import Sequences
 from apportion.planner.simulate import simulate
-from apportion.planner.tasks.cells import cut_cells
+from apportion.planner.tasks.cells import Cells, cut_cells
 from tests.support.matrix import LAYERS, SEQUENCES, compare
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
@@ -36,22 +44,33 @@ MASKS = {
 LONG = [40_000, 3_000, 1_000, 900, 17, 5_001, 800, 2_222, 60, 7_000, 4_000]
 
 
-def problem(lengths, ranks, mask=None, *, token_cap=None, speeds=None, home_ranks=None, model=MODEL):
+def problem(
+    lengths: list[int],
+    ranks: int,
+    mask: Any = None,
+    *,
+    token_cap: int | None = None,
+    speeds: tuple[float, ...] | None = None,
+    home_ranks: list[tuple[int, ...] | None] | None = None,
+    model: Model = MODEL,
+) -> Problem:
     batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
     cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
     return Problem(batch, cluster, model, ap.Policy(RECIPE, token_cap=token_cap))
 
 
-def workload(seed, ranks, mask=None, tokens=32_768):
+def workload(seed: int, ranks: int, mask: Any = None, tokens: int = 32_768) -> Problem:
     batch = ap.Batch.from_lengths(lognormal_lengths(seed, ranks * tokens), mask=mask)
     return Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(), ap.Policy(RECIPE))
 
 
-def place(this, made):
+def place(this: Distca, made: Problem) -> Placement | None:
     return this(made, Sequences()(made))
 
 
-def computed(made, placement, kind="default", phase="forward"):
+def computed(
+    made: Problem, placement: Placement, kind: str = "default", phase: str = "forward"
+) -> tuple[Cells, NDArray[Any]]:
     """(cells, the rank that computes each)."""
     cells = cut_cells(made.bands[kind], placement.starts)
     if placement.execution is None:
@@ -59,13 +78,13 @@ def computed(made, placement, kind="default", phase="forward"):
     return cells, placement.execution[kind, phase].rank[0]
 
 
-def imbalance(made, placement, kind="default"):
+def imbalance(made: Problem, placement: Placement, kind: str = "default") -> float:
     cells, rank = computed(made, placement, kind)
     load = np.bincount(rank, cells.work, made.ranks)
     return float((load / made.speeds).max() * made.speeds.sum() / load.sum()) - 1
 
 
-def traffic(made, placement):
+def traffic(made: Problem, placement: Placement) -> tuple[NDArray[Any], ...]:
     """bytes (sent, received, held) of a forward call, row by row: int64 [ranks] each."""
     tokens, ranks = made.batch.tokens, made.ranks
     home = np.repeat(placement.home, placement.lengths)
@@ -97,7 +116,9 @@ def traffic(made, placement):
     head_tail=st.sampled_from(["causal", "all", "none"]),
     kv_ranges=st.booleans(),
 )
-def test_every_token_has_one_home_and_every_cell_one_rank(lengths, mask, ranks, head_tail, kv_ranges):
+def test_every_token_has_one_home_and_every_cell_one_rank(
+    lengths: list[int], mask: str, ranks: int, head_tail: str, kv_ranges: bool
+) -> None:
     this = Distca(head_tail=head_tail, kv_ranges=kv_ranges)
     made = problem(lengths, ranks, MASKS[mask])
     placement = place(this, made)
@@ -130,7 +151,7 @@ def test_every_token_has_one_home_and_every_cell_one_rank(lengths, mask, ranks, 
     ],
     ids=str,
 )
-def test_both_sides_are_within_the_tolerance(mask, params):
+def test_both_sides_are_within_the_tolerance(mask: str, params: dict[str, bool | str]) -> None:
     made = problem(LONG, 7, MASKS[mask])
     placement = place(Distca(**params), made)
     assert imbalance(made, placement) <= 0.05
@@ -139,7 +160,7 @@ def test_both_sides_are_within_the_tolerance(mask, params):
 
 @pytest.mark.parametrize("ranks", [8, 64, 256])
 @pytest.mark.parametrize("tolerance", [0.01, 0.05, 0.2])
-def test_the_benchmarks_workload_is_balanced(ranks, tolerance):
+def test_the_benchmarks_workload_is_balanced(ranks: int, tolerance: float) -> None:
     made = workload(0, ranks)
     placement = place(Distca(tolerance=tolerance), made)
     assert imbalance(made, placement) <= tolerance
@@ -149,13 +170,13 @@ def test_the_benchmarks_workload_is_balanced(ranks, tolerance):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 900), min_size=20, max_size=200), ranks=st.integers(1, 9))
-def test_tokens_are_within_two_percent(lengths, ranks):
+def test_tokens_are_within_two_percent(lengths: list[int], ranks: int) -> None:
     made = problem(lengths, ranks)
     placement = place(Distca(), made)
     assert placement.rank_sums(placement.lengths, ranks).max() <= made.token_cap
 
 
-def test_one_side_alone_leaves_a_busy_server():
+def test_one_side_alone_leaves_a_busy_server() -> None:
     made = workload(0, 64)
     paper = Distca(tolerance=0.2, two_sided=False, kv_free=False, form="paper")
     cells, rank = computed(made, place(paper, made))
@@ -166,14 +187,14 @@ def test_one_side_alone_leaves_a_busy_server():
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(8, 1.09), (32, 1.23), (64, 1.21)])
-def test_the_paper_is_as_even_as_its_authors_code(ranks, most):
+def test_the_paper_is_as_even_as_its_authors_code(ranks: int, most: float) -> None:
     # their means over such batches at tolerance 0.1: 1.07, 1.21, 1.19
     paper = Distca(tolerance=0.1, two_sided=False, o_bytes=False, kv_free=False, form="paper")
     made = [workload(seed, ranks) for seed in range(3)]
     assert 1 + np.mean([imbalance(this, place(paper, this)) for this in made]) <= most
 
 
-def test_slow_servers_get_less():
+def test_slow_servers_get_less() -> None:
     made = problem(LONG, 4, speeds=(1.0, 0.5, 1.0, 0.25))
     placement = place(Distca(tolerance=0.02), made)
     cells, rank = computed(made, placement)
@@ -182,7 +203,7 @@ def test_slow_servers_get_less():
     assert imbalance(made, placement) <= 0.02
 
 
-def test_each_kind_is_balanced_by_itself_in_one_layout():
+def test_each_kind_is_balanced_by_itself_in_one_layout() -> None:
     mask = {"full": ap.masks.causal(), "local": ap.masks.sliding_window(500)}
     made = problem(LONG, 5, mask)
     placement = place(Distca(), made)
@@ -191,14 +212,14 @@ def test_each_kind_is_balanced_by_itself_in_one_layout():
 
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
-def test_a_policy_that_asks_for_less_is_obeyed(kv_ranges):
+def test_a_policy_that_asks_for_less_is_obeyed(kv_ranges: bool) -> None:
     made = problem(LONG, 5)
     asked = Problem(made.batch, made.cluster, MODEL, ap.Policy(RECIPE, tolerance=0.002))
     placement = place(Distca(kv_ranges=kv_ranges), asked)
     assert imbalance(made, placement) <= 0.002
 
 
-def test_cuts_are_multiples_of_the_granularity_where_that_is_fine_enough():
+def test_cuts_are_multiples_of_the_granularity_where_that_is_fine_enough() -> None:
     made = problem([100_001], 8)
     placement = place(Distca(tolerance=0.1, granularity=64), made)
     inner = placement.starts[1:-1]
@@ -206,12 +227,12 @@ def test_cuts_are_multiples_of_the_granularity_where_that_is_fine_enough():
     assert imbalance(made, placement) <= 0.1
 
 
-def test_granularity_is_refined_where_it_is_too_coarse():
+def test_granularity_is_refined_where_it_is_too_coarse() -> None:
     made = problem([513, 5, 7, 200], 6)
     assert imbalance(made, place(Distca(granularity=1024), made)) <= 0.05
 
 
-def test_home_ranks_are_kept_and_idle_ranks_serve():
+def test_home_ranks_are_kept_and_idle_ranks_serve() -> None:
     homes = [(0, 1)] * 6 + [(2,)] * 5
     made = problem(LONG, 6, home_ranks=homes)
     placement = place(Distca(), made)
@@ -223,18 +244,18 @@ def test_home_ranks_are_kept_and_idle_ranks_serve():
     assert set(computed(made, placement)[1]) == set(range(6))
 
 
-def test_home_ranks_that_overlap_share_their_ranks_evenly():
+def test_home_ranks_that_overlap_share_their_ranks_evenly() -> None:
     made = problem([100, 100, 400], 3, home_ranks=[(0,), (0, 1), None])
     placement = place(Distca(), made)
     assert placement.rank_sums(placement.lengths, 3).tolist() == [200, 200, 200]
 
 
-def test_a_token_cap_that_homes_cannot_keep_is_refused():
+def test_a_token_cap_that_homes_cannot_keep_is_refused() -> None:
     with pytest.raises(CapacityError, match="token_cap is 120"):
         place(Distca(), problem([100, 100], 4, home_ranks=[(0,), (0,)], token_cap=120))
 
 
-def test_kv_at_the_destination_is_free():
+def test_kv_at_the_destination_is_free() -> None:
     # rank 2 lives with the end of the second sequence, so that one is the cheaper to help with
     homes = [(0,), (1, 2), *[(2,)] * 40, (3,)]
     made = problem([6400, 6000, *[100] * 40, 2900], 4, home_ranks=homes)
@@ -242,7 +263,7 @@ def test_kv_at_the_destination_is_free():
     assert free[2].sum() < 0.85 * charged[2].sum()
 
 
-def test_parts_of_the_keys_travel_less():
+def test_parts_of_the_keys_travel_less() -> None:
     made = workload(0, 64)
     whole, parts = (
         forward_bytes(made, place(Distca(kv_ranges=kv_ranges), made), "default")[0]
@@ -251,7 +272,7 @@ def test_parts_of_the_keys_travel_less():
     assert parts.sum() < 0.9 * whole.sum()  # O of parts is counted as partial
 
 
-def test_a_threshold_stops_moves_that_do_not_pay():
+def test_a_threshold_stops_moves_that_do_not_pay() -> None:
     made = problem(LONG, 6)
     all_moves = place(Distca(), made)
     some = place(Distca(threshold=60.0), made)
@@ -262,7 +283,7 @@ def test_a_threshold_stops_moves_that_do_not_pay():
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
 @pytest.mark.parametrize("mask", sorted(MASKS))
-def test_bytes_are_those_of_the_rows_that_travel(mask, kv_ranges):
+def test_bytes_are_those_of_the_rows_that_travel(mask: str, kv_ranges: bool) -> None:
     made = problem([900, 300, 40, 200, 160], 4, MASKS[mask])
     placement = place(Distca(kv_ranges=kv_ranges), made)
     for counted, exact in zip(
@@ -274,7 +295,7 @@ def test_bytes_are_those_of_the_rows_that_travel(mask, kv_ranges):
 
 @pytest.mark.parametrize("reshuffle", [False, True])
 @pytest.mark.parametrize("kv_ranges", [False, True])
-def test_bytes_are_at_least_those_that_the_plan_moves(kv_ranges, reshuffle):
+def test_bytes_are_at_least_those_that_the_plan_moves(kv_ranges: bool, reshuffle: bool) -> None:
     steps = {"shard": {"sequences": {}}, "place": {"distca": {"kv_ranges": kv_ranges, "granularity": 8}}}
     recipe = ap.Recipe("mine", {**steps, "schedule": {"gather": {}}, "reshuffle": reshuffle})
     batch, cluster, policy = (
@@ -303,7 +324,7 @@ def test_bytes_are_at_least_those_that_the_plan_moves(kv_ranges, reshuffle):
         ("buffer_bytes", 2, 0.95, True),
     ],
 )
-def test_caps_lower_the_hottest_rank(cap, index, share, kv_ranges):
+def test_caps_lower_the_hottest_rank(cap: str, index: int, share: float, kv_ranges: bool) -> None:
     made = workload(0, 64)
     free = place(Distca(kv_ranges=kv_ranges), made)
     most = int(share * forward_bytes(made, free, "default")[index].max())
@@ -313,7 +334,7 @@ def test_caps_lower_the_hottest_rank(cap, index, share, kv_ranges):
 
 
 @pytest.mark.parametrize("kv_ranges", [False, True])
-def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges):
+def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges: bool) -> None:
     made = problem(LONG, 6)
     this = Distca(kv_ranges=kv_ranges, send_bytes=10**12)
     placement = place(this, made)
@@ -327,11 +348,13 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges):
 
 @pytest.mark.parametrize("params", [{}, {"kv_ranges": True}, {"form": "paper", "kv_free": False}], ids=repr)
 @pytest.mark.parametrize("mask", ["causal", "window", "sink"])
-def test_last_rows_cost_at_least_what_is_said_of_a_candidate(mask, params, monkeypatch):
+def test_last_rows_cost_at_least_what_is_said_of_a_candidate(
+    mask: str, params: dict[str, bool | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where nothing is at hand: what is passed over would not be better."""
     checked = []
 
-    def migrate(board, rules, order, candidates):
+    def migrate(board: Board, rules: Rules, order: NDArray[Any], candidates: Candidates) -> tuple[int, ...]:
         pairs, shares = board.pairs, board.shares
         for place, share in enumerate(candidates.share.tolist() if not checked else ()):
             note_price(pairs, shares, rules, candidates, place)
@@ -346,19 +369,19 @@ def test_last_rows_cost_at_least_what_is_said_of_a_candidate(mask, params, monke
                 checked.append(least > 0)
         return run(board, rules, order, candidates)
 
-    run = parts.migrate
+    run = parts.migrate  # type: ignore[attr-defined]
     monkeypatch.setattr(parts, "migrate", migrate)
     place(Distca(**params), problem(LONG, 6, MASKS[mask]))
     assert any(checked)
 
 
-def test_caps_that_keep_the_balance_away_are_refused():
+def test_caps_that_keep_the_balance_away_are_refused() -> None:
     made = problem([5000, 100, 100, 100], 4, home_ranks=[(0,), (1,), (2,), (3,)])
     with pytest.raises(CapacityError, match="receive_bytes 1000"):
         place(Distca(receive_bytes=1000), made)
 
 
-def test_caps_that_homes_alone_break_are_refused():
+def test_caps_that_homes_alone_break_are_refused() -> None:
     with pytest.raises(CapacityError, match="for queries at home if nothing else"):
         place(Distca(buffer_bytes=100), problem([5000], 4))
 
@@ -375,7 +398,7 @@ def test_caps_that_homes_alone_break_are_refused():
         ("send_bytes", 1.5, ConfigError),
     ],
 )
-def test_parameters_are_checked(field, value, error):
+def test_parameters_are_checked(field: str, value: str | float, error: type[Any]) -> None:
     with pytest.raises(error, match=f"recipe.place.distca.{field}"):
         build(Step("place", "distca", {field: value}))
 
@@ -383,7 +406,9 @@ def test_parameters_are_checked(field, value, error):
 # ------------------------------------------------------------------------------------------------ plans
 
 
-def recipe(reshuffle=False, schedule=None, **place):
+def recipe(
+    reshuffle: bool = False, schedule: dict[str, dict[str, str | int]] | None = None, **place: str | int
+) -> Recipe:
     steps = {
         "shard": {"sequences": {}},
         "place": {"distca": place},
@@ -405,7 +430,7 @@ SCHEDULES = [{"gather": {}}, {"gather": {"local": "last"}}, {"matchings": {"coal
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("mask", sorted(SEQUENCES))
-def test_plans_equal_the_oracle(mask, ranks):
+def test_plans_equal_the_oracle(mask: str, ranks: int) -> None:
     turn = ranks + sorted(SEQUENCES).index(mask)
     layer = LAYERS[turn % 3]
     batch = ap.Batch.from_sequences([Sequence(*SEQUENCES[name]) for name in (mask, "causal")])
@@ -417,7 +442,7 @@ def test_plans_equal_the_oracle(mask, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_idle_homes_and_several_kinds_equal_the_oracle(ranks):
+def test_idle_homes_and_several_kinds_equal_the_oracle(ranks: int) -> None:
     kinds = {"full": ap.masks.causal(), "local": ap.masks.sliding_window(9)}
     homes = [(0,), (ranks - 1, 0), None]
     batch = ap.Batch.from_lengths([50, 31, 12], kinds, homes)
@@ -426,7 +451,7 @@ def test_idle_homes_and_several_kinds_equal_the_oracle(ranks):
         compare(plan, kind, LAYERS[1], ranks)
 
 
-def test_the_recipe_by_its_name_at_64_ranks():
+def test_the_recipe_by_its_name_at_64_ranks() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(3, 64 * 32_768))
     plan = ap.plan(batch, ap.Cluster(8, 8), ap.Model(), "distca")
     assert plan.report["imbalance"]["compute"] <= 0.05
@@ -437,7 +462,7 @@ def test_the_recipe_by_its_name_at_64_ranks():
     assert mine.runs[run].makespan_us < contiguous.runs[run].makespan_us
 
 
-def test_byte_caps_choose_between_rows_and_parts_of_keys():
+def test_byte_caps_choose_between_rows_and_parts_of_keys() -> None:
     steps = {"shard": {"sequences": {}}, "schedule": {"gather": {}}}
     place = {"distca": {"kv_ranges": "auto", "buffer_bytes": 1_500_000}}
     recipe = ap.Recipe("mine", {**steps, "place": place})
@@ -448,7 +473,7 @@ def test_byte_caps_choose_between_rows_and_parts_of_keys():
 
 
 @pytest.mark.parametrize(("ranks", "by_keys"), [(8, False), (256, True)])
-def test_whole_rows_are_taken_unless_one_rank_sends_for_longer(ranks, by_keys):
+def test_whole_rows_are_taken_unless_one_rank_sends_for_longer(ranks: int, by_keys: bool) -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(0, ranks * 8192))
     this = Problem(batch, ap.Cluster(ranks // 8, 8), ap.Model(8, 2, 64), ap.Policy(find_recipe("distca")))
     rows, keys, auto = (place(Distca(kv_ranges=kv_ranges), this) for kv_ranges in (False, True, "auto"))
@@ -457,6 +482,6 @@ def test_whole_rows_are_taken_unless_one_rank_sends_for_longer(ranks, by_keys):
     assert np.array_equal(auto.starts, (keys if by_keys else rows).starts)
 
 
-def test_the_papers_form_needs_heads_and_tails():
+def test_the_papers_form_needs_heads_and_tails() -> None:
     with pytest.raises(ConfigError, match=r"distca\.form"):
         Distca(form="paper", head_tail="none")

@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from test_recipes import model_of, pairs
 
 import apportion as ap
 from apportion.ir import verify
@@ -17,6 +16,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from tests.planner.recipes.test_recipes import model_of, pairs
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.strategies import BLOCKS, SHORT, cluster, steps
 
@@ -37,7 +37,9 @@ def planned(batch: Batch, nodes: int, per_node: int, recipe: Recipe, layer: tupl
     [(2, 2, 2), (3, 2, 2), (2, 3, "node"), (4, 2, 2), (2, 4, 2), (2, 4, 4), (1, 8, 2), (1, 6, 3), (4, 2, 4)],
 )
 @pytest.mark.parametrize("masks_", [("causal", "window", "full"), tuple(SEQUENCES)[-4:]], ids=str)
-def test_numbers_are_those_of_dense_attention(nodes: int, per_node: int, window, masks_) -> None:
+def test_numbers_are_those_of_dense_attention(
+    nodes: int, per_node: int, window: str | int, masks_: tuple[str, ...]
+) -> None:
     for layer in LAYERS:
         compare(planned(batch_of(*masks_), nodes, per_node, double_ring(window), layer), "default", layer, 1)
 

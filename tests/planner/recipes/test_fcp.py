@@ -1,13 +1,19 @@
 """The fcp recipe: promises of its plans on any batch."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import apportion as ap
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of, with_block
@@ -61,8 +67,8 @@ def held(plan: ap.Plan, rank: int) -> set[int]:
     reshuffle=st.booleans(),
 )
 def test_every_plan_verifies_and_keeps_its_promises(
-    lengths, mask, ranks, block, coalesce, buffers, reshuffle
-):
+    lengths: list[int], mask: str, ranks: int, block: str | int, coalesce: int, buffers: int, reshuffle: bool
+) -> None:
     batch = ap.Batch.from_lengths(lengths, mask=MASKS[mask])
     made = recipe(block, coalesce, buffers, reshuffle)
     plan = ap.plan(batch, cluster(ranks), MODEL, recipe=made, verify=False)
@@ -90,7 +96,7 @@ def test_every_plan_verifies_and_keeps_its_promises(
 )
 @pytest.mark.parametrize("block", [64, "auto"])
 @pytest.mark.parametrize("reshuffle", [False, True])
-def test_awkward_lengths(lengths, block, reshuffle):
+def test_awkward_lengths(lengths: list[int], block: str | int, reshuffle: bool) -> None:
     plan = ap.plan(
         ap.Batch.from_lengths(lengths), cluster(8), MODEL, recipe=recipe(block, reshuffle=reshuffle)
     )
@@ -98,7 +104,7 @@ def test_awkward_lengths(lengths, block, reshuffle):
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
 
 
-def test_auto_halves_the_heaviest_piece_at_least():
+def test_auto_halves_the_heaviest_piece_at_least() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(1, 64 * 4096))
     plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe("auto"))
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
@@ -106,13 +112,13 @@ def test_auto_halves_the_heaviest_piece_at_least():
     assert plan.report["imbalance"]["tokens"] <= 0.02
 
 
-def test_fixed_blocks_come_close_to_their_bound():
+def test_fixed_blocks_come_close_to_their_bound() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(2, 64 * 32768))
     plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe(2048))
     assert 1 + plan.report["imbalance"]["compute"] <= 1.03 * plan.report["imbalance_bound"]
 
 
-def test_a_slow_rank_computes_less():
+def test_a_slow_rank_computes_less() -> None:
     batch = ap.Batch.from_lengths([256] * 64)
     policy = ap.Policy(recipe(32), token_cap=8192)
     plan = ap.plan(batch, cluster(4, speeds=(1.0, 1.0, 1.0, 0.5)), MODEL, policy=policy)
@@ -120,7 +126,7 @@ def test_a_slow_rank_computes_less():
     assert rows[3] * 1.8 <= rows[0]
 
 
-def test_sequences_live_on_their_home_ranks():
+def test_sequences_live_on_their_home_ranks() -> None:
     batch = ap.Batch.from_lengths([40, 8, 8, 60], home_ranks=[[1], None, [0, 2], [2]])
     plan = ap.plan(batch, cluster(3), MODEL, policy=ap.Policy(recipe(8), token_cap=100))
     assert set(range(40)) <= held(plan, 1)
@@ -128,24 +134,24 @@ def test_sequences_live_on_their_home_ranks():
     assert set(range(48, 56)) <= held(plan, 0) | held(plan, 2)
 
 
-def test_home_ranks_that_are_full_are_an_error_with_numbers():
+def test_home_ranks_that_are_full_are_an_error_with_numbers() -> None:
     batch = ap.Batch.from_lengths([100, 100], home_ranks=[[0], [0]])
     with pytest.raises(ap.CapacityError, match=r"200 tokens have home_ranks \(0,\)"):
         ap.plan(batch, cluster(2), MODEL, recipe=recipe(8))
 
 
-def test_a_batch_beyond_the_token_cap_is_an_error_with_numbers():
+def test_a_batch_beyond_the_token_cap_is_an_error_with_numbers() -> None:
     with pytest.raises(ap.CapacityError, match="raise token_cap to at least 50"):
         ap.plan(ap.Batch.from_lengths([100]), cluster(2), MODEL, policy=ap.Policy(recipe(), token_cap=49))
 
 
-def test_a_tolerance_that_cannot_be_met_is_an_error_with_numbers():
+def test_a_tolerance_that_cannot_be_met_is_an_error_with_numbers() -> None:
     batch = ap.Batch.from_lengths([512, 8])
     with pytest.raises(ap.CapacityError, match=r"above the tolerance 0\.01"):
         ap.plan(batch, cluster(4), MODEL, policy=ap.Policy(recipe(256), tolerance=0.01))
 
 
-def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers():
+def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers() -> None:
     with pytest.raises(ap.CapacityError, match="work rows"):
         ap.plan(
             ap.Batch.from_lengths([4096]),
@@ -172,12 +178,12 @@ def test_work_rows_beyond_the_memory_cap_are_an_error_with_numbers():
         ),
     ],
 )
-def test_wrong_recipes_are_named(steps, named):
+def test_wrong_recipes_are_named(steps: dict[str, dict[str, dict[Any, Any]]], named: str) -> None:
     with pytest.raises(ap.ConfigError, match=named):
         passes_of(ap.Recipe("mine", steps))
 
 
-def test_recipe_by_name_mapping_and_object():
+def test_recipe_by_name_mapping_and_object() -> None:
     fcp = find_recipe("fcp")
     assert find_recipe(fcp) is fcp
     assert find_recipe(fcp.to_data()) == fcp
@@ -186,7 +192,7 @@ def test_recipe_by_name_mapping_and_object():
         find_recipe("fpc")
 
 
-def test_several_kinds_share_one_layout():
+def test_several_kinds_share_one_layout() -> None:
     masks = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(16)}
     batch = ap.Batch.from_lengths([200, 30, 7], mask=masks)
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"global": 1, "local": 5})
@@ -209,7 +215,7 @@ print(plan.id.hex())
 
 
 @pytest.mark.slow
-def test_bytes_do_not_depend_on_hash_seeds_or_numba():
+def test_bytes_do_not_depend_on_hash_seeds_or_numba() -> None:
     ids = {
         subprocess.run(
             [sys.executable, "-c", PROGRAM, mode, "fcp"],
@@ -227,14 +233,14 @@ def test_bytes_do_not_depend_on_hash_seeds_or_numba():
     ("lengths", "ranks", "smallest"),
     [([1201, 640, 150, 56, 1], 3, 16), ([6144], 4, 128), ([100_000] * 3, 8, 256)],
 )
-def test_auto_goes_no_further_than_balance_needs(lengths, ranks, smallest):
+def test_auto_goes_no_further_than_balance_needs(lengths: list[int], ranks: int, smallest: int) -> None:
     plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL)
     assert plan.report["block_tokens"] >= smallest
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
     assert plan.report["imbalance"]["compute"] <= 0.05
 
 
-def test_the_placement_that_auto_found_is_taken(monkeypatch):
+def test_the_placement_that_auto_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, solve = [], PartitionSolver.__call__
     monkeypatch.setattr(
         PartitionSolver, "__call__", lambda self, case: asked.append(case) or solve(self, case)
@@ -249,7 +255,7 @@ TOTAL = 64 * 32768
 @pytest.mark.parametrize(
     ("shares", "limit"), [((1 / 3, 1 / 3), None), ((0.2,) * 4, None), ((0.4, 0.33), None), ((0.9,), "tasks")]
 )
-def test_auto_is_even_for_a_few_giants_or_says_why_not(shares, limit):
+def test_auto_is_even_for_a_few_giants_or_says_why_not(shares: tuple[float, ...], limit: str | None) -> None:
     """Where smaller blocks would be too many tasks, steps that it passed over are tried too."""
     lengths = [int(share * TOTAL) for share in shares]
     batch = ap.Batch.from_lengths([*lengths, TOTAL - sum(lengths)])
@@ -260,7 +266,7 @@ def test_auto_is_even_for_a_few_giants_or_says_why_not(shares, limit):
     assert _affordable(plan_problem(batch), plan.report["block_tokens"])
 
 
-def plan_problem(batch):
+def plan_problem(batch: Batch) -> Problem:
     return Problem(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, ap.Policy(find_recipe("fcp")))
 
 
@@ -268,7 +274,9 @@ def plan_problem(batch):
     ("lengths", "homes", "ranks"),
     [([32768] * 7 + [8192, 24576], [None] * 8 + [[0]], 8), ([100_000] + [200] * 20, [None] + [[1]] * 20, 4)],
 )
-def test_pieces_with_few_ranks_to_go_to_find_room(lengths, homes, ranks):
+def test_pieces_with_few_ranks_to_go_to_find_room(
+    lengths: list[int], homes: list[list[int] | None], ranks: int
+) -> None:
     batch = ap.Batch.from_lengths(lengths, home_ranks=homes)
     plan = ap.plan(batch, cluster(ranks), MODEL)
     for sequence, allowed in enumerate(homes):
@@ -277,7 +285,7 @@ def test_pieces_with_few_ranks_to_go_to_find_room(lengths, homes, ranks):
             assert set(range(start, start + lengths[sequence])) <= held(plan, allowed[0])
 
 
-def test_a_sequence_beyond_the_memory_is_refused_before_planning():
+def test_a_sequence_beyond_the_memory_is_refused_before_planning() -> None:
     with pytest.raises(ap.CapacityError, match=r"250000000 tokens, .* need .* GiB of home rows"):
         ap.plan(ap.Batch.from_lengths([2_000_000_000]), cluster(8), ap.Model())
 
@@ -290,20 +298,22 @@ def test_a_sequence_beyond_the_memory_is_refused_before_planning():
         ((ap.Batch.from_lengths([4]), cluster(1), None), "model"),
     ],
 )
-def test_wrong_types_are_named(arguments, named):
+def test_wrong_types_are_named(
+    arguments: tuple[list[int] | Batch, Cluster | int, Model | None], named: str
+) -> None:
     with pytest.raises(ap.ConfigError, match=f"^{named} = "):
         ap.plan(*arguments)
 
 
 @pytest.mark.parametrize("given", [{"recipe": "fcp"}, {"seed": 3}])
-def test_a_policy_brings_its_own_recipe_and_seed(given):
+def test_a_policy_brings_its_own_recipe_and_seed(given: dict[str, int | str]) -> None:
     batch, policy = ap.Batch.from_lengths([64]), ap.Policy(recipe(8), seed=5)
     with pytest.raises(ap.ConfigError, match="put it into the policy"):
         ap.plan(batch, cluster(2), MODEL, policy=policy, **given)
     assert ap.plan(batch, cluster(2), MODEL, policy=policy).header.seed == 5
 
 
-def test_every_operand_is_used():
+def test_every_operand_is_used() -> None:
     """But for the one that names all rows of a rank, which one of several tensors has no use for."""
     plan = ap.plan(ap.Batch.from_lengths([4096, 700, 33]), cluster(4), MODEL)
     for programs in plan.programs.values():

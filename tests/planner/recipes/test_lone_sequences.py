@@ -313,7 +313,7 @@ def test_rows_of_the_loader_are_refused() -> None:
 @pytest.mark.parametrize("lone", [-0.1, 1.5, "all"])
 def test_a_share_is_a_number_from_0_to_1(lone: object) -> None:
     with pytest.raises(ConfigError, match=r"recipe\.inner\.ulysses\.lone"):
-        passes_of(recipe(lone))  # type: ignore[arg-type]
+        passes_of(recipe(lone))
 
 
 def test_home_ranks_are_refused_as_in_all_groups() -> None:

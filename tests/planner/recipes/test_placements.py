@@ -1,10 +1,14 @@
 """The placements of today's trainers: who gets which tokens."""
 
+from __future__ import annotations
+
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError
@@ -17,7 +21,7 @@ from apportion.planner.place.hybrid import HybridDp, MegatronHybrid
 from apportion.planner.place.whole import Whole
 from apportion.planner.place.wlb import Wlb, busiest_us, query_pieces
 from apportion.planner.place.zigzag import ZigZag
-from apportion.planner.problem import Problem
+from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.sequences import Sequences
@@ -54,35 +58,43 @@ EVEN = [
 ]
 
 
-def problem(lengths, ranks, mask=None, *, token_cap=None, speeds=None, home_ranks=None):
+def problem(
+    lengths: NDArray[Any] | list[int],
+    ranks: int,
+    mask: Any = None,
+    *,
+    token_cap: int | None = None,
+    speeds: tuple[float, ...] | None = None,
+    home_ranks: list[list[int] | None] | None = None,
+) -> Problem:
     batch = ap.Batch.from_lengths(lengths, mask=mask, home_ranks=home_ranks)
     cluster = ap.Cluster(nodes=1, ranks_per_node=ranks, speeds=speeds)
     return Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=token_cap))
 
 
-def place(this, made):
+def place(this: Any, made: Problem | Priced) -> Placement | None:
     return this(made, Sequences()(made))
 
 
-def owners(placement):
+def owners(placement: Placement) -> NDArray[Any]:
     """The rank of every token."""
     return np.repeat(placement.home, placement.lengths)
 
 
-def letters(placement):
+def letters(placement: Placement) -> str:
     """The rank of every token as one word: rank 0 is a."""
     return "".join(chr(ord("a") + rank) for rank in owners(placement).tolist())
 
 
-def tokens(placement, ranks):
+def tokens(placement: Placement, ranks: int) -> NDArray[Any]:
     return placement.rank_sums(placement.lengths, ranks)
 
 
-def work(placement, ranks):
+def work(placement: Placement, ranks: int) -> NDArray[Any]:
     return placement.rank_sums(placement.weight, ranks)
 
 
-def held_by(made, placement, sequence):
+def held_by(made: Problem, placement: Placement, sequence: int) -> set[int]:
     begin, end = made.batch.starts[sequence : sequence + 2]
     return set(owners(placement)[begin:end].tolist())
 
@@ -94,7 +106,9 @@ def held_by(made, placement, sequence):
     mask=st.sampled_from(sorted(MASKS)),
     ranks=st.integers(1, 11),
 )
-def test_every_token_has_one_rank_and_every_block_its_weight(this, lengths, mask, ranks):
+def test_every_token_has_one_rank_and_every_block_its_weight(
+    this: Any, lengths: list[int], mask: str, ranks: int
+) -> None:
     made = problem(lengths, ranks, MASKS[mask])
     placement = place(this, made)
     assert placement.starts[0] == 0
@@ -114,14 +128,16 @@ def test_every_token_has_one_rank_and_every_block_its_weight(this, lengths, mask
 @pytest.mark.parametrize("this", EVEN, ids=str)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=30), ranks=st.integers(1, 13))
-def test_tokens_differ_by_at_most_one_over_all_sequences(this, lengths, ranks):
+def test_tokens_differ_by_at_most_one_over_all_sequences(
+    this: ZigZag | Wlb | Contiguous, lengths: list[int], ranks: int
+) -> None:
     held = tokens(place(this, problem(lengths, ranks)), ranks)
     assert held.max() - held.min() <= 1
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12), ranks=st.integers(1, 9))
-def test_zigzag_chunks_differ_by_at_most_one_and_mirror(lengths, ranks):
+def test_zigzag_chunks_differ_by_at_most_one_and_mirror(lengths: list[int], ranks: int) -> None:
     made = problem(lengths, ranks)
     owner = owners(place(ZigZag(chunk=1), made))
     for begin, end in zip(made.batch.starts[:-1], made.batch.starts[1:], strict=True):
@@ -137,7 +153,7 @@ def test_zigzag_chunks_differ_by_at_most_one_and_mirror(lengths, ranks):
         assert counts.max() <= 2 * share + 2
 
 
-def test_one_block_per_sequence():
+def test_one_block_per_sequence() -> None:
     made = problem([5, 1, 9], 2)
     shards = Sequences()(made)
     assert shards.starts.tolist() == [0, 5, 6, 15]
@@ -158,28 +174,28 @@ def test_one_block_per_sequence():
         ([1, 1, 1, 1, 1], "abcda"),
     ],
 )
-def test_zigzag_by_hand(lengths, expected):
+def test_zigzag_by_hand(lengths: list[int], expected: str) -> None:
     assert letters(place(ZigZag(chunk=1), problem(lengths, 4))) == expected
 
 
-def test_zigzag_joins_neighbours_of_one_rank_within_a_sequence():
+def test_zigzag_joins_neighbours_of_one_rank_within_a_sequence() -> None:
     placement = place(ZigZag(chunk=1), problem([16, 16], 4))
     assert placement.starts.tolist() == [0, 2, 4, 6, 10, 12, 14, 16, 18, 20, 22, 26, 28, 30, 32]
     assert placement.home.tolist() == [0, 1, 2, 3, 2, 1, 0] * 2
 
 
-def test_zigzag_over_the_batch_cuts_the_token_axis():
+def test_zigzag_over_the_batch_cuts_the_token_axis() -> None:
     placement = place(ZigZag("batch", chunk=1), problem([3, 13], 4))
     assert letters(placement) == "aabbccddddccbbaa"
     assert len(placement.home) == 7
 
 
-def test_zigzag_on_one_rank_leaves_sequences_whole():
+def test_zigzag_on_one_rank_leaves_sequences_whole() -> None:
     assert place(ZigZag(chunk=1), problem([5, 7], 1)).starts.tolist() == [0, 5, 12]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
-def test_zigzag_balances_causal_work(ranks):
+def test_zigzag_balances_causal_work(ranks: int) -> None:
     """Exactly where 2N divides every length; else each leftover token is worth at most its whole row."""
     even = place(ZigZag(chunk=1), problem([6 * ranks, 14 * ranks], ranks))
     assert len(set(work(even, ranks).tolist())) == 1
@@ -191,19 +207,19 @@ def test_zigzag_balances_causal_work(ranks):
 @pytest.mark.parametrize(
     "lengths", [[100] * 20_000, [5] * 20_000, np.random.default_rng(1).integers(1, 24, 20_000)]
 )
-def test_many_short_sequences_wear_no_rank_out(lengths):
+def test_many_short_sequences_wear_no_rank_out(lengths: NDArray[Any] | list[int]) -> None:
     load = work(place(ZigZag(chunk=1), problem(lengths, 16)), 16)
     assert load.max() <= 1.02 * load.mean()
 
 
-def test_contiguous_shares():
+def test_contiguous_shares() -> None:
     placement = place(Contiguous(), problem([3, 7], 4))
     assert letters(placement) == "aabbbccddd"
     assert len(placement.home) == 4
     assert letters(place(Contiguous(), problem([2], 4))) == "bd"
 
 
-def test_whole_sequences_go_to_the_least_loaded():
+def test_whole_sequences_go_to_the_least_loaded() -> None:
     made = problem([8, 6, 5, 5], 2)
     placement = place(Whole(), made)
     assert placement.starts.tolist() == made.batch.starts.tolist()
@@ -212,32 +228,32 @@ def test_whole_sequences_go_to_the_least_loaded():
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), ranks=st.integers(1, 8))
-def test_whole_never_cuts_and_keeps_near_the_mean(lengths, ranks):
+def test_whole_never_cuts_and_keeps_near_the_mean(lengths: list[int], ranks: int) -> None:
     made = problem(lengths, ranks)
     placement = place(Whole(), made)
     assert placement.starts.tolist() == made.batch.starts.tolist()
     assert tokens(placement, ranks).max() <= max(2 * sum(lengths) / ranks, 1) + max(lengths)
 
 
-def test_whole_obeys_an_explicit_cap_by_tokens_where_work_fails():
+def test_whole_obeys_an_explicit_cap_by_tokens_where_work_fails() -> None:
     # by work the rank with 8 takes least, and two of the small ones find no room
     made = problem([8, 2, 2, 2, 2, 2, 2, 2, 2], 3, token_cap=8)
     assert tokens(place(Whole(), made), 3).tolist() == [8, 8, 8]
 
 
-def test_whole_names_the_sequence_that_no_rank_can_hold():
+def test_whole_names_the_sequence_that_no_rank_can_hold() -> None:
     with pytest.raises(
         CapacityError, match=r"sequence 1 has 50 tokens.*token_cap of 40.*raise token_cap to 50"
     ):
         place(Whole(), problem([10, 50, 10], 4, token_cap=40))
 
 
-def test_whole_says_what_found_no_room():
+def test_whole_says_what_found_no_room() -> None:
     with pytest.raises(CapacityError, match=r"1 of 3 whole sequences \(6 tokens\).*at most 10 tokens"):
         place(Whole(), problem([6, 6, 6], 2, token_cap=10))
 
 
-def test_whole_and_short_sequences_look_at_speeds():
+def test_whole_and_short_sequences_look_at_speeds() -> None:
     speeds = (1.0, 1.0, 1.0, 0.25)
     for this in (Whole(), HybridDp()):
         load = work(place(this, problem([16] * 400, 4, speeds=speeds)), 4)
@@ -247,14 +263,14 @@ def test_whole_and_short_sequences_look_at_speeds():
         assert (owners(place(this, slow)) == owners(place(this, even))).all()
 
 
-def test_a_bound_respects_speeds():
+def test_a_bound_respects_speeds() -> None:
     made = problem([64] * 8, 4, speeds=(1.0, 1.0, 1.0, 0.5))
     for this in PLACES:
         placement = place(this, made)
         assert placement.bound <= (work(placement, 4) / made.speeds).max() * (1 + 1e-12)
 
 
-def test_hybrid_dp_by_hand():
+def test_hybrid_dp_by_hand() -> None:
     # 40 tokens on 4 ranks: 10 a rank; 20 tokens are two ranks' worth, the others stay whole
     placement = place(HybridDp(), problem([5, 20, 5, 5, 5], 4))
     assert letters(placement)[5:25] == "aaaaabbbbbbbbbbaaaaa"
@@ -263,7 +279,7 @@ def test_hybrid_dp_by_hand():
     assert tokens(placement, 4).tolist() == [10] * 4
 
 
-def test_hybrid_dp_gives_long_sequences_consecutive_ranks_by_length():
+def test_hybrid_dp_gives_long_sequences_consecutive_ranks_by_length() -> None:
     made = problem([64, 33, 17, 9, 5, 30, 40, 58], 8, ap.masks.causal())
     placement = place(HybridDp(), made)  # 256 tokens: 32 a rank
     for sequence, length in enumerate(made.batch.lengths.tolist()):
@@ -272,13 +288,13 @@ def test_hybrid_dp_gives_long_sequences_consecutive_ranks_by_length():
         assert max(held) - min(held) == len(held) - 1
 
 
-def test_hybrid_dp_smaller_capacity_spreads_more():
+def test_hybrid_dp_smaller_capacity_spreads_more() -> None:
     made = problem([32, 32, 32, 32], 4)
     assert all(len(held_by(made, place(HybridDp(), made), s)) == 1 for s in range(4))
     assert all(len(held_by(made, place(HybridDp(capacity=8), made), s)) == 4 for s in range(4))
 
 
-def test_megatron_hybrid_by_hand():
+def test_megatron_hybrid_by_hand() -> None:
     # 64 tokens on 4 ranks: 16 a rank; 33 asks for 3, that is 4 ranks; 20 for 2; the short ones wait for the next turn
     made = problem([33, 20, 6, 5], 4)
     placement = place(MegatronHybrid(), made)
@@ -288,7 +304,7 @@ def test_megatron_hybrid_by_hand():
     assert held_by(made, placement, 3) == {3}
 
 
-def test_megatron_hybrid_widens_groups_until_no_rank_is_idle():
+def test_megatron_hybrid_widens_groups_until_no_rank_is_idle() -> None:
     made = problem([8, 8], 8)  # 2 tokens a rank: four ranks each
     assert [held_by(made, place(MegatronHybrid(), made), s) for s in (0, 1)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     made = problem([10, 10], 8)  # three, that is four
@@ -300,7 +316,7 @@ def test_megatron_hybrid_widens_groups_until_no_rank_is_idle():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=20), power=st.integers(0, 5))
-def test_megatron_groups_are_aligned_powers_of_two(lengths, power):
+def test_megatron_groups_are_aligned_powers_of_two(lengths: list[int], power: int) -> None:
     ranks = 2**power
     made = problem(lengths, ranks)
     size = -(-sum(lengths) // ranks)
@@ -316,7 +332,7 @@ def test_megatron_groups_are_aligned_powers_of_two(lengths, power):
 
 
 @pytest.mark.parametrize("this", [HybridDp(capacity=10), MegatronHybrid(capacity=10)], ids=str)
-def test_a_document_beyond_all_ranks_is_refused_where_somebody_asked(this):
+def test_a_document_beyond_all_ranks_is_refused_where_somebody_asked(this: HybridDp | MegatronHybrid) -> None:
     with pytest.raises(CapacityError, match=r"sequence 1 has 90 tokens and needs 9 ranks of 10.*at least 12"):
         place(this, problem([5, 90, 5], 8))
     everywhere = place(type(this)(), problem([90], 8))
@@ -324,7 +340,7 @@ def test_a_document_beyond_all_ranks_is_refused_where_somebody_asked(this):
 
 
 @pytest.mark.parametrize("this", PLACES, ids=str)
-def test_home_ranks_are_refused(this):
+def test_home_ranks_are_refused(this: Any) -> None:
     with pytest.raises(ConfigError, match=r"batch.home_ranks.*recipe fcp"):
         place(this, problem([8, 8], 2, home_ranks=[[1], None]))
 
@@ -332,7 +348,7 @@ def test_home_ranks_are_refused(this):
 @pytest.mark.parametrize(
     "this", [ZigZag(chunk=1), HybridDp(), MegatronHybrid(), Wlb("document", chunk=1)], ids=str
 )
-def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(this):
+def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(this: Any) -> None:
     lengths = [40, 17, 9, 9, 9, 5, 3, 3]
     used = int(tokens(place(this, problem(lengths, 4)), 4).max())
     assert tokens(place(this, problem(lengths, 4, token_cap=used)), 4).max() <= used
@@ -350,14 +366,14 @@ def test_an_explicit_cap_is_obeyed_or_refused_with_numbers(this):
         ("megatron_hybrid", "capacity", 1.5),
     ],
 )
-def test_parameters_are_checked(name, parameter, value):
+def test_parameters_are_checked(name: str, parameter: str, value: str | float) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Step("place", name, {parameter: value}))
     assert caught.value.field == f"recipe.place.{name}.{parameter}"
 
 
 @pytest.mark.parametrize("this", [Sequences(), *PLACES], ids=str)
-def test_passes_are_frozen(this):
+def test_passes_are_frozen(this: Any) -> None:
     with pytest.raises((FrozenInstanceError, TypeError)):
         this.over = this.capacity = this.shard = None
     if not isinstance(this, Sequences):
@@ -367,10 +383,18 @@ def test_passes_are_frozen(this):
 class Tiles:
     """A price list: a kernel that pays for whole tiles of query rows."""
 
-    def __init__(self, tile):
+    def __init__(self, tile: int) -> None:
         self.tile = tile
 
-    def attention_us(self, phase, q_rows, kv_rows, pairs, q_heads, kv_heads):
+    def attention_us(
+        self,
+        phase: str,
+        q_rows: NDArray[Any],
+        kv_rows: NDArray[Any],
+        pairs: NDArray[Any],
+        q_heads: int,
+        kv_heads: int,
+    ) -> NDArray[Any]:
         return -(-q_rows // self.tile) * self.tile * pairs / q_rows
 
 
@@ -380,19 +404,19 @@ class Priced(Problem):
     cost = Tiles(128)
 
 
-def priced(lengths, ranks):
+def priced(lengths: list[int], ranks: int) -> Priced:
     made = problem(lengths, ranks)
     return Priced(made.batch, made.cluster, made.model, made.policy)
 
 
-def test_wlb_cuts_documents_where_balance_pays_and_the_pack_where_pieces_are_short():
+def test_wlb_cuts_documents_where_balance_pays_and_the_pack_where_pieces_are_short() -> None:
     skewed = priced([8192, 512, 512], 4)
     assert (owners(place(Wlb(chunk=1), skewed)) == owners(place(Wlb("document", chunk=1), skewed))).all()
     short = priced([100] * 64, 8)
     assert (owners(place(Wlb(chunk=1), short)) == owners(place(Wlb("sequence", chunk=1), short))).all()
 
 
-def test_wlb_takes_the_cheaper_of_both():
+def test_wlb_takes_the_cheaper_of_both() -> None:
     for lengths in ([8192, 512, 512], [100] * 64, [3000, 200, 200, 100, 100], [4096]):
         made = priced(lengths, 8)
         choices = [busiest_us(made, place(Wlb(shard, chunk=1), made)) for shard in ("sequence", "document")]
@@ -404,7 +428,7 @@ def test_wlb_takes_the_cheaper_of_both():
     [([512] * 256, "sequence"), ([65536] + [1024] * 64, "document"), ([32768], "document")],
     ids=["short documents", "one long among short", "one document"],
 )
-def test_wlb_on_the_built_in_hardware(lengths, shard):
+def test_wlb_on_the_built_in_hardware(lengths: list[int], shard: str) -> None:
     made = problem(lengths, 8)
     model = ap.Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=2)
     made = Problem(made.batch, made.cluster, model, made.policy)
@@ -417,7 +441,7 @@ def test_wlb_on_the_built_in_hardware(lengths, shard):
     mask=st.sampled_from(sorted(MASKS)),
     ranks=st.integers(1, 6),
 )
-def test_priced_pieces_cover_the_mask(lengths, mask, ranks):
+def test_priced_pieces_cover_the_mask(lengths: list[int], mask: str, ranks: int) -> None:
     made = problem(lengths, ranks, MASKS[mask])
     placement = place(Wlb("document", chunk=1), made)
     pieces, block = query_pieces(made.bands["default"], placement.starts, np.ones(len(placement.home), bool))
@@ -426,7 +450,7 @@ def test_priced_pieces_cover_the_mask(lengths, mask, ranks):
     assert (np.bincount(block, areas, len(placement.home)) == placement.weight).all()
 
 
-def test_wlb_prices_some_ranks_for_all_where_pieces_are_many(monkeypatch):
+def test_wlb_prices_some_ranks_for_all_where_pieces_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     made = priced([2048] * 8, 8)
     placement = place(Wlb("document", chunk=1), made)
     exact = busiest_us(made, placement)
@@ -435,7 +459,7 @@ def test_wlb_prices_some_ranks_for_all_where_pieces_are_many(monkeypatch):
 
 
 @pytest.mark.parametrize("this", PLACES, ids=str)
-def test_a_workload_of_a_cluster(this):
+def test_a_workload_of_a_cluster(this: Any) -> None:
     """The promises at 64 ranks: who balances tokens does, and who balances causal work does."""
     made = problem(lognormal_lengths(1, 64 * 4096).tolist(), 64)
     placement = place(this, made)
@@ -448,7 +472,7 @@ def test_a_workload_of_a_cluster(this):
         assert held.max() <= 1.2 * held.mean()
 
 
-def test_zigzag_gives_short_sequences_fewer_ranks():
+def test_zigzag_gives_short_sequences_fewer_ranks() -> None:
     made = problem([4096, 300, 300, 600, 100], 4)
     placement = place(ZigZag(chunk=128), made)
     lengths = np.diff(placement.starts)

@@ -6,20 +6,24 @@ and every strategy x mask alone in its batch, on numbers of ranks that take turn
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
-from test_upipe import compare_block
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, PHASES, RESULTS, Op, Tensor
 from apportion.ir.masks import specs as masks
+from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.planner.recipe import built_in
 from apportion.planner.recipe.recipes import entries, find_recipe, passes_of
+from tests.planner.recipes.test_upipe import compare_block
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.sparse import marked, sparse
 from tests.support.strategies import BLOCKS, MATCHINGS, SHORT, STRATEGIES, WIDE, cluster, has_own_cap, steps
@@ -130,7 +134,7 @@ def test_reported_bytes_are_those_of_the_programs(name: str) -> None:
     assert plan.report["bytes"]["inter_node"] == between
 
 
-def transfers(plan: Plan, programs: ap.ir.plan.ProgramSet) -> tuple[np.ndarray, np.ndarray]:
+def transfers(plan: Plan, programs: ProgramSet) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of every send, and whether it leaves its node."""
     table, operands, model = programs["transfers"], programs["operands"], plan.request.model
     rank = table.rank_of_row()
@@ -310,17 +314,19 @@ def test_equal_numbers_of_other_types_are_not_one_recipe() -> None:
         ({"lpt": {"solver": []}}, "must be a partition solver"),
     ],
 )
-def test_a_wrong_solver_is_told(place, fault) -> None:
+def test_a_wrong_solver_is_told(
+    place: dict[str, dict[str, list[Any] | str | dict[Any, Any]]], fault: str
+) -> None:
     with pytest.raises(ap.ConfigError, match=fault):
         find_recipe({"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": place}})
 
 
 def test_names_may_be_of_a_subclass_of_text() -> None:
     recipe = {"name": "mine", "steps": BLOCKS | MATCHINGS | {"place": {"lpt": {"solver": np.str_("lpt")}}}}
-    assert passes_of(find_recipe(recipe)).place.solver.name == "lpt"
+    assert passes_of(find_recipe(recipe)).place.solver.name == "lpt"  # type: ignore[attr-defined]
 
 
-def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path) -> None:
+def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     twice = tuple(Step("place", name, {}) for name in ("lpt", "contiguous"))
     with pytest.raises(ap.ConfigError, match="is there twice"):
         Recipe("mine", twice)
@@ -331,14 +337,16 @@ def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path) -> None:
 
 
 def test_parameters_of_a_built_in_recipe_are_the_caller_s_own() -> None:
-    find_recipe("fcp").step("shard").params["block"] = 128
+    find_recipe("fcp").step("shard").params["block"] = 128  # type: ignore[index]
     assert find_recipe("fcp").step("shard").params["block"] == "auto"
 
 
 @pytest.mark.parametrize(
     ("lengths", "speeds"), [([213, 143, 269, 229, 102], None), ([152, 274, 380, 260, 336], (1.0, 0.5, 2.0))]
 )
-def test_an_exact_solver_places_no_worse_than_lpt(lengths, speeds) -> None:
+def test_an_exact_solver_places_no_worse_than_lpt(
+    lengths: list[int], speeds: tuple[float, ...] | None
+) -> None:
     steps = {"shard": {"blocks": {"block": 64}}} | MATCHINGS
     makespans = []
     for solver in ("ilp", "lpt"):

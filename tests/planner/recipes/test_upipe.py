@@ -9,8 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from apportion.backends import local_network, local_ranks, reference
+from apportion.backends.interp import Operand
+from apportion.backends.local_network import View
+from apportion.backends.local_ranks import Rank
+from apportion.backends.numpy_kernels import Partial
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
@@ -92,7 +97,7 @@ def planned(
 class Weights:
     """A projection whose result depends on the position, and the gradients of its weights."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model) -> None:
         rng = np.random.default_rng(3)
         shapes = [
             (model.q_heads, model.head_dim),
@@ -102,12 +107,25 @@ class Weights:
         self.weights = [rng.standard_normal((heads, model.hidden, width)) / 4 for heads, width in shapes]
         self.grads = [np.zeros_like(weights) for weights in self.weights]
 
-    def project(self, hidden, position_ids, q_heads, kv_heads):
+    def project(
+        self,
+        hidden: NDArray[Any],
+        position_ids: NDArray[Any],
+        q_heads: range | tuple[int, ...],
+        kv_heads: tuple[int, ...] | range,
+    ) -> tuple[NDArray[Any], ...]:
         x = hidden * (1 + position_ids / 8)[:, None]
         each = zip(self.weights, (q_heads, kv_heads, kv_heads), strict=True)
         return tuple(np.einsum("ne,hed->nhd", x, w[list(heads)]) for w, heads in each)
 
-    def gradient(self, hidden, position_ids, q_heads, kv_heads, grads):
+    def gradient(
+        self,
+        hidden: NDArray[Any],
+        position_ids: NDArray[Any],
+        q_heads: range | tuple[int, ...],
+        kv_heads: tuple[int, ...] | range,
+        grads: tuple[NDArray[Any], ...],
+    ) -> NDArray[Any]:
         turn = (1 + position_ids / 8)[:, None]
         dx = np.zeros_like(hidden)
         for w, total, heads, grad in zip(
@@ -354,12 +372,12 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     rank_of: dict[int, local_ranks.Rank] = {}
     view, write, phase = local_ranks.Rank.view, local_network.View.write, []
 
-    def noted_view(self, operand):
+    def noted_view(self: Rank, operand: Operand) -> View:
         seen = view(self, operand)
         rank_of[id(seen)] = self
         return seen
 
-    def noted_write(self, values):
+    def noted_write(self: View, values: tuple[NDArray[Any], ...] | list[NDArray[Any]] | Partial) -> None:
         operand = self.operand
         if operand.space == Space.WORK:
             key = (rank_of[id(self)].rank, operand.tensor, phase[-1])

@@ -1,39 +1,49 @@
 """Zeppelin: who gets which tokens as the paper prints it, and under the cap; queues in order; hops through proxies."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.backends import reference
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import PHASES
 from apportion.ir.masks import bands
-from apportion.ir.request.policy import Step
+from apportion.ir.masks.windows import Full
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.zeppelin import Zeppelin
-from apportion.planner.problem import Problem
+from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.route.queue_rings import INTER, INTRA, LOCAL, QueueRings
 from apportion.planner.route.routes import Site
 from apportion.planner.schedule.queues import Queues
+from apportion.planner.schedule.rounds import Schedule
 from apportion.planner.shard.sequences import Sequences
 from apportion.planner.tasks.rows import Rows
-from apportion.planner.tasks.tasks import find_tasks
+from apportion.planner.tasks.tasks import Edges, find_tasks
 from tests.support import oracle
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
 
 
-def problem(lengths, nodes, ranks_per_node, mask=None, **policy):
+def problem(
+    lengths: list[int], nodes: int, ranks_per_node: int, mask: Full | None = None, **policy: int
+) -> Problem:
     batch = ap.Batch.from_lengths(lengths, mask=mask)
     return Problem(batch, ap.Cluster(nodes, ranks_per_node), MODEL, ap.Policy(RECIPE, **policy))
 
 
-def shares(this, made):
+def shares(this: Zeppelin, made: Problem) -> dict[int, dict[int, int]]:
     """sequence -> {rank: tokens}"""
     found = {}
     for sequence, rank, tokens in this.shares(made).T.tolist():
@@ -41,22 +51,22 @@ def shares(this, made):
     return found
 
 
-def per_rank(this, made):
+def per_rank(this: Zeppelin, made: Problem) -> list[int]:
     _, rank, tokens = this.shares(made)
     return np.bincount(rank, tokens, made.ranks).astype(int).tolist()
 
 
-def place(this, made):
+def place(this: Zeppelin, made: Problem) -> Placement | None:
     return this(made, Sequences()(made))
 
 
-def letters(this, made):
+def letters(this: Zeppelin, made: Problem) -> str:
     """The rank of every token as one word: rank 0 is a."""
     placement = place(this, made)
     return "".join(chr(ord("a") + rank) for rank in np.repeat(placement.home, placement.lengths).tolist())
 
 
-def recipe(place=(), schedule=()):
+def recipe(place: dict[str, int | str] = (), schedule: dict[str, int | str] | tuple[Any, ...] = ()) -> Recipe:
     steps = {
         "shard": {"sequences": {}},
         "place": {"zeppelin": dict(place)},
@@ -65,7 +75,15 @@ def recipe(place=(), schedule=()):
     return ap.Recipe("zeppelin", steps)
 
 
-def planned(lengths, nodes, ranks_per_node, place=(), schedule=(), mask=None, model=MODEL):
+def planned(
+    lengths: NDArray[Any] | list[int],
+    nodes: int,
+    ranks_per_node: int,
+    place: dict[str, int | str] = (),
+    schedule: dict[str, int | str] = (),
+    mask: Any = None,
+    model: Model = MODEL,
+) -> Plan:
     batch = ap.Batch.from_lengths(lengths, mask=mask)
     return ap.plan(batch, ap.Cluster(nodes, ranks_per_node), model, recipe=recipe(place, schedule))
 
@@ -73,7 +91,7 @@ def planned(lengths, nodes, ranks_per_node, place=(), schedule=(), mask=None, mo
 # --- algorithms 1 and 2
 
 
-def test_the_printed_algorithm_overloads_a_rank_with_fragments():
+def test_the_printed_algorithm_overloads_a_rank_with_fragments() -> None:
     made = problem([5000, 2000], 1, 8)
     assert shares(Zeppelin(cap="paper", capacity=1000), made) == {
         0: {0: 715, 1: 715, **dict.fromkeys(range(2, 7), 714)},
@@ -82,14 +100,14 @@ def test_the_printed_algorithm_overloads_a_rank_with_fragments():
     assert max(per_rank(Zeppelin(cap="paper", capacity=1000), made)) == 1715
 
 
-def test_enforce_sends_what_does_not_fit_to_emptier_ranks():
+def test_enforce_sends_what_does_not_fit_to_emptier_ranks() -> None:
     held = per_rank(Zeppelin(capacity=1000), problem([5000, 2000], 1, 8))
     assert sum(held) == 7000
     assert max(held) <= 1000
 
 
 @pytest.mark.parametrize("cap", ["paper", "enforce"])
-def test_zones(cap):
+def test_zones(cap: str) -> None:
     """Of 2 nodes of 4 ranks of 100 tokens: longer than a node, longer than a rank, and the rest."""
     made = problem([420, 150, 30, 20, 10], 2, 4)
     found = shares(Zeppelin(cap=cap, capacity=100), made)
@@ -101,13 +119,13 @@ def test_zones(cap):
     assert all(len(found[sequence]) == 1 for sequence in (2, 3, 4))
 
 
-def test_a_sequence_spans_as_many_nodes_as_its_length_asks_for():
+def test_a_sequence_spans_as_many_nodes_as_its_length_asks_for() -> None:
     """The mean of 4 nodes is 100: 150 tokens go to two, not to all."""
     found = shares(Zeppelin(cap="paper", capacity=60), problem([150, 50, 50, 50, 50, 50], 4, 2))
     assert {rank // 2 for rank in found[0]} == {0, 1}
 
 
-def test_whole_sequences_that_do_not_fit_lower_the_threshold():
+def test_whole_sequences_that_do_not_fit_lower_the_threshold() -> None:
     """Three of 60 on two ranks of 100: the third fits on none, so all of that length are cut."""
     made = problem([60, 60, 60], 1, 2)
     # each is two thirds of the square budget of a rank: one fragment, and the printed round-robin overloads the first
@@ -115,7 +133,7 @@ def test_whole_sequences_that_do_not_fit_lower_the_threshold():
     assert per_rank(Zeppelin(capacity=100), made) == [90, 90]
 
 
-def test_thresholds_can_start_lower():
+def test_thresholds_can_start_lower() -> None:
     made = problem([40, 8, 8, 8], 2, 2)
     assert len(shares(Zeppelin(capacity=50), made)[0]) == 1
     assert len(shares(Zeppelin(capacity=50, intra_tokens=30), made)[0]) == 2
@@ -130,7 +148,9 @@ def test_thresholds_can_start_lower():
     cap=st.sampled_from(["enforce", "paper"]),
     parts=st.integers(1, 5),
 )
-def test_every_token_has_one_rank_and_enforce_keeps_the_cap(lengths, nodes, ranks, cap, parts):
+def test_every_token_has_one_rank_and_enforce_keeps_the_cap(
+    lengths: list[int], nodes: int, ranks: int, cap: str, parts: int
+) -> None:
     made = problem(lengths, nodes, ranks)
     this = Zeppelin(cap=cap, parts=parts)
     sequence, rank, tokens = this.shares(made)
@@ -146,12 +166,12 @@ def test_every_token_has_one_rank_and_enforce_keeps_the_cap(lengths, nodes, rank
     assert np.array_equal(placement.rank_sums(placement.lengths, made.ranks), held)
 
 
-def test_a_ring_is_cut_zig_zag():
+def test_a_ring_is_cut_zig_zag() -> None:
     assert letters(Zeppelin(capacity=6), problem([24], 1, 4)) == "aaabbbcccddddddcccbbbaaa"
     assert letters(Zeppelin(capacity=7), problem([26], 1, 4))[:4] == "aaaa"
 
 
-def test_parts_cut_only_what_crosses_nodes():
+def test_parts_cut_only_what_crosses_nodes() -> None:
     made = problem([64, 15], 2, 2)
     plain, fine = (place(Zeppelin(capacity=32, parts=parts), made) for parts in (1, 4))
     assert np.bincount(np.searchsorted([64, 79], plain.starts[:-1], "right")).tolist() == [7, 1]
@@ -159,7 +179,7 @@ def test_parts_cut_only_what_crosses_nodes():
     assert np.array_equal(np.repeat(plain.home, plain.lengths), np.repeat(fine.home, fine.lengths))
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(CapacityError, match=r"raise recipe\.place\.zeppelin\.capacity to at least 50"):
         place(Zeppelin(capacity=49), problem([100], 1, 2))
     with pytest.raises(CapacityError, match="token_cap is 60"):
@@ -177,7 +197,14 @@ def test_refusals():
 # --- queues and proxies
 
 
-def scheduled(lengths, nodes, ranks_per_node, place_by, proxies=1, mask=None):
+def scheduled(
+    lengths: list[int],
+    nodes: int,
+    ranks_per_node: int,
+    place_by: Zeppelin,
+    proxies: int = 1,
+    mask: Full | None = None,
+) -> tuple[Edges, Schedule]:
     made = problem(lengths, nodes, ranks_per_node, mask)
     placement = place(place_by, made)
     rows = Rows(placement.starts, placement.home, made.ranks)
@@ -186,18 +213,18 @@ def scheduled(lengths, nodes, ranks_per_node, place_by, proxies=1, mask=None):
     return edges, Queues(proxies)(QueueRings(proxies)(edges, site), made.ranks)
 
 
-def test_queues_run_in_their_order():
+def test_queues_run_in_their_order() -> None:
     _, schedule = scheduled([420, 150, 150, 30, 20, 10], 2, 4, Zeppelin(capacity=104))
     routed = schedule.routed
-    inter, intra = (schedule.round[routed.queue == queue] for queue in (INTER, INTRA))
+    inter, intra = (schedule.round[routed.queue == queue] for queue in (INTER, INTRA))  # type: ignore[attr-defined]
     assert inter.max() == 6  # seven hops of a ring of eight
     assert intra.min() == 7
     assert intra.max() == schedule.rounds - 1
-    stages = {queue: set(schedule.own[routed.held == queue].tolist()) for queue in (INTER, INTRA, LOCAL)}
+    stages = {queue: set(schedule.own[routed.held == queue].tolist()) for queue in (INTER, INTRA, LOCAL)}  # type: ignore[attr-defined]
     assert stages == {INTER: {0}, INTRA: {7}, LOCAL: {schedule.rounds}}
 
 
-def test_a_hop_between_nodes_goes_over_all_ranks_of_both():
+def test_a_hop_between_nodes_goes_over_all_ranks_of_both() -> None:
     """Of hops 3 -> 4 and 7 -> 0, for each tile that crosses there: four parts, by all four ranks of either node."""
     _, schedule = scheduled([400], 2, 4, Zeppelin(parts=4), 4, ap.masks.full())
     edges = schedule.edges
@@ -216,7 +243,7 @@ def test_a_hop_between_nodes_goes_over_all_ranks_of_both():
 
 
 @pytest.mark.parametrize("proxies", [1, 2, 4])
-def test_relays_carry_what_their_children_need(proxies):
+def test_relays_carry_what_their_children_need(proxies: int) -> None:
     star, schedule = scheduled(
         [420, 150, 150, 30, 20, 10], 2, 4, Zeppelin(capacity=104, parts=proxies), proxies
     )
@@ -250,7 +277,7 @@ WAYS = {
 }
 
 
-def compare(plan, kind="default"):
+def compare(plan: Plan, kind: str = "default") -> None:
     """Forward and backward on the reference backend against dense attention."""
     model, batch = plan.request.model, plan.request.batch
     p = oracle.Problem.random(3, batch.tokens, model.q_heads, model.kv_heads, 4, 4)
@@ -264,16 +291,16 @@ def compare(plan, kind="default"):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 4), (2, 2), (2, 4), (4, 2)])
-def test_plans_equal_the_oracle(mask, way, nodes, ranks):
+def test_plans_equal_the_oracle(mask: str, way: str, nodes: int, ranks: int) -> None:
     compare(planned([61, 30, 9, 7, 1], nodes, ranks, *WAYS[way], mask=MASKS[mask]))
 
 
 @pytest.mark.parametrize("local", ["first", "even"])
-def test_whole_sequences_may_run_earlier(local):
+def test_whole_sequences_may_run_earlier(local: str) -> None:
     compare(planned([61, 30, 9, 7, 1], 2, 4, {"parts": 2}, {"proxies": 2, "local": local}))
 
 
-def test_kinds_have_rings_of_their_own():
+def test_kinds_have_rings_of_their_own() -> None:
     kinds = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(6)}
     model = replace(MODEL, layers={"global": 1, "local": 5})
     plan = planned([61, 30, 9, 7, 1], 2, 4, {"parts": 2}, {"proxies": 2}, kinds, model)
@@ -281,13 +308,13 @@ def test_kinds_have_rings_of_their_own():
         compare(plan, kind)
 
 
-def test_groups_of_ranks_that_split_heads_are_its_ranks():
+def test_groups_of_ranks_that_split_heads_are_its_ranks() -> None:
     steps = recipe({"intra_tokens": 8}).to_data()["steps"] | {"inner": {"ulysses": {"degree": 2}}}
     batch = ap.Batch.from_lengths([61, 30, 9, 7, 1])
     compare(ap.plan(batch, ap.Cluster(2, 4), MODEL, ap.Recipe("split", steps)))
 
 
-def test_queues_serve_blocks_of_any_placement():
+def test_queues_serve_blocks_of_any_placement() -> None:
     steps = {
         "shard": {"blocks": {"block": 8}},
         "place": {"lpt": {}},
@@ -299,7 +326,7 @@ def test_queues_serve_blocks_of_any_placement():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_plans_of_64_ranks_verify(way):
+def test_plans_of_64_ranks_verify(way: str) -> None:
     lengths = lognormal_lengths(0, 64 * 2048, median=256, longest=65_536)
     plan = planned(lengths, 8, 8, *WAYS[way])
     assert {phase for _, phase in plan.programs} == set(PHASES)

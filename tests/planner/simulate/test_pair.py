@@ -1,16 +1,23 @@
 """Two halves that take turns, simulated: timelines by hand, segments, orders that cannot deadlock, what is gained."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
+from apportion.ir.masks.windows import Causal, SlidingWindow
 from apportion.ir.plan.segments import Cuts, agreed_cuts, own_cuts, segment_ends
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -24,6 +31,7 @@ from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair import result as pair_result, run as pair
+from apportion.planner.simulate.pair.result import Pair
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
 from tests.support.sparse import marked
 from tests.support.strategies import STRATEGIES as OTHERS, cluster, has_own_cap, steps
@@ -41,12 +49,14 @@ FETCH = (
 )
 
 
-def plan_with(batch, recipe, ranks, model):
+def plan_with(batch: Batch, recipe: Recipe, ranks: int, model: Model) -> Plan:
     cap = None if has_own_cap(recipe) else batch.tokens
     return api.plan(batch, cluster(ranks), model, policy=Policy(recipe, token_cap=cap))
 
 
-def halves_of(name, ranks=4, kinds=None):
+def halves_of(
+    name: str, ranks: int = 4, kinds: dict[str, Causal | SlidingWindow] | None = None
+) -> list[Plan]:
     model = Model(2, 1, 8, dtype="fp32", hidden=16, ffn=32, layers=dict.fromkeys(kinds, 1) if kinds else 1)
     halves = nano_batches(Batch.from_lengths([40, 33, 25, 9, 7, 1], kinds))
     recipe = Recipe(name, STRATEGIES[name])
@@ -56,7 +66,7 @@ def halves_of(name, ranks=4, kinds=None):
 # --- timelines by hand
 
 
-def test_one_layer_by_hand():
+def test_one_layer_by_hand() -> None:
     """Turns: rank 1 computes ping at 24, pong at 35 when its keys are there, and both linear layers after 45."""
     plan = plan_of(*FETCH)
     run = simulate_pair_with(plan, plan, COSTS, layers=1).runs["default", "forward"]
@@ -70,14 +80,14 @@ def test_one_layer_by_hand():
     assert run.hidden == pytest.approx(21 / 22)
 
 
-def test_between_layers_nobody_waits_for_the_other_half():
+def test_between_layers_nobody_waits_for_the_other_half() -> None:
     plan = plan_of(*FETCH)
     run = simulate_pair_with(plan, plan, COSTS, layers=2).runs["default", "forward"]
     assert run.turns.makespan_us == pytest.approx(226.0)
     assert run.single.makespan_us == pytest.approx(4 * 67.0)
 
 
-def test_rounds_of_one_group_wait_for_each_other():
+def test_rounds_of_one_group_wait_for_each_other() -> None:
     """Keys of both halves in one group: pong's are taken up when ping's are there."""
     plan = plan_of(*FETCH)
     quick = replace(COSTS, a_token=0.0)
@@ -91,14 +101,14 @@ def test_rounds_of_one_group_wait_for_each_other():
     assert shared.turns.makespan_us == pytest.approx(32.0)  # at 11 + 8 + 3
 
 
-def test_backward_changes_the_sides_of_linear_layers():
+def test_backward_changes_the_sides_of_linear_layers() -> None:
     plan = plan_of("delta dO.home[0:64) O.home[0:64) -> delta.work[0:64)", phase="backward")
     half = pair._half(plan, "default", "backward", COSTS)
     assert half.before.tolist() == pytest.approx([2 * 34])
     assert half.after.tolist() == pytest.approx([2 * 12])
 
 
-def test_packing_goes_before_a_round_of_either_half():
+def test_packing_goes_before_a_round_of_either_half() -> None:
     """Rank 0 packs for 1 us. Serial, pong's round starts when rank 1 is there, at 68 + 12; on a single stream rank 0,
     which waited for ping's, comes later by its packing."""
     plan = plan_of(*FETCH)
@@ -108,7 +118,7 @@ def test_packing_goes_before_a_round_of_either_half():
     assert run.single.makespan_us == pytest.approx(68 + 12 + 1 + 11 + 10 + 34)
 
 
-def test_casts_end_a_half_before_its_linear_layers():
+def test_casts_end_a_half_before_its_linear_layers() -> None:
     plan = plan_of("delta dO.home[0:64) O.home[0:64) -> delta.work[0:64)", phase="backward")
     run = simulate_pair_with(plan, plan, replace(COSTS, a_row=5.0), layers=1).runs["default", "backward"]
     half = 2 * 46 + 2 * 5  # delta; dQ, dK and dV
@@ -116,7 +126,7 @@ def test_casts_end_a_half_before_its_linear_layers():
     assert [way.makespan_us for way in run.ways.values()] == pytest.approx([2 * half] * 4)
 
 
-def test_slow_ranks_take_longer_in_linear_layers_too():
+def test_slow_ranks_take_longer_in_linear_layers_too() -> None:
     plan = plan_of(*FETCH, speeds=[1.0, 0.5])
     half = pair._half(plan, "default", "forward", COSTS)
     assert half.before.tolist() == pytest.approx([12, 24])
@@ -125,7 +135,7 @@ def test_slow_ranks_take_longer_in_linear_layers_too():
 # --- segments
 
 
-def rounds_of(plan, key):
+def rounds_of(plan: Any, key: Any) -> Iterator[list[tuple[NDArray[Any], list[Any]]]]:
     """For each rank, the ops and the launched rounds of its three segments, under cuts that all agreed on."""
     programs = [plan.programs[key].rank(rank)["instructions"] for rank in range(plan.header.ranks)]
     columns = [(table["op"], table["round"]) for table in programs]
@@ -138,7 +148,7 @@ def rounds_of(plan, key):
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_segments_of_all_ranks_launch_the_same_rounds(name, ranks):
+def test_segments_of_all_ranks_launch_the_same_rounds(name: str, ranks: int) -> None:
     plan = halves_of(name, ranks)[0]
     attention = (Op.ATTEND, Op.ATTEND_GRAD)
     for key in plan.programs:
@@ -151,11 +161,11 @@ def test_segments_of_all_ranks_launch_the_same_rounds(name, ranks):
             assert max(earlier, default=-1) < min(later, default=2**31)
 
 
-def columns(*steps):
+def columns(*steps: tuple[Op, int]) -> tuple[NDArray[Any], NDArray[Any]]:
     return np.array([op for op, _ in steps], np.uint8), np.array([r for _, r in steps], np.int32)
 
 
-def test_cuts_by_hand():
+def test_cuts_by_hand() -> None:
     """Rank 0 computes before its second launch, rank 1 passes on what it got; both send home in round 3, and rank 1
     passes a sum on in round 4."""
     L, W, A, M = Op.LAUNCH, Op.WAIT, Op.ATTEND, Op.ADD
@@ -169,7 +179,7 @@ def test_cuts_by_hand():
     assert segment_ends(*second, agreed) == (1, 5)
 
 
-def test_a_rank_without_instructions():
+def test_a_rank_without_instructions() -> None:
     nothing = columns()
     assert segment_ends(*nothing, agreed_cuts([own_cuts(*nothing)])) == (0, 0)
 
@@ -179,7 +189,7 @@ def test_a_rank_without_instructions():
 
 @pytest.mark.parametrize("ranks", marked([2, 4, 6], (1,)))
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_turns_never_deadlock_and_rarely_cost(name, ranks):
+def test_turns_never_deadlock_and_rarely_cost(name: str, ranks: int) -> None:
     """On one group a rank's rounds are served strictly in the order of its launches: only one order on all ranks ends.
     The halves use different recipes, so that their rounds have nothing in common. On plans of half a millisecond an
     order may be unlucky by some per cent; over all pairs it gains."""
@@ -193,13 +203,13 @@ def test_turns_never_deadlock_and_rarely_cost(name, ranks):
 
 
 @cache
-def pair_of(name, ranks, groups):
+def pair_of(name: str, ranks: int, groups: int | None) -> Pair:
     other = list(STRATEGIES)[(list(STRATEGIES).index(name) + 5) % len(STRATEGIES)]
     return simulate_pair(halves_of(name, ranks)[0], halves_of(other, ranks)[1], layers=2, groups=groups)
 
 
 @pytest.mark.slow
-def test_taking_turns_gains_over_all_pairs():
+def test_taking_turns_gains_over_all_pairs() -> None:
     runs = [
         run for name in STRATEGIES for ranks in (2, 4, 6) for run in pair_of(name, ranks, None).runs.values()
     ]
@@ -207,7 +217,7 @@ def test_taking_turns_gains_over_all_pairs():
     assert turns < 0.99 * serial
 
 
-def test_cuts_that_differ_between_ranks_deadlock(monkeypatch):
+def test_cuts_that_differ_between_ranks_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why ranks agree. Rank 0 computes before it launches round 1, rank 1 could launch it at once: cut by each alone,
     rank 0 launches round 0 of pong between the rounds of ping, and rank 1 does not."""
     plan = plan_of(
@@ -227,7 +237,7 @@ def test_cuts_that_differ_between_ranks_deadlock(monkeypatch):
 LLAMA = Model(32, 8, 128, dtype="bf16", hidden=4096, ffn=14336)
 
 
-def long_halves(name, ranks=16):
+def long_halves(name: str, ranks: int = 16) -> list[Plan]:
     lengths = [65536, 65536, 40000, 40000, *[16384] * 8, *[4096] * 24, *[1000] * 50]
     halves = nano_batches(Batch.from_lengths(lengths))
     here = Cluster(nodes=ranks // 8, ranks_per_node=8)
@@ -237,7 +247,7 @@ def long_halves(name, ranks=16):
 @pytest.mark.parametrize(
     ("name", "least"), [("contiguous", 0.01), ("distca", 0.1), ("allgather", 0.05), ("ulysses", 0.1)]
 )
-def test_gathers_gain_where_communication_matters(name, least):
+def test_gathers_gain_where_communication_matters(name: str, least: float) -> None:
     """Recipes that gather at once have nothing of their own to hide behind: one after the other is a single stream."""
     found = simulate_pair(*long_halves(name))
     assert found.gain > least
@@ -245,13 +255,13 @@ def test_gathers_gain_where_communication_matters(name, least):
 
 
 @pytest.mark.parametrize("name", ["ring", "fcp", "usp"])
-def test_programs_of_many_rounds_lose_nothing(name):
+def test_programs_of_many_rounds_lose_nothing(name: str) -> None:
     found = simulate_pair(*long_halves(name))
     assert found.gain > 0.01
     assert found.serial_gain > -0.002
 
 
-def test_the_undivided_microbatch_is_the_one_to_beat():
+def test_the_undivided_microbatch_is_the_one_to_beat() -> None:
     """Alone it takes as long as its own simulation and its linear layers, which nothing hides."""
     ping, pong = halves_of("contiguous")
     both = [*ping.request.batch.lengths.tolist(), *pong.request.batch.lengths.tolist()]
@@ -267,11 +277,11 @@ def test_the_undivided_microbatch_is_the_one_to_beat():
     assert simulate_pair(ping, pong, layers=1).whole_gain is None
 
 
-def cost_model(plan):
+def cost_model(plan: Plan) -> CostModel:
     return CostModel(Hardware.load("h100"), plan.request.model)
 
 
-def test_no_gain_without_communication():
+def test_no_gain_without_communication() -> None:
     plans = long_halves("ulysses")
     fast = replace(
         plans[0].request.cluster, intra_gbs=1e9, inter_gbs=1e9, intra_latency_us=0, inter_latency_us=0
@@ -281,7 +291,7 @@ def test_no_gain_without_communication():
     assert abs(simulate_pair(*halves, unposted).serial_gain) < 1e-3
 
 
-def test_contention_slows_all_ways_but_that_without_transfers():
+def test_contention_slows_all_ways_but_that_without_transfers() -> None:
     halves, h100 = long_halves("ring"), Hardware.load("h100")
     none, some = (
         simulate_pair(*halves, replace(h100, contention=Figure(contention, "made up")), layers=2)
@@ -298,7 +308,7 @@ def test_contention_slows_all_ways_but_that_without_transfers():
 # --- data and errors
 
 
-def test_data_is_plain_and_adds_up():
+def test_data_is_plain_and_adds_up() -> None:
     kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
     found = simulate_pair(*halves_of("contiguous", kinds=kinds), layers=3)
     data = json.loads(json.dumps(found.to_data()))
@@ -313,17 +323,17 @@ def test_data_is_plain_and_adds_up():
     assert data["gain"] == pytest.approx(found.ms("single") / found.ms() - 1)
 
 
-def test_equal_arguments_give_equal_times():
+def test_equal_arguments_give_equal_times() -> None:
     plans = halves_of("node")
     assert simulate_pair(*plans).to_data() == simulate_pair(*plans).to_data()
 
 
-def test_halves_of_other_ranks_are_refused():
+def test_halves_of_other_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="has other ranks than ping"):
         simulate_pair(halves_of("ring", 2)[0], halves_of("ring", 4)[1])
 
 
 @pytest.mark.parametrize(("field", "value"), [("layers", 0), ("groups", 0)])
-def test_counts_are_checked(field, value):
+def test_counts_are_checked(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=field):
         simulate_pair(*halves_of("ring"), **{field: value})

@@ -1,5 +1,7 @@
 """The hypergraph solvers: both balances, and what happens where the engine has no answer (contract: test_solvers)."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +22,9 @@ from apportion.planner.solvers.status import NEVER, Budget, Limit, Status
 ENGINES = ["greedy", "mtkahypar"]
 
 
-def long_sequence(blocks=24, nodes=1, per_node=4, slack=0.05) -> HypergraphProblem:
+def long_sequence(
+    blocks: int = 24, nodes: int = 1, per_node: int = 4, slack: float = 0.05
+) -> HypergraphProblem:
     """One causal sequence: block b, and cell (q, k) for k <= q, with queries six times as dear as keys."""
     cells = [(q, k) for q in range(blocks) for k in range(q + 1)]
     edges = [[b] for b in range(2 * blocks)]
@@ -43,7 +47,7 @@ def long_sequence(blocks=24, nodes=1, per_node=4, slack=0.05) -> HypergraphProbl
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (4, 1)])
-def test_both_weights_are_even_on_nodes_and_ranks(name, nodes, per_node):
+def test_both_weights_are_even_on_nodes_and_ranks(name: str, nodes: int, per_node: int) -> None:
     problem = long_sequence(nodes=nodes, per_node=per_node)
     found = SOLVERS["hypergraph", name].load()(problem, Budget())
     assert found.termination.status is Status.FEASIBLE
@@ -55,7 +59,7 @@ def test_both_weights_are_even_on_nodes_and_ranks(name, nodes, per_node):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_slow_ranks_get_less_compute_and_as_many_tokens(name):
+def test_slow_ranks_get_less_compute_and_as_many_tokens(name: str) -> None:
     problem = replace(long_sequence(), speeds=np.array([1.0, 1.0, 0.5, 0.5]))
     found = SOLVERS["hypergraph", name].load()(problem, Budget())
     load = np.bincount(found.rank, problem.flops)
@@ -64,7 +68,7 @@ def test_slow_ranks_get_less_compute_and_as_many_tokens(name):
     assert np.bincount(found.rank, problem.tokens).tolist() == [96] * 4
 
 
-def test_tokens_follow_the_room_of_ranks():
+def test_tokens_follow_the_room_of_ranks() -> None:
     problem = replace(long_sequence(), room=np.array([1.0, 1.0, 0.5, 0.5]))
     found = hypergraph.solve(problem, Budget())
     assert (np.bincount(found.rank, problem.tokens) <= problem.tokens_caps[1]).all()
@@ -73,7 +77,7 @@ def test_tokens_follow_the_room_of_ranks():
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_fixed_vertices_stay(name):
+def test_fixed_vertices_stay(name: str) -> None:
     problem = long_sequence()
     fixed = np.full(len(problem.flops), -1)
     fixed[:24], fixed[-5:] = np.arange(24) % 4, 2
@@ -82,13 +86,13 @@ def test_fixed_vertices_stay(name):
     assert (found.rank[-5:] == 2).all()
 
 
-def test_what_is_fixed_to_one_rank_beyond_its_cap_is_infeasible():
+def test_what_is_fixed_to_one_rank_beyond_its_cap_is_infeasible() -> None:
     problem = long_sequence()
     fixed = np.where(problem.tokens > 0, 0, -1)
     assert hypergraph.solve(replace(problem, fixed=fixed), Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_small_sequences_are_not_torn_apart():
+def test_small_sequences_are_not_torn_apart() -> None:
     """Eight sequences of two blocks on four ranks: nothing needs to move."""
     edges = [[s, s + 1, 16 + s // 2] for s in range(0, 16, 2)]
     problem = HypergraphProblem(
@@ -106,7 +110,7 @@ def test_small_sequences_are_not_torn_apart():
     assert (found.termination.status, found.termination.value) == (Status.OPTIMAL, 0.0)
 
 
-def test_a_deadline_gives_up_bytes_and_no_balance():
+def test_a_deadline_gives_up_bytes_and_no_balance() -> None:
     problem = HypergraphCases().large(np.random.default_rng(0))
     cut, whole = hypergraph.solve(problem, Budget(0.0)), hypergraph.solve(problem, Budget())
     assert hypergraph.holds(problem, cut.rank)
@@ -114,7 +118,7 @@ def test_a_deadline_gives_up_bytes_and_no_balance():
     assert cut.termination.value >= whole.termination.value
 
 
-def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes():
+def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes() -> None:
     problem = long_sequence(nodes=2, per_node=4, slack=0.3)
     homes = np.where(problem.tokens > 0, np.arange(len(problem.flops)) % 8, -1)
     fixed = replace(problem, fixed=homes)
@@ -125,7 +129,7 @@ def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes():
     assert found.termination.value <= hypergraph.connectivity(fixed, rank, 8)
 
 
-def test_what_a_hyperedge_has_on_a_part_moves_at_once():
+def test_what_a_hyperedge_has_on_a_part_moves_at_once() -> None:
     """Two rows on part 0 whose columns are on part 1: no single vertex gains by leaving, all of them do."""
     ptr, pins = np.array([0, 3, 5, 7]), np.array([0, 2, 3, 1, 2, 1, 3])
     price = np.array([5, 4, 4])
@@ -139,13 +143,13 @@ def test_what_a_hyperedge_has_on_a_part_moves_at_once():
     assert board.part.tolist() == [0, 1, 1, 1]
 
 
-def test_tokens_without_room_have_no_rank():
+def test_tokens_without_room_have_no_rank() -> None:
     problem = long_sequence(blocks=5, slack=0.0)  # caps of 20 tokens, blocks of 16
     assert sorted(place_tokens(problem)[:5].tolist()) == [-1, 0, 1, 2, 3]
     assert hypergraph.solve(problem, Budget()).termination.status is Status.NO_SOLUTION
 
 
-def test_wrong_columns_are_refused():
+def test_wrong_columns_are_refused() -> None:
     problem = long_sequence()
     for changed in (
         {"speeds": np.ones(3)},
@@ -174,7 +178,9 @@ def child(code: str) -> tuple[str, ...]:
         ("import time; time.sleep(60)", Limit.TIME),
     ],
 )
-def test_without_an_answer_the_greedy_decides_and_it_is_said(monkeypatch, code, limit):
+def test_without_an_answer_the_greedy_decides_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, code: str, limit: Limit
+) -> None:
     monkeypatch.setattr(mtkahypar, "_COMMAND", child(code))
     problem = long_sequence()
     found = mtkahypar.solve(problem, Budget(1.0 if limit is Limit.TIME else 300.0))
@@ -182,7 +188,7 @@ def test_without_an_answer_the_greedy_decides_and_it_is_said(monkeypatch, code, 
     assert found.termination.value == hypergraph.solve(problem, Budget()).termination.value
 
 
-def test_an_answer_out_of_balance_is_repaired(monkeypatch):
+def test_an_answer_out_of_balance_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     everything_on_one = (
         "from apportion.planner.solvers.hypergraph.mtkahypar_child import *\n"
         "held = BytesIO(sys.stdin.buffer.read())\n"
@@ -196,7 +202,7 @@ def test_an_answer_out_of_balance_is_repaired(monkeypatch):
     assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, None)
 
 
-def test_many_vertices_are_merged_for_the_engine(monkeypatch):
+def test_many_vertices_are_merged_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = HypergraphCases().large(np.random.default_rng(0))
     sizes = []
     held = mtkahypar._run
@@ -207,13 +213,13 @@ def test_many_vertices_are_merged_for_the_engine(monkeypatch):
     assert max(len(job[0]) for job in sizes) < 1500 < len(problem.flops)
 
 
-def test_the_engine_is_named_where_it_is_missing(monkeypatch):
+def test_the_engine_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtkahypar, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"apportion\[solvers\]"):
         mtkahypar.solve(long_sequence(), Budget())
 
 
-def test_planning_imports_no_engine():
+def test_planning_imports_no_engine() -> None:
     code = (
         "import sys, apportion.planner.solvers.hypergraph.mtkahypar, apportion.planner.place.dcp\n"
         "print('mtkahypar' in sys.modules)"

@@ -1,10 +1,14 @@
 """LPT: feasible, within its guarantee, and its bound below the optimum."""
 
+from __future__ import annotations
+
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
@@ -14,16 +18,16 @@ from apportion.ir.request.policy import Recipe
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.api import plan
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.planner.solvers.contracts import PartitionProblem
+from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition.lpt import makespan_bound, solve, solve_near
 from apportion.planner.solvers.status import Budget, Status
 
 
-def lpt(*problem):
+def lpt(*problem: NDArray[Any] | list[tuple[int, ...] | None] | None) -> Partition:
     return solve(PartitionProblem(*problem), Budget())
 
 
-def sums(result, values, bins):
+def sums(result: Partition, values: NDArray[Any], bins: int) -> NDArray[Any]:
     """Of the items in each bin."""
     there = result.bin >= 0
     return np.bincount(result.bin[there], values[there], bins)
@@ -53,7 +57,9 @@ def optimum(weights: list[int], sizes: list[int], caps: list[int], speeds: list[
     rooms=st.lists(st.integers(-4, 20), min_size=3, max_size=3),
     speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
 )
-def test_bound_is_never_above_the_optimum_and_each_cap_holds(items, bins, rooms, speeds):
+def test_bound_is_never_above_the_optimum_and_each_cap_holds(
+    items: list[tuple[int, int]], bins: int, rooms: list[int], speeds: list[float]
+) -> None:
     weights, sizes = map(list, zip(*items, strict=True))
     caps = [max(0, max(sizes) + room) for room in rooms[:bins]]
     result = lpt(array(weights), array(sizes), array(caps), np.array(speeds[:bins]))
@@ -69,14 +75,14 @@ def test_bound_is_never_above_the_optimum_and_each_cap_holds(items, bins, rooms,
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=7), bins=st.integers(1, 3))
-def test_grahams_guarantee_on_equal_bins(weights, bins):
+def test_grahams_guarantee_on_equal_bins(weights: list[int], bins: int) -> None:
     ones = np.ones(len(weights), np.int64)
     result = lpt(array(weights), ones, np.full(bins, len(weights)))
     best = optimum(weights, [1] * len(weights), [len(weights)] * bins, [1.0] * bins)
     assert result.termination.value <= (4 / 3 - 1 / (3 * bins)) * best + 1e-9
 
 
-def test_value_does_not_depend_on_the_order_of_the_items():
+def test_value_does_not_depend_on_the_order_of_the_items() -> None:
     rng = np.random.default_rng(0)
     weights, sizes = rng.integers(1, 1000, 300), rng.integers(1, 50, 300)
     order = rng.permutation(300)
@@ -86,18 +92,18 @@ def test_value_does_not_depend_on_the_order_of_the_items():
     assert np.array_equal(*loads)
 
 
-def test_a_slow_bin_gets_less():
+def test_a_slow_bin_gets_less() -> None:
     weights = np.full(300, 10)
     result = lpt(weights, np.ones(300, np.int64), np.full(3, 300), np.array([1.0, 1.0, 0.5]))
     assert sums(result, weights, 3).tolist() == [1200, 1200, 600]
 
 
-def test_a_full_bin_leaves_the_others_their_own_room():
+def test_a_full_bin_leaves_the_others_their_own_room() -> None:
     result = lpt(array([1] * 9), array([1] * 9), array([1, 3, 5]), np.array([2.0, 1.0, 1.0]))
     assert sums(result, array([1] * 9), 3).tolist() == [1, 3, 5]
 
 
-def test_items_stay_in_the_bins_that_they_are_allowed():
+def test_items_stay_in_the_bins_that_they_are_allowed() -> None:
     allowed = [(2,), (2, 3), None, None]
     result = lpt(array([9, 9, 1, 1]), array([1, 1, 1, 1]), np.full(4, 2), None, allowed)
     assert result.bin[0] == 2
@@ -105,7 +111,7 @@ def test_items_stay_in_the_bins_that_they_are_allowed():
     assert set(result.bin[2:].tolist()) <= {0, 1}
 
 
-def test_an_item_that_fits_nowhere_is_named():
+def test_an_item_that_fits_nowhere_is_named() -> None:
     result = lpt(array([5, 5, 5]), array([2, 2, 2]), np.full(2, 3))
     assert result.termination.status is Status.NO_SOLUTION
     assert (result.bin < 0).sum() == 1
@@ -121,11 +127,13 @@ def test_an_item_that_fits_nowhere_is_named():
         ([], 3, 0),
     ],
 )
-def test_makespan_bound_by_hand(weights, bins, bound):
+def test_makespan_bound_by_hand(weights: list[int], bins: int, bound: int) -> None:
     assert makespan_bound(array(weights), np.ones(bins)) == bound
 
 
-def family_problem(families, zones, bins=8, weight=10):
+def family_problem(
+    families: list[int], zones: list[int], bins: int = 8, weight: int = 10
+) -> PartitionProblem:
     weights = np.full(len(families), weight)
     return PartitionProblem(
         weights,
@@ -136,7 +144,7 @@ def family_problem(families, zones, bins=8, weight=10):
     )
 
 
-def test_a_family_gathers_in_few_zones_and_bins_stay_as_even():
+def test_a_family_gathers_in_few_zones_and_bins_stay_as_even() -> None:
     # four equal items of each of eight families, mixed, onto two zones of four bins
     families = [0, 1, 2, 3, 4, 5, 6, 7] * 4
     problem = family_problem(families, [0, 0, 0, 0, 1, 1, 1, 1])
@@ -147,8 +155,8 @@ def test_a_family_gathers_in_few_zones_and_bins_stay_as_even():
     assert near.termination.status is Status.OPTIMAL
 
 
-def test_a_bin_that_would_end_above_where_the_lightest_does_is_not_near():
-    def solved(weights):
+def test_a_bin_that_would_end_above_where_the_lightest_does_is_not_near() -> None:
+    def solved(weights: list[int]) -> tuple[list[int], list[int]]:
         problem = PartitionProblem(
             array(weights),
             np.ones(4, np.int64),
@@ -163,7 +171,7 @@ def test_a_bin_that_would_end_above_where_the_lightest_does_is_not_near():
     assert solved([30, 9, 8, 1]) == ([0, 1, 1, 1], [0, 1, 1, 1])
 
 
-def test_caps_and_restrictions_hold_for_what_is_near():
+def test_caps_and_restrictions_hold_for_what_is_near() -> None:
     problem = PartitionProblem(
         array([9, 8, 7, 6]),
         array([3, 3, 3, 3]),
@@ -180,7 +188,7 @@ def test_caps_and_restrictions_hold_for_what_is_near():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(data):
+def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(data: st.DataObject) -> None:
     """Without caps a bin never holds more than the lightest bin then held, and the item."""
     items, bins = data.draw(st.integers(2, 40)), data.draw(st.integers(2, 9))
     weights = array(data.draw(st.lists(st.integers(1, 50), min_size=items, max_size=items)))
@@ -201,14 +209,14 @@ def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(
         load[to] += weights[item]
 
 
-def test_families_and_zones_of_other_lengths_are_refused():
+def test_families_and_zones_of_other_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="families"):
         PartitionProblem(array([1, 2]), array([1, 1]), array([9, 9]), families=array([1]))
     with pytest.raises(ConfigError, match="zones"):
         PartitionProblem(array([1, 2]), array([1, 1]), array([9, 9]), zones=array([1]))
 
 
-def test_fcp_keeps_documents_on_few_nodes():
+def test_fcp_keeps_documents_on_few_nodes() -> None:
     cluster, model = Cluster(nodes=4, ranks_per_node=4), Model(8, 2, 64)
     lengths = lognormal_lengths(0, 16 * 8192)
     batch, near = Batch.from_lengths(lengths), find_recipe("fcp")
@@ -219,7 +227,7 @@ def test_fcp_keeps_documents_on_few_nodes():
     assert all(found.report["imbalance"]["compute"] <= 0.01 for found in plans)
 
 
-def test_a_load_beyond_all_numbers_still_has_room():
+def test_a_load_beyond_all_numbers_still_has_room() -> None:
     speeds = np.array([1e-300, 1.0])
     found = lpt(array([2**61, 2**60, 2**40, 7]), np.ones(4, np.int64), array([4, 1]), speeds)
     assert found.bin.tolist() == [0, 1, 0, 0]

@@ -1,5 +1,7 @@
 """Matchings: every slot is one, and there are exactly as many as the largest degree."""
 
+from __future__ import annotations
+
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
@@ -19,13 +21,13 @@ def check(src: np.ndarray, dst: np.ndarray, ranks: int) -> None:
         lambda n: st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=60)
     )
 )
-def test_any_multigraph(edges):
+def test_any_multigraph(edges: list[tuple[int, int]]) -> None:
     src = np.array([a for a, _ in edges], np.int64)
     dst = np.array([b for _, b in edges], np.int64)
     check(src, dst, 6)
 
 
-def test_regular_graph_without_slack():
+def test_regular_graph_without_slack() -> None:
     """Every vertex has the largest degree, so colours run out and paths must be swapped."""
     rng = np.random.default_rng(1)
     ranks, degree = 40, 30
@@ -35,7 +37,7 @@ def test_regular_graph_without_slack():
     check(src[order], dst[order], ranks)
 
 
-def test_no_edges():
+def test_no_edges() -> None:
     none = np.zeros(0, np.int64)
     assert len(matchings(none, none, 4)) == 0
     assert max_degree(none, none, 4) == 0

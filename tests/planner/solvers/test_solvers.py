@@ -1,10 +1,14 @@
 """The registry, the words for results, and the conformance kit on every built-in solver."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +36,11 @@ LONG = [("partition", "ilp"), ("hypergraph", "mtkahypar")]
 @pytest.mark.parametrize(
     "key", marked(list(SOLVERS), [at for at, key in enumerate(SOLVERS) if key not in LONG]), ids="-".join
 )
-def test_keeps_the_contract(key):
+def test_keeps_the_contract(key: tuple[str, str]) -> None:
     kit.check(SOLVERS[key])
 
 
-def test_listing_imports_no_engine():
+def test_listing_imports_no_engine() -> None:
     code = (
         "import sys, apportion.planner.solvers.registry as r; [e.installed for e in r.SOLVERS.values()]; "
         "print([m for m in ('scipy', 'pulp', 'highspy', 'mtkahypar', 'numba') if m in sys.modules])"
@@ -46,18 +50,18 @@ def test_listing_imports_no_engine():
     assert done.stdout.strip() == "[]"
 
 
-def test_every_kind_has_solvers_and_passes_that_take_them():
+def test_every_kind_has_solvers_and_passes_that_take_them() -> None:
     assert list(dict.fromkeys(entry.kind for entry in SOLVERS.values())) == list(KINDS)
     assert all(users_of(kind) for kind in KINDS)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("partition", "nope"), ("partition", "greedy"), ("nope", "lpt")])
-def test_an_unknown_name_lists_what_there_is(kind, name):
+def test_an_unknown_name_lists_what_there_is(kind: str, name: str) -> None:
     with pytest.raises(UnknownNameError, match=r"there is (lpt|partition)"):
         find_solver(kind, name)
 
 
-def test_a_missing_engine_is_named_with_its_extra(monkeypatch):
+def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda package: None)
     assert not SOLVERS["grouping", "ilp"].installed
     with pytest.raises(
@@ -66,7 +70,7 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch):
         SOLVERS["grouping", "ilp"].load()
 
 
-def test_flow_without_scipy_still_has_its_closed_form():
+def test_flow_without_scipy_still_has_its_closed_form() -> None:
     code = (
         "import sys; sys.modules['scipy'] = None\n"
         "import numpy as np\n"
@@ -94,13 +98,15 @@ def test_flow_without_scipy_still_has_its_closed_form():
         (Status.INFEASIBLE, float("inf"), None, None, "INFEASIBLE", None),
     ],
 )
-def test_terminations_in_words(status, bound, value, limit, words, gap):
+def test_terminations_in_words(
+    status: Status, bound: float, value: float | None, limit: Limit | None, words: str, gap: float | None
+) -> None:
     end = Termination(status, bound, value, limit)
     assert (str(end), end.gap, end.solved) == (words, gap, value is not None)
 
 
 @pytest.mark.parametrize("field", ["deadline_s", "steps", "gap"])
-def test_a_budget_is_not_negative(field):
+def test_a_budget_is_not_negative(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"budget\.{field} = -1: must be a number, not negative"):
         Budget(**{field: -1})
 
@@ -122,7 +128,7 @@ def test_a_budget_is_not_negative(field):
         (lambda: Entry("mine", "partition", "a.b", "", ""), "must be module:function"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(make, fault):
+def test_what_does_not_fit_together_is_refused(make: Callable[..., Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         make()
 
@@ -172,7 +178,7 @@ def interrupted(problem: PartitionProblem, budget: Budget) -> Partition:
     return lpt_solve(problem, budget)
 
 
-def test_the_kit_counts_what_a_solver_computes_beyond_its_deadline(monkeypatch):
+def test_the_kit_counts_what_a_solver_computes_beyond_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "GRACE_S", 0.6)
     with pytest.raises(kit.ConformanceError, match=r"took 1\.\d+ s of 0.0 s"):
         kit.check_deadline(stubborn, "partition", Budget())
@@ -188,13 +194,13 @@ def test_the_kit_counts_what_a_solver_computes_beyond_its_deadline(monkeypatch):
         (hopeful, "there is no answer|are not one of"),
     ],
 )
-def test_the_kit_finds_a_solver_that_does_not_keep_it(solver, fault):
+def test_the_kit_finds_a_solver_that_does_not_keep_it(solver: Callable[..., Any], fault: str) -> None:
     entry = Entry("bad", "partition", f"{__name__}:{solver.__name__}", "", "")
     with pytest.raises(kit.ConformanceError, match=fault):
         kit.check(entry)
 
 
-def test_the_exact_partition_is_exact_where_sizes_are_large():
+def test_the_exact_partition_is_exact_where_sizes_are_large() -> None:
     weights = np.array([92945263581024, 53627188461169, 41787542623086, 37258533772903, 23082868630713])
     sizes = np.array([710570006, 857650229, 106308065, 605479149, 741195911])
     problem = PartitionProblem(weights, sizes, np.full(4, 857650229), np.array([1000.0, 1.0, 0.5, 1000.0]))

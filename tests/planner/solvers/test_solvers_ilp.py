@@ -1,8 +1,11 @@
 """FlexSP's problem: never above the greedy mix, its own bound below the optimum, and an oracle for LPT."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,10 @@ import pytest
 from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import GroupingProblem, PartitionProblem
 from apportion.planner.solvers.grouping import ilp, mixing
+from apportion.planner.solvers.highs import Run
 from apportion.planner.solvers.kit.grouping import GroupingCases
 from apportion.planner.solvers.partition.lpt import makespan_bound, solve as solve_lpt
-from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.planner.solvers.status import Budget, Clock, Limit, Status
 
 
 def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingProblem:
@@ -26,7 +30,7 @@ def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingP
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_small_problems_are_proven_and_right(seed):
+def test_small_problems_are_proven_and_right(seed: int) -> None:
     problem = GroupingCases().small(np.random.default_rng(100 + seed))
     found = ilp.solve(problem, Budget())
     best = GroupingCases().optimum(problem)
@@ -35,7 +39,7 @@ def test_small_problems_are_proven_and_right(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_never_above_the_greedy_mix_and_never_below_its_bound(seed):
+def test_never_above_the_greedy_mix_and_never_below_its_bound(seed: int) -> None:
     problem = drawn(seed, 24, 16)
     start, found = ilp.greedy(problem), ilp.solve(problem, Budget(gap=0.01, steps=20))
     assert found.termination.bound <= found.termination.value <= start.termination.value
@@ -46,7 +50,7 @@ def test_never_above_the_greedy_mix_and_never_below_its_bound(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_oracle_for_lpt(seed):
+def test_oracle_for_lpt(seed: int) -> None:
     """With groups of one rank the problem is LPT's, whose guarantee and bound are held against the optimum."""
     draw = np.random.default_rng(seed)
     weights, ones = draw.integers(1, 100, 10), np.ones(10, np.int64)
@@ -59,7 +63,7 @@ def test_oracle_for_lpt(seed):
     assert np.bincount(best.group, weights).max() == pytest.approx(best.termination.value)
 
 
-def test_degrees_need_not_be_powers_of_two():
+def test_degrees_need_not_be_powers_of_two() -> None:
     problem = GroupingProblem(
         np.array([[9.0, 3.0, 1.8], [9.0, 3.0, 1.8], [1.0, 0.4, 0.2]]),
         np.ones(3, np.int64),
@@ -73,7 +77,7 @@ def test_degrees_need_not_be_powers_of_two():
     assert found.termination.value == 3.0
 
 
-def test_groups_come_largest_first_and_none_is_empty():
+def test_groups_come_largest_first_and_none_is_empty() -> None:
     found = ilp.solve(drawn(3, 24, 16), Budget(gap=0.05))
     assert all(a >= b for a, b in pairwise(found.degree.tolist()))
     assert set(found.group.tolist()) == set(range(len(found.degree)))
@@ -86,7 +90,7 @@ def test_groups_come_largest_first_and_none_is_empty():
         ([20, 20, 11], "51 tokens: 5 ranks at 10 tokens each hold 50"),
     ],
 )
-def test_what_the_cluster_cannot_hold_is_refused_at_once(sizes, fault):
+def test_what_the_cluster_cannot_hold_is_refused_at_once(sizes: list[int], fault: str) -> None:
     times = np.ones((len(sizes), 4))
     problem = GroupingProblem(times, np.array(sizes), np.array([1, 2, 4, 8]), 5, 10)
     for solve in (lambda: ilp.solve(problem, Budget()), lambda: ilp.greedy(problem)):
@@ -94,39 +98,39 @@ def test_what_the_cluster_cannot_hold_is_refused_at_once(sizes, fault):
             solve()
 
 
-def test_a_sequence_that_may_go_nowhere_is_infeasible():
+def test_a_sequence_that_may_go_nowhere_is_infeasible() -> None:
     problem = GroupingProblem(
         np.array([[np.inf, np.inf], [1.0, 1.0]]), np.array([1, 1]), np.array([1, 2]), 4, 9
     )
     assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_sequences_that_no_packing_holds_are_infeasible():
+def test_sequences_that_no_packing_holds_are_infeasible() -> None:
     """Three of 6 tokens on two ranks of 10: enough in all, but no two share a rank or both ranks."""
     problem = GroupingProblem(np.ones((3, 1)), np.array([6, 6, 6]), np.array([1]), 2, 10)
     assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_a_deadline_cuts_and_says_so():
+def test_a_deadline_cuts_and_says_so() -> None:
     found = ilp.solve(drawn(0, 48, 32), Budget(deadline_s=0.0))
     assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, Limit.TIME)
     assert found.termination.bound <= found.termination.value
 
 
-def test_steps_cut_and_repeat():
+def test_steps_cut_and_repeat() -> None:
     one, other = (ilp.solve(drawn(1, 30, 16), Budget(steps=1)) for _ in range(2))
     assert one.termination == other.termination
     assert np.array_equal(one.group, other.group)
 
 
-def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch):
+def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs do not grow with the sequences, and there are few of them and of spreadings."""
     from apportion.planner.solvers.grouping import programs as mixed_programs
 
     programs, spreads = [], []
-    solve_model, spread = mixed_programs.solve_model, mixing.spread
+    solve_model, spread = mixed_programs.solve_model, mixing.spread  # type: ignore[attr-defined]
 
-    def counted(model, *args, **options):
+    def counted(model: Any, *args: float | Clock, **options: float) -> Run:
         programs.append(model.numVariables())
         return solve_model(model, *args, **options)
 
@@ -143,7 +147,7 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_kinds_of_sequences_never_refute_what_can_be_done(seed, monkeypatch):
+def test_kinds_of_sequences_never_refute_what_can_be_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.planner.solvers.grouping import programs as mixed_programs
 
     problem, clock = drawn(seed, 60, 16), Budget().start()
@@ -155,12 +159,12 @@ def test_kinds_of_sequences_never_refute_what_can_be_done(seed, monkeypatch):
     assert mixed_programs.mix_for(problem, 0.9 * start.bound, clock, 20).refuted
 
 
-def test_bound_grows_with_what_is_refuted():
+def test_bound_grows_with_what_is_refuted() -> None:
     problem = drawn(2, 24, 16)
     assert ilp.solve(problem, Budget(steps=20)).termination.bound > ilp.greedy(problem).termination.bound
 
 
-def test_without_pulp_it_names_the_extra():
+def test_without_pulp_it_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['pulp'] = None\n"
         "from apportion.planner.solvers.grouping import ilp\n"
