@@ -246,9 +246,9 @@ def test_a_server_that_is_gone_ends_its_patience(server: SmallServer) -> None:
     since = time.monotonic()
     with (
         Client(server.job_url, KEY, pace=FAST) as client,
-        pytest.raises(PlanTimeoutError, match=r"iteration 0, rank 0: no plan within 0\.5 s"),
+        pytest.raises(PlanTimeoutError, match=r"iteration 0, rank 0: no plan within 3 s"),
     ):
-        received(client, patience_s=0.5)
+        received(client, patience_s=3)
     assert time.monotonic() - since < 30
     assert {"stream", "plan"} <= set(asked(server))
 

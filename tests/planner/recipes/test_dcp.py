@@ -438,7 +438,8 @@ def test_ranks_without_tokens(lengths: list[int]) -> None:
 
 def test_the_engine_s_plan_equals_dense_attention() -> None:
     model = Model(*LAYERS[1][:4], dtype="fp64", layers=1)
-    plan = planned(batch_of("causal", "tree"), model, 4, solver="mtkahypar", head_groups=2)
+    solver = {"mtkahypar": {"deadline_s": 600.0}}
+    plan = planned(batch_of("causal", "tree"), model, 4, solver=solver, head_groups=2)
     compare(plan, "default", LAYERS[1], 0)
     assert plan.report["termination"]["limit"] is None
 

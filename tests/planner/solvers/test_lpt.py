@@ -200,7 +200,7 @@ def test_what_is_near_differs_no_more_than_the_lightest_item_that_was_put_there(
     found = solve_near(problem, Budget())
     load = np.zeros(bins)
     _, kin, count = np.unique(families, return_inverse=True, return_counts=True)
-    relatives = np.where(count[kin] > 1, kin, -1)
+    relatives = np.where(count[kin] > 1, kin, -1) * (bins > 3)  # in one zone all are near
     for item in np.lexsort((np.arange(items), relatives, -weights)).tolist():
         to = found.bin[item]
         lightest = int((load / speeds).argmin())
