@@ -112,6 +112,7 @@ $(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready
+	@$(TRAINERS)/bin/apportion warmup
 	$(TRAINERS)/bin/pytest tests/adapters
 
 $(PLAIN)/.ready: pyproject.toml
