@@ -28,7 +28,7 @@ Figures = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """function: `module:name`, seed -> figures. seeds: how many of them in full."""
+    """function: `module:name` of the tests, seed -> figures. seeds: how many of them in full."""
 
     function: str
     seeds: int
@@ -36,7 +36,7 @@ class Case:
 
     def run(self, seed: int) -> Figures:
         module, name = self.function.split(":")
-        found: Callable[..., Figures | None] = getattr(import_module(f"tests.service.{module}"), name)
+        found: Callable[..., Figures | None] = getattr(import_module(f"tests.{module}"), name)
         if "folder" not in signature(found).parameters:
             return found(seed) or {}
         with tempfile.TemporaryDirectory() as folder:
@@ -44,58 +44,76 @@ class Case:
 
 
 CASES = {
-    "streams": Case("load:streams", 1, "256 clients x 200 iterations: in order, and how late"),
-    "crowd": Case("load:crowd", 1, "16 jobs x 64 ranks, 1,024 streams at once"),
-    "hot-plan": Case("load:hot", 1, "GET of one plan by 64 keep-alive connections of wrk"),
+    "streams": Case("service.load:streams", 1, "256 clients x 200 iterations: in order, and how late"),
+    "crowd": Case("service.load:crowd", 1, "16 jobs x 64 ranks, 1,024 streams at once"),
+    "hot-plan": Case("service.load:hot", 1, "GET of one plan by 64 keep-alive connections of wrk"),
     "never-reading": Case(
-        "load:never_reading", 1, "50 clients that never read: the server's memory, the others"
+        "service.load:never_reading", 1, "50 clients that never read: the server's memory, the others"
     ),
-    "overload": Case("load:overload", 1, "many more submits than workers can plan"),
-    "long-run": Case("load:long_run", 1, "10,000 iterations: the server's memory and descriptors"),
-    "server-kills": Case("load:server_kills", 20, "SIGKILL of the whole server, clients go on by themselves"),
-    "drain": Case("load:drain", 3, "SIGTERM while much is queued"),
-    "commit-points": Case("engine_kills:case", 100, "SIGKILL of the server before or after each commit"),
-    "engine-chaos": Case("engine_chaos:case", 20, "random requests, faults and epochs against the engine"),
+    "overload": Case("service.load:overload", 1, "many more submits than workers can plan"),
+    "long-run": Case("service.load:long_run", 1, "10,000 iterations: the server's memory and descriptors"),
+    "server-kills": Case(
+        "service.load:server_kills", 20, "SIGKILL of the whole server, clients go on by themselves"
+    ),
+    "drain": Case("service.load:drain", 3, "SIGTERM while much is queued"),
+    "commit-points": Case(
+        "service.engine_kills:case", 100, "SIGKILL of the server before or after each commit"
+    ),
+    "engine-chaos": Case(
+        "service.engine_chaos:case", 20, "random requests, faults and epochs against the engine"
+    ),
     "engine-long": Case(
-        "engine_soak:case", 1, "10,000 iterations through the engine: memory and descriptors"
+        "service.engine_soak:case", 1, "10,000 iterations through the engine: memory and descriptors"
     ),
-    "worker-kills": Case("worker_cases:killed_workers", 1, "SIGKILL of a worker every 2 s for 60 s"),
-    "zygote-kills": Case("worker_cases:killed_zygotes", 3, "SIGKILL of what workers are forked from"),
-    "orphans": Case("worker_cases:killed_server", 3, "SIGKILL of the server leaves no process behind"),
-    "worker-long": Case("worker_cases:long_run", 1, "1,000 tasks: descriptors and memory of workers"),
-    "ray-nodes": Case("ray_cases:joined", 3, "a machine joins Ray during a run and leaves it"),
-    "ray-kills": Case("ray_cases:killed_ray", 3, "a part of Ray is killed during a run"),
-    "network": Case("faulty_proxy:case", 100, "latency, slices, cuts within frames, resets"),
-    "network-server": Case("faulty_proxy:server_case", 20, "the same in front of the real server"),
-    "frame-fuzz": Case("test_frames:case", 1, "100,000 mutated streams of frames: typed errors only"),
-    "attacks": Case("attacks:case", 1, "users who are not kind: what others notice, memory, SIGTERM"),
+    "worker-kills": Case("service.worker_cases:killed_workers", 1, "SIGKILL of a worker every 2 s for 60 s"),
+    "zygote-kills": Case("service.worker_cases:killed_zygotes", 3, "SIGKILL of what workers are forked from"),
+    "orphans": Case(
+        "service.worker_cases:killed_server", 3, "SIGKILL of the server leaves no process behind"
+    ),
+    "worker-long": Case("service.worker_cases:long_run", 1, "1,000 tasks: descriptors and memory of workers"),
+    "ray-nodes": Case("service.ray_cases:joined", 3, "a machine joins Ray during a run and leaves it"),
+    "ray-kills": Case("service.ray_cases:killed_ray", 3, "a part of Ray is killed during a run"),
+    "network": Case("service.faulty_proxy:case", 100, "latency, slices, cuts within frames, resets"),
+    "network-server": Case("service.faulty_proxy:server_case", 20, "the same in front of the real server"),
+    "frame-fuzz": Case("service.test_frames:case", 1, "100,000 mutated streams of frames: typed errors only"),
+    "attacks": Case("service.attacks:case", 1, "users who are not kind: what others notice, memory, SIGTERM"),
     "request-fuzz": Case(
-        "request_fuzz:case", 1, "100,000 requests that break the schema: no 5xx but 503, no pause"
+        "service.request_fuzz:case", 1, "100,000 requests that break the schema: no 5xx but 503, no pause"
     ),
     "month": Case(
-        "month:case", 1, "300,000 iterations of jobs made, run and deleted: nothing grows, quick restart"
+        "service.month:case",
+        1,
+        "300,000 iterations of jobs made, run and deleted: nothing grows, quick restart",
     ),
     "standby": Case(
-        "standby:case", 3, "two servers over one Redis: 10 leaders killed, stopped, ended; 5 s at most"
+        "service.standby:case",
+        3,
+        "two servers over one Redis: 10 leaders killed, stopped, ended; 5 s at most",
     ),
     "file-flips": Case(
-        "file_flips:case", 100, "10,000 bits of a server's folder: plans as before, or typed errors"
+        "service.file_flips:case", 100, "10,000 bits of a server's folder: plans as before, or typed errors"
     ),
-    "pack-fuzz": Case("pack_fuzz:case", 340, "102,000 changed packs: typed errors only"),
+    "pack-fuzz": Case("service.pack_fuzz:case", 340, "102,000 changed packs: typed errors only"),
     "assignment-fuzz": Case(
-        "test_assignment:hostile_assignment", 10_000, "changed assignments: typed errors only"
+        "planner.iteration.test_assignment:hostile_assignment",
+        10_000,
+        "changed assignments: typed errors only",
     ),
-    "full-disk": Case("full_disk:case", 1, "a disk without a free byte: served, told, deleted from (root)"),
-    "store-kills": Case("store_kills:case", 100, "SIGKILL within every step of a write to a folder"),
-    "redis-kills": Case("store_redis_kills:case", 12, "Redis is killed and started again"),
-    "schemathesis": Case("test_schemathesis:soak", 1, "the OpenAPI document against the server, all checks"),
+    "full-disk": Case(
+        "service.full_disk:case", 1, "a disk without a free byte: served, told, deleted from (root)"
+    ),
+    "store-kills": Case("service.store_kills:case", 100, "SIGKILL within every step of a write to a folder"),
+    "redis-kills": Case("service.store_redis_kills:case", 12, "Redis is killed and started again"),
+    "schemathesis": Case(
+        "service.test_schemathesis:soak", 1, "the OpenAPI document against the server, all checks"
+    ),
     "precompute-kills": Case(
-        "test_precompute_kills:case",
+        "service.test_precompute_kills:case",
         1,
         "precompute of 1,000 iterations x 64 ranks, killed 20 times and resumed: the same bytes as undisturbed",
     ),
     "precompute-flat": Case(
-        "test_precompute_flat:case",
+        "service.test_precompute_flat:case",
         1,
         "precompute of 20,000 iterations: memory is that of the first 2,000",
     ),

@@ -80,6 +80,7 @@ class LocalPool:
     def __init__(self, size: int = 1, *, held: bool = False) -> None:
         self.size = self.alive = size
         self.restarts = 0
+        self.resized: Callable[[], None] = lambda: None
         self.begun: list[int] = []
         self.lowered = self.running = 0
         self.deadly: set[int] = set()

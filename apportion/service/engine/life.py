@@ -106,6 +106,7 @@ class Life:
         for entry in failed_in(self._jobs.values()):
             self._planning.failures.add(entry)
         self._trim()
+        self._supervisor.pool.resized = self.on_free
         self.on_free()
 
     async def stop(self, drain_s: float | None = None) -> None:

@@ -81,8 +81,7 @@ class Planning:
         self._busy: dict[Entry, tuple[Iteration, float]] = {}  # being planned, for whom first, since when
         self.failures = Failures()
         self._lowering = 0
-        # half of the workers: who reads old plans must not keep those of others from being made
-        self._lowered = asyncio.Semaphore(max(1, supervisor.pool.size // 2))
+        self._turn = asyncio.Condition()
         self.tasks, self.counters = Tasks(), Counters()
 
     @property
@@ -240,11 +239,22 @@ class Planning:
         pack = await self._journal.call(_read_pack, self._journal.store, entry.key)
         if pack is None or pack.form == "slices":
             return None if pack is None else await self._journal.call(_bodies, pack.id, pack.bodies)
-        async with self._lowered:
+        async with self._turn:
+            await self._turn.wait_for(self._may_lower)
+            self._lowering += 1
+        try:
             return await self._lower(entry, pack)
+        finally:
+            self._lowering -= 1
+            self._listener.on_free()
+            async with self._turn:
+                self._turn.notify_all()
+
+    def _may_lower(self) -> bool:
+        """At half of the workers: who reads old plans must not keep those of others from being made."""
+        return self._lowering < max(1, self._supervisor.pool.size // 2)
 
     async def _lower(self, entry: Entry, pack: Pack) -> tuple[Body, ...] | None:
-        self._lowering += 1
         try:
             done = await self._supervisor.run(Task("lower", pack.bodies[0]), self._deadline_s)
         except RefusedError as error:
@@ -252,9 +262,6 @@ class Planning:
             return None
         except ApportionError as error:
             raise OverloadError(f"no worker could lower the plan: {error}", retry_after=_PAUSE_S) from None
-        finally:
-            self._lowering -= 1
-            self._listener.on_free()
         if done.id == pack.id:
             return await self._journal.call(_bodies, done.id, done.bodies)
         entry.id = pack.id

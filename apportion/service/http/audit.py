@@ -86,10 +86,10 @@ class _File:
         if os.fstat(self._file).st_size > _FILE_BYTES:
             for number in range(_FILES - 1, 0, -1):
                 with suppress(FileNotFoundError):
-                    before = f".{number - 1}" if number > 1 else ""
-                    os.replace(f"{self._path}{before}", f"{self._path}.{number}")
-            os.close(self._file)
-            self._file = _opened(self._path)
+                    newer = f".{number - 1}" if number > 1 else ""
+                    os.replace(f"{self._path}{newer}", f"{self._path}.{number}")
+            before, self._file = self._file, _opened(self._path)
+            os.close(before)
         os.write(self._file, line.encode())
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from typing import Literal, TextIO
 
 import msgspec
@@ -38,21 +38,15 @@ def log(event: str, level: int = logging.INFO, *, error: BaseException | None = 
 
 @contextmanager
 def logging_to(stream: TextIO, form: Format) -> Iterator[None]:
-    """While this lasts, all that this process logs goes to `stream` alone. Who logs never waits for whoever reads."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    """While this lasts, what this process logs goes to `stream`, too. Who logs never waits for whoever reads. Levels
+    stay as they are then: the package's is INFO."""
     handler = _Beside(*_write_to(stream))
     handler.setFormatter(_Lines() if form == "text" else _Objects())
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
+    logging.getLogger("apportion").setLevel(logging.INFO)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
-    try:
+    with _added(logging.getLogger(), handler):
         yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-        handler.close()
 
 
 @contextmanager
@@ -61,11 +55,17 @@ def copying(event: str, write: Callable[[str], object], end: Callable[[], object
     handler = _Beside(write, end)
     handler.setFormatter(_Objects())
     handler.addFilter(lambda record: record.getMessage() == event)
-    _LOG.addHandler(handler)
+    with _added(_LOG, handler):
+        yield
+
+
+@contextmanager
+def _added(logger: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        _LOG.removeHandler(handler)
+        logger.removeHandler(handler)
         handler.close()
 
 
@@ -102,10 +102,16 @@ class _Beside(logging.Handler):
     def close(self) -> None:
         """Write what is there, as `flush` does, and nothing more."""
         self.flush()
+        if self._ended:
+            return
         self._ended = True
         super().close()
-        with suppress(Full):
-            self._lines.put_nowait(None)
+        while True:  # where nobody reads, the end takes the place of a line
+            with suppress(Full):
+                self._lines.put_nowait(None)
+                return
+            with suppress(Empty):
+                self._lines.get_nowait()
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:

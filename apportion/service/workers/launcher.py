@@ -24,13 +24,18 @@ THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "NUMBA")
 
 class Launcher:
     """`python -m MODULE FD ARGUMENTS…`, with a control socket: see `zygote`. command: MODULE and ARGUMENTS;
-    environment: beside ours; lost: called when it has ended, also before it was ready."""
+    environment: beside ours; lost: called when it has ended, also before it was ready; resized: with the workers that
+    it can make by now, where it says so by itself."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], lost: Callable[[], None]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        lost: Callable[[], None],
+        resized: Callable[[int], None],
     ) -> None:
         self._command, self._environment = command, environment
-        self._lost = lost
+        self._lost, self._resized = lost, resized
         self._line: Line | None = None
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -50,6 +55,7 @@ class Launcher:
             ours.close()
             raise LaunchError(f"python cannot be started: {error}") from error
         self._line = await Line.over(ours, self._command[0], lambda line: self._lost())
+        self._line.told = lambda count: self._resized(int(count))
         try:
             return int(await self._line.expect())
         except LineLostError:
@@ -62,30 +68,23 @@ class Launcher:
 
     async def place(self, lost: Callable[[Line], None]) -> Line:
         """The line to a new worker. Raises LaunchError."""
+        if self._line is None:
+            raise LaunchError("the launcher was not started")
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                number = await self._answer(lambda line: line.pass_on(theirs))
-        except BaseException:
-            ours.close()
-            raise
-        return await Line.over(ours, f"worker {number}", lost)
-
-    async def capacity(self) -> int:
-        """The workers that it can make by now. Raises LaunchError."""
-        return await self._answer(Line.count)
-
-    async def _answer(self, ask: Callable[[Line], None]) -> int:
-        if self._line is None:
-            raise LaunchError("the launcher was not started")
-        try:
-            answer = self._line.expect()
-            ask(self._line)
+                answer = self._line.expect()
+                self._line.pass_on(theirs)
             async with asyncio.timeout(PATIENCE_S):
-                return int(await answer)
+                name = f"worker {int(await answer)}"
         except (LineLostError, OSError) as error:  # TimeoutError is one
             self._line.drop()
+            ours.close()
             raise LaunchError(f"{self._command[0]} does not answer any more") from error
+        except asyncio.CancelledError:
+            ours.close()
+            raise
+        return await Line.over(ours, name, lost)
 
     async def close(self) -> None:
         """End the child; where it does not end by itself, kill it."""

@@ -10,11 +10,14 @@ from typing import cast
 
 from apportion.ir.errors import DecodeError
 from apportion.service.workers.errors import LineLostError
-from apportion.service.workers.tasks import COUNT, HEAD, MAX_REPLY, PLACE, size_of
+from apportion.service.workers.tasks import HEAD, MAX_REPLY, TOLD, size_of
 
 
 class Line(asyncio.BufferedProtocol):
-    """One frame goes out, one frame comes in. lost: called once, when the other end has hung up or was dropped."""
+    """One frame goes out, one frame comes in. lost: called once, when the other end has hung up or was dropped. told:
+    called with what a frame says that begins with `TOLD`, which the other end sends unasked."""
+
+    told: Callable[[bytes], None] | None = None
 
     def __init__(self, sock: socket.socket, name: str, lost: Callable[[Line], None]) -> None:
         self._socket, self.name, self._lost = sock, name, lost
@@ -54,11 +57,7 @@ class Line(asyncio.BufferedProtocol):
 
     def pass_on(self, other: socket.socket) -> None:
         """Give the process at the other end a socket. Raises OSError."""
-        socket.send_fds(self._socket, [PLACE], [other.fileno()])
-
-    def count(self) -> None:
-        """Ask the process at the other end how many workers it can make. Raises OSError."""
-        self._socket.send(COUNT)
+        socket.send_fds(self._socket, [b"\0"], [other.fileno()])
 
     def drop(self) -> None:
         """Hang up: also where a fork of this process still holds the socket."""
@@ -91,7 +90,9 @@ class Line(asyncio.BufferedProtocol):
         self._buffer, self._filled, self._is_head = bytearray(size), 0, is_head
 
     def _deliver(self, data: bytes) -> None:
-        if self._reply is not None and not self._reply.done():
+        if self.told is not None and data.startswith(TOLD):
+            self.told(data[len(TOLD) :])
+        elif self._reply is not None and not self._reply.done():
             self._reply.set_result(data)
         else:  # nobody asked
             self.drop()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,8 +17,6 @@ from apportion.service.workers.tasks import MAX_TASK, Done, Task, encode, read_r
 
 # seconds between attempts to start a launcher again, doubled each time up to the second
 BACK_OFF_S = (0.1, 5.0)
-#: seconds between looks at how many workers there can be, where the pool is to have all of them
-LOOK_S = 5.0
 #: workers of a pool: each is a socket and a process
 MOST = 1024
 
@@ -27,11 +24,13 @@ MOST = 1024
 class Pool(Protocol):
     """Workers that do one task at a time each. Used from one event loop.
 
-    size: workers that there should be; alive: that there are; restarts: how many were replaced.
+    size: workers that there should be; alive: that there are; restarts: how many were replaced; resized: called when
+    size has changed.
     """
 
     size: int
     restarts: int
+    resized: Callable[[], None]
 
     @property
     def alive(self) -> int: ...
@@ -57,7 +56,8 @@ class LinePool:
     ) -> None:
         self._asked = integer("workers", size, 0, MOST)
         self.size = size or min(os.cpu_count() or 1, MOST)
-        self._launcher = Launcher(command, environment, self._launcher_lost)
+        self._launcher = Launcher(command, environment, self._launcher_lost, self._resize)
+        self.resized: Callable[[], None] = lambda: None
         self._lines: set[Line] = set()
         self._free: asyncio.Queue[Line | None] = asyncio.Queue()
         self._short, self._quiet = asyncio.Event(), asyncio.Event()
@@ -118,7 +118,7 @@ class LinePool:
     async def _take(self) -> Line:
         while not self._closed:
             line = await self._free.get()
-            if line is None:
+            if line is None or self._closed:
                 break
             if not line.gone:
                 self._busy += 1
@@ -152,9 +152,7 @@ class LinePool:
     async def _tend(self) -> None:
         pause_s = BACK_OFF_S[0]
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if self._asked else LOOK_S):
-                    await self._short.wait()
+            await self._short.wait()
             self._short.clear()
             try:
                 await self._fill()
@@ -170,8 +168,6 @@ class LinePool:
             raise ClosedError("the workers were stopped")
         if self._launcher.gone:
             self._resize(await self._launcher.start())
-        elif not self._asked:
-            self._resize(await self._launcher.capacity())
         self._trim()
         while self.alive < self.size:
             line = await self._launcher.place(self._worker_lost)
@@ -181,13 +177,14 @@ class LinePool:
 
     def _trim(self) -> None:
         """Let those go that are too many and have nothing to do."""
-        while self.alive > self.size and not self._free.empty():
-            line = self._free.get_nowait()
-            if line is not None:
+        while not self._closed and self.alive > self.size and not self._free.empty():
+            if (line := self._free.get_nowait()) is not None:
                 self._lines.discard(line)
                 line.drop()
 
     def _resize(self, capacity: int) -> None:
         before, self.size = self.size, self._asked or max(1, min(capacity, MOST))
-        if self.alive and self.size != before:
+        if self.size != before:
             LOG.info("there can be %d workers now, there could be %d", self.size, before)
+            self._short.set()
+            self.resized()

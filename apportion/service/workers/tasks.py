@@ -15,8 +15,8 @@ from apportion.ir.errors import DecodeError
 from apportion.service.workers.errors import RefusedError, WorkerDiedError
 
 HEAD = struct.Struct("<I")
-# what a launcher is sent: a byte with a socket that a worker is to serve, or one that asks how many there can be
-PLACE, COUNT = b"\0", b"\1"
+#: begins a frame that a launcher sends unasked: how many workers there can be from now on
+TOLD = b"="
 MAX_TASK = 256 << 20
 MAX_REPLY = 2 << 30
 

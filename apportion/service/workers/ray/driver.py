@@ -2,8 +2,9 @@
 
 `python -m apportion.service.workers.ray.driver FD RUNNER ADDRESS CORES FOLDER`: as the zygote (see there), but each
 socket is served by a coroutine that has the tasks done by Ray, and the first frame has the number of the cluster's
-cores, as has the answer to a byte that comes alone: machines join and leave. ADDRESS: "local" starts Ray with CORES on
-this machine's loopback, its files in FOLDER. It ends when the server hangs up or the cluster dies.
+cores. As machines join and leave, a frame that begins with `TOLD` has another number; of one that joins once it has
+compiled what tasks need. ADDRESS: "local" starts Ray with CORES on this machine's loopback, its files in FOLDER. It
+ends when the server hangs up or the cluster dies.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from apportion.ir.version import __version__
 from apportion.service.workers.pipes import dies_with, send
 from apportion.service.workers.ray.worker import warm, work
-from apportion.service.workers.tasks import COUNT, HEAD, MAX_TASK, Died, encode, size_of
+from apportion.service.workers.tasks import HEAD, MAX_TASK, TOLD, Died, encode, size_of
 from apportion.service.workers.worker import refusal
 
 # of a local cluster: only bodies on their way to us
@@ -30,7 +35,9 @@ OBJECTS_BYTES = 256 << 20
 CHECK_S = 1.0
 PATIENCE_S = 10.0
 
-_WORKER_DIED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError)
+# where a task was to be, or where its result was
+_NODE_LEFT = (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.TaskUnschedulableError)
+_WORKER_DIED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, *_NODE_LEFT)
 _OF_THE_TASK = (exceptions.RayTaskError, exceptions.RuntimeEnvSetupError)
 
 
@@ -41,12 +48,13 @@ class ClusterDiedError(Exception):
 class Driver:
     """Serves lines until the server hangs up."""
 
-    def __init__(self, control: socket.socket, runner: str, cores: int) -> None:
-        self._control, self._cores = control, cores
+    def __init__(self, control: socket.socket, runner: str, warm: dict[str, int]) -> None:
+        self._control, self._warm = control, warm
+        self._warming: set[str] = set()  # nodes
         self._ask = ray.remote(num_cpus=1, max_retries=0)(work).options(name="apportion").remote
         self._runner = runner
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
 
     async def serve(self) -> None:
@@ -57,33 +65,53 @@ class Driver:
         await asyncio.wait({watch, self._over}, return_when=asyncio.FIRST_COMPLETED)
         watch.cancel()
         loop.remove_reader(self._control.fileno())
-        for line in self._lines:
-            line.cancel()
-        await asyncio.gather(*self._lines, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._over.done():
             self._over.result()
         else:
             raise ClusterDiedError("its head does not answer any more")
 
     def _open(self) -> None:
-        asked, fds, _, _ = socket.recv_fds(self._control, 1, 1)
-        if not asked:
+        _, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not fds:
             self._end(None)
             return
-        if asked == COUNT:
-            send(self._control, str(self._cores).encode())
-            return
-        line = asyncio.get_running_loop().create_task(self._line(socket.socket(fileno=fds[0])))
-        self._lines.add(line)
-        line.add_done_callback(self._lines.discard)
+        self._spawn(self._line(socket.socket(fileno=fds[0])))
         send(self._control, str(next(self._numbers)).encode())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
         """Returns when the cluster no longer has what we need."""
         head = ray.get_runtime_context().gcs_address
         while await asyncio.to_thread(_answers, head):
-            self._cores = await asyncio.to_thread(_cores)
+            there = await asyncio.to_thread(nodes)
+            self._count({node: cores for node, cores in self._warm.items() if node in there})
+            for node in there.keys() - self._warm.keys() - self._warming:
+                self._warming.add(node)
+                self._spawn(self._join(node, there[node]))
             await asyncio.sleep(CHECK_S)
+
+    async def _join(self, node: str, cores: int) -> None:
+        """Counts on a node that is new, once it is warm; not on one that cannot be."""
+        references = begin_warming(self._runner, node, cores)
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(each.future()) for each in references))
+        except exceptions.RayError as error:
+            print(f"the Ray node {node} is not used: {error}", file=sys.stderr, flush=True)
+        else:
+            self._warming.discard(node)
+            self._count(self._warm | {node: cores})
+
+    def _count(self, warm: dict[str, int]) -> None:
+        before, self._warm = sum(self._warm.values()), warm
+        if (cores := sum(warm.values())) != before:
+            send(self._control, TOLD + str(cores).encode())
 
     def _end(self, error: Exception | None) -> None:
         if not self._over.done():
@@ -164,27 +192,40 @@ def connect(address: str, cores: int, folder: str) -> None:
     )
 
 
-def _cores() -> int:
-    return int(ray.cluster_resources().get("CPU", 1))  # type: ignore[no-untyped-call]
+def nodes() -> dict[str, int]:
+    """The cores of each node that is there."""
+    found = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in found if node["Alive"]}
 
 
-def warmed(runner: str) -> int:
-    """The cluster's cores, once each had a process that has compiled what tasks need."""
-    cores = _cores()
-    once = ray.remote(num_cpus=1)(warm).options(scheduling_strategy="SPREAD").remote
-    ray.get([once(runner) for _ in range(cores)])
-    return cores
+def warmed(runner: str) -> dict[str, int]:
+    """The cores of each node, once each core had a process that has compiled what tasks need; of nodes that have left
+    meanwhile none."""
+    found = {}
+    begun = [(node, cores, begin_warming(runner, node, cores)) for node, cores in nodes().items()]
+    for node, cores, references in begun:
+        with suppress(*_NODE_LEFT):
+            ray.get(references)
+            found[node] = cores
+    return found
 
 
-async def _serve(control: socket.socket, runner: str, cores: int) -> None:
-    await Driver(control, runner, cores).serve()
+def begin_warming(runner: str, node: str, cores: int) -> list[Any]:
+    """References of what each core does."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    once = ray.remote(num_cpus=1)(warm).options(scheduling_strategy=there).remote
+    return [once(runner) for _ in range(cores)]
+
+
+async def _serve(control: socket.socket, runner: str, warm: dict[str, int]) -> None:
+    await Driver(control, runner, warm).serve()
 
 
 def main(control: socket.socket, runner: str, address: str, cores: str, folder: str) -> None:
     with dies_with(control):
         connect(address, int(cores), folder)
         found = warmed(runner)
-    send(control, str(found).encode())
+    send(control, str(sum(found.values())).encode())
     try:
         asyncio.run(_serve(control, runner, found))
         control.close()
