@@ -39,6 +39,7 @@ from apportion.service.workers import (
     pool as pool_module,
 )
 from apportion.service.workers.lines import Line
+from apportion.service.workers.pool import LinePool
 from apportion.service.workers.tasks import HEAD, MAX_REPLY, MAX_TASK, read_reply, read_task, size_of
 from tests.service import worker_cases as cases
 from tests.service.worker_cases import DEADLINE_S, launchers, plan_task, pooled, until
@@ -209,6 +210,34 @@ def test_a_worker_that_died_idle_is_replaced() -> None:
         assert (await pool.run(act("echo:x"), DEADLINE_S)).bodies == (b"x",)
 
     with_faulty(use, size=2)
+
+
+def test_a_pool_follows_what_its_launcher_says() -> None:
+    """As Ray's does when machines join and leave."""
+
+    async def use(pool: ProcessPool) -> None:
+        first = pool.size
+        pool._launcher._line.told(b"4")
+        await until(lambda: pool.alive == pool.size == 4, "there are more")
+        tasks = [asyncio.create_task(pool.run(act("sleep:0.2"), DEADLINE_S)) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        pool._launcher._line.told(b"1")
+        await until(lambda: pool.alive == pool.size == 1, "those that are too many have gone")
+        assert [done.bodies for done in await asyncio.gather(*tasks)] == [(b"slept",)] * 6
+        assert (sizes, pool.restarts) == ([first, 4, 1], 0)
+        pool._launcher._line.told(b"2")
+        tasks = [asyncio.create_task(pool.run(act("sleep:600"), DEADLINE_S)) for _ in range(5)]
+        await until(lambda: pool.alive == 2, "there is one more")
+        pool._launcher._line.told(b"1")
+        await pool.close()
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
+        assert all(isinstance(end, ClosedError | WorkerDiedError) for end in ends)
+
+    sizes: list[int] = []
+    pool = LinePool(0, ("apportion.service.workers.zygote", "tests.service.worker_faults", "0"))
+    pool.size = 0
+    pool.resized = lambda: sizes.append(pool.size)
+    asyncio.run(pooled(pool, use))
 
 
 def test_closing_waits_for_what_runs_and_kills_what_takes_too_long() -> None:
