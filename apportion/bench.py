@@ -63,7 +63,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """What one row plans, on how many cores."""
 
     batch: Batch
@@ -106,10 +106,10 @@ def warm_up(recipe: Recipe | str) -> None:
     """Plan and verify two short documents, which compiles hot loops or loads them."""
     batch = Batch.from_lengths([300, 200], mask=masks.causal())
     with suppress(ApportionError):  # a recipe that does not serve these may still serve the job
-        verify(timed_plan(Job(batch, cluster_of(2), Model(), recipe))[0])
+        verify(timed_plan(BenchJob(batch, cluster_of(2), Model(), recipe))[0])
 
 
-def measure(job: Job, repeats: int = 1) -> Row:
+def measure(job: BenchJob, repeats: int = 1) -> Row:
     """Plan and verify `job` `repeats` times. Raises what planning and verification raise."""
     planning, verifying = [], []
     for _ in range(repeats):
@@ -120,7 +120,7 @@ def measure(job: Job, repeats: int = 1) -> Row:
     return Row(plan, Times(tuple(total for total, _ in planning), medians), Times(tuple(verifying)))
 
 
-def planned(job: Job, timings: dict[str, float] | None = None) -> Plan:
+def planned(job: BenchJob, timings: dict[str, float] | None = None) -> Plan:
     """The plan of a job, not verified; into `timings` the milliseconds of each step. Raises what planning raises."""
     return api.plan(
         job.batch,
@@ -135,7 +135,7 @@ def planned(job: Job, timings: dict[str, float] | None = None) -> Plan:
     )
 
 
-def timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
+def timed_plan(job: BenchJob) -> tuple[Plan, float, dict[str, float]]:
     """(plan, milliseconds to its encoded bytes, milliseconds of each step), not verified."""
     steps: dict[str, float] = {}
     job = _parsed(job)
@@ -147,7 +147,7 @@ def timed_plan(job: Job) -> tuple[Plan, float, dict[str, float]]:
     return plan, (end - start) * 1e3, steps | {"bytes": (end - made) * 1e3}
 
 
-def _parsed(job: Job) -> Job:
+def _parsed(job: BenchJob) -> BenchJob:
     """The job as if it came just now: a batch keeps the bands that it once lowered."""
     return replace(job, batch=Batch.from_data(job.batch.to_data()))
 
@@ -168,7 +168,7 @@ class _Counter(dict[str, float]):
         self._before = self._calls
 
 
-def counted(job: Job) -> dict[str, int]:
+def counted(job: BenchJob) -> dict[str, int]:
     """Calls of functions in each step of planning and, as `verify`, of its verification: what is paid however few ranks
     there are. Compiled loops call nothing; run it warm, or imports and compilation count. Raises what planning and
     verification raise."""
@@ -232,7 +232,7 @@ class Grid:
         for ranks in self.ranks:
             for seed in self.seeds:
                 batch, skipped = source.batch(ranks * self.tokens_per_rank, seed)
-                job = Job(batch, cluster_of(ranks), model, recipe, seed, threads=self.threads)
+                job = BenchJob(batch, cluster_of(ranks), model, recipe, seed, threads=self.threads)
                 measure(job)  # caches are warm in the runs that count
                 row = measure(job, self.repeats)
                 of_run = {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}

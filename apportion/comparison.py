@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.bench import Job, Times, timed_plan, timed_verify, warm_up
+from apportion.bench import BenchJob, Times, timed_plan, timed_verify, warm_up
 from apportion.ir import cards
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError, MissingDependencyError, VerifyError
@@ -266,7 +266,7 @@ def _progressing(batch: Batch, recipe: Recipe, setting: Setting, progress: Progr
 
 def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
     """Plan, verify and simulate one batch by one recipe."""
-    job = Job(batch, setting.cluster, setting.model, recipe, setting.seed, setting.hardware)
+    job = BenchJob(batch, setting.cluster, setting.model, recipe, setting.seed, setting.hardware)
     try:
         plan, planning_ms, _ = timed_plan(job)
         skip = setting.unverified.get(recipe.name)

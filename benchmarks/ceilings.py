@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.bench import Job, Source, cluster_of, counted, planned
+from apportion.bench import BenchJob, Source, cluster_of, counted, planned
 from apportion.ir.loops.jit import COMPILES
 from apportion.ir.request.model import Model
 from apportion.planner.recipe.recipes import find_recipe, with_block
@@ -44,7 +44,7 @@ def measured(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> It
         recipe = with_block(find_recipe(name), 2048) if name == "fcp_paper" else find_recipe(name)
         for count in ranks:
             model = Model(q_heads=32, kv_heads=8, head_dim=128, layers=1)
-            job = Job(Source().batch(count * TOKENS, 0)[0], cluster_of(count), model, recipe)
+            job = BenchJob(Source().batch(count * TOKENS, 0)[0], cluster_of(count), model, recipe)
             plan = planned(job)
             tables = (table for programs in plan.programs.values() for table in programs.tables.values())
             calls = None

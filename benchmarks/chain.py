@@ -46,7 +46,7 @@ import apportion as ap
 from apportion.cli.environment import machine, versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.hardware import Hardware
-from apportion.planner.forecast.result import Row
+from apportion.planner.forecast.result import ForecastRow
 from apportion.trainer.demo import process, workload
 from apportion.trainer.demo.decoder import DecoderConfig
 from apportion.trainer.step.attention import Communicator, PlanHandle
@@ -119,7 +119,7 @@ def cases(recipes: Sequence[str], batches: int, hardware: Hardware) -> list[Case
     return found
 
 
-def _case(row: Row, number: int, batch: ap.Batch, hardware: Hardware) -> Case:
+def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) -> Case:
     if row.reason is not None:
         raise SystemExit(f"{row.parallelism}, batch {number}: {row.reason}")
     recipe = row.parallelism.recipe

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apportion.bench import Job, Source, cluster_of, planned
+from apportion.bench import BenchJob, Source, cluster_of, planned
 from apportion.cli.environment import machine, versions
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.model import Model
@@ -45,7 +45,7 @@ def measure(recipe: str, ranks: int, repeats: int, seed: int = 0, tokens: int = 
     batch, _ = Source().batch(ranks * tokens, seed)
     named = {"recipe": recipe, "ranks": ranks, "seed": seed}
     try:
-        found = bench.measure(planned(Job(batch, cluster_of(ranks), Model(), recipe, seed)))
+        found = bench.measure(planned(BenchJob(batch, cluster_of(ranks), Model(), recipe, seed)))
     except ApportionError as error:
         return named | {"refused": str(error).splitlines()[0]}
     except RuntimeError as error:

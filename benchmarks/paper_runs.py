@@ -19,7 +19,7 @@ from apportion.planner.forecast.attention import plan_attention
 from apportion.planner.forecast.choices import static_grids
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import KEPT
-from apportion.planner.forecast.step import Setting, Step, step
+from apportion.planner.forecast.step import Setting, StepForecast, step
 from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
 
@@ -69,14 +69,14 @@ class Run:
             inter_latency_us=1e-3 * self.cluster.inter_latency_us,
         )
 
-    def fits(self, steps: Sequence[Step]) -> bool:
+    def fits(self, steps: Sequence[StepForecast]) -> bool:
         return max(one.memory.total for one in steps) <= self.memory_gib * 2**30
 
     def setting(self, form: Parallelism) -> Setting:
         return Setting(form, self.links, self.model, self.training, self.hardware)
 
     @cache  # noqa: B019 - runs live as long as the process
-    def steps(self, form: Parallelism) -> tuple[Step, ...]:
+    def steps(self, form: Parallelism) -> tuple[StepForecast, ...]:
         """By the figures as they are. Raises CapacityError, ConfigError."""
         setting = self.setting(form)
         return tuple(
@@ -88,11 +88,11 @@ class Run:
             for batch in self.batches
         )
 
-    def whole(self, recipe: Recipe | str) -> tuple[Step, ...]:
+    def whole(self, recipe: Recipe | str) -> tuple[StepForecast, ...]:
         """One plan over all ranks."""
         return self.steps(Parallelism(find_recipe(recipe), self.degrees))
 
-    def best_grid(self, recipe: str) -> tuple[str, tuple[Step, ...]]:
+    def best_grid(self, recipe: str) -> tuple[str, tuple[StepForecast, ...]]:
         """The fastest static grid of a recipe that fits and cuts next to nothing, and its name."""
         found = []
         for form in static_grids(self.cluster, [recipe], self.degrees):
@@ -109,12 +109,12 @@ class Run:
         return name, steps
 
 
-def seconds(steps: Sequence[Step]) -> float:
+def seconds(steps: Sequence[StepForecast]) -> float:
     """Of a step, mean over batches."""
     return float(np.mean([one.seconds for one in steps]))
 
 
-def part(steps: Sequence[Step], name: str) -> float:
+def part(steps: Sequence[StepForecast], name: str) -> float:
     """Seconds of one part of a step, mean over batches."""
     return float(np.mean([one.parts[name] for one in steps]))
 

@@ -27,7 +27,7 @@ from apportion.ir.request.policy import Recipe
 from apportion.ir.request.sequences import Sequence as Sample
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.forecast.parallelism import Degrees
-from apportion.planner.forecast.step import Step
+from apportion.planner.forecast.step import StepForecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import paper_distca
@@ -229,7 +229,7 @@ def dcp() -> Iterator[Row]:
 # --- FCP
 
 
-def _attention(steps: Sequence[Step]) -> float:
+def _attention(steps: Sequence[StepForecast]) -> float:
     return part(steps, "attention")
 
 

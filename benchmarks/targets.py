@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from apportion.bench import Job, Source, Times, cluster_of, timed_plan, timed_verify
+from apportion.bench import BenchJob, Source, Times, cluster_of, timed_plan, timed_verify
 from apportion.cli.environment import versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, UnknownNameError
@@ -125,7 +125,7 @@ def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[s
     for ranks in promise.ranks or effort.ranks:
         for seed in effort.seeds:
             batch, _ = Source().batch(ranks * promise.tokens_per_rank, seed)
-            job = Job(batch, cluster_of(ranks), Model(), recipe, seed)
+            job = BenchJob(batch, cluster_of(ranks), Model(), recipe, seed)
             try:
                 row = _row(promise, job, effort)
             except ApportionError as error:
@@ -138,7 +138,7 @@ def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[s
                 return
 
 
-def _row(promise: Promise, job: Job, effort: Effort) -> dict[str, Any]:
+def _row(promise: Promise, job: BenchJob, effort: Effort) -> dict[str, Any]:
     plan, first, _ = timed_plan(job)  # caches are warm in the runs that count
     timed_verify(plan)
     repeats = effort.repeats if first < effort.patience * 1e3 else 1
@@ -164,7 +164,7 @@ def _tasks(plan: Plan) -> int:
     return sum(len(program[lists[phase]]) for (_, phase), program in plan.programs.items())
 
 
-def _node_ratio(job: Job) -> float | None:
+def _node_ratio(job: BenchJob) -> float | None:
     """How many times more bytes go between nodes when tiles go straight to all ranks that need them."""
     recipe, between = find_recipe(job.recipe), []
     for route in ("star", "node"):

@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from apportion.bench import Job, Source, cluster_of, timed_plan, timed_verify, warm_up
+from apportion.bench import BenchJob, Source, cluster_of, timed_plan, timed_verify, warm_up
 from apportion.cli.environment import versions
 from apportion.comparison import UNVERIFIED
 from apportion.ir.errors import ApportionError, VerifyError
@@ -57,10 +57,10 @@ class Case:
     workload: str
     recipe: str
 
-    def job(self) -> Job:
+    def job(self) -> BenchJob:
         path, hardware = WORKLOADS[self.workload], Hardware.load("h100")
         batch, _ = Source(None if path is None else read_workload(path)).batch(self.ranks * TOKENS, SEED)
-        return Job(batch, cluster_of(self.ranks, None, hardware), MODEL, self.recipe, SEED, hardware)
+        return BenchJob(batch, cluster_of(self.ranks, None, hardware), MODEL, self.recipe, SEED, hardware)
 
 
 # --- in the process of a case

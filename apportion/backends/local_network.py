@@ -64,7 +64,7 @@ class Network:
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class LocalView:
     """An operand in a rank's memory: `arrays` are the tensor's whole home or work arrays."""
 
     operand: Operand
@@ -106,4 +106,4 @@ class Flight(NamedTuple):
     """A launched round: the operands it touches, with what they must hold until its wait."""
 
     step: Step
-    held: tuple[tuple[View, Arrays], ...]
+    held: tuple[tuple[LocalView, Arrays], ...]

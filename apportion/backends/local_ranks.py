@@ -15,7 +15,7 @@ import numpy as np
 
 from apportion.backends import numpy_kernels as kernels
 from apportion.backends.interp import Machine, Operand, Program, Step, components
-from apportion.backends.local_network import Array, Arrays, Flight, Network, Tile, View, nothing
+from apportion.backends.local_network import Array, Arrays, Flight, LocalView, Network, Tile, nothing
 from apportion.backends.numpy_kernels import Band, Partial, Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError
@@ -49,7 +49,7 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
+class LocalLayer:
     """What one attention call knows beside the plan."""
 
     scores: Scores
@@ -60,7 +60,7 @@ class Layer:
     kernels: Kernels = field(default_factory=Kernels)
 
 
-class Rank(Machine[View]):
+class Rank(Machine[LocalView]):
     """One rank's machine."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Rank(Machine[View]):
         rank: int,
         program: Program,
         phase: str,
-        layer: Layer,
+        layer: LocalLayer,
         network: Network,
         rows: int,
         given: dict[Tensor, Arrays],
@@ -96,14 +96,14 @@ class Rank(Machine[View]):
             for part, dtype in zip(parts, dtypes, strict=True)
         )
 
-    def view(self, operand: Operand) -> View:
+    def view(self, operand: Operand) -> LocalView:
         memory = self.home if operand.space == Space.HOME else self._work
         if operand.tensor not in memory:
             raise ExecutionError(f"rank {self.rank}: nothing holds {operand}")
         rows = len(memory[operand.tensor][0])
         if operand.row + operand.rows > rows:
             raise ExecutionError(f"rank {self.rank}: {operand} leaves the {rows} rows there")
-        return View(operand, memory[operand.tensor])
+        return LocalView(operand, memory[operand.tensor])
 
     # running
 

@@ -31,7 +31,7 @@ class Shaped(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedRow:
     """One row of an instruction that a rank was told to execute.
 
     `operands` are the row's operands in the order of its columns, as text; `peer` is the other rank of a
@@ -55,7 +55,7 @@ class NullBackend:
 
     def __init__(self, piece: Slice) -> None:
         self.piece = piece
-        self.calls: list[Call] = []
+        self.calls: list[TracedRow] = []
 
     @property
     def rows(self) -> int:
@@ -114,7 +114,7 @@ class Recorder(Machine[str]):
     """A machine whose memory is the names of its operands; `record` receives every call."""
 
     def __init__(
-        self, program: Program, rank: int, kind: str, phase: str, record: Callable[[Call], None]
+        self, program: Program, rank: int, kind: str, phase: str, record: Callable[[TracedRow], None]
     ) -> None:
         super().__init__(program)
         self._rank, self._kind, self._phase, self._record = rank, kind, phase, record
@@ -142,5 +142,5 @@ class Recorder(Machine[str]):
     def _note(self, step: Step, operands: tuple[str, ...] = (), **more: Any) -> None:
         name = OP_NAMES[step.op]
         self._record(
-            Call(self._rank, self._kind, self._phase, step.index, name, step.round, operands, **more)
+            TracedRow(self._rank, self._kind, self._phase, step.index, name, step.round, operands, **more)
         )

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from apportion.backends.interp import compile_program, components
 from apportion.backends.local_network import Array, Arrays, Network
-from apportion.backends.local_ranks import Kernels, Layer, Projection, Rank, take_turns
+from apportion.backends.local_ranks import Kernels, LocalLayer, Projection, Rank, take_turns
 from apportion.backends.numpy_kernels import Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError, UnknownNameError
@@ -45,7 +45,7 @@ __all__ = [
 class Saved:
     """What forward leaves for backward: each rank's home rows of q, k, v (or hidden states), o and lse."""
 
-    layer: Layer
+    layer: LocalLayer
     homes: tuple[dict[Tensor, Arrays], ...]
 
 
@@ -213,16 +213,16 @@ def _layer(
     softcap: float | None = None,
     dtype: DTypeLike = np.float64,
     kernels: Kernels | None = None,
-) -> Layer:
+) -> LocalLayer:
     head = plan.header
     if sinks is not None and np.shape(sinks) != (head.q_heads,):
         raise ExecutionError(f"sinks have shape {np.shape(sinks)}; the plan has {head.q_heads} query heads")
     scores = Scores(head.head_dim**-0.5 if scale is None else scale, softcap)
     kept = None if sinks is None else np.asarray(sinks, dtype)
-    return Layer(scores, np.dtype(dtype), kept, kernels=kernels or Kernels())
+    return LocalLayer(scores, np.dtype(dtype), kept, kernels=kernels or Kernels())
 
 
-def _check_shapes(plan: Plan, layer: Layer, given: Mapping[Tensor, Arrays]) -> None:
+def _check_shapes(plan: Plan, layer: LocalLayer, given: Mapping[Tensor, Arrays]) -> None:
     tokens = int(_home(plan).rows_per_rank.sum())
     for tensor, arrays in given.items():
         for part, array in zip(components(tensor, plan.header, layer.hidden), arrays, strict=True):
@@ -238,7 +238,7 @@ def _shape_of_row(plan: Plan, tensor: Tensor, width: int) -> tuple[int, ...]:
 
 
 def _forward(
-    plan: Plan, kind: str, layer: Layer, given: Mapping[Tensor, Arrays]
+    plan: Plan, kind: str, layer: LocalLayer, given: Mapping[Tensor, Arrays]
 ) -> tuple[Floats, Floats, Saved]:
     homes = _scatter_tensors(plan, layer, given)
     ranks = _execute(plan, kind, "forward", layer, homes)
@@ -265,7 +265,9 @@ def _backward(
     return [rank.home for rank in ranks], dsinks.astype(saved.layer.dtype)
 
 
-def _scatter_tensors(plan: Plan, layer: Layer, given: Mapping[Tensor, Arrays]) -> list[dict[Tensor, Arrays]]:
+def _scatter_tensors(
+    plan: Plan, layer: LocalLayer, given: Mapping[Tensor, Arrays]
+) -> list[dict[Tensor, Arrays]]:
     """Each rank's home rows of the given tensors, in the layer's dtype (position ids stay integers)."""
     homes: list[dict[Tensor, Arrays]] = [{} for _ in range(plan.header.ranks)]
     for tensor, arrays in given.items():
@@ -280,7 +282,7 @@ def _as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _execute(
-    plan: Plan, kind: str, phase: str, layer: Layer, homes: list[dict[Tensor, Arrays]]
+    plan: Plan, kind: str, phase: str, layer: LocalLayer, homes: list[dict[Tensor, Arrays]]
 ) -> list[Rank]:
     if (kind, phase) not in plan.programs:
         raise UnknownNameError(

@@ -144,7 +144,7 @@ def _claim(store: Store, facts: Facts, folder: Path) -> None:
 
 
 @dataclass
-class _Asked:
+class _AskedPlan:
     """A request at the workers, and the iterations that wait for it."""
 
     key: bytes
@@ -160,8 +160,8 @@ class _Run:
     planned: int = 0
     _there: int = 0
     _new: int = 0
-    _asked: dict[Future[Done], _Asked] = field(default_factory=dict)
-    _by_key: dict[bytes, _Asked] = field(default_factory=dict)
+    _asked: dict[Future[Done], _AskedPlan] = field(default_factory=dict)
+    _by_key: dict[bytes, _AskedPlan] = field(default_factory=dict)
     _records: dict[str, bytes] = field(default_factory=dict)
     _refused: dict[str, Exception] = field(default_factory=dict)
     _committed: float = field(default_factory=time.monotonic)
@@ -206,7 +206,7 @@ class _Run:
         elif (plan := self._held(key)) is not None:
             self._record([name], key, plan)
         else:
-            self._by_key[key] = asked = _Asked(key, [name])
+            self._by_key[key] = asked = _AskedPlan(key, [name])
             task = Task("plan", encode_request(self.work.job, batches), verify=True)
             self._asked[self.planner.submit(task, DEADLINE_S)] = asked
 

@@ -17,7 +17,7 @@ from apportion.backends.torch.profile.device import (
     ARENA_BYTES,
     LAYER_FIGURES,
     Effort,
-    Task,
+    TimedTask,
     _Arena,
     _between,
     _grid,
@@ -154,7 +154,7 @@ def test_tasks_are_timed_where_no_other_was() -> None:
     arena = _Arena.of(torch.device("cpu"), effort)
     tensors = (*arena.queries, *arena.keys, *arena.rows[:1])
     assert sum(tensor.nbytes for tensor in tensors) > 0.95 * ARENA_BYTES
-    walked = [np.array(arena.places(Task(rows, 64, False))) for rows in (64, 512, 64)]
+    walked = [np.array(arena.places(TimedTask(rows, 64, False))) for rows in (64, 512, 64)]
     assert [places.shape for places in walked] == [(11, 8), (11, 1), (11, 8)]
     starts = np.concatenate([places.ravel() for places in walked])
     lengths = np.repeat([64, 512, 64], [88, 11, 88])
@@ -162,7 +162,7 @@ def test_tasks_are_timed_where_no_other_was() -> None:
     assert (starts + lengths).max() <= len(arena.queries[0])
     end = len(arena.queries[0])
     arena.walk[0] = end - 100
-    assert arena.places(Task(512, 64, False))[0] == [0]
+    assert arena.places(TimedTask(512, 64, False))[0] == [0]
 
 
 def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_windows_are_priced_by_tasks_of_several_lengths(monkeypatch: pytest.Monk
     arena = _Arena.of(torch.device("cpu"), TINY)
     extra = {64: 2.0, 256: 5.0}  # microseconds a row
 
-    def took(arena: Any, engine: str, task: Task) -> list[float]:
+    def took(arena: Any, engine: str, task: TimedTask) -> list[float]:
         at = TINY.axis.index(task.rows)
         return [_between(grids[0], at, task.rows, task.window) + extra[task.rows] * task.rows] * 2
 

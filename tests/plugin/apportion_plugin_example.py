@@ -10,7 +10,7 @@ import numpy as np
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.policy import Recipe
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-from apportion.planner.recipe.built_in import Entry as RecipeEntry
+from apportion.planner.recipe.built_in import RecipeEntry as RecipeEntry
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.solvers.contracts import Partition, PartitionProblem

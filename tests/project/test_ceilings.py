@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from apportion.bench import Job, Source, cluster_of, counted
+from apportion.bench import BenchJob, Source, cluster_of, counted
 from apportion.ir.loops.jit import COMPILES
 from apportion.ir.request.model import Model
 from benchmarks import ceilings
@@ -40,7 +40,7 @@ def test_what_is_above_is_named() -> None:
 
 @pytest.mark.skipif(not COMPILES, reason="loops are plain Python, whose calls count")
 def test_calls_are_counted_by_step_and_alike_in_every_run() -> None:
-    job = Job(Source().batch(4 * 4096, 0)[0], cluster_of(4), Model(4, 2, 64), "fcp")
+    job = BenchJob(Source().batch(4 * 4096, 0)[0], cluster_of(4), Model(4, 2, 64), "fcp")
     counted(job)
     first, before = counted(job), sys.getprofile()
     assert first == counted(job)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from apportion.ir.bytes.job import encode_request
-from apportion.service.engine import Source
+from apportion.service.engine import PlanSource
 from apportion.service.errors import ConflictError, LimitError, OverloadError
 from apportion.service.http.watch import events
 from apportion.service.http.watch.reports import AT_ONCE, WAITING, Reports
@@ -214,9 +214,9 @@ def test_an_iteration_that_is_not_planned_has_no_report() -> None:
 # ---------------------------------------------------------------------------------------------- the process
 
 
-def source() -> Source:
+def source() -> PlanSource:
     """Of a small batch, with another plan's id."""
-    return Source("plan", encode_request(JOB, batch(3)), bytes(32))
+    return PlanSource("plan", encode_request(JOB, batch(3)), bytes(32))
 
 
 def test_another_plan_than_the_one_that_ranks_have_is_not_shown() -> None:

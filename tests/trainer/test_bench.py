@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from apportion import cli
-from apportion.bench import Job, Source, cluster_of, planned
+from apportion.bench import BenchJob, Source, cluster_of, planned
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Op
@@ -21,7 +21,7 @@ from apportion.ir.masks.windows import SlidingWindow
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.trainer.measure import bench, timing, unplanned
-from apportion.trainer.measure.bench import Row
+from apportion.trainer.measure.bench import AttentionRow
 from apportion.trainer.measure.timing import Took
 from apportion.trainer.step.attention import Communicator
 from apportion.trainer.step.plain import plain_attention
@@ -55,12 +55,12 @@ def computing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_of(ranks: int, recipe: str = "fcp", mask: SlidingWindow | None = None, model: Model = MODEL) -> Plan:
     batch, _ = Source(mask=mask).batch(ranks * 256, 0)
-    return planned(Job(batch, cluster_of(ranks), model, recipe))
+    return planned(BenchJob(batch, cluster_of(ranks), model, recipe))
 
 
 def measure(
     plan: Plan, engines: tuple[str, ...] = ("flash",), kernels: tuple[str, ...] = ()
-) -> tuple[list[Row], list[str]] | None:
+) -> tuple[list[AttentionRow], list[str]] | None:
     """(rows, what was skipped) in one process, of a clock that stands still."""
     skipped = []
     return jobs_bench.bench_of(Communicator(), engines, kernels, skipped.append).measure(plan), skipped
@@ -115,7 +115,7 @@ def test_recipes_that_do_not_plan_or_project_are_told(
     assert record["rows"] == []
     assert record["skipped"][0].startswith("upipe: its plans project hidden states")
 
-    def refuse(job: Job) -> None:
+    def refuse(job: BenchJob) -> None:
         raise CapacityError("too small\nby far")
 
     monkeypatch.setattr("apportion.bench.planned", refuse)
@@ -226,7 +226,7 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_call_counts_and_the_first_does_not() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
-    rows = timing.Rows.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
+    rows = timing.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
     found = timing.best(
         lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), Took(1.0, next(times))), 2
     )

@@ -42,7 +42,7 @@ Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Post = Callable[[Tensor, Tensor], Tensor]
 
 
-class Call:
+class HalfCall:
     """One execution of one program, in segments."""
 
     def __init__(self, handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> None:
@@ -134,7 +134,7 @@ class PairedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         parts, layer = (qkv[:3], qkv[3:]), Layer(score, sinks)
         homes = [qkv_home(handle, part) for handle, part in zip(handles, parts, strict=True)]
-        calls = [Call(h, kind, "forward", home, layer) for h, home in zip(handles, homes, strict=True)]
+        calls = [HalfCall(h, kind, "forward", home, layer) for h, home in zip(handles, homes, strict=True)]
         take_turns(call.turns() for call in calls)
         results = [call.output(qkv[0].dtype) for call in calls]
         ctx.save_for_backward(sinks, *parts[0], *results[0], *parts[1], *results[1])
@@ -151,7 +151,7 @@ class PairedAttention(torch.autograd.Function):
             for handle, half, do in zip(ctx.handles, kept, dos, strict=True)
         ]
         calls = [
-            Call(h, ctx.kind, "backward", home, layer) for h, home in zip(ctx.handles, homes, strict=True)
+            HalfCall(h, ctx.kind, "backward", home, layer) for h, home in zip(ctx.handles, homes, strict=True)
         ]
         take_turns(call.turns() for call in calls)
         grads = [call.input_gradients(half.q.dtype) for call, half in zip(calls, kept, strict=True)]
@@ -205,7 +205,7 @@ class Kept(NamedTuple):
     y: Tensor
 
 
-class Gradients:
+class BothGradients:
     """Sums over both halves, for the tensors that want one."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -232,7 +232,7 @@ def forward_turns(
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
         qkv = () if projects else _before(piece, x, positions, keep)
         given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, qkv)
-        call = Call(handle, piece.kind, "forward", given, piece.layer(projects))
+        call = HalfCall(handle, piece.kind, "forward", given, piece.layer(projects))
         yield from call.turns()
         out, lse = call.output(x.dtype if projects else qkv[0].dtype)
         y = _after(piece, x, out.requires_grad_(keep), keep)
@@ -259,7 +259,7 @@ def _after(piece: Piece, x: Tensor, out: Tensor, keep: bool) -> Tensor:
 
 
 def backward_turns(
-    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Kept], dhidden: list[Tensor], sums: Gradients
+    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Kept], dhidden: list[Tensor], sums: BothGradients
 ) -> Iterator[None]:
     """One half's backward. dhidden: one tensor, replaced layer by layer, last layer first; kept: emptied."""
     for piece in reversed(pieces):
@@ -267,7 +267,7 @@ def backward_turns(
         dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *wanted))
         sums.add(wanted, grads)
         home = backward_home(half.given, half.out, half.lse, or_zeros(do, half.out))
-        call = Call(handle, piece.kind, "backward", home, piece.layer(projects=not half.qkv))
+        call = HalfCall(handle, piece.kind, "backward", home, piece.layer(projects=not half.qkv))
         yield from call.turns()
         dx_before, *grads = _pull_before(call, half, wanted)
         sums.add(wanted, grads)
@@ -275,7 +275,7 @@ def backward_turns(
         dhidden[0] = or_zeros(_total((dx, dx_before)), half.x)
 
 
-def _pull_before(call: Call, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _pull_before(call: HalfCall, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of x and of the params, of what came before attention."""
     if half.qkv:
         return _pull(half.qkv, call.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
@@ -344,7 +344,7 @@ class PairedLayers(torch.autograd.Function):
             raise ExecutionError(
                 "backward of ping-pong layers has run: what it needs is freed, run forward again"
             )
-        sums, grads = Gradients(ctx.params), [[grad] for grad in dhidden]
+        sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.kept, grads, strict=True)
         take_turns(backward_turns(handle, ctx.pieces, own, mine, sums) for handle, own, mine in halves)
         return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)

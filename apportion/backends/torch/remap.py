@@ -13,7 +13,7 @@ from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.plan.tables import Move
 
 
-class Rows(NamedTuple):
+class PeerRows(NamedTuple):
     """Rows [row, row + rows) sent to or received from a peer."""
 
     send: bool
@@ -88,6 +88,6 @@ def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
     return out
 
 
-def _rows(move: Move, inverse: bool) -> list[Rows]:
+def _rows(move: Move, inverse: bool) -> list[PeerRows]:
     columns = (move.table[name].tolist() for name in ("send", "peer", "row", "rows"))
-    return [Rows(bool(send) ^ inverse, *rest) for send, *rest in zip(*columns, strict=True)]
+    return [PeerRows(bool(send) ^ inverse, *rest) for send, *rest in zip(*columns, strict=True)]

@@ -15,7 +15,7 @@ from apportion.cli.output import count, emit, note
 from apportion.ir.errors import CapacityError
 
 if TYPE_CHECKING:
-    from apportion.bench import Job, Source
+    from apportion.bench import BenchJob, Source
     from apportion.trainer.measure.bench import Bench
 
 app = typer.Typer(help="Measure planning and attention.", no_args_is_help=True)
@@ -107,7 +107,7 @@ def bench_attention(
     for package in ("torch", "triton"):
         inputs.need(package, package, "the benchmark of attention")
     from apportion import views
-    from apportion.bench import Job, cluster_of
+    from apportion.bench import BenchJob, cluster_of
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
@@ -119,7 +119,7 @@ def bench_attention(
         for number, one in product(counts, recipes):
             batch, large = source.batch(number * tokens_per_rank, seed)
             inputs.warn_of_skipped(large, number * tokens_per_rank)
-            rows += _rows(Job(batch, cluster_of(number, hardware=used), shape, one, seed, used), bench)
+            rows += _rows(BenchJob(batch, cluster_of(number, hardware=used), shape, one, seed, used), bench)
         is_first = bench.communicator.rank == 0
     record = {
         "benchmark": "attention",
@@ -145,7 +145,7 @@ def _engines(name: str) -> tuple[str, ...]:
     return tuple(ENGINES) if choice("--engine", name, ("all", *ENGINES)) == "all" else (name,)
 
 
-def _rows(job: Job, bench: Bench) -> list[dict[str, Any]]:
+def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
     """The rows of one plan; none, and why, where the recipe cannot make it."""
     from apportion.bench import planned
     from apportion.planner.recipe.recipes import find_recipe

@@ -55,7 +55,7 @@ def plan(
       apportion plan --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --json
     """
     from apportion import views
-    from apportion.bench import Job, measure, warm_up
+    from apportion.bench import BenchJob, measure, warm_up
     from apportion.ir.plan.summary import plan_rows
 
     if output is not None:
@@ -68,7 +68,7 @@ def plan(
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     the_batch, skipped = inputs.batch_of(inputs.Files(batch, lengths, workload), tokens, seed)
     the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
-    job = Job(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
+    job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
     with status("compiling (the first run of all, half a minute) and planning"):
         warm_up(the_recipe)
         row = measure(job)

@@ -13,7 +13,7 @@ from apportion.cli.output import emit, note, progress
 
 if TYPE_CHECKING:
     from apportion.ir.request.policy import Recipe
-    from apportion.planner.recipe.built_in import Entry
+    from apportion.planner.recipe.built_in import RecipeEntry
     from apportion.planner.solvers import registry
 
 
@@ -61,7 +61,7 @@ def recipes(
     emit(record, as_json, lambda: printed.recipe_file(record))
 
 
-def _recipe(entry: Entry) -> dict[str, Any]:
+def _recipe(entry: RecipeEntry) -> dict[str, Any]:
     facts = {"summary": entry.summary, "paper": entry.paper, "section": entry.section, "needs": entry.needs}
     return {**entry.recipe.to_data(), **facts, "parameters": _parameters(entry.recipe)}
 

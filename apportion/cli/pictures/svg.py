@@ -54,14 +54,14 @@ def lines(ends: Sequence[tuple[float, float, float, float]], stroke: str = LINE)
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class PixelGrid:
     """Where columns and rows begin, and the last ends: int64 [columns + 1], [rows + 1], in tenths of a pixel."""
 
     x: Ints
     y: Ints
 
 
-def raster(owners: Ints, fills: dict[int, str], grid: Grid) -> str:
+def raster(owners: Ints, fills: dict[int, str], grid: PixelGrid) -> str:
     """Cells [rows, columns] as one path a fill; owners without a fill stay empty.
 
     Neighbours of one owner in a row are one rectangle, and equal rectangles of neighbouring rows too.

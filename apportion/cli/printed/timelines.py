@@ -12,7 +12,7 @@ from rich.text import Text
 from apportion.cli.output import count
 from apportion.ir.arrays import Floats
 from apportion.ir.isa import Op
-from apportion.planner.simulate import Run, Simulation, Step
+from apportion.planner.simulate import PathStep, Run, Simulation
 
 CELLS = 60  # of a timeline
 MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as part work, part waiting
@@ -84,7 +84,7 @@ def _share(run: Run, rank: int, waits: bool, edges: Floats) -> Floats:
     return np.asarray(np.diff(np.interp(edges, points, done)) / np.diff(edges), np.float64)
 
 
-def _path(path: Sequence[Step], most: int) -> Iterator[str]:
+def _path(path: Sequence[PathStep], most: int) -> Iterator[str]:
     """The longest steps of a critical path, in order, under a line that sums all of them."""
     sums = {
         kind: sum(step.us for step in path if step.kind == kind) / 1e3 for kind in ("compute", "transfer")

@@ -23,7 +23,7 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.cells.columns import MAX_ROWS, most_bytes, write_cell
 from apportion.ir.bytes.cells.numbers import Bytes
-from apportion.ir.bytes.cells.predictions import BACK, ROWS, RULES, Rows, Rule, memory_for, numbered
+from apportion.ir.bytes.cells.predictions import BACK, ROWS, RULES, Rule, WalkedRows, memory_for, numbered
 from apportion.ir.bytes.cells.sources import find_sources
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import LIMIT, TABLES
@@ -60,7 +60,7 @@ _RULES = np.concatenate([numbered(rules) for rules in RULES.values()])
 _RULES.setflags(write=False)
 
 
-class Form:
+class TokenForm:
     """Collects tokens, texts and tables. A token is of a kind, and says of a text from where to where; of a cell, the
     number of the table, and of the program whose operands its rows name."""
 
@@ -98,9 +98,9 @@ def _head(kind: tuple[int, int], count: int) -> bytes:
 
 def form_of(
     layouts: Sequence[Table], programs: Mapping[tuple[str, str], Mapping[str, Table]], moves: Sequence[Table]
-) -> Form:
+) -> TokenForm:
     """The form of parts; the phases of a kind stand side by side among the programs."""
-    form, none = Form(), len(programs)
+    form, none = TokenForm(), len(programs)
     form.add_text(_head(_MAP, 4), _text("rank"))
     form.add_rank()
     form.add_text(_text("layouts"))
@@ -137,7 +137,7 @@ class Packed(NamedTuple):
 class Encoder:
     """Writes what a form says, of tables that all have the same ranks."""
 
-    def __init__(self, form: Form, rules: Ints, ranks: int) -> None:
+    def __init__(self, form: TokenForm, rules: Ints, ranks: int) -> None:
         """rules: of the tables, as `numbered`; ranks: of the plan. Raises ConfigError for numbers that no plan can
         hold."""
         self._tokens, self._texts = np.array(form.tokens, np.int64), np.frombuffer(form.texts, np.uint8)
@@ -181,7 +181,7 @@ class Encoder:
 def encode_table(table: Table, rules: tuple[Rule, ...]) -> tuple[Bytes, Ints]:
     """The cells of a table that refers to no operands, end to end, and int64 [ranks], where each ends. Raises
     ConfigError for numbers that no plan can hold."""
-    form = Form()
+    form = TokenForm()
     form.add_cell(BARE, table, _written(rules), 0)
     return Encoder(form, numbered(rules), table.ranks).write(range(table.ranks))
 
@@ -306,7 +306,7 @@ def _gather_operands(rank: int, tokens: Ints, packed: Packed, scratch: Scratch) 
 
 
 @inlined
-def _rows(rank: int, kind: int, table: int, program: int, packed: Packed, scratch: Scratch) -> Rows:
+def _rows(rank: int, kind: int, table: int, program: int, packed: Packed, scratch: Scratch) -> WalkedRows:
     """The rank's rows of a table; kind, table, program: of a token."""
     begins, named = scratch.begins, ROWS * scratch.most
     first, last, _, base = packed.tables[table]
@@ -315,7 +315,7 @@ def _rows(rank: int, kind: int, table: int, program: int, packed: Packed, scratc
     if kind == OPERANDS:
         values, base, total = scratch.operands, 0, scratch.most
         begin, end = begins[program], begins[program + 1]
-    return Rows(
+    return WalkedRows(
         values,
         base,
         total,

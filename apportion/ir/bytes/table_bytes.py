@@ -159,7 +159,9 @@ def read_tables(
     )
 
 
-def _check_part(part: wire.Part, header: Header, moves: int, other: wire.Part, lenient: bool) -> None:
+def _check_part(
+    part: wire.RankTables, header: Header, moves: int, other: wire.RankTables, lenient: bool
+) -> None:
     """Whether it has what the header says, and the phases that another one has. Raises DecodeError."""
     where = f"part of rank {part.rank}"
     if list(part.programs) != list(header.kinds) or len(part.moves) != moves:
@@ -176,7 +178,7 @@ def _check_part(part: wire.Part, header: Header, moves: int, other: wire.Part, l
 
 
 def _read_programs(
-    parts: list[wire.Part], ranks: int, first: int, lenient: bool
+    parts: list[wire.RankTables], ranks: int, first: int, lenient: bool
 ) -> dict[Pair, dict[str, Table]]:
     cells = {
         (kind, phase): {

@@ -74,7 +74,7 @@ class SliceWire(Version):
     id: bytes
 
 
-class Part(msgspec.Struct):
+class RankTables(msgspec.Struct):
     """One rank's tables: layouts in the header's order, tables of programs in that of `isa.TABLES`, moves in that of
     their section."""
 
@@ -98,7 +98,7 @@ encode_section = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_scalar
 _encoder = msgspec.msgpack.Encoder()
 encode_struct = _encoder.encode
 _decode_version = msgspec.msgpack.Decoder(Version).decode
-_decode_part = msgspec.msgpack.Decoder(Part).decode
+_decode_part = msgspec.msgpack.Decoder(RankTables).decode
 
 
 @cache
@@ -172,11 +172,11 @@ def read_section(
     return value
 
 
-def read_part(data: bytes, rank: int, version: tuple[int, int]) -> Part:
+def read_part(data: bytes, rank: int, version: tuple[int, int]) -> RankTables:
     """A rank's part. Raises DecodeError."""
     _check_size(data, "part")
     what = f"part of rank {rank}"
-    part: Part = unpack(_decode_part, data, what)
+    part: RankTables = unpack(_decode_part, data, what)
     if part.rank != rank:
         raise DecodeError(f"{what}: says that it is of rank {part.rank}")
     if not newer(version):

@@ -10,7 +10,7 @@ from typing import Any
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, PHASES, RESULTS, SPAN_COLUMNS, TABLES, VERSION, Op
-from apportion.ir.parse.completed import Draft, DraftProgram
+from apportion.ir.parse.completed import DraftProgram, TextDraft
 from apportion.ir.text.words import FORMS, NONE, OPS, SPACES, TENSORS, Form, Operand, Row
 
 _INT = r"(\d{1,15})"
@@ -48,7 +48,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.number = 0
-        self.draft = Draft()
+        self.draft = TextDraft()
         self.rank = -1
         self.program: DraftProgram | None = None
         self.words: dict[str, Callable[[str], None]] = {

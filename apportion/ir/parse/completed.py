@@ -62,7 +62,7 @@ def _head_count(tensor: int, heads: int, header: Header) -> int:
 
 
 @dataclass
-class Draft:
+class TextDraft:
     """The lines of a text, sorted by what they describe; rows by rank."""
 
     version: tuple[int, int] = VERSION

@@ -54,7 +54,7 @@ class Messages:
         return len(self.peer)
 
 
-class Groups(NamedTuple):
+class MessageGroups(NamedTuple):
     """Transfers by message, these in the order of their first tiles. of: int32 [transfers], the message of each; first:
     int32 [messages], a message's first transfer; staged: bool [messages]."""
 
@@ -63,7 +63,7 @@ class Groups(NamedTuple):
     staged: Bools
 
 
-class _Memory(NamedTuple):
+class _OperandMemory(NamedTuple):
     """Where operands lie. tensor, space, row, rows, heads: int64 [operands]. columns, row_bytes: int64 [tensors, none
     and head sets], what a row of an operand takes; width: int64 [ranks, tensors, spaces], head columns of the array
     that holds them, 0 where there are several arrays, or numbers change their dtype on the wire; ordered: bool [none
@@ -80,7 +80,7 @@ class _Memory(NamedTuple):
     ordered: Bools
 
 
-class _Lists(NamedTuple):
+class _LaunchLists(NamedTuple):
     """Launches and their transfers, rank after rank. tiles, rank, first: int64 [launches], how many, and where the
     operands of the rank begin; swapped: bool [launches], whether all its messages are staged; send, peer, operand:
     int64 [transfers]."""
@@ -106,19 +106,19 @@ def find_messages(programs: ProgramSet, header: Header) -> Messages:
     return Messages(number[groups.of], at[order], peer[order], send[order] == 1, groups.staged[order])
 
 
-def group_tiles(programs: ProgramSet, header: Header) -> Groups:
+def group_tiles(programs: ProgramSet, header: Header) -> MessageGroups:
     """As `find_messages`, without order."""
-    return Groups(*_group(_lists(programs), _memory(programs, header), header.ranks))
+    return MessageGroups(*_group(_lists(programs), _memory(programs, header), header.ranks))
 
 
-def _lists(programs: ProgramSet) -> _Lists:
+def _lists(programs: ProgramSet) -> _LaunchLists:
     launches, count = _launches(programs)
     instructions, table = programs["instructions"], programs["transfers"]
     rank = instructions.rank_of_row()[launches]
     # an all-to-all is one buffer; results are rounded on their way
     swapped = instructions["mode"][launches] & (ALL_TO_ALL | RESULTS) > 0
     send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
-    return _Lists(
+    return _LaunchLists(
         count, rank, programs["operands"].ptr.astype(np.int64, copy=False)[rank], swapped, send, peer, operand
     )
 
@@ -131,7 +131,7 @@ def _launches(programs: ProgramSet) -> tuple[Ints, Ints]:
 
 
 @jit
-def _group(lists: _Lists, memory: _Memory, ranks: int) -> tuple[Ints, Ints, Bools]:
+def _group(lists: _LaunchLists, memory: _OperandMemory, ranks: int) -> tuple[Ints, Ints, Bools]:
     """Launch after launch; to each peer, and from it, a launch has one message."""
     size = len(lists.send)
     of, first, staged = np.empty(size, np.int32), np.empty(size, np.int32), np.zeros(size, np.bool_)
@@ -157,7 +157,7 @@ def _group(lists: _Lists, memory: _Memory, ranks: int) -> tuple[Ints, Ints, Bool
 
 
 @lean
-def _is_whole(memory: _Memory, rank: int, at: int) -> bool:
+def _is_whole(memory: _OperandMemory, rank: int, at: int) -> bool:
     """Whether an operand has all the columns of one array."""
     tensor, space, heads = memory.tensor[at], memory.space[at], memory.heads[at]
     in_order = space != HOME or memory.ordered[heads]
@@ -165,7 +165,7 @@ def _is_whole(memory: _Memory, rank: int, at: int) -> bool:
 
 
 @lean
-def _follows(memory: _Memory, before: int, at: int) -> bool:
+def _follows(memory: _OperandMemory, before: int, at: int) -> bool:
     """Whether one operand lies right behind another in memory, as in a message."""
     tensor, rows = memory.tensor[at], memory.rows[before]
     if tensor != memory.tensor[before] or memory.space[at] != memory.space[before]:
@@ -174,7 +174,7 @@ def _follows(memory: _Memory, before: int, at: int) -> bool:
     return bool(memory.row[at] == memory.row[before] + rows and rows * row_bytes % ALIGNMENT == 0)
 
 
-def _memory(programs: ProgramSet, header: Header) -> _Memory:
+def _memory(programs: ProgramSet, header: Header) -> _OperandMemory:
     operands, arenas = programs["operands"], programs["arenas"]
     columns = head_table(header.q_heads, header.kv_heads, header.head_sets)
     width = np.zeros((programs.ranks, len(Tensor), len(Space)), np.int64)
@@ -192,7 +192,7 @@ def _memory(programs: ProgramSet, header: Header) -> _Memory:
     )
     as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
     width *= _IS_ONE & as_held[:, None]
-    return _Memory(tensor, space, row, rows, heads, columns, row_bytes, width, ordered)
+    return _OperandMemory(tensor, space, row, rows, heads, columns, row_bytes, width, ordered)
 
 
 def _number_bytes(header: Header) -> Ints:

@@ -129,15 +129,15 @@ def check(
     Raises DecodeError naming rank, table and row.
     """
     for name, spans in layouts.items():
-        _Place(f"layout {name}", "spans", spans, first_rank).check_spans(tokens[name])
+        _TablePlace(f"layout {name}", "spans", spans, first_rank).check_spans(tokens[name])
     for (source, target), table in moves.items():
-        place = _Place(f"move {source} -> {target}", "moves", table, first_rank)
+        place = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
         place.check_ranges({"peer": (0, header.ranks - 1)})
     for (kind, phase), program in programs.items():
         _check_program(header, f"{kind} {phase}", program, first_rank)
 
 
-class _Place:
+class _TablePlace:
     """A table and where it stands, for messages."""
 
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
@@ -198,7 +198,7 @@ def _unsigned(values: Ints) -> NDArray[np.unsignedinteger[Any]]:
 
 
 def _check_program(header: Header, where: str, program: Mapping[str, Table], first_rank: int) -> None:
-    places = {name: _Place(where, name, program[name], first_rank) for name in TABLES}
+    places = {name: _TablePlace(where, name, program[name], first_rank) for name in TABLES}
     limits = {"peer": (0, header.ranks - 1), "heads": (0, len(header.head_sets))}
     for name, place in places.items():
         place.check_ranges(limits if name in ("transfers", "operands") else {})
@@ -210,7 +210,7 @@ def _check_program(header: Header, where: str, program: Mapping[str, Table], fir
     _check_counts(places)
 
 
-def _check_arenas(place: _Place) -> None:
+def _check_arenas(place: _TablePlace) -> None:
     arenas = place.table
     if len(arenas):
         key = arenas.rank_of_row() * (max(Tensor) + 1) + arenas["tensor"]
@@ -219,7 +219,7 @@ def _check_arenas(place: _Place) -> None:
         place.refuse(again, "a second arena of one tensor")
 
 
-def _check_operand_table(header: Header, operands: _Place) -> None:
+def _check_operand_table(header: Header, operands: _TablePlace) -> None:
     """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
     begins = operands.begins()
     firsts = np.zeros(len(operands.table), bool)
@@ -238,7 +238,7 @@ def _check_operand_table(header: Header, operands: _Place) -> None:
         )
 
 
-def _check_instructions(place: _Place) -> None:
+def _check_instructions(place: _TablePlace) -> None:
     op, count = place["op"], place["count"]
     launch, wait = op == Op.LAUNCH, op == Op.WAIT
     stray = ~launch & ((place["channel"] != 0) | (place["mode"] != 0) | (~wait & (place["round"] != 0)))
@@ -246,7 +246,7 @@ def _check_instructions(place: _Place) -> None:
     place.refuse(wait & (count != 0), f"{OP_NAMES[Op.WAIT]} takes no list")
 
 
-def _check_counts(places: Mapping[str, _Place]) -> None:
+def _check_counts(places: Mapping[str, _TablePlace]) -> None:
     """Per rank and list, the counts of the instructions add up to the rows."""
     place = places["instructions"]
     ranks, count = place.table.ranks, place["count"]

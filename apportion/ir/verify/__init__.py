@@ -41,7 +41,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerifierRule:
     """One rule. `needs`: rules that must hold before it means anything. `stage`: violations are listed by stage,
     inside a stage by when they happened."""
 
@@ -54,21 +54,21 @@ class Rule:
 
 _RUN = ("structure", "layouts", "operands")
 _OF_PROGRAMS = (
-    Rule("structure", None, structure.check, 0, ()),
-    Rule("digests", 8, digests.check, 1),
-    Rule("layouts", 1, layouts.check, 2),
-    Rule("operands", None, structure.check_operands, 3),
-    Rule("transfers", 4, transfers.check, 4, ("structure", "operands")),
-    Rule("heads", 7, heads.check, 5, ("structure", "operands")),
-    Rule("limits", 6, limits.check, 6, _RUN),
-    Rule("dataflow", 3, dataflow.check_dataflow, 7, _RUN),
-    Rule("delivery", 5, dataflow.check_delivery, 7, _RUN),
-    Rule("results", 5, results.check, 7, _RUN),
-    Rule("coverage", 2, coverage.check, 8, _RUN),
-    Rule("samples", 2, samples.check, 9, _RUN),
+    VerifierRule("structure", None, structure.check, 0, ()),
+    VerifierRule("digests", 8, digests.check, 1),
+    VerifierRule("layouts", 1, layouts.check, 2),
+    VerifierRule("operands", None, structure.check_operands, 3),
+    VerifierRule("transfers", 4, transfers.check, 4, ("structure", "operands")),
+    VerifierRule("heads", 7, heads.check, 5, ("structure", "operands")),
+    VerifierRule("limits", 6, limits.check, 6, _RUN),
+    VerifierRule("dataflow", 3, dataflow.check_dataflow, 7, _RUN),
+    VerifierRule("delivery", 5, dataflow.check_delivery, 7, _RUN),
+    VerifierRule("results", 5, results.check, 7, _RUN),
+    VerifierRule("coverage", 2, coverage.check, 8, _RUN),
+    VerifierRule("samples", 2, samples.check, 9, _RUN),
 )
 # of a plan that is broken, a report says nothing
-_REPORT = Rule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
+_REPORT = VerifierRule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
 #: those that `judge.py` stands for
 _JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery", "results")
@@ -108,7 +108,7 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
 
 
 def _apply_all(
-    rules: Sequence[Rule], subject: Subject, found: Mapping[str, tuple[Violation, ...]]
+    rules: Sequence[VerifierRule], subject: Subject, found: Mapping[str, tuple[Violation, ...]]
 ) -> dict[str, tuple[Violation, ...]]:
     """What was found, and what these rules find, those whose needs hold."""
     every = dict(found)
@@ -118,7 +118,7 @@ def _apply_all(
     return every
 
 
-def _apply(rule: Rule, subject: Subject) -> tuple[Violation, ...]:
+def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:
     try:
         return first_few(rule.find(subject))
     except CapacityError as error:

@@ -20,7 +20,7 @@ _TENSORS = max(Tensor) + 1
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TableRows:
     """A table as one matrix: `data` int64 [columns, rows] in the order of `isa.TABLES`, `ptr` int64 [ranks + 1]."""
 
     name: str
@@ -47,11 +47,11 @@ class Rows:
         return row - int(self.ptr[self.rank[row]])
 
 
-def matrix(name: str, table: Table) -> Rows:
+def matrix(name: str, table: Table) -> TableRows:
     data = np.empty((len(TABLES[name]), len(table)), np.int64)
     for i, column in enumerate(TABLES[name]):
         data[i] = table[column]
-    return Rows(name, data, np.ascontiguousarray(table.ptr, np.int64))
+    return TableRows(name, data, np.ascontiguousarray(table.ptr, np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +87,10 @@ class Program(ProgramView):
     home_rows: Ints  # int64 [ranks]
 
     @cached_property
-    def _rows(self) -> dict[str, Rows]:
+    def _rows(self) -> dict[str, TableRows]:
         return {}
 
-    def __getitem__(self, name: str) -> Rows:
+    def __getitem__(self, name: str) -> TableRows:
         if name not in self._rows:
             self._rows[name] = matrix(name, self.source[name])
         return self._rows[name]
@@ -115,7 +115,7 @@ class Program(ProgramView):
         return self.facts.head_count
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> OperandFacts:
         """What the tables say of each operand. Looks at arenas and home rows too."""
         table, sets = self["operands"], (self.q_sets, self.kv_sets)
         packed, tile = np.empty((len(table), 4), np.int64), np.empty(len(table), np.int64)
@@ -132,7 +132,7 @@ class Program(ProgramView):
             head_count,
             tile,
         )
-        return Facts(packed, head_count, tile, misplaced)
+        return OperandFacts(packed, head_count, tile, misplaced)
 
     @cached_property
     def list_of(self) -> Ints:
@@ -189,7 +189,7 @@ class Program(ProgramView):
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class OperandFacts:
     """packed: int64 [operands, 4], tensor, space, rows and a number that is equal for operands of a side with the
     same heads in the same order, in half a line of the cache. head_count: int64 [operands]. tile: int64 [operands],
     one number for tensor, rows and heads; equal numbers of different triples need 2**40 rows. misplaced: how many

@@ -24,7 +24,7 @@ from apportion.planner.simulate import simulate
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedMicrobatch:
     """The plan of one microbatch in one group.
 
     pairs: that its masks allow, over all layers; tokens: of the fullest rank; busy: tokens over speed of the rank that
@@ -58,12 +58,12 @@ def plan_attention(
     model: Model,
     hardware: Hardware,
     seed: int,
-) -> list[list[Planned]]:
+) -> list[list[PlannedMicrobatch]]:
     """Of each group, its microbatches in order. batch: all sequences of a step. Raises
     ConfigError, CapacityError."""
     group, rank_model = parallelism.group(cluster), parallelism.rank_model(model)
     policy = Policy(parallelism.recipe, seed=seed)
-    groups: list[list[Planned]] = [[] for _ in range(parallelism.groups(cluster))]
+    groups: list[list[PlannedMicrobatch]] = [[] for _ in range(parallelism.groups(cluster))]
     for part in _microbatches(parallelism, batch, group, rank_model, policy, hardware):
         for held, own in zip(
             groups, groups_of(part, len(groups), parallelism.packing or "order"), strict=True
@@ -84,13 +84,13 @@ def _microbatches(
     return [batch.take(indexes) for indexes in packing.microbatches]
 
 
-def _planned(made: Plan) -> Planned:
+def _planned(made: Plan) -> PlannedMicrobatch:
     batch, model = made.request.batch, made.request.model
     projects = any((program["instructions"]["op"] == Op.PROJECT).any() for program in made.programs.values())
     home, used = made.layouts[made.header.home_layout].rows_per_rank, LINEAR in made.layouts
     speeds = np.asarray(made.request.cluster.speeds or np.ones(len(home)))
     even = made.layouts[LINEAR].rows_per_rank if used else home
-    return Planned(
+    return PlannedMicrobatch(
         made,
         sum(model.layers_of(kind) * batch.area(kind) for kind in batch.kinds),
         int(home.max()),
@@ -102,7 +102,7 @@ def _planned(made: Plan) -> Planned:
     )
 
 
-def attend(planned: Planned, hardware: Hardware, cluster: Cluster) -> Attended:
+def attend(planned: PlannedMicrobatch, hardware: Hardware, cluster: Cluster) -> Attended:
     """The simulated calls, on the cluster of one group."""
     model = planned.plan.request.model
     runs = simulate(planned.plan, hardware, cluster).runs
@@ -118,7 +118,7 @@ def even_share(model: Model, parameters: int) -> float:
     return even_parameters(model) / parameters
 
 
-def largest(planned: list[list[Planned]]) -> Planned:
+def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:
     """The one with the most tokens on a rank; its bytes are the most of all."""
     every = [one for group in planned for one in group]
     return replace(max(every, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in every])))

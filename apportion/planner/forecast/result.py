@@ -14,7 +14,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.forecast.memory import Memory
 from apportion.planner.forecast.parallelism import Parallelism
-from apportion.planner.forecast.step import PARTS, Step
+from apportion.planner.forecast.step import PARTS, StepForecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 
@@ -28,12 +28,12 @@ HOURS_A_WEEK = 168
 
 
 @dataclass(frozen=True)
-class Row:
+class ForecastRow:
     """One parallelism over all batches. steps: by scenario, then batch; groups: of a
     static grid, its data-parallel degree; reason: why it is refused, then without."""
 
     parallelism: Parallelism
-    steps: tuple[tuple[Step, ...], ...] = ()
+    steps: tuple[tuple[StepForecast, ...], ...] = ()
     groups: int | None = None
     reason: str | None = None
 
@@ -43,7 +43,7 @@ class Row:
         return [float(np.mean([one.seconds for one in held])) for held in self.steps]
 
     @property
-    def nominal(self) -> tuple[Step, ...]:
+    def nominal(self) -> tuple[StepForecast, ...]:
         return self.steps[0]
 
     @property
@@ -65,7 +65,7 @@ class Forecast:
     """Rows in the order of what was asked; the baseline is the one that savings refer to, the fastest static grid that
     fits where none is named."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ForecastRow, ...]
     cluster: Cluster
     model: Model
     training: Training
@@ -73,27 +73,27 @@ class Forecast:
     scenarios: tuple[Scenario, ...] = INTERVAL
     named: str | None = None
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: ForecastRow) -> bool:
         """Whether it was served and holds its memory."""
         return bool(row.steps) and row.memory().total <= self.cluster.memory_gib * 2**30
 
     @cached_property
-    def baseline(self) -> Row | None:
+    def baseline(self) -> ForecastRow | None:
         """None where there is no such row."""
         if self.named is not None:
             return next((row for row in self.rows if row.steps and str(row.parallelism) == self.named), None)
         return _fastest(row for row in self._candidates if row.parallelism.context is not None)
 
     @cached_property
-    def best(self) -> Row | None:
+    def best(self) -> ForecastRow | None:
         """The fastest row that fits and cuts next to nothing, None where there is none."""
         return _fastest(self._candidates)
 
     @property
-    def _candidates(self) -> list[Row]:
+    def _candidates(self) -> list[ForecastRow]:
         return [row for row in self.rows if self.fits(row) and row.kept >= KEPT]
 
-    def gain(self, row: Row) -> dict[str, float] | None:
+    def gain(self, row: ForecastRow) -> dict[str, float] | None:
         """Steps of the row in the time of one of the baseline's: as figures say, and the least and most of scenarios,
         each applied to both."""
         if self.baseline is None or not row.steps:
@@ -114,7 +114,7 @@ class Forecast:
             "hardware": {"name": self.hardware.name, "digest": self.hardware.digest()},
         }
 
-    def _record(self, row: Row) -> dict[str, Any]:
+    def _record(self, row: ForecastRow) -> dict[str, Any]:
         held = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data() | {"data": row.groups}}
         if not row.steps:
             return {**held, "status": "refused", "reason": row.reason}
@@ -141,5 +141,5 @@ class Forecast:
         }
 
 
-def _fastest(rows: Iterable[Row]) -> Row | None:
+def _fastest(rows: Iterable[ForecastRow]) -> ForecastRow | None:
     return min(rows, key=lambda row: row.seconds[0], default=None)

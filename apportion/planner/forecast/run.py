@@ -9,11 +9,11 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.planner.forecast.attention import Planned, plan_attention
+from apportion.planner.forecast.attention import PlannedMicrobatch, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism
-from apportion.planner.forecast.result import INTERVAL, Forecast, Row
-from apportion.planner.forecast.step import Setting, Step, step
+from apportion.planner.forecast.result import INTERVAL, Forecast, ForecastRow
+from apportion.planner.forecast.step import Setting, StepForecast, step
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import Scenario, applied
 
@@ -57,7 +57,7 @@ def forecast(
     return Forecast(tuple(rows), cluster, model, trained, used, named=baseline)
 
 
-def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> Row:
+def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> ForecastRow:
     form = setting.parallelism
     try:
         for batch in batches:
@@ -68,13 +68,16 @@ def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> Row:
         ]
         steps = tuple(tuple(_steps(setting, scenario, planned, batches)) for scenario in INTERVAL)
     except ApportionError as error:
-        return Row(form, reason=str(error))
-    return Row(form, steps, None if form.context is None else form.groups(setting.cluster))
+        return ForecastRow(form, reason=str(error))
+    return ForecastRow(form, steps, None if form.context is None else form.groups(setting.cluster))
 
 
 def _steps(
-    setting: Setting, scenario: Scenario, planned: list[list[list[Planned]]], batches: Sequence[Batch]
-) -> Iterator[Step]:
+    setting: Setting,
+    scenario: Scenario,
+    planned: list[list[list[PlannedMicrobatch]]],
+    batches: Sequence[Batch],
+) -> Iterator[StepForecast]:
     hardware, cluster = applied(scenario, setting.hardware, setting.cluster)
     varied = Setting(setting.parallelism, cluster, setting.model, setting.training, hardware)
     return (step(varied, one, batch) for one, batch in zip(planned, batches, strict=True))

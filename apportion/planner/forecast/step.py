@@ -22,7 +22,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.planner.forecast.attention import Attended, Planned, attend, even_share, largest
+from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, even_share, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
@@ -38,7 +38,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Step:
+class StepForecast:
     """One step. parts: seconds by `PARTS`, of the stage that is busy longest in the group that is done last; they add
     up. tokens, flops: of all ranks, without recomputation; pairs: that are computed, over all layers, and whole_pairs,
     those of sequences that are not cut; memory: of the rank that needs most."""
@@ -82,7 +82,7 @@ class Setting:
         rank_model = self.parallelism.rank_model(self.model)
         return Layers(self.hardware, rank_model, self.training, self.parallelism.tensor)
 
-    def stage_layers(self, planned: Planned) -> float:
+    def stage_layers(self, planned: PlannedMicrobatch) -> float:
         return self.parallelism.stage_layers(all_layers(self.model, planned.plan.header.kinds))
 
 
@@ -102,7 +102,7 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
     return count
 
 
-def step(setting: Setting, planned: list[list[Planned]], batch: Batch) -> Step:
+def step(setting: Setting, planned: list[list[PlannedMicrobatch]], batch: Batch) -> StepForecast:
     """The step of one batch, planned. Raises ConfigError."""
     group = setting.parallelism.group(setting.cluster)
     timed = [
@@ -117,14 +117,16 @@ def step(setting: Setting, planned: list[list[Planned]], batch: Batch) -> Step:
         setting.model, setting.training, all_layers(setting.model, batch.kinds), tokens, pairs
     )
     whole = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
-    return Step(parts, tokens, flops, pairs, whole, _memory(setting, planned))
+    return StepForecast(parts, tokens, flops, pairs, whole, _memory(setting, planned))
 
 
-def _group(setting: Setting, held: Sequence[Planned], attended: Sequence[Attended]) -> dict[str, float]:
+def _group(
+    setting: Setting, held: Sequence[PlannedMicrobatch], attended: Sequence[Attended]
+) -> dict[str, float]:
     """Microseconds by part of the stage of a group that is busy longest, and what it is idle."""
     stages = setting.parallelism.pipeline
     works = [
-        [_Work.of(setting, one, took, stage) for one, took in zip(held, attended, strict=True)]
+        [_StageWork.of(setting, one, took, stage) for one, took in zip(held, attended, strict=True)]
         for stage in range(stages)
     ]
     forward, backward = (
@@ -139,7 +141,7 @@ def _group(setting: Setting, held: Sequence[Planned], attended: Sequence[Attende
 
 
 @dataclass(frozen=True)
-class _Work:
+class _StageWork:
     """What a stage does with a microbatch. parts: microseconds, forward and backward together."""
 
     forward_us: float
@@ -147,7 +149,7 @@ class _Work:
     parts: dict[str, float]
 
     @staticmethod
-    def of(setting: Setting, planned: Planned, attended: Attended, stage: int) -> _Work:
+    def of(setting: Setting, planned: PlannedMicrobatch, attended: Attended, stage: int) -> _StageWork:
         form, layers = setting.parallelism, setting.layers
         count, recompute = setting.stage_layers(planned), setting.training.recompute
         linear, rows = _products_us(layers, planned) * count, layers.rows_us(planned.even) * count
@@ -175,10 +177,10 @@ class _Work:
         for phase, did in (("forward", forward), ("backward", backward)):
             did["host"] = _copied_us(setting, planned, phase, sum(did.values()) - did["head"])
         parts = {name: forward[name] + backward[name] for name in forward}
-        return _Work(sum(forward.values()), sum(backward.values()), parts)
+        return _StageWork(sum(forward.values()), sum(backward.values()), parts)
 
 
-def _products_us(layers: Layers, planned: Planned) -> float:
+def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
     """Of one layer, forward; where tokens are moved part of it runs on even ones."""
     linear = layers.linear_us(planned.busy, planned.projects)
     if planned.even == planned.busy:
@@ -187,14 +189,14 @@ def _products_us(layers: Layers, planned: Planned) -> float:
     return (1 - share) * linear + share * layers.linear_us(planned.even, planned.projects)
 
 
-def _copied_us(setting: Setting, planned: Planned, phase: str, work_us: float) -> float:
+def _copied_us(setting: Setting, planned: PlannedMicrobatch, phase: str, work_us: float) -> float:
     """Copies to and from the host that are longer than the layers, which take `work_us` together."""
     count, host_gbs = setting.stage_layers(planned), setting.hardware.host_gbs.value
     moved = copies(setting.layers, planned.tokens, phase)
     return max(moved.us(host_gbs) * count - work_us, 0.0)
 
 
-def _behind_us(setting: Setting, planned: Planned) -> float:
+def _behind_us(setting: Setting, planned: PlannedMicrobatch) -> float:
     """What hides traffic of weights and gradients: products and row work of one layer, forward, or nothing."""
     if not setting.training.overlap:
         return 0.0
@@ -202,7 +204,7 @@ def _behind_us(setting: Setting, planned: Planned) -> float:
     return _products_us(layers, planned) + layers.rows_us(planned.even)
 
 
-def _exposed(setting: Setting, planned: Planned, stage: int) -> tuple[float, float]:
+def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
     """Microseconds in which a microbatch waits for weights, forward, and for weights and gradients, backward: where
     gradients are sharded they are scattered as each microbatch makes them, and where weights are, too, these are
     gathered for every pass over a layer. Nothing hides those of the embedding, which is used first, and whose gradient
@@ -221,12 +223,12 @@ def _exposed(setting: Setting, planned: Planned, stage: int) -> tuple[float, flo
     return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count) + last
 
 
-def _least_behind(setting: Setting, planned: list[list[Planned]]) -> float:
+def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
     """Of the microbatches that are last in their groups, the least work."""
     return min(_behind_us(setting, held[-1]) for held in planned)
 
 
-def _after(setting: Setting, planned: Planned, behind: float) -> dict[str, float]:
+def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[str, float]:
     """Microseconds once a step: the reduction of gradients that are not sharded as they are made, the gathering of
     weights whose optimizer is sharded (of the vocabulary's nothing is hidden), and the optimizer."""
     layers, training = setting.layers, setting.training
@@ -251,7 +253,7 @@ def _after(setting: Setting, planned: Planned, behind: float) -> dict[str, float
     return found | {"data_parallel": waits}
 
 
-def _hop_us(setting: Setting, held: Sequence[Planned]) -> float:
+def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
     """Hidden states of the largest microbatch from a stage to the next."""
     form, cluster, model = setting.parallelism, setting.cluster, setting.model
     if form.pipeline == 1:
@@ -264,7 +266,7 @@ def _hop_us(setting: Setting, held: Sequence[Planned]) -> float:
     return moved / (cluster.inter_gbs_per_rank * 1e3) + cluster.inter_latency_us
 
 
-def _memory(setting: Setting, planned: list[list[Planned]]) -> Memory:
+def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
     """Of the first or the last stage, whichever needs more."""
     form, most, layers = setting.parallelism, largest(planned), setting.layers
     ranks, count = form.stage(setting.cluster).ranks, setting.stage_layers(most)

@@ -187,7 +187,7 @@ class _Pipeline:
 
 
 @dataclass(frozen=True)
-class Part:
+class TickPart:
     """What one stage brings into a tick: chunk `chunk` of microbatch `microbatch`, whose sequences are [first, last)
     and whose tokens are [start, start + tokens) of the tick's batch."""
 
@@ -206,7 +206,7 @@ class TickBatch:
 
     batch: Batch
     phase: str
-    parts: tuple[Part, ...]
+    parts: tuple[TickPart, ...]
 
 
 def stage_ranks(stage: int, replicas: int) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ def tick_batch(
             continue
         held = microbatches[index]
         count = len(held.lengths)
-        parts.append(Part(stage, chunk, index, sequences, sequences + count, tokens, held.tokens))
+        parts.append(TickPart(stage, chunk, index, sequences, sequences + count, tokens, held.tokens))
         pieces.append(
             _Piece(held, kinds[chunk * table.stages + stage], sequences, stage_ranks(stage, replicas))
         )

@@ -92,7 +92,7 @@ Cell = Column | Operands
 
 
 @dataclass(frozen=True)
-class Part:
+class ListPart:
     """Rows of a list. rank, position: integers [rows], who, and at which step. plain: the columns that are no operands;
     named: of each column of operands the tensor, and which of `ranges` they are."""
 
@@ -105,7 +105,7 @@ class Part:
     def __len__(self) -> int:
         return len(self.rank)
 
-    def take(self, index: Ints) -> Part:
+    def take(self, index: Ints) -> ListPart:
         """Some of the rows."""
         return replace(
             self,
@@ -131,7 +131,7 @@ def taken(column: Column, index: Ints) -> Column:
     return column if isinstance(column, int) else column[index]
 
 
-class Step(NamedTuple):
+class TemplateStep(NamedTuple):
     """One instruction of the template."""
 
     op: Op
@@ -145,25 +145,25 @@ class Assembler:
     """Collects the template and the list rows, then builds the tables of all ranks."""
 
     ranks: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TemplateStep] = field(default_factory=list)
     rounds: int = 0
-    _parts: dict[str, list[Part]] = field(default_factory=lambda: {name: [] for name in OPERAND_COLUMNS})
+    _parts: dict[str, list[ListPart]] = field(default_factory=lambda: {name: [] for name in OPERAND_COLUMNS})
     _waits: list[tuple[int, int]] = field(default_factory=list)
 
     def step(self, op: Op) -> int:
         """Append a step to the template; returns its position."""
-        self.steps.append(Step(op))
+        self.steps.append(TemplateStep(op))
         return len(self.steps) - 1
 
     def launch(self, channel: int, mode: int = P2P) -> int:
         """Append the launch of a new round; returns its position."""
-        self.steps.append(Step(Op.LAUNCH, self.rounds, channel, mode))
+        self.steps.append(TemplateStep(Op.LAUNCH, self.rounds, channel, mode))
         self.rounds += 1
         return len(self.steps) - 1
 
     def wait(self, launch: int) -> int:
         """Append the wait for the round launched at position `launch`."""
-        self.steps.append(Step(Op.WAIT, self.steps[launch].round))
+        self.steps.append(TemplateStep(Op.WAIT, self.steps[launch].round))
         self._waits.append((len(self.steps) - 1, launch))
         return len(self.steps) - 1
 
@@ -183,9 +183,9 @@ class Assembler:
             ranges += [cell.ranges] if number == len(ranges) else []
             named.append((cell.tensor, number))
         plain = tuple(columns.get(name, 0) for name in PLAIN[table])
-        self.add(table, Part(rank, position, plain, tuple(named), tuple(ranges)))  # type: ignore[arg-type]
+        self.add(table, ListPart(rank, position, plain, tuple(named), tuple(ranges)))  # type: ignore[arg-type]
 
-    def add(self, table: str, part: Part) -> None:
+    def add(self, table: str, part: ListPart) -> None:
         """The same, of a part."""
         self._parts[table].append(part)
 
@@ -193,14 +193,14 @@ class Assembler:
         """Append the steps of another, with rounds of their own and no rows; returns the position of the first."""
         first, rounds = len(self.steps), self.rounds
         self.steps += [
-            Step(step.op, step.round + rounds, *step[2:]) if step.op in (Op.LAUNCH, Op.WAIT) else step
+            TemplateStep(step.op, step.round + rounds, *step[2:]) if step.op in (Op.LAUNCH, Op.WAIT) else step
             for step in other.steps
         ]
         self.rounds += other.rounds
         self._waits += [(first + wait, first + launch) for wait, launch in other._waits]
         return first
 
-    def parts(self) -> Iterator[tuple[str, Part]]:
+    def parts(self) -> Iterator[tuple[str, ListPart]]:
         """All rows of all lists, as they were given."""
         for table, parts in self._parts.items():
             for part in parts:
@@ -269,7 +269,7 @@ class Assembler:
         )
 
 
-def _given(parts_of: Mapping[str, list[Part]]) -> tuple[Given, list[tuple[int, int]]]:
+def _given(parts_of: Mapping[str, list[ListPart]]) -> tuple[Given, list[tuple[int, int]]]:
     """All rows; and of each list how many, and how many ranges one has at most."""
     numbers, packed, said, sizes = _Columns(), _Columns(), list[int](), []
     for one, (parts, room) in enumerate(zip(parts_of.values(), _NO_COLUMNS, strict=True)):

@@ -24,7 +24,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.isa import FETCHED, FIRST_DKV, KV_SIDE, RETURNED, SIDES, TRAVELLING, Op, Side, Space, Tensor
 from apportion.ir.plan.tables import ProgramSet
 from apportion.planner.inner.groups import HeadStages
-from apportion.planner.lower.assemble import Assembler, Cell, Operands, Part, Ranges
+from apportion.planner.lower.assemble import Assembler, Cell, ListPart, Operands, Ranges
 from apportion.planner.lower.exchange import CHANNEL, Exchange, side_by_side
 from apportion.planner.lower.inputs import Lowering
 from apportion.planner.lower.programs import backward_core, forward_core
@@ -76,7 +76,7 @@ class _Core:
         self.asm, self._kept = asm.spread(low.groups, low.sets), kept
         self._clears = np.array([step.op == Op.CLEAR for step in asm.steps])
 
-    def rows(self, opens: bool, closes: bool, hold: bool) -> Iterator[tuple[str, Part]]:
+    def rows(self, opens: bool, closes: bool, hold: bool) -> Iterator[tuple[str, ListPart]]:
         """The rows of the lists in a stage that opens a window of stages, or closes it, or both.
 
         Gradients of keys are added to those of the stages before. hold: so are those of keys in tiles, which come with
@@ -89,7 +89,7 @@ class _Core:
                 continue
             yield table, part if opens else self._added_to(table, part, hold)
 
-    def _added_to(self, table: str, part: Part, hold: bool) -> Part:
+    def _added_to(self, table: str, part: ListPart, hold: bool) -> ListPart:
         """The part without what clears or overwrites gradients that earlier stages have added up."""
         if table == "grads":
             *others, first = part.plain
@@ -275,14 +275,14 @@ class _Programs:
             for table, part in self._core.rows(kind >= 2, kind % 2 == 1, stages.hold):
                 self.asm.add(table, self._in_stages(part, chosen, script.attend[chosen][:, None]))
 
-    def _in_stages(self, part: Part, stages: Ints, first: Ints) -> Part:
+    def _in_stages(self, part: ListPart, stages: Ints, first: Ints) -> ListPart:
         """A part of the core in some stages; first: int64 [stages, 1], where the steps of each begin."""
         ranges = (
             self._views[_side(tensor)].seen(stages, part.rank, held)
             for held, tensor in zip(part.ranges, part.tensors(), strict=True)
         )
         shape = len(stages), len(part)
-        return Part(
+        return ListPart(
             _flat(part.rank, shape),
             _flat(part.position + first, shape),
             tuple(column if isinstance(column, int) else _flat(column, shape) for column in part.plain),

@@ -25,7 +25,7 @@ def overlapped(low: Lowering) -> Lowering:
         return low
     pieces = low.exchange.pieces
     first = _base(low)[pieces.group] + pieces.row
-    ranges = _Ranges.of(low)
+    ranges = _StageRanges.of(low)
     cuts = np.unique(np.concatenate([first, *(end for pair in ranges.all for end in pair)]))
     leaving = covered(cuts, ranges.sent)
     late, early = ~(covered(cuts, ranges.first) | leaving), ~(covered(cuts, ranges.tail) | leaving)
@@ -48,7 +48,7 @@ def _base(low: Lowering) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Ranges:
+class _StageRanges:
     """Query rows of tasks of the first stage, and of the last; key rows of such; and the rows that leave for other
     groups, whose results and gradients come back in the end."""
 
@@ -63,10 +63,10 @@ class _Ranges:
         return self.first, self.tail, self.sent, self.tail_keys, self.sent_keys
 
     @staticmethod
-    def of(low: Lowering) -> _Ranges:
+    def of(low: Lowering) -> _StageRanges:
         tail = low.stage == low.schedule.stages - 1
         queries, keys = low.queries, low.keys
-        return _Ranges(
+        return _StageRanges(
             _of_tasks(low, queries, low.stage == 0),
             _of_tasks(low, queries, tail),
             _of_edges(low, queries),

@@ -26,7 +26,7 @@ from apportion.planner.tasks.rows import Rows
 
 
 @dataclass(frozen=True)
-class Traffic:
+class PurposeTraffic:
     """Tiles that travel for one purpose."""
 
     kind: str
@@ -37,12 +37,12 @@ class Traffic:
     rounds: int
     bytes: int
 
-    def repeated(self, turns: int) -> Traffic:
+    def repeated(self, turns: int) -> PurposeTraffic:
         """In so many turns, each with a share of the bytes."""
         slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
         return replace(self, slots=slots, max_degree=degree, rounds=rounds)
 
-    def beside(self, other: Traffic) -> Traffic:
+    def beside(self, other: PurposeTraffic) -> PurposeTraffic:
         """With others for the same purpose, between other ranks."""
         slots, degree = max(self.slots, other.slots), max(self.max_degree, other.max_degree)
         rounds, size = max(self.rounds, other.rounds), self.bytes + other.bytes
@@ -196,7 +196,7 @@ def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: Bools) -> tuple[int,
     return found, whole
 
 
-def _all_traffic(problem: Problem, lowered: Lowered) -> list[Traffic]:
+def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
     carried = {id(low): _carried(low) for low in lowered.values()}
     return [
         item
@@ -205,16 +205,18 @@ def _all_traffic(problem: Problem, lowered: Lowered) -> list[Traffic]:
     ]
 
 
-def _at_once(traffic: list[Traffic]) -> list[Traffic]:
+def _at_once(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
     """Tiles for the same purpose move at the same time."""
-    found: dict[tuple[str, str, str], Traffic] = {}
+    found: dict[tuple[str, str, str], PurposeTraffic] = {}
     for item in traffic:
         key = item.kind, item.phase, item.name
         found[key] = found[key].beside(item) if key in found else item
     return list(found.values())
 
 
-def _traffic(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried) -> list[Traffic]:
+def _traffic(
+    problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried
+) -> list[PurposeTraffic]:
     found = _exchanged(problem, kind, low, phase, "in")
     found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
     if phase == "backward" or low.tasks.queries_move:
@@ -222,7 +224,9 @@ def _traffic(problem: Problem, kind: str, phase: str, low: Lowering, carried: _C
     return found + _exchanged(problem, kind, low, phase, "out")
 
 
-def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried, name: str) -> Traffic:
+def _tiles(
+    problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried, name: str
+) -> PurposeTraffic:
     """Tiles on their way out, or what is added up for them on its way back."""
     schedule, model, size = low.schedule, problem.model, 0
     moving, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
@@ -232,11 +236,11 @@ def _tiles(problem: Problem, kind: str, phase: str, low: Lowering, carried: _Car
         if results and whole:
             size += (sum(map(model.sent_result_bytes, moving[side, phase])) - partly) * whole
     degree = carried.query_degree if results and phase == "forward" else carried.degree
-    once = Traffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
+    once = PurposeTraffic(kind, phase, name, schedule.slots, degree, schedule.rounds, size)
     return once.repeated(low.sets.tile_turns)
 
 
-def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[Traffic]:
+def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str) -> list[PurposeTraffic]:
     exchange, model = low.exchange, problem.model
     if exchange is None:
         return []
@@ -247,7 +251,7 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
     size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
     slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"
-    once = Traffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
+    once = PurposeTraffic(kind, phase, name, slots.slots, slots.max_degree, slots.rounds, size)
     return [once.repeated(low.sets.turns)]
 
 
@@ -269,7 +273,7 @@ def _kv_bound(
     lowered: Sequence[Lowered],
     pairs: Mapping[str, Ints],
     fullest: int,
-    traffic: list[Traffic],
+    traffic: list[PurposeTraffic],
 ) -> bounds.Bound:
     """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
     low = leading(lowered[0])

@@ -10,7 +10,7 @@ from apportion.ir.request.policy import Recipe
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecipeEntry:
     """A recipe with what people want to know of it: in short, where it comes from, and what it needs ("": nothing)."""
 
     recipe: Recipe
@@ -24,8 +24,10 @@ class Entry:
         return self.recipe.name
 
 
-def _entry(name: str, summary: str, paper: str, section: str = "", needs: str = "", **steps: Any) -> Entry:
-    return Entry(Recipe(name, steps), summary, paper, section, needs)
+def _entry(
+    name: str, summary: str, paper: str, section: str = "", needs: str = "", **steps: Any
+) -> RecipeEntry:
+    return RecipeEntry(Recipe(name, steps), summary, paper, section, needs)
 
 
 _GROUPS = "query heads that the degree divides"
@@ -247,4 +249,4 @@ _ENTRIES = (
     ),
 )
 
-BUILT_IN: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+BUILT_IN: Mapping[str, RecipeEntry] = {entry.name: entry for entry in _ENTRIES}

@@ -26,7 +26,7 @@ from apportion.planner.pipeline.steps import Passes
 from apportion.planner.pods import PodsPass
 from apportion.planner.problem import Pass, PlacePass, ShardPass
 from apportion.planner.recipe import registry
-from apportion.planner.recipe.built_in import BUILT_IN, Entry
+from apportion.planner.recipe.built_in import BUILT_IN, RecipeEntry
 from apportion.planner.recipe.registry import STEPS
 from apportion.planner.remap import RemapPass
 from apportion.planner.route.routes import RoutePass
@@ -39,18 +39,18 @@ _REQUIRED = ("shard", "place", "schedule")
 _SWITCHES = ("reshuffle",)
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, RecipeEntry]:
     """All recipes by name: the built-in ones in their order, then those of plug-ins. Raises ConfigError for a broken
     plug-in."""
     return {**BUILT_IN, **_plugged_recipes()}
 
 
 @cache
-def _plugged_recipes() -> Mapping[str, Entry]:
+def _plugged_recipes() -> Mapping[str, RecipeEntry]:
     added = {}
     for name, point in plugins.found("apportion.recipes").items():
-        held = plugins.load(point, (Entry, Recipe))
-        entry = held if isinstance(held, Entry) else Entry(held, "", plugins.distribution(point))
+        held = plugins.load(point, (RecipeEntry, Recipe))
+        entry = held if isinstance(held, RecipeEntry) else RecipeEntry(held, "", plugins.distribution(point))
         if entry.name in BUILT_IN or entry.name != name:
             raise plugins.misnamed(
                 point, f"brings a recipe {entry.name!r}", "give it a name that is free, and the same here"

@@ -28,7 +28,7 @@ from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
 from apportion.planner.simulate.durations import Costs, Work, end_us, task_pairs, work_us
 from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
-from apportion.planner.simulate.path import Step
+from apportion.planner.simulate.path import PathStep
 from apportion.planner.simulate.program import WAIT, Script, Traffic, View, write_script
 from apportion.planner.simulate.timeline import Run, Simulation, Spans
 from apportion.planner.simulate.traffic import find_traffic, port_count
@@ -39,7 +39,7 @@ __all__ = [
     "Run",
     "Simulation",
     "Spans",
-    "Step",
+    "PathStep",
     "prepare",
     "run_all",
     "simulate",

@@ -200,7 +200,7 @@ def _row_bytes(view: View) -> Ints:
     table, found, model = view.source["rowops"], view.operands, view.model
     op, count = (view.instructions.wide(name) for name in ("op", "count"))
     a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
-    moved = _passed(op, count, found.ptr[view.rank_of], _Rows(a, b, c, d, first), found.bytes, _PASSES)
+    moved = _passed(op, count, found.ptr[view.rank_of], _Rowops(a, b, c, d, first), found.bytes, _PASSES)
     given, left = view.delivered
     source, target = (view.operand("rowops", column)[given] for column in "ac")
     at = view.instruction_of("rowops")[given]
@@ -220,7 +220,7 @@ def _row_bytes(view: View) -> Ints:
     return moved
 
 
-class _Rows(NamedTuple):
+class _Rowops(NamedTuple):
     """The list `rowops`, int64 [rows]: operands by their numbers on the rank."""
 
     a: Ints
@@ -231,7 +231,7 @@ class _Rows(NamedTuple):
 
 
 @jit
-def _passed(op: Ints, count: Ints, start: Ints, rows: _Rows, size: Ints, passes: Ints) -> Ints:
+def _passed(op: Ints, count: Ints, start: Ints, rows: _Rowops, size: Ints, passes: Ints) -> Ints:
     """int64 [instructions]: bytes of the operands of its rows, as often as they are read or written."""
     moved, row = np.zeros(len(op), np.int64), 0
     for at in range(len(op)):

@@ -21,7 +21,7 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.isa import OP_NAMES, RULES, Op, Rule, Tensor
 from apportion.ir.loops.jit import jit
-from apportion.ir.plan.messages import Groups, group_tiles
+from apportion.ir.plan.messages import MessageGroups, group_tiles
 from apportion.planner.simulate.program import Tiles, View
 
 
@@ -55,7 +55,7 @@ def find_posted(view: View) -> Posted:
 
 
 @jit
-def _posted(groups: Groups, tiles: Tiles, rows: Ints, in_place: Ints) -> Posted:
+def _posted(groups: MessageGroups, tiles: Tiles, rows: Ints, in_place: Ints) -> Posted:
     """rows: int64 [operands]; in_place: int64 [transfers], rows that are in their message already."""
     messages, copied = np.zeros_like(tiles.first), np.zeros((2, len(tiles.first)), np.int64)
     for tile in groups.first:

@@ -26,7 +26,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traff
 
 
 @dataclass(frozen=True)
-class Step:
+class PathStep:
     """One step of the critical path, in microseconds: `kind` is "compute" (of `rank`) or "transfer" (from `peer` to
     `rank` in `round`; both -1 in compute). `text` says in words what it is and what was waiting for it."""
 
@@ -42,7 +42,7 @@ class Step:
     def us(self) -> float:
         return self.end_us - self.start_us
 
-    def later(self, us: float) -> Step:
+    def later(self, us: float) -> PathStep:
         """The same step in a timeline that begins earlier."""
         return replace(self, start_us=self.start_us + us, end_us=self.end_us + us)
 
@@ -50,7 +50,7 @@ class Step:
         return asdict(self) | {"start_us": round(self.start_us, 3), "end_us": round(self.end_us, 3)}
 
 
-def walk_back(op: Ints, finish_us: Floats, script: Script, traffic: Traffic, times: Times) -> list[Step]:
+def walk_back(op: Ints, finish_us: Floats, script: Script, traffic: Traffic, times: Times) -> list[PathStep]:
     """The steps of a run, first step first; none where nothing takes time."""
     return _Walk(op, script, traffic, times).steps(finish_us)
 
@@ -70,9 +70,9 @@ class _Walk:
         self._until = idle_until(script, times)
         idle = (script.role == WAIT) & (self._until > times.begin)
         self._idle = np.maximum.accumulate(np.where(idle, np.arange(len(idle)), NONE))
-        self._steps: list[Step] = []
+        self._steps: list[PathStep] = []
 
-    def steps(self, finish_us: Floats) -> list[Step]:
+    def steps(self, finish_us: Floats) -> list[PathStep]:
         done = self._times.done
         rank = int(np.argmax(finish_us))
         at: tuple[int, int, float] | None
@@ -94,7 +94,7 @@ class _Walk:
             words = self._words(max(wait, first), before)
             words += [WORK_NAMES[CAST]] if casts and self._script.end_us[rank] > 0 else []
             text = f"rank {rank} computes {milliseconds(end - begin)} ({', '.join(words)})"
-            self._steps.append(Step("compute", rank, begin, end, NONE, NONE, text))
+            self._steps.append(PathStep("compute", rank, begin, end, NONE, NONE, text))
         if wait < first:
             return None
         idle = milliseconds(begin - float(self._times.begin[wait]))
@@ -135,10 +135,10 @@ class _Walk:
         sides = int(traffic.sender[transfer]), int(traffic.receiver[transfer])
         return max(sides, key=lambda side: times.reached[side]), float(times.ready[transfer])
 
-    def _transfer_step(self, transfer: int, start: float, end: float, words: str) -> Step:
+    def _transfer_step(self, transfer: int, start: float, end: float, words: str) -> PathStep:
         source, target, round_ = self._ends(transfer)
         text = f"{words} ({self._traffic.bytes[transfer] / 1e6:.3g} MB, {milliseconds(end - start)})"
-        return Step("transfer", target, start, end, round_, source, text)
+        return PathStep("transfer", target, start, end, round_, source, text)
 
     def _ends(self, transfer: int) -> tuple[int, int, int]:
         sender, receiver = self._traffic.sender[transfer], self._traffic.receiver[transfer]

@@ -18,7 +18,7 @@ from apportion.planner.simulate.durations import Costs, Work
 from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.losses import Losses, find_losses, whole_us
-from apportion.planner.simulate.path import Step, walk_back
+from apportion.planner.simulate.path import PathStep, walk_back
 from apportion.planner.simulate.program import LAUNCH, WAIT, Script, Traffic, launch_instructions
 from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 
@@ -101,7 +101,7 @@ class Run:
         order = np.lexsort((found.peer, found.start_us, found.stream, found.rank))
         return Spans(*(column[order] for column in columns))
 
-    def critical_path(self) -> list[Step]:
+    def critical_path(self) -> list[PathStep]:
         """What the makespan consists of, first step first: each begins where the one before ends."""
         return walk_back(self.op, self.finish_us, self.script, self.traffic, self.times)
 
@@ -255,7 +255,7 @@ class Simulation:
         rank = int(np.argmax(sums["launches"]))
         return {"rank": rank, **{name: int(column[rank]) for name, column in sums.items()}}
 
-    def critical_path(self) -> list[Step]:
+    def critical_path(self) -> list[PathStep]:
         """The critical paths of the runs, one after the other, as one: it ends at forward_ms + backward_ms."""
         steps, start = [], 0.0
         for run in self.runs.values():

@@ -21,7 +21,7 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.launches import WORK_NAMES
-from apportion.planner.simulate.path import Step
+from apportion.planner.simulate.path import PathStep
 
 if TYPE_CHECKING:
     from apportion.planner.simulate.timeline import Run
@@ -32,7 +32,7 @@ Event = dict[str, Any]
 
 
 def build_trace(
-    plan: Plan, runs: Sequence[Run], path: Sequence[Step], ranks: Sequence[int] | None, most: int
+    plan: Plan, runs: Sequence[Run], path: Sequence[PathStep], ranks: Sequence[int] | None, most: int
 ) -> dict[str, Any]:
     """The trace of some ranks. Raises ConfigError for a rank that is not there."""
     shown = _chosen(plan.header.ranks, path, ranks, most)
@@ -47,7 +47,7 @@ def build_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(plan, shown)}
 
 
-def _chosen(count: int, path: Sequence[Step], ranks: Sequence[int] | None, most: int) -> list[int]:
+def _chosen(count: int, path: Sequence[PathStep], ranks: Sequence[int] | None, most: int) -> list[int]:
     if ranks is None:
         first = dict.fromkeys([step.rank for step in path][::-1] + list(range(count)))
         return sorted(list(first)[:most])

@@ -27,7 +27,7 @@ _ENDS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class SolverRun:
     """How a model was left: its variables hold an answer where `status` is OPTIMAL or FEASIBLE.
 
     bound: of the objective (minimised), minus infinity where nothing is known."""
@@ -37,10 +37,10 @@ class Run:
     bound: float
 
 
-class _Engine(pulp.HiGHS):  # type: ignore[misc]
+class _HighsEngine(pulp.HiGHS):  # type: ignore[misc]
     """PuLP's HiGHS, started from the values that the variables hold."""
 
-    run: Run
+    run: SolverRun
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         start = [variable.varValue for variable in lp.variables()]
@@ -65,26 +65,26 @@ class _Engine(pulp.HiGHS):  # type: ignore[misc]
         return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
 
-def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> Run:
+def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> SolverRun:
     status, limit = _ENDS.get(end, (Status.FEASIBLE, Limit.ENGINE))
     if status is Status.FEASIBLE and not found:
         status = Status.NO_SOLUTION
-    return Run(status, limit, bound)
+    return SolverRun(status, limit, bound)
 
 
 def solve_model(
     model: pulp.LpProblem, clock: Clock, nodes: int, gap: float = 0.0, target: float | None = None
-) -> Run:
+) -> SolverRun:
     """Minimise a PuLP model; its variables get the answer, and give the start where all of them have a value.
 
     nodes: of the search tree, at most; gap: relative, good enough; target: an objective that is good enough.
     """
     if clock.expired:
-        return Run(Status.NO_SOLUTION, Limit.TIME, -float("inf"))
+        return SolverRun(Status.NO_SOLUTION, Limit.TIME, -float("inf"))
     options: dict[str, Any] = {"random_seed": _SEED, "mip_max_nodes": nodes, "parallel": "off"}
     if target is not None:
         options["objective_target"] = target
     left = clock.left_s if clock.left_s < 1e9 else None
-    engine = _Engine(msg=False, threads=1, gapRel=gap, timeLimit=left, **options)
+    engine = _HighsEngine(msg=False, threads=1, gapRel=gap, timeLimit=left, **options)
     model.solve(engine)
     return engine.run

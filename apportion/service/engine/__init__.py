@@ -5,7 +5,7 @@ from apportion.service.engine.kept.library import Body
 from apportion.service.engine.kept.records import JobKey
 from apportion.service.engine.kept.state import IterationState, JobState
 from apportion.service.engine.metrics import Counters, Histogram, Snapshot, StreamGauges
-from apportion.service.engine.planning import Source
+from apportion.service.engine.planning import PlanSource
 from apportion.service.engine.watch import BusyView, FailedView, JobView
 
 __all__ = [
@@ -20,6 +20,6 @@ __all__ = [
     "JobState",
     "JobView",
     "Snapshot",
-    "Source",
+    "PlanSource",
     "StreamGauges",
 ]

@@ -22,7 +22,7 @@ from apportion.service.engine.kept.library import Body
 from apportion.service.engine.kept.records import MAX_ITERATION
 from apportion.service.engine.kept.state import Epoch, Iteration, IterationState
 from apportion.service.engine.metrics import Snapshot, StreamGauges
-from apportion.service.engine.planning import Source
+from apportion.service.engine.planning import PlanSource
 from apportion.service.engine.watch import BusyView, FailedView, JobView, job_view
 from apportion.service.errors import ConflictError, NotFoundError, ServiceError, StoppingError
 
@@ -217,7 +217,7 @@ class Engine(Jobs):
 
     # ---- figures
 
-    async def source(self, name: str, epoch: int, iteration: int) -> Source:
+    async def source(self, name: str, epoch: int, iteration: int) -> PlanSource:
         """What the iteration's plans are made from. Raises ConflictError where it is not planned."""
         found = self._job(name).epoch(epoch)
         found.check(iteration)

@@ -12,11 +12,11 @@ from apportion.ir.bytes.job import with_job
 from apportion.ir.errors import ApportionError, DecodeError
 from apportion.service.engine.kept.journal import Journal
 from apportion.service.engine.kept.library import Body, Entry, Library
-from apportion.service.engine.kept.records import IterationRecord, Problem, decode
+from apportion.service.engine.kept.records import IterationRecord, ProblemRecord, decode
 from apportion.service.engine.kept.state import Iteration, Job
 from apportion.service.engine.metrics import Counters
 from apportion.service.engine.schedule import LONG_S
-from apportion.service.engine.tasks import Tasks, shared
+from apportion.service.engine.tasks import LiveTasks, shared
 from apportion.service.engine.watch import BusyView, Failures
 from apportion.service.errors import OverloadError, QuarantinedError, RefusedBatchError
 from apportion.service.packs import Pack, etag, pack_of
@@ -25,7 +25,7 @@ from apportion.service.workers.errors import DeadlineError, PoisonedError, Refus
 from apportion.service.workers.supervisor import Supervisor
 from apportion.service.workers.tasks import Done, Task
 
-_CHANGED = Problem(
+_CHANGED = ProblemRecord(
     RefusedBatchError.type,
     "its plan was lost, and this release plans it otherwise: ranks may have the first one; begin a new epoch",
     "batches",
@@ -36,7 +36,7 @@ _PAUSE_S = 1.0  # after the pool failed, before the same task is given to it aga
 log = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
+class PlanSource(NamedTuple):
     """What the plans of an iteration are made from: the kind of a worker's task and its payload. id: 32 bytes, of the
     iteration plan."""
 
@@ -82,7 +82,7 @@ class Planning:
         self.failures = Failures()
         self._lowering = 0
         self._turn = asyncio.Condition()
-        self.tasks, self.counters = Tasks(), Counters()
+        self.tasks, self.counters = LiveTasks(), Counters()
 
     @property
     def at_workers(self) -> int:
@@ -145,7 +145,7 @@ class Planning:
             entry.id = await self._journal.call(_read_id, self._journal.store, entry.key)
         return entry.id
 
-    async def source_of(self, held: Iteration) -> Source | None:
+    async def source_of(self, held: Iteration) -> PlanSource | None:
         """What the plans of a stored iteration can be made from again: its compact form where the store has that, else
         the request. None where both are lost. Raises StoreError."""
         store = self._journal.store
@@ -153,10 +153,12 @@ class Planning:
         if pack is None:
             return None
         if pack.form == "assignment":
-            return Source("lower", pack.bodies[0], pack.id)
+            return PlanSource("lower", pack.bodies[0], pack.id)
         request = await self._journal.call(_request, store, held.key)
         return (
-            None if request is None else Source("plan", with_job(held.epoch.job.state.spec, request), pack.id)
+            None
+            if request is None
+            else PlanSource("plan", with_job(held.epoch.job.state.spec, request), pack.id)
         )
 
     # ---- planning
@@ -214,7 +216,7 @@ class Planning:
         for user in entry.users:
             self.counters.ready_s.observe(now_s - user.submitted_s)
 
-    async def _refuse(self, entry: Entry, problem: Problem, for_good: bool) -> None:
+    async def _refuse(self, entry: Entry, problem: ProblemRecord, for_good: bool) -> None:
         def records() -> dict[str, bytes]:  # anew at each attempt: only for whom the entry still is
             return {user.key: user.record(b"", problem) for user in entry.users if user.recording is None}
 
@@ -327,8 +329,8 @@ def _request(store: Store, key: str) -> bytes | None:
     return None if found is None else decode(key, found[1], IterationRecord).request
 
 
-def _problem(error: RefusedError | DeadlineError | PoisonedError) -> Problem:
+def _problem(error: RefusedError | DeadlineError | PoisonedError) -> ProblemRecord:
     if isinstance(error, RefusedError):
-        return Problem(RefusedBatchError.type, error.message, error.field)
+        return ProblemRecord(RefusedBatchError.type, error.message, error.field)
     kind = QuarantinedError if isinstance(error, PoisonedError) else RefusedBatchError
-    return Problem(kind.type, str(error), "batches")
+    return ProblemRecord(kind.type, str(error), "batches")

@@ -11,7 +11,7 @@ from apportion.service.errors import StoppingError
 T = TypeVar("T")
 
 
-class Tasks:
+class LiveTasks:
     """Keeps tasks alive until they are done. Who needs a task's error awaits it; others never hear of it."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION, MAX_RANK
 from apportion.service.http.api.problems import MethodError
 from apportion.service.http.auth import Keys, given
 from apportion.service.http.metrics import Traffic
-from apportion.service.http.streams import RESPOND, Place, Stream
+from apportion.service.http.streams import RESPOND, Stream, StreamPlace
 from apportion.service.limits import Limits
 from apportion.service.protocol import FRAMES, JSON, PLAN, PLAN_VERSION, WINDOW
 
@@ -55,7 +55,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Asked:
+class AskedHeaders:
     """The headers that matter here, as they were sent. known: If-None-Match."""
 
     authorization: bytes | None = None
@@ -98,7 +98,7 @@ class Delivery:
             await self._answer(body, asked.known, scope, send)
         self._traffic.plan_s.observe(monotonic() - begin_s)
 
-    def _admit(self, job: str, scope: Scope, kind: str) -> Asked:
+    def _admit(self, job: str, scope: Scope, kind: str) -> AskedHeaders:
         """The headers, once key and format were found right. Raises AuthError, NotAcceptableError."""
         asked = _asked(scope["headers"])
         sent = given(asked.authorization)
@@ -134,14 +134,14 @@ class Delivery:
     async def _stream(self, found: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "GET":
             raise MethodError(scope["method"], "GET")
-        place = Place(found[1], int(found[2]), int(found[3]))
+        place = StreamPlace(found[1], int(found[2]), int(found[3]))
         self._admit(place.job, scope, FRAMES)
         start, window = _span(scope["query_string"])
         self._check_stream(place, start)
         stream = Stream(self._engine, self._limits, self._traffic, place)
         await stream.run(start, window, scope, receive, send)
 
-    def _check_stream(self, place: Place, start: int) -> None:
+    def _check_stream(self, place: StreamPlace, start: int) -> None:
         """While there still is a status to tell it by."""
         ranks = self._engine.job(place.job).spec.ranks
         epoch = self._engine.epoch_state(place.job, place.epoch)
@@ -176,8 +176,8 @@ async def _respond(send: Send, status: int, headers: list[tuple[bytes, bytes]], 
     await send({"type": "http.response.body", "body": body})
 
 
-def _asked(headers: list[tuple[bytes, bytes]]) -> Asked:
-    asked = Asked()
+def _asked(headers: list[tuple[bytes, bytes]]) -> AskedHeaders:
+    asked = AskedHeaders()
     for name, value in headers:
         if name == b"authorization":
             asked.authorization = value

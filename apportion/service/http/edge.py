@@ -39,7 +39,7 @@ class Edge:
         except Exception as error:
             await self._refuse(error, scope, send)
             return
-        await Exchange(self._control, self._traffic, self._audit, scope, send).run(receive)
+        await ControlExchange(self._control, self._traffic, self._audit, scope, send).run(receive)
 
     async def _refuse(self, error: Exception, scope: Scope, send: Send) -> None:
         id = _id(scope)
@@ -54,7 +54,7 @@ class Edge:
         await send_problem(send, problem, error.allow if isinstance(error, MethodError) else "")
 
 
-class Exchange:
+class ControlExchange:
     """One request to the control plane and its answer."""
 
     def __init__(self, app: App | ASGIApp, traffic: Traffic, audit: Audit, scope: Scope, send: Send) -> None:

@@ -33,7 +33,7 @@ _HEADERS = [
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPlace:
     """Whose plans."""
 
     job: str
@@ -48,7 +48,7 @@ class StalledError(Exception):
 class Stream:
     """Sends the plans of one rank, one after another; remembers only which is next."""
 
-    def __init__(self, engine: Engine, limits: Limits, traffic: Traffic, place: Place) -> None:
+    def __init__(self, engine: Engine, limits: Limits, traffic: Traffic, place: StreamPlace) -> None:
         self._engine, self._limits, self._traffic, self._place = engine, limits, traffic, place
         self._next = 0
 

@@ -35,7 +35,7 @@ _BLOCK = 512
 Progress = Callable[[int], None]
 
 
-class _Head(msgspec.Struct, forbid_unknown_fields=True):
+class _ArchiveHead(msgspec.Struct, forbid_unknown_fields=True):
     format: str
     version: int
     release: str
@@ -48,7 +48,7 @@ class _End(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Held:
+class ArchiveContents:
     """What an archive holds."""
 
     records: int
@@ -63,7 +63,7 @@ def archive(store: Store, records: Iterable[tuple[str, bytes]] | None = None) ->
     """The bytes of the archive, a pack at most at a time. records: of a server at work; None: those of the store, which
     nobody writes. Packs that go meanwhile are left out. Raises StoreError, DecodeError for a damaged record."""
     live = records is not None
-    yield _member(_HEAD, msgspec.json.encode(_Head("apportion.store", VERSION, __version__, live)))
+    yield _member(_HEAD, msgspec.json.encode(_ArchiveHead("apportion.store", VERSION, __version__, live)))
     kept, packs, pages = iter(store.records() if records is None else records), 0, 0
     count = 0
     while page := [names.sealed(key, value) for key, value in islice(kept, names.PAGE)]:
@@ -86,7 +86,7 @@ def _member(name: str, data: bytes) -> bytes:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def unpack(path: Path, store: Store, progress: Progress = lambda done: None) -> Held:
+def unpack(path: Path, store: Store, progress: Progress = lambda done: None) -> ArchiveContents:
     """Puts all that an archive holds into a store, after all of it was found whole. progress: called with members read,
     which come twice. Raises DecodeError, VersionError, ConfigError for a job that the store has, StoreError, OSError.
     """
@@ -110,8 +110,8 @@ def _pass(
     records: Callable[[list[tuple[str, bytes]]], None],
     pack: Callable[[bytes, bytes], None],
     progress: Progress,
-    again: Held | None = None,
-) -> Held:
+    again: ArchiveContents | None = None,
+) -> ArchiveContents:
     """Reads the archive from begin to end. again: what it held before."""
     head, told, counts = None, None, {"records": 0, "packs": 0}
     try:
@@ -138,7 +138,7 @@ def _pass(
         raise DecodeError(f"archive: {error}: it was cut or damaged") from None
     if head is None or told is None or counts != msgspec.structs.asdict(told):
         raise DecodeError(f"archive: {path} ends too soon: it was cut")
-    found = Held(counts["records"], counts["packs"], head.live)
+    found = ArchiveContents(counts["records"], counts["packs"], head.live)
     if again not in (None, found):
         raise DecodeError(f"archive: {path} was changed while it was read")
     return found
@@ -163,10 +163,10 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
             cast(Any, tar).members.clear()  # which would be kept of all
 
 
-def _head(name: str, data: bytes) -> _Head:
+def _head(name: str, data: bytes) -> _ArchiveHead:
     if name != _HEAD:
         raise DecodeError(f"archive: begins with {name!r}, expected {_HEAD}: it is no archive of a store")
-    head = msgspec.json.decode(data, type=_Head)
+    head = msgspec.json.decode(data, type=_ArchiveHead)
     if head.format != "apportion.store":
         raise DecodeError(f"archive: its format is {head.format[:40]!r}")
     if head.version != VERSION:

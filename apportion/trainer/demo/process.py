@@ -37,7 +37,7 @@ KINDS = {"global": masks.causal(), "local": masks.sliding_window(WINDOW)}
 
 
 @dataclass(frozen=True)
-class Documents:
+class DemoDocuments:
     """Texts, byte by byte, and which of them each optimizer step has: a dataset of tokens and its sampler.
 
     text: uint8 [tokens]; lengths: int64 [n]; counts: int64 [steps], how many documents one after another.
@@ -49,9 +49,11 @@ class Documents:
     masks = KINDS
 
     @staticmethod
-    def load(folder: Path) -> Documents:
+    def load(folder: Path) -> DemoDocuments:
         """Those in a folder; the text is read as far as it is used."""
-        return Documents(np.load(folder / "text.npy", mmap_mode="r"), *np.load(folder / "sizes.npz").values())
+        return DemoDocuments(
+            np.load(folder / "text.npy", mmap_mode="r"), *np.load(folder / "sizes.npz").values()
+        )
 
     def save(self, folder: Path) -> None:
         np.save(folder / "text.npy", self.text)
@@ -80,7 +82,7 @@ class Begin(msgspec.Struct, frozen=True):
     key: str
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class StepResult(msgspec.Struct, frozen=True, tag="step"):
     """What a process tells after each step. loss: of all processes; plan: the id of its plan; waited_ms: for plans, in
     all."""
 
@@ -114,8 +116,8 @@ def _follow(pipe: Connection) -> None:
     os._exit(1)
 
 
-def _train(begin: Begin, rank: int) -> Iterator[Step]:
-    documents = Documents.load(Path(begin.folder))
+def _train(begin: Begin, rank: int) -> Iterator[StepResult]:
+    documents = DemoDocuments.load(Path(begin.folder))
     loader = PlannedLoader(documents, source=begin.url, rank=rank, key=begin.key, sampler=documents.steps())
     model, optimizer = trainer()
     for batch in loader:
@@ -126,7 +128,7 @@ def _train(begin: Begin, rank: int) -> Iterator[Step]:
         optimizer.step()
         total = loss.detach()
         dist.all_reduce(total)
-        yield Step(total.item(), batch.handle.id, 1e3 * loader.waited_s)
+        yield StepResult(total.item(), batch.handle.id, 1e3 * loader.waited_s)
 
 
 def loss_of(model: Decoder, batch: PlannedBatch) -> Tensor:

@@ -19,14 +19,14 @@ from apportion.ir.verify import verify
 from apportion.planner.iteration.jobs import plan_job
 from apportion.trainer.demo.baselines import Costs, contiguous, zigzag_ring
 from apportion.trainer.demo.training import Service
-from apportion.trainer.demo.workload import RANKS, TOKENS, Step, job
+from apportion.trainer.demo.workload import RANKS, TOKENS, StepDocuments, job
 
 TOLERANCE = 1e-4
 WIDTH = 110  # of the tables where there is no terminal
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """A step's plan, made here."""
 
     plan: Plan
@@ -58,14 +58,14 @@ class Outcome:
         return not self.failures
 
 
-def plan_here(steps: Sequence[Step]) -> Iterator[Planned]:
+def plan_here(steps: Sequence[StepDocuments]) -> Iterator[PlannedStep]:
     for step in steps:
         begin = time.perf_counter()
         made = plan_job(job(), [step.batch], verify=False)
-        yield Planned(made.plan.plans[0], (time.perf_counter() - begin) * 1e3)
+        yield PlannedStep(made.plan.plans[0], (time.perf_counter() - begin) * 1e3)
 
 
-def costs_of(steps: Sequence[Step], planned: Sequence[Planned]) -> dict[str, dict[str, float]]:
+def costs_of(steps: Sequence[StepDocuments], planned: Sequence[PlannedStep]) -> dict[str, dict[str, float]]:
     return {
         "planned (fcp)": _median([_planned_costs(own) for own in planned]),
         "contiguous": _median([_baseline_costs(contiguous, step) for step in steps]),
@@ -87,7 +87,7 @@ def broken(index: int, plan: Plan, ran: tuple[bytes, ...]) -> Iterator[str]:
         yield f"step {index}: the long document is on ranks {holders.tolist()} only"
 
 
-def _planned_costs(planned: Planned) -> dict[str, float]:
+def _planned_costs(planned: PlannedStep) -> dict[str, float]:
     report = planned.plan.report
     imbalance = report["imbalance"]
     costs = Costs(imbalance["compute"], imbalance["tokens"], report["bytes"]["total"], report["slots"])
@@ -95,7 +95,7 @@ def _planned_costs(planned: Planned) -> dict[str, float]:
     return asdict(costs) | {"plan_bytes_of_largest_rank": largest, "planning_ms": planned.planning_ms}
 
 
-def _baseline_costs(baseline: Callable[[Batch, int, Model], Costs], step: Step) -> dict[str, float]:
+def _baseline_costs(baseline: Callable[[Batch, int, Model], Costs], step: StepDocuments) -> dict[str, float]:
     return asdict(baseline(step.batch, RANKS, job().model))
 
 

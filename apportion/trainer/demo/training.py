@@ -27,7 +27,7 @@ from apportion.service.http.run.child import serving
 from apportion.service.private import admin_key_of
 from apportion.service.tied import tied
 from apportion.trainer.demo import process
-from apportion.trainer.demo.workload import RANKS, Step, documents, job
+from apportion.trainer.demo.workload import RANKS, StepDocuments, documents, job
 from apportion.trainer.step.loss import IGNORED, normalised_loss
 from apportion.trainer.step.plain import plain_attention
 
@@ -54,7 +54,7 @@ class Service:
     waited_ms: float
 
 
-def train_planned(steps: Sequence[Step], progress: Progress) -> tuple[list[Ran], Service]:
+def train_planned(steps: Sequence[StepDocuments], progress: Progress) -> tuple[list[Ran], Service]:
     """What each step came to, each process holding its rows only; plans come from a service that runs as long."""
     with (
         tempfile.TemporaryDirectory() as name,
@@ -73,7 +73,7 @@ def train_planned(steps: Sequence[Step], progress: Progress) -> tuple[list[Ran],
         return ran, Service(delivered, _planning_ms(server.url), max(ran[-1].waited_ms))
 
 
-def _ran(told: list[process.Step]) -> Ran:
+def _ran(told: list[process.StepResult]) -> Ran:
     return Ran(told[0].loss, tuple(own.plan for own in told), tuple(own.waited_ms for own in told))
 
 
@@ -116,9 +116,9 @@ def _process(pipe: int, rank: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(pipe,))
 
 
-def _answers(pipes: list[Connection]) -> list[process.Step]:
+def _answers(pipes: list[Connection]) -> list[process.StepResult]:
     """What every process told of one step; the first failure wins."""
-    told: dict[int, process.Step] = {}
+    told: dict[int, process.StepResult] = {}
     while len(told) < len(pipes):
         ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in told], STALLED_S)
         if not ready:
@@ -129,9 +129,9 @@ def _answers(pipes: list[Connection]) -> list[process.Step]:
     return [told[rank] for rank in range(len(pipes))]
 
 
-def _answer(rank: int, pipe: Connection) -> process.Step:
+def _answer(rank: int, pipe: Connection) -> process.StepResult:
     try:
-        told = msgspec.msgpack.decode(pipe.recv_bytes(), type=process.Step | process.Failure)
+        told = msgspec.msgpack.decode(pipe.recv_bytes(), type=process.StepResult | process.Failure)
     except EOFError:
         raise ExecutionError(f"demo process {rank} died") from None
     if isinstance(told, process.Failure):
@@ -139,7 +139,7 @@ def _answer(rank: int, pipe: Connection) -> process.Step:
     return told
 
 
-def train_plain(steps: Sequence[Step]) -> Iterator[float]:
+def train_plain(steps: Sequence[StepDocuments]) -> Iterator[float]:
     """The loss of each step, all tokens in one process."""
     model, optimizer = process.trainer()
     for step in steps:

@@ -17,7 +17,7 @@ from apportion.ir.request.policy import Policy
 from apportion.ir.request.workload import Workload, read_workload, sample
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.demo.decoder import DecoderConfig
-from apportion.trainer.demo.process import KINDS, Documents
+from apportion.trainer.demo.process import KINDS, DemoDocuments
 
 RANKS = 4
 TOKENS = 6144
@@ -32,7 +32,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDocuments:
     """One step's documents, one after another: their lengths and masks, and the text of all."""
 
     batch: Batch
@@ -43,10 +43,10 @@ class Step:
         return self.batch.labelled
 
 
-def steps(count: int, lengths: Path | None = None) -> list[Step]:
+def steps(count: int, lengths: Path | None = None) -> list[StepDocuments]:
     """The first steps that the demo trains, of a workload file or of the repository's examples."""
     workload, corpus = _workload(lengths), _corpus()
-    return [Step(_batch(workload, index), _text(corpus, index)) for index in range(count)]
+    return [StepDocuments(_batch(workload, index), _text(corpus, index)) for index in range(count)]
 
 
 def _workload(path: Path | None) -> Workload:
@@ -88,10 +88,10 @@ def _text(corpus: Bytes, index: int) -> Bytes:
     return np.resize(corpus[at : at + TOKENS], TOKENS)
 
 
-def documents(steps: Sequence[Step]) -> Documents:
+def documents(steps: Sequence[StepDocuments]) -> DemoDocuments:
     lengths = [step.batch.lengths for step in steps]
     counts = np.array([len(own) for own in lengths])
-    return Documents(np.concatenate([step.text for step in steps]), np.concatenate(lengths), counts)
+    return DemoDocuments(np.concatenate([step.text for step in steps]), np.concatenate(lengths), counts)
 
 
 def model() -> Model:

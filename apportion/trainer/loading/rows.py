@@ -94,7 +94,7 @@ def local_rows(
     own. Raises ExecutionError where a sample has another length or other fields, or the plan is of another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
-    held = _Held(read, batch)
+    held = _ReadSequences(read, batch)
     numbers = np.arange(len(batch.lengths)) if samples is None else np.asarray(samples)
     made = _Made(form.padded(int(spans["length"].sum())), held, form.shifted)
     columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
@@ -128,7 +128,7 @@ class _Sample:
 
 
 @dataclass
-class _Held:
+class _ReadSequences:
     """The sequences of a microbatch that were read, checked."""
 
     read: Callable[[int], Sample]
@@ -155,7 +155,7 @@ class _Held:
 class _Made:
     """The rows of a microbatch, as they are filled. Fields are made as the first sample has them."""
 
-    def __init__(self, rows: int, held: _Held, shifted: Collection[str]) -> None:
+    def __init__(self, rows: int, held: _ReadSequences, shifted: Collection[str]) -> None:
         self._held, self._shifted = held, shifted
         self.tokens = torch.zeros(rows, dtype=torch.int64)
         self.labels = torch.full((rows,), IGNORED)

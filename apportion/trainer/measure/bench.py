@@ -38,7 +38,7 @@ from apportion.trainer.measure import unplanned
 from apportion.trainer.measure.selftest import process_group
 from apportion.trainer.measure.timing import (
     Meter,
-    Rows,
+    RankTensors,
     T,
     Took,
     best,
@@ -55,7 +55,7 @@ PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionRow:
     """One phase of a plan on one engine; None: not measured. docs/performance.md explains the fields."""
 
     recipe: str
@@ -116,7 +116,7 @@ class Bench:
     def device_name(self) -> str:
         return device_name(self.device)
 
-    def measure(self, plan: Plan, hardware: Hardware | None = None) -> list[Row]:
+    def measure(self, plan: Plan, hardware: Hardware | None = None) -> list[AttentionRow]:
         """A row for each engine and phase of a plan of one attention kind; all ranks of the job call it.
 
         hardware: for simulated times, by default the built-in H100. Raises ConfigError for float64.
@@ -187,7 +187,7 @@ class Bench:
 
     def _best(self, handle: PlanHandle, clock: Meter[Took]) -> dict[str, Took]:
         header = handle.slice.header
-        rows = Rows.of(header, handle.rows, self.device, self._computes)
+        rows = RankTensors.of(header, handle.rows, self.device, self._computes)
         return best(planned(handle), rows, clock, self.repeats)
 
     # --- real
@@ -240,7 +240,7 @@ class Bench:
     def _of_kernel(self, name: str, plan: Plan) -> dict[str, Took]:
         """Empty where the kernel does not take the rows."""
         batch = plan.request.batch
-        rows = Rows.of(plan.header, batch.tokens, self.device, drawn=True)
+        rows = RankTensors.of(plan.header, batch.tokens, self.device, drawn=True)
         try:
             kernel = unplanned.KERNELS[name](batch.lengths.tolist(), self.device)
             return best(kernel, rows, self.clock, self.repeats)
@@ -249,14 +249,14 @@ class Bench:
             return {}
 
 
-def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, Row]:
+def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, AttentionRow]:
     """Rows of the busiest rank on the stage engine, without times."""
     (kind,), ranks = plan.header.kinds, plan.header.ranks
     by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
     rank = int(by_rank.sum(axis=0).argmax())
     counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
     return {
-        phase: Row(
+        phase: AttentionRow(
             plan.request.policy.recipe.name, ranks, rank, phase, "stage", int(count), *counts[phase],
             simulated.runs[kind, phase].makespan_us / 1e3,
         )
@@ -264,7 +264,7 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     }  # fmt: skip
 
 
-def compared(row: Row, plan: Plan, bare_ms: Mapping[str, float]) -> Row:
+def compared(row: AttentionRow, plan: Plan, bare_ms: Mapping[str, float]) -> AttentionRow:
     """With what follows from the device's time."""
     launches = row.launches if row.engine == "stage" else None
     if row.ms is None:

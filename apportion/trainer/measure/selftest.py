@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Row:
+class SelftestRow:
     """One engine, kind and dtype: norms of the errors relative to the exact result, largest over out, dq, dk and dv."""
 
     engine: str
@@ -98,7 +98,7 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-class _Problem(NamedTuple):
+class _PlainCase(NamedTuple):
     """One kind and dtype on this rank: q, k, v and dO of its rows, and what plain attention makes of them exactly."""
 
     piece: Slice
@@ -108,7 +108,7 @@ class _Problem(NamedTuple):
     plain_error: float
 
 
-def _problem(kind: str, dtype: str, communicator: Communicator, device: torch.device) -> _Problem:
+def _problem(kind: str, dtype: str, communicator: Communicator, device: torch.device) -> _PlainCase:
     from apportion.planner.api import plan
     from apportion.planner.recipe.recipes import find_recipe, with_block
 
@@ -126,10 +126,12 @@ def _problem(kind: str, dtype: str, communicator: Communicator, device: torch.de
 
     exact = [tensor[mine] for tensor in _run(plain, [tensor.double() for tensor in inputs])[0]]
     same = [tensor[mine] for tensor in _run(plain, inputs)[0]]
-    return _Problem(piece, kind, [tensor[mine] for tensor in inputs], exact, _error(same, exact, device))
+    return _PlainCase(piece, kind, [tensor[mine] for tensor in inputs], exact, _error(same, exact, device))
 
 
-def _rows(problem: _Problem, communicator: Communicator, skip: Callable[[str], object]) -> Iterator[Row]:
+def _rows(
+    problem: _PlainCase, communicator: Communicator, skip: Callable[[str], object]
+) -> Iterator[SelftestRow]:
     """A row for each engine; skip: is told which do not run here, and why."""
     header, device = problem.piece.header, problem.exact[0].device
     for name in ENGINES:
@@ -139,7 +141,7 @@ def _rows(problem: _Problem, communicator: Communicator, skip: Callable[[str], o
             continue
         got, *times = _planned(PlanHandle(problem.piece, communicator, name), problem)
         error = _error(got, problem.exact, device)
-        yield Row(name, problem.kind, header.dtype, error, problem.plain_error, *times)
+        yield SelftestRow(name, problem.kind, header.dtype, error, problem.plain_error, *times)
 
 
 def _obstacle(engine: str, header: Header, device: torch.device) -> str | None:
@@ -150,7 +152,7 @@ def _obstacle(engine: str, header: Header, device: torch.device) -> str | None:
     return found
 
 
-def _planned(handle: PlanHandle, problem: _Problem) -> tuple[list[Tensor], float, float]:
+def _planned(handle: PlanHandle, problem: _PlainCase) -> tuple[list[Tensor], float, float]:
     def planned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return planned_attention(q, k, v, handle, problem.kind)
 
@@ -194,7 +196,7 @@ def _error(got: list[Tensor], exact: list[Tensor], device: torch.device) -> floa
 
 
 def _record(
-    rows: list[Row], communicator: Communicator, device: torch.device, skipped: list[str]
+    rows: list[SelftestRow], communicator: Communicator, device: torch.device, skipped: list[str]
 ) -> dict[str, Any]:
     return {
         "ok": all(row.ok for row in rows),
@@ -206,7 +208,7 @@ def _record(
     }
 
 
-def _show(rows: list[Row], record: Mapping[str, Any]) -> None:
+def _show(rows: list[SelftestRow], record: Mapping[str, Any]) -> None:
     title = f"{record['ranks']} ranks on {record['device']}, {record['tokens']:,} tokens"
     table = Table(
         title=title,

@@ -78,30 +78,30 @@ def counting(recorder: RecordingDevice) -> Meter[Counts]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RankTensors:
     """q, k, v and dO of a rank."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     do: Tensor
 
     @staticmethod
-    def of(header: Header, rows: int, device: torch.device, drawn: bool) -> Rows:
+    def of(header: Header, rows: int, device: torch.device, drawn: bool) -> RankTensors:
         """drawn: normal numbers; otherwise uninitialised."""
         make = partial(torch.randn if drawn else torch.empty, device=device, dtype=DTYPES[header.dtype])
         q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
         k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)
         v = make(rows, header.kv_heads, header.v_head_dim, requires_grad=True)
-        return Rows((q, k, v), make(rows, header.q_heads, header.v_head_dim))
+        return RankTensors((q, k, v), make(rows, header.q_heads, header.v_head_dim))
 
 
-def metered(attention: Attention, rows: Rows, meter: Meter[Seen]) -> dict[str, Seen]:
+def metered(attention: Attention, rows: RankTensors, meter: Meter[Seen]) -> dict[str, Seen]:
     """What is seen of each phase."""
     out, forward = meter(lambda: attention(*rows.qkv))
     _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
     return {"forward": forward, "backward": backward}
 
 
-def best(attention: Attention, rows: Rows, clock: Meter[Took], repeats: int) -> dict[str, Took]:
+def best(attention: Attention, rows: RankTensors, clock: Meter[Took], repeats: int) -> dict[str, Took]:
     """The least of each phase, after a call to warm up."""
     metered(attention, rows, clock)
     runs = [metered(attention, rows, clock) for _ in range(repeats)]
@@ -128,5 +128,5 @@ def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
     """What the stage engine does for a rank. Rounds and messages are those of every engine."""
     recorder = RecordingDevice(piece.rank, piece.ranks)
     handle = PlanHandle(piece, recorder, recorder.engine)
-    rows = Rows.of(piece.header, handle.rows, device, drawn=False)
+    rows = RankTensors.of(piece.header, handle.rows, device, drawn=False)
     return metered(planned(handle), rows, counting(recorder))

@@ -35,7 +35,7 @@ from apportion.planner.forecast.memory import (
     vocabularies,
 )
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
-from apportion.planner.forecast.result import Forecast, Row
+from apportion.planner.forecast.result import Forecast, ForecastRow
 from apportion.planner.forecast.schedule import makespan_us, orders
 from apportion.planner.forecast.step import PARTS
 from apportion.planner.forecast.training import Training
@@ -328,7 +328,7 @@ def test_tiles_bound_what_the_ffn_holds_and_cost_its_forward_once_more() -> None
     assert extra == pytest.approx(4 * tokens * (products + gate))
 
 
-def offloaded(host_gbs: float, **given: Any) -> Row:
+def offloaded(host_gbs: float, **given: Any) -> ForecastRow:
     hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
     training = Training(vocab=1000, recompute="full", offload=True, **given)
     row = one(form("ulysses"), training, hardware=hardware).rows[0]

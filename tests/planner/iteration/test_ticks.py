@@ -25,8 +25,8 @@ from apportion.planner.iteration.ticks import (
     BACKWARD,
     FORWARD,
     IDLE,
-    Part,
     TickBatch,
+    TickPart,
     TickTable,
     plan_tick,
     stage_ranks,
@@ -228,7 +228,7 @@ def test_stages_share_the_ranks_evenly() -> None:
         plan_tick(tick_table(2, 3), 0, microbatches(), ap.Cluster(1, 3), MODEL, ["full", "near"])
 
 
-def layout_of(plan: Plan, made: TickBatch, part: Part, replicas: int) -> list[list[int]]:
+def layout_of(plan: Plan, made: TickBatch, part: TickPart, replicas: int) -> list[list[int]]:
     """The microbatch's tokens on each of its stage's ranks, in order of rows."""
     held = [plan.layout("attention").tokens(rank) for rank in stage_ranks(part.stage, replicas)]
     return [(tokens - part.start).tolist() for tokens in held]
@@ -317,14 +317,14 @@ class Pipeline:
             rows = slice(part.start, part.start + part.tokens)
             self.dx[self.key(part)] = self.incoming(part) + pulled(dq[rows], dk[rows], dv[rows])
 
-    def incoming(self, part: Part) -> NDArray[Any]:
+    def incoming(self, part: TickPart) -> NDArray[Any]:
         index, layer = self.key(part)
         return self.asked[index] if layer + 1 == len(self.kinds) else self.dx[index, layer + 1]
 
-    def key(self, part: Part) -> tuple[int, int]:
+    def key(self, part: TickPart) -> tuple[int, int]:
         return part.microbatch, part.chunk * self.table.stages + part.stage
 
-    def ranks(self, part: Part) -> tuple[int, ...]:
+    def ranks(self, part: TickPart) -> tuple[int, ...]:
         return stage_ranks(part.stage, self.cluster.ranks // self.table.stages)
 
 

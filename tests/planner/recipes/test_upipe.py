@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from apportion.backends import local_network, local_ranks, reference
 from apportion.backends.interp import Operand
-from apportion.backends.local_network import View
+from apportion.backends.local_network import LocalView
 from apportion.backends.local_ranks import Rank
 from apportion.backends.numpy_kernels import Partial
 from apportion.ir import verify
@@ -370,14 +370,14 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     """The highest work row and head column that anything writes, by (rank, tensor, phase)."""
     found: dict[tuple, memory.Arena] = defaultdict(lambda: memory.Arena(0, 0))
     rank_of: dict[int, local_ranks.Rank] = {}
-    view, write, phase = local_ranks.Rank.view, local_network.View.write, []
+    view, write, phase = local_ranks.Rank.view, local_network.LocalView.write, []
 
-    def noted_view(self: Rank, operand: Operand) -> View:
+    def noted_view(self: Rank, operand: Operand) -> LocalView:
         seen = view(self, operand)
         rank_of[id(seen)] = self
         return seen
 
-    def noted_write(self: View, values: tuple[NDArray[Any], ...] | list[NDArray[Any]] | Partial) -> None:
+    def noted_write(self: LocalView, values: tuple[NDArray[Any], ...] | list[NDArray[Any]] | Partial) -> None:
         operand = self.operand
         if operand.space == Space.WORK:
             key = (rank_of[id(self)].rank, operand.tensor, phase[-1])
@@ -387,7 +387,7 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
         write(self, values)
 
     monkeypatch.setattr(local_ranks.Rank, "view", noted_view)
-    monkeypatch.setattr(local_network.View, "write", noted_write)
+    monkeypatch.setattr(local_network.LocalView, "write", noted_write)
     m, tokens = plan.request.model, plan.request.batch.tokens
     p = oracle.Problem.random(1, tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim)
     phase.append("forward")

@@ -13,7 +13,7 @@ import pytest
 from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import GroupingProblem, PartitionProblem
 from apportion.planner.solvers.grouping import ilp, mixing
-from apportion.planner.solvers.highs import Run
+from apportion.planner.solvers.highs import SolverRun
 from apportion.planner.solvers.kit.grouping import GroupingCases
 from apportion.planner.solvers.partition.lpt import makespan_bound, solve as solve_lpt
 from apportion.planner.solvers.status import Budget, Clock, Limit, Status
@@ -130,7 +130,7 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.Mon
     programs, spreads = [], []
     solve_model, spread = mixed_programs.solve_model, mixing.spread  # type: ignore[attr-defined]
 
-    def counted(model: Any, *args: float | Clock, **options: float) -> Run:
+    def counted(model: Any, *args: float | Clock, **options: float) -> SolverRun:
         programs.append(model.numVariables())
         return solve_model(model, *args, **options)
 

@@ -118,7 +118,7 @@ class Arenas:
         self.columns = {arena.tensor: arena.heads for arena in program.arenas}
         self.placed: dict[Name, list[tuple[int, Array, int]]] = {}
         self._specs: dict[tuple[Name, Space], list[Array]] = {}
-        self._bound: WeakKeyDictionary[Buffer, Bound] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Buffer, BoundArenas] = WeakKeyDictionary()
         self.size = aligned(staging_bytes, PAGE)
         for arena in program.arenas:
             found = self.placed[arena.tensor] = []
@@ -134,14 +134,14 @@ class Arenas:
             self._specs[key] = arrays_of(tensor, space, self.header, columns, self.hidden)
         return self._specs[key]
 
-    def bind(self, buffer: Buffer) -> Bound:
+    def bind(self, buffer: Buffer) -> BoundArenas:
         """The arenas in a buffer of at least `size` bytes: the same as last time, for the same buffer."""
         if buffer not in self._bound:
-            self._bound[buffer] = Bound(self, buffer)
+            self._bound[buffer] = BoundArenas(self, buffer)
         return self._bound[buffer]
 
 
-class Bound:
+class BoundArenas:
     """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: of launch steps that were asked for."""
 
     def __init__(self, arenas: Arenas, buffer: Buffer) -> None:

@@ -106,7 +106,7 @@ def find_rounds(
         if step.op == Op.LAUNCH:
             listed = [next(of) for _ in step.transfers]
             due[early.get(step.index, step.index)].append((step, _drafts(step, listed, sizes)))
-    arena, under_way, found = _Arena(), {}, {}
+    arena, under_way, found = _StagingArena(), {}, {}
     for step in program.steps:
         for launch, drafts in due[step.index]:
             found[launch.index] = under_way[launch.round] = arena.place(
@@ -131,7 +131,7 @@ class _Sizes(dict[tuple[int, bool], int]):
         return self[key]
 
 
-class _Draft:
+class _MessageDraft:
     """A message of a launch, as its tiles are added."""
 
     def __init__(self, send: bool, peer: int) -> None:
@@ -143,23 +143,23 @@ class _Draft:
         self.size = aligned(self.size) + size
 
 
-def _drafts(step: Step, listed: list[int], sizes: _Sizes) -> dict[int, _Draft]:
+def _drafts(step: Step, listed: list[int], sizes: _Sizes) -> dict[int, _MessageDraft]:
     """The messages of a launch by number: those received first, each side by peer."""
-    found: dict[int, _Draft] = {}
+    found: dict[int, _MessageDraft] = {}
     for transfer, number in zip(step.transfers, listed, strict=True):
-        draft = found.setdefault(number, _Draft(transfer.send, transfer.peer))
+        draft = found.setdefault(number, _MessageDraft(transfer.send, transfer.peer))
         draft.add(transfer.operand, sizes[transfer.operand, bool(step.mode & RESULTS)])
     return dict(sorted(found.items()))
 
 
-class _Arena:
+class _StagingArena:
     """Places for staged messages: each round takes the first that is free."""
 
     def __init__(self) -> None:
         self.size = 0
         self._taken: list[slice] = []
 
-    def place(self, step: Step, drafts: Mapping[int, _Draft], staged: list[bool]) -> Round:
+    def place(self, step: Step, drafts: Mapping[int, _MessageDraft], staged: list[bool]) -> Round:
         sides: list[tuple[tuple[Message, ...], slice]] = []
         for send in (True, False):
             mine = [
@@ -188,7 +188,7 @@ class _Arena:
         return taken
 
 
-def _messages(drafts: list[tuple[_Draft, bool]], at: int, results: bool) -> Iterator[Message]:
+def _messages(drafts: list[tuple[_MessageDraft, bool]], at: int, results: bool) -> Iterator[Message]:
     for draft, is_staged in drafts:
         yield Message(draft.peer, tuple(draft.tiles), draft.size, at if is_staged else -1, results)
         at += aligned(draft.size) * is_staged

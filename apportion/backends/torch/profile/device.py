@@ -28,7 +28,7 @@ from torch import Tensor
 from apportion.backends.torch.kernels.attention import Band, Score, attend, attend_grad
 from apportion.backends.torch.memory.arrays import DTYPES, accumulator_dtype
 from apportion.backends.torch.profile.clock import Runs, Work, best_us
-from apportion.backends.torch.profile.layers import Layer
+from apportion.backends.torch.profile.layers import TimedLayer
 from apportion.backends.torch.stage import device_obstacle
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
@@ -97,12 +97,12 @@ class Effort:
     def runs(self) -> Runs:
         return Runs(self.least, self.most, self.budget_us)
 
-    def layer(self, device: torch.device) -> Layer:
+    def layer(self, device: torch.device) -> TimedLayer:
         """What is timed besides attention."""
         model = Model(
             self.q_heads, self.kv_heads, self.head_dim, dtype=self.dtype, hidden=self.hidden, ffn=self.ffn
         )
-        return Layer(model, self.tokens, self.vocab, device, self.runs)
+        return TimedLayer(model, self.tokens, self.vocab, device, self.runs)
 
 
 class Steps:
@@ -166,7 +166,7 @@ def profile(
 # --- grids
 
 
-class Task(NamedTuple):
+class TimedTask(NamedTuple):
     """One attention task. causal: all pairs but a corner, see `Grid`; window: the most keys that a row sees."""
 
     rows: int
@@ -211,7 +211,7 @@ class _Arena:
     def device(self) -> torch.device:
         return self.queries[0].device
 
-    def places(self, task: Task) -> list[list[int]]:
+    def places(self, task: TimedTask) -> list[list[int]]:
         """First rows of a task in each run: short ones are run in several places, one after another."""
         longest = max(task.rows, task.keys)
         together = min(PLACES, self.effort.axis[-1] // longest)
@@ -223,7 +223,7 @@ class _Arena:
         self.walk[0] = at + longest
         return at
 
-    def flash_task(self, task: Task, at: int) -> tuple[Work, Work]:
+    def flash_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, over statistics of tasks before."""
         q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
         k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
@@ -235,7 +235,7 @@ class _Arena:
             lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
         )
 
-    def stage_task(self, task: Task, at: int) -> tuple[Work, Work]:
+    def stage_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, one launch and two."""
         from apportion.backends.torch.profile.lone_task import Shape, lone_task
 
@@ -244,7 +244,7 @@ class _Arena:
         k, v = (tensor[at : at + task.keys] for tensor in self.keys[:2])
         return lone_task(q, k, v, do, Shape(*shape, band.dmin, band.dmax))
 
-    def _band(self, task: Task) -> Band:
+    def _band(self, task: TimedTask) -> Band:
         """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says; of a window, no more
         than so many keys a row."""
         ratio = self.effort.q_heads // self.effort.kv_heads
@@ -254,7 +254,7 @@ class _Arena:
 
 
 #: engine -> (arena, task, its first row) -> forward and backward of it
-TASKS: Mapping[str, Callable[[_Arena, Task, int], tuple[Work, Work]]] = MappingProxyType(
+TASKS: Mapping[str, Callable[[_Arena, TimedTask, int], tuple[Work, Work]]] = MappingProxyType(
     {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
 )
 
@@ -274,18 +274,18 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
         if sweep and time.monotonic() - begun > arena.effort.seconds:
             break
         for causal, (i, rows), (j, keys) in itertools.product((0, 1), enumerate(axis), enumerate(axis)):
-            took = steps.after(_task_us(arena, engine, Task(rows, keys, bool(causal))))
+            took = steps.after(_task_us(arena, engine, TimedTask(rows, keys, bool(causal))))
             times[:, causal, i, j] = np.minimum(times[:, causal, i, j], took)
     grids = _grid(engine, *times[0]), _grid(engine, *times[1])
     return _with_windows(arena, engine, *grids)
 
 
-def _task_us(arena: _Arena, engine: str, task: Task) -> list[float]:
+def _task_us(arena: _Arena, engine: str, task: TimedTask) -> list[float]:
     """Microseconds of a task forward and backward, every time in other places of the arenas: so programs find them."""
     return [_phase_us(arena, engine, task, phase) for phase in (0, 1)]
 
 
-def _phase_us(arena: _Arena, engine: str, task: Task, phase: int) -> float:
+def _phase_us(arena: _Arena, engine: str, task: TimedTask, phase: int) -> float:
     held = [[TASKS[engine](arena, task, at)[phase] for at in places] for places in arena.places(task)]
     turns = itertools.cycle(held)
     return best_us(lambda: [work() for work in next(turns)], arena.device, arena.effort.runs) / len(held[0])
@@ -297,7 +297,7 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
     axis, longer = arena.effort.axis, []
     for at, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
         rows, window = axis[at], max(axis[at] // part, 2)
-        took = _task_us(arena, engine, Task(rows, rows, True, window))
+        took = _task_us(arena, engine, TimedTask(rows, rows, True, window))
         alone = [_between(grid, at, rows, window) for grid in (forward, backward)]
         longer.append(np.subtract(took, alone) / rows)
     first, second = np.median(longer, axis=0).clip(min=0.0).round(5).tolist()

@@ -31,7 +31,7 @@ ADAM: dict[str, dict[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class TimedLayer:
     """Where and in which shapes the work of one layer is timed. tokens: of a rank; vocab: logits of a token."""
 
     model: Model

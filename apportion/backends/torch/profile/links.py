@@ -71,7 +71,7 @@ def profile_links(
         )
     group = dist.group.WORLD if group is None else group
     comm.start(1)
-    job = _Job(comm, group, _nodes(comm, group, _host() if node is None else node), messages, runs)
+    job = _LinkJob(comm, group, _nodes(comm, group, _host() if node is None else node), messages, runs)
     intra, pair = job.line(same=True), job.line(same=False)
     inside, between = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
     on_node = max(map(job.nodes.count, job.nodes))
@@ -118,7 +118,7 @@ def fit(message_bytes: Sequence[int], times_us: Sequence[float]) -> Line:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _LinkJob:
     """The measurements of one group. nodes: of each rank."""
 
     comm: Communicator

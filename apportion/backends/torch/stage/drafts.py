@@ -19,9 +19,9 @@ from apportion.backends.torch.stage.in_place import InPlace
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
+    OperandPlaces,
     Panel,
     Part,
-    Parts,
     Slot,
     cleared,
     folds,
@@ -97,7 +97,7 @@ class Drafts:
         self.slots: list[Slot] = []
         self.shares = 0
         self._end = 0
-        self._parts = Parts(lambda operand: arenas.arrays(operand.tensor, operand.space))
+        self._parts = OperandPlaces(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(columns, program.header), columns
         self._complete, self._statistics = complete, statistics

@@ -87,7 +87,7 @@ def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY)
         yield Panel(*ends, rows, width, how)
 
 
-class Parts:
+class OperandPlaces:
     """The parts of operands as places. `arrays` gives the arrays of a tensor, work or home."""
 
     def __init__(self, arrays: Callable[[Operand], Sequence[Array]]) -> None:

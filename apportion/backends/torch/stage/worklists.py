@@ -149,7 +149,7 @@ def work_list(
     """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the rows that
     tasks leave as results; targets: where those go that are work rows; stated: of tasks, home rows whose statistics the
     kernel computes."""
-    tasks = _Tasks(programs, columns, ROLES[kernel])
+    tasks = _ListedTasks(programs, columns, ROLES[kernel])
     done = Keyed(tasks.key[complete.of], complete.row0, complete.row1)
     within = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
     early = Keyed(tasks.key[stated.of], stated.row0, stated.row1)
@@ -189,7 +189,7 @@ def _to_targets(done: Keyed, is_work: Ints, targets: Targets) -> Keyed:
     )
 
 
-def _aim(rows: Ints, heads: _Heads, tasks: _Tasks, sample: Ints, targets: Targets) -> None:
+def _aim(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, targets: Targets) -> None:
     """Says of complete tiles where their rows go. rows: int32 [tiles, TILE], in place; sample: int64 [tiles], a task of
     each."""
     complete = rows[:, 4] & COMPLETE > 0
@@ -206,7 +206,7 @@ def _aim(rows: Ints, heads: _Heads, tasks: _Tasks, sample: Ints, targets: Target
     rows[aimed, HEADS] = np.where(staged == 1, heads.in_order, heads.at_home[sample[aimed]])
 
 
-class _Tasks:
+class _ListedTasks:
     """The tasks of a list as the roles see them; all int64 [tasks] but `key`'s inverse.
 
     start, stop: owner rows; low, high: the walked rows; dmin, dmax: of owner row - walked row. launch: its number among
@@ -259,7 +259,7 @@ def _bits(columns: Iterable[Ints]) -> Ints:
     return bits
 
 
-def _entries(tasks: _Tasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
+def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
     """(int64 [entries, ENTRY], with the task where heads will be; tile of each), of those that see a row."""
     tile, task = tiles.of_entry, tiles.task
     row0, row1 = tiles.row0[tile], tiles.row1[tile]
@@ -289,7 +289,7 @@ class _Heads:
     `walked` and `along`.
     """
 
-    def __init__(self, columns: Columns, tasks: _Tasks) -> None:
+    def __init__(self, columns: Columns, tasks: _ListedTasks) -> None:
         self._columns, self._numbers = columns, [0]
         roles, signature = tasks.roles, columns.signature
         owners = [signature[tasks.of[name]] for name in (roles.owner, *roles.beside)]
@@ -331,7 +331,7 @@ class _Heads:
         return [*ends, len(self._numbers) + lanes + 1 + len(listed), *listed]
 
 
-def _launches(tasks: _Tasks, launch: Ints, lanes: Ints) -> Mapping[int, tuple[Launch, ...]]:
+def _launches(tasks: _ListedTasks, launch: Ints, lanes: Ints) -> Mapping[int, tuple[Launch, ...]]:
     """The launches of each instruction, of int64 [tiles] launch numbers in order."""
     found: dict[int, tuple[Launch, ...]] = {}
     numbers, first, count = np.unique(launch, return_index=True, return_counts=True)

@@ -20,7 +20,7 @@ from apportion.ir.bytes.cells.numbers import (
     write_number,
     write_numbers,
 )
-from apportion.ir.bytes.cells.predictions import Named, Rows, Rule, memory_for, numbered, walk
+from apportion.ir.bytes.cells.predictions import Named, Rule, WalkedRows, memory_for, numbered, walk
 from apportion.ir.errors import DecodeError
 from apportion.ir.loops.jit import inlined, lean
 from apportion.ir.plan.tables import Table
@@ -38,7 +38,7 @@ def most_bytes(cells: int, columns: int, rows: int) -> int:
 
 
 @inlined
-def write_cell(rows: Rows, out: Bytes, at: int) -> int:
+def write_cell(rows: WalkedRows, out: Bytes, at: int) -> int:
     """Writes the cell of a rank's rows. Returns where the next byte goes."""
     cell, size = at, rows.end - rows.begin
     if size <= 0:
@@ -128,7 +128,7 @@ def _read_cells(
     columns, cell = len(rules), 0
     for rank in range(len(stops)):
         at, stop, begin, size, first = starts[rank], stops[rank], begins[rank], sizes[rank], named.first[rank]
-        rows = Rows(
+        rows = WalkedRows(
             values,
             0,
             len(values) // columns,

@@ -153,7 +153,7 @@ def memory_for(ranks: int, operands: int) -> Ints:
     return np.zeros((1 + max(CODES, ranks, operands), 2), np.int64)
 
 
-class Rows(NamedTuple):
+class WalkedRows(NamedTuple):
     """A rank's rows of a table while they are walked, column after column.
 
     values: int64, its columns end to end, `total` rows each, from `base` on; begin, end: the rank's. rules: as
@@ -181,7 +181,7 @@ class Rows(NamedTuple):
 
 
 @inlined
-def walk(rows: Rows, column: int, reads: bool) -> int:
+def walk(rows: WalkedRows, column: int, reads: bool) -> int:
     """Notes where a column departs from what was predicted, and returns how often; where it `reads`, the other way
     round: writes the column from such notes, behind which there is a place of -1. It then returns -1 at a number that
     no plan can hold."""
@@ -202,13 +202,13 @@ def walk(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _at(rows: Rows, column: int) -> int:
+def _at(rows: WalkedRows, column: int) -> int:
     """Where a column is."""
     return rows.base + column * rows.total
 
 
 @inlined
-def _settle(rows: Rows, own: Ints, row: int, place: int, likely: int, found: int, reads: bool) -> int:
+def _settle(rows: WalkedRows, own: Ints, row: int, place: int, likely: int, found: int, reads: bool) -> int:
     """One row, whose number most likely is `likely`; found: departures before it. Returns those with it, or -1."""
     if not reads:
         if own[row] != likely:
@@ -223,7 +223,7 @@ def _settle(rows: Rows, own: Ints, row: int, place: int, likely: int, found: int
 
 
 @inlined
-def _walk_steps(rows: Rows, column: int, reads: bool) -> int:
+def _walk_steps(rows: WalkedRows, column: int, reads: bool) -> int:
     kind, at, at_a = rows.rules[column, 0], _at(rows, column), _at(rows, rows.rules[column, 1])
     own = rows.values[at + rows.begin : at + rows.end]
     a = rows.values[at_a + rows.begin : at_a + rows.end]
@@ -243,7 +243,7 @@ def _walk_steps(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _walk_places(rows: Rows, column: int, reads: bool) -> int:
+def _walk_places(rows: WalkedRows, column: int, reads: bool) -> int:
     at, at_a, at_b = _at(rows, column), _at(rows, rows.rules[column, 1]), _at(rows, rows.rules[column, 2])
     own = rows.values[at + rows.begin : at + rows.end]
     a = rows.values[at_a + rows.begin : at_a + rows.end]
@@ -259,7 +259,7 @@ def _walk_places(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _walk_memory(rows: Rows, column: int, reads: bool) -> int:
+def _walk_memory(rows: WalkedRows, column: int, reads: bool) -> int:
     kind, at, at_a = rows.rules[column, 0], _at(rows, column), _at(rows, rows.rules[column, 1])
     own = rows.values[at + rows.begin : at + rows.end]
     key_of = rows.values[at_a + rows.begin : at_a + rows.end]
@@ -288,7 +288,7 @@ def _walk_memory(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _walk_bounds(rows: Rows, column: int, reads: bool) -> int:
+def _walk_bounds(rows: WalkedRows, column: int, reads: bool) -> int:
     at, at_a, held = _at(rows, column), _at(rows, rows.rules[column, 1]), rows.held
     own = rows.values[at + rows.begin : at + rows.end]
     operand = rows.values[at_a + rows.begin : at_a + rows.end]
@@ -302,7 +302,7 @@ def _walk_bounds(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _walk_sources(rows: Rows, column: int, reads: bool) -> int:
+def _walk_sources(rows: WalkedRows, column: int, reads: bool) -> int:
     found, last, own = 0, 0, rows.values[_at(rows, column) : _at(rows, column + 1)]
     for row in range(rows.begin, rows.end):
         found = _settle(rows, own, row, row - rows.begin, last, found, reads)
@@ -313,7 +313,7 @@ def _walk_sources(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _walk_likes(rows: Rows, column: int, reads: bool) -> int:
+def _walk_likes(rows: WalkedRows, column: int, reads: bool) -> int:
     own = rows.values[_at(rows, column) : _at(rows, column + 1)]
     source = rows.values[_at(rows, SOURCE) : _at(rows, SOURCE + 1)]
     begin, found = rows.begin, 0
@@ -331,7 +331,7 @@ def _walk_likes(rows: Rows, column: int, reads: bool) -> int:
 
 
 @inlined
-def _walk_rows(rows: Rows, column: int, reads: bool) -> int:
+def _walk_rows(rows: WalkedRows, column: int, reads: bool) -> int:
     own = rows.values[_at(rows, column) : _at(rows, column + 1)]
     source = rows.values[_at(rows, SOURCE) : _at(rows, SOURCE + 1)]
     tensor = rows.values[_at(rows, TENSOR) : _at(rows, TENSOR + 1)]

@@ -27,7 +27,7 @@ _PROBES = 16
 _ROW, _COL, _HEADS = _PLACE["row"], _PLACE["col"], _PLACE["heads"]
 
 
-class Operands(NamedTuple):
+class WrittenOperands(NamedTuple):
     """The operands of all programs. values: int64 [columns, operands], as they are written; ptr: int64 [ranks + 1],
     those of each rank; begins: int64 [programs + 1, ranks], those of each program. ranks: of the plan."""
 
@@ -59,11 +59,11 @@ def _places(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
     return ptr, np.arange(ptr[-1]) + np.repeat(begins - ptr[:-1], ends - begins)
 
 
-def room_for(counts: Sequence[Ints], ranks: int) -> Operands:
+def room_for(counts: Sequence[Ints], ranks: int) -> WrittenOperands:
     """Operands without values; counts: int64 [those ranks that are here] for each program; ranks: of the plan."""
     begins = np.cumsum([np.zeros_like(counts[0]), *counts], 0)
     ptr = offsets(begins[-1])
-    return Operands(np.empty((len(_RULES), int(ptr[-1])), np.int64), ptr, begins + ptr[:-1], ranks)
+    return WrittenOperands(np.empty((len(_RULES), int(ptr[-1])), np.int64), ptr, begins + ptr[:-1], ranks)
 
 
 @inlined

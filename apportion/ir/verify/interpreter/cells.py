@@ -58,7 +58,7 @@ _SPARE = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
+class MemoryCells:
     """lines: int64 [lines, 8], all that the interpreter reads and writes of memory:
 
         counters │ faults │ suspects │ full │ hints │ cells │ slots │ pieces, 4 a line │ runs ─►  ◄─ parts │ ◄ new cells
@@ -98,7 +98,7 @@ class Cells:
 
 def build(
     program: Program, homes: Homes, given: frozenset[Tensor], owed: frozenset[Tensor], room: int
-) -> Cells:
+) -> MemoryCells:
     """The memory of a program at its start, with room for so many runs of home rows a task or transfer.
 
     homes: of the layout of home rows.
@@ -133,7 +133,7 @@ def build(
     return memory
 
 
-def _allocate(program: Program, pieces: _Pieces, lanes: Ints, room: int) -> Cells:
+def _allocate(program: Program, pieces: _CutPieces, lanes: Ints, room: int) -> MemoryCells:
     """Lines, most of which are never touched and so cost nothing."""
     slots = FIRST_CELL + len(lanes)
     runs = slots + len(program["operands"]) + len(pieces.operand) // 4 + 1
@@ -141,7 +141,7 @@ def _allocate(program: Program, pieces: _Pieces, lanes: Ints, room: int) -> Cell
     parts = runs + min(room * items, _MOST_PIECES) + _SPARE
     lines = _zero_lines(parts + 2 * len(lanes) + _SPARE)
     lines[COUNTERS, [RUN_LINE, PART_LINE, NEW_CELL]] = runs, parts, len(lines) - 2
-    return Cells(lines, lanes, slots, pieces.columns)
+    return MemoryCells(lines, lanes, slots, pieces.columns)
 
 
 def _zero_lines(count: int) -> Ints:
@@ -164,7 +164,7 @@ class _Units:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pieces:
+class _CutPieces:
     operand: Ints
     lane: Ints
     start: Ints
@@ -194,16 +194,18 @@ def _unit(program: Program, kv_side: bool) -> int:
     return unit
 
 
-def _whole_pieces(program: Program) -> _Pieces:
+def _whole_pieces(program: Program) -> _CutPieces:
     """As `_pieces`, where all operands have all heads: one piece each."""
     table = program["operands"]
     tensor, space, row, rows = table.data[:4]
     operand = np.flatnonzero(tensor != Tensor.NONE)
     place = table.rank * PLACES + tensor * _SPACES + space
-    return _Pieces(operand, place[operand], row[operand], rows[operand], np.zeros(len(operand), np.int64), 1)
+    return _CutPieces(
+        operand, place[operand], row[operand], rows[operand], np.zeros(len(operand), np.int64), 1
+    )
 
 
-def _pieces(program: Program, units: _Units) -> _Pieces:
+def _pieces(program: Program, units: _Units) -> _CutPieces:
     table = program["operands"]
     width, headless = units.of(program), IS_HEADLESS[table["tensor"]]
     count = np.where(headless, 1, program.head_count // width) * (table["tensor"] != Tensor.NONE)
@@ -220,7 +222,7 @@ def _pieces(program: Program, units: _Units) -> _Pieces:
         unit = _unit_of(program, operand, index, units)
         column = np.where(table["space"][operand] == HOME, unit, first_column[operand] + index)
     place = (table.rank * PLACES + table["tensor"] * _SPACES + table["space"])[operand]
-    return _Pieces(
+    return _CutPieces(
         operand, place * columns + column, table["row"][operand], table["rows"][operand], unit, columns
     )
 

@@ -10,7 +10,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import OPERAND_COLUMNS, Tensor
 from apportion.ir.plan.ops import LIST_OF_OP
-from apportion.ir.verify.interpreter.cells import PLACES, Cells
+from apportion.ir.verify.interpreter.cells import PLACES, MemoryCells
 from apportion.ir.verify.interpreter.machine import (
     BEGIN,
     CLEARED,
@@ -64,10 +64,12 @@ class Flow:
     parts: Ints
     faults: Ints
     suspects: Ints
-    memory: Cells
+    memory: MemoryCells
 
 
-def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_home: int, lazy: bool) -> Flow:
+def run(
+    program: Program, memory: MemoryCells, given: frozenset[Tensor], written_at_home: int, lazy: bool
+) -> Flow:
     """Executes the program. given: tensors whose home rows hold values; written_at_home: as in `Scan`.
 
     lazy: quicker, see `machine.LAZY`. A program that it finds nothing wrong with has nothing wrong; what it finds may
@@ -120,7 +122,7 @@ def run(program: Program, memory: Cells, given: frozenset[Tensor], written_at_ho
     )
 
 
-def left_over(program: Program, memory: Cells) -> tuple[Ints, Ints]:
+def left_over(program: Program, memory: MemoryCells) -> tuple[Ints, Ints]:
     """(lines, lanes) of the cells that end in the wrong state, the first few: see `find_undelivered`."""
     at, lanes = memory.now()
     found = np.zeros(_MOST_LEFT, np.int64)

@@ -15,7 +15,7 @@ from apportion.ir.isa import HEADLESS, PARTIALS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.plan.ops import NO_LIST
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.interpreter import machine as f
-from apportion.ir.verify.interpreter.cells import Cells
+from apportion.ir.verify.interpreter.cells import MemoryCells
 from apportion.ir.verify.interpreter.flow import left_over
 from apportion.ir.verify.interpreter.machine import NOWHERE
 from apportion.ir.verify.report import Violation, at_instruction, span
@@ -115,7 +115,7 @@ def _item(program: Program, instruction: int, item: int) -> str:
     return f"item {item - int(program.starts[instruction])}: "
 
 
-def _undelivered(program: Program, memory: Cells, homes: Homes) -> Iterator[Violation]:
+def _undelivered(program: Program, memory: MemoryCells, homes: Homes) -> Iterator[Violation]:
     """At the end no partial is left in work rows, and every home row that is owed was produced."""
     at, lanes = left_over(program, memory)
     rank, tensor, space, _ = memory.place(lanes)

@@ -28,7 +28,7 @@ class _Bytes(msgspec.Struct):
     inter_node: _Natural
 
 
-class _Exchange(msgspec.Struct):
+class _ReportedExchange(msgspec.Struct):
     kind: str
     phase: str
     name: str
@@ -73,7 +73,7 @@ class _Report(msgspec.Struct):
     bytes: _Bytes | None = None
     imbalance: _Imbalance | None = None
     plan_bytes: _Sizes | None = None
-    exchanges: list[_Exchange] = []
+    exchanges: list[_ReportedExchange] = []
     bounds: dict[str, _Bound] = {}
     termination: _Termination | None = None
 

@@ -140,12 +140,12 @@ def divide(
     end = np.cumsum(np.bincount(rank.ravel(), minlength=ranks))
     division = np.zeros(rank.size, np.int32)
     got = np.full((heads.groups + heads.key_sets) * len(home), -1, np.int64)
-    tiles = _Tiles(first + block, home[block], size, got)
+    tiles = _CellTiles(first + block, home[block], size, got)
     _divide(sort_order(rank.ravel(), ranks), end, tiles, count, division)
     return division.reshape(rank.shape)
 
 
-class _Tiles(NamedTuple):
+class _CellTiles(NamedTuple):
     """Of the queries and the keys of each cell, int64 [2, n]: tile; source, the rank that has it; size, bytes, 0 where
     it is at home. got: int64 [tiles], the last rank that has fetched each."""
 
@@ -156,7 +156,7 @@ class _Tiles(NamedTuple):
 
 
 @jit
-def _divide(order: Ints, end: Ints, tiles: _Tiles, count: int, division: Ints) -> None:
+def _divide(order: Ints, end: Ints, tiles: _CellTiles, count: int, division: Ints) -> None:
     """order: cells by rank; end: int64 [ranks], the end of those of each; fills `division`."""
     need, spent = np.zeros(len(end), np.int64), np.zeros(len(end), np.int64)
     for rank in range(len(end)):
@@ -179,7 +179,7 @@ def _divide(order: Ints, end: Ints, tiles: _Tiles, count: int, division: Ints) -
 
 
 @jit
-def _fetch(tiles: _Tiles, cell: int, rank: int, spent: Ints) -> None:
+def _fetch(tiles: _CellTiles, cell: int, rank: int, spent: Ints) -> None:
     """Adds to `spent`, by source, what the cell needs that is not there yet."""
     for side in range(2):
         spent[tiles.source[side, cell]] += _new(tiles, side, cell, rank)
@@ -187,12 +187,12 @@ def _fetch(tiles: _Tiles, cell: int, rank: int, spent: Ints) -> None:
 
 
 @jit
-def _new(tiles: _Tiles, side: int, cell: int, rank: int) -> int:
+def _new(tiles: _CellTiles, side: int, cell: int, rank: int) -> int:
     return 0 if tiles.got[tiles.tile[side, cell]] == rank else tiles.size[side, cell]
 
 
 @jit
-def _fits(tiles: _Tiles, cell: int, rank: int, spent: Ints, need: Ints, count: int) -> bool:
+def _fits(tiles: _CellTiles, cell: int, rank: int, spent: Ints, need: Ints, count: int) -> bool:
     """Whether no source sends more than 1/count of all that it sends to the rank."""
     new = (_new(tiles, 0, cell, rank), _new(tiles, 1, cell, rank))
     same = tiles.source[0, cell] == tiles.source[1, cell]

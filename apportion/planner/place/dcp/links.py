@@ -25,7 +25,7 @@ DEAR = 8.0
 _TURNS = 2
 
 
-class Traffic(NamedTuple):
+class LinkTraffic(NamedTuple):
     """What ranks send and receive, of a compute placement. By rank, int64 [2, ranks]: sent and received, inside the
     node and to others. By block, int64: away [blocks], bytes to other nodes; near [blocks], to all ranks of its node
     that need it; here [blocks, ranks a node], to each of these."""
@@ -52,12 +52,12 @@ def link_gbs(problem: Problem) -> tuple[float, float]:
     return cluster.intra_gbs, cluster.inter_gbs * cluster.nics_per_node / cluster.ranks_per_node
 
 
-def traffic_of(placed: Sequence[Placed], blocks: int) -> Traffic:
+def traffic_of(placed: Sequence[Placed], blocks: int) -> LinkTraffic:
     """Of so many blocks, all cases together."""
     case = placed[0][0]
     sent, received = np.zeros((2, 2, case.ranks), np.int64)
     away, near = np.zeros((2, blocks), np.int64)
-    made = Traffic(sent, received, away, near, np.zeros((blocks, case.ranks_per_node), np.int64))
+    made = LinkTraffic(sent, received, away, near, np.zeros((blocks, case.ranks_per_node), np.int64))
     for each, rank in placed:
         _count(each.ptr, each.pins, each.price, rank, case.ranks_per_node, made)
     return made
@@ -72,12 +72,12 @@ def exchanged(placed: Sequence[Placed], free: Bools, gbs: tuple[float, float]) -
     start = offsets(np.bincount(node, minlength=case.nodes))
     used = exact_sums(home, tokens, case.ranks)
     order = np.argsort(node, kind="stable")
-    _exchange(_Board(home, free, tokens, cap, used, start, order, made.times(gbs)), made, gbs)
+    _exchange(_HomeBoard(home, free, tokens, cap, used, start, order, made.times(gbs)), made, gbs)
     return home
 
 
 @jit
-def _count(ptr: Ints, pins: Ints, price: Ints, rank: Ints, per_node: int, made: Traffic) -> None:
+def _count(ptr: Ints, pins: Ints, price: Ints, rank: Ints, per_node: int, made: LinkTraffic) -> None:
     seen = np.full(made.sent.shape[1], -1, np.int64)
     for edge in range(len(price)):
         block = pins[ptr[edge]]
@@ -100,7 +100,7 @@ def _count(ptr: Ints, pins: Ints, price: Ints, rank: Ints, per_node: int, made: 
                 made.received[1, to] += price[edge]
 
 
-class _Board(NamedTuple):
+class _HomeBoard(NamedTuple):
     """home: int64 [blocks]; free: bool [blocks]; tokens: int64 [blocks]; cap, used: int64 [ranks], tokens; start: int64
     [nodes + 1], of the blocks of each node in `order`, int64 [blocks]; time: float64 [ranks]."""
 
@@ -115,7 +115,7 @@ class _Board(NamedTuple):
 
 
 @jit
-def _exchange(board: _Board, made: Traffic, gbs: tuple[float, float]) -> None:
+def _exchange(board: _HomeBoard, made: LinkTraffic, gbs: tuple[float, float]) -> None:
     ranks = len(board.cap)
     stuck = np.zeros(ranks, np.bool_)
     for _ in range(_TURNS * len(board.home)):
@@ -139,7 +139,7 @@ def _exchange(board: _Board, made: Traffic, gbs: tuple[float, float]) -> None:
 
 
 @lean
-def _best(board: _Board, made: Traffic, busy: int, gbs: tuple[float, float]) -> tuple[int, int]:
+def _best(board: _HomeBoard, made: LinkTraffic, busy: int, gbs: tuple[float, float]) -> tuple[int, int]:
     """The block of `busy` and the one of another rank of its node whose exchange leaves the longer of the two ranks'
     times the shortest; -1, -1 where none gains."""
     per_node = made.here.shape[1]
@@ -170,14 +170,16 @@ def _best(board: _Board, made: Traffic, busy: int, gbs: tuple[float, float]) -> 
 
 
 @lean
-def _change(made: Traffic, gone: int, come: int, local: int) -> tuple[int, int]:
+def _change(made: LinkTraffic, gone: int, come: int, local: int) -> tuple[int, int]:
     """What a rank, by its number in its node, sends and receives more in its node, with one block for another."""
     leaves, enters = made.here[gone, local], made.here[come, local]
     return (made.near[come] - enters) - (made.near[gone] - leaves), leaves - enters
 
 
 @lean
-def _time(made: Traffic, rank: int, gbs: tuple[float, float], sent: int, received: int, away: int) -> float:
+def _time(
+    made: LinkTraffic, rank: int, gbs: tuple[float, float], sent: int, received: int, away: int
+) -> float:
     """Time on a rank's links, with changes of what it sends and receives in its node, and sends to others."""
     within = max(made.sent[0, rank] + sent, made.received[0, rank] + received)
     between = max(made.sent[1, rank] + away, made.received[1, rank])
@@ -185,7 +187,7 @@ def _time(made: Traffic, rank: int, gbs: tuple[float, float], sent: int, receive
 
 
 @lean
-def _swap(home: Ints, made: Traffic, one: int, other: int) -> None:
+def _swap(home: Ints, made: LinkTraffic, one: int, other: int) -> None:
     for gone, come in ((one, other), (other, one)):
         rank = home[gone]
         near, left = _change(made, gone, come, rank % made.here.shape[1])

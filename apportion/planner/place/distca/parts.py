@@ -108,7 +108,7 @@ def balance(site: Site, limits: Limits) -> Balance:
 
 
 @dataclass
-class _State:
+class _Cutting:
     """What the passes change; rows: that cuts are multiples of."""
 
     board: Board
@@ -141,7 +141,7 @@ class _State:
         return True
 
 
-def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
+def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _Cutting:
     home, speeds = site.home, site.speeds
     count, blocks, ranks = len(pairs.q), len(home), len(speeds)
     shares = Shares(*[*np.zeros((5, count + room), np.int64), np.array([count])])
@@ -159,7 +159,7 @@ def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _State:
     board = Board(pairs, shares, lists, servers, index, home, site.begin[site.sequence], holding, other)
     if limits.rules.capped:
         book_pairs(board, limits.rules)
-    return _State(board, limits.granularity)
+    return _Cutting(board, limits.granularity)
 
 
 def _find_index(pairs: Pairs, home: Ints, ranks: int) -> Index:

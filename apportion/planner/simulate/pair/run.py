@@ -164,7 +164,7 @@ def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
 # ---------------------------------------------------------------------------------------------- both
 
 
-class Rows(NamedTuple):
+class PairInstructions(NamedTuple):
     """Instructions of both halves and all layers, in no order. rank, slot (the place in a way's order), number
     (within the slot), role: int64 [rows]; work_us: float64; launch: int64, of all, or -1."""
 
@@ -207,7 +207,7 @@ def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Tra
     first = offsets(sizes)  # launch of each copy, and their number
     rows = _joined(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
     order = np.lexsort((rows.number, rows.slot, rows.rank))
-    rows = Rows._make(column[order] for column in rows)
+    rows = PairInstructions._make(column[order] for column in rows)
     launches = rows.launch[rows.role == LAUNCH]
     number = np.full(first[-1] + 1, -1)  # of -1, no launch: -1
     number[launches] = np.arange(len(launches))
@@ -215,12 +215,12 @@ def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Tra
     return _script(rows, number[rows.launch], [half for _, half, _ in copies], launches, traffic), traffic
 
 
-def _rows(which: int, half: Half, layer: int, way: str, first: int) -> Rows:
+def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstructions:
     """The rows of one copy of a half, whose launches are numbered from `first`."""
     script, ranks = half.script, np.arange(len(half.before))
     launch = np.where(script.launch >= 0, script.launch + first, -1)
     slot = _slot(way, which, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
-    own = Rows(
+    own = PairInstructions(
         half.rank_of, slot, 2 * np.arange(len(slot)), script.role.astype(np.int64), script.work_us, launch
     )
     more = [
@@ -238,8 +238,8 @@ def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
     return 4 * (2 * turn + which if alternating else which * 4 * MAX_LAYERS + turn) + piece
 
 
-def _work(ranks: Ints, slot: int, number: int, work: Floats) -> Rows:
-    return Rows(
+def _work(ranks: Ints, slot: int, number: int, work: Floats) -> PairInstructions:
+    return PairInstructions(
         ranks,
         np.full(len(ranks), slot),
         np.full(len(ranks), number),
@@ -249,17 +249,17 @@ def _work(ranks: Ints, slot: int, number: int, work: Floats) -> Rows:
     )
 
 
-def _waited_for(rows: Rows) -> Rows:
+def _waited_for(rows: PairInstructions) -> PairInstructions:
     """A wait right after every launch; what it brought is unpacked where the program waits for it."""
-    launches = Rows._make(column[rows.role == LAUNCH] for column in rows)
+    launches = PairInstructions._make(column[rows.role == LAUNCH] for column in rows)
     nothing = np.zeros_like(launches.work_us)
     return launches._replace(
         number=launches.number + 1, role=np.full_like(launches.role, WAIT), work_us=nothing
     )
 
 
-def _joined(parts: Iterable[Rows]) -> Rows:
-    return Rows._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
+def _joined(parts: Iterable[PairInstructions]) -> PairInstructions:
+    return PairInstructions._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 
 def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
@@ -273,7 +273,7 @@ def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
     return Traffic._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
 
 
-def _script(rows: Rows, launch: Ints, copies: list[Half], old: Ints, traffic: Traffic) -> Script:
+def _script(rows: PairInstructions, launch: Ints, copies: list[Half], old: Ints, traffic: Traffic) -> Script:
     """The script of sorted rows. launch: int64 [rows], their launches; old: int64 [launches], numbers of before."""
     ranks = len(copies[0].before)
     rank, round_, channel = (

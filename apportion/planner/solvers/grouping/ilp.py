@@ -50,7 +50,7 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class _State:
+class _Known:
     """What is known: the best mix, a lower bound, counts of groups that no program has refuted, and
     how many programs were asked or searches made, which seeds the next."""
 
@@ -59,7 +59,7 @@ class _State:
     counts: tuple[int, ...] | None = None
     probes: int = 0
 
-    def with_mix(self, mix: Mix | None) -> _State:
+    def with_mix(self, mix: Mix | None) -> _Known:
         better = mix is not None and (self.best is None or mix.value < self.best.value)
         return replace(self, best=mix) if better else self
 
@@ -82,7 +82,7 @@ def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
     clock = budget.start()
     order, case = _canonical(problem)
     check_capacity(case)
-    state = _State(None, _simple_bound(case))
+    state = _Known(None, _simple_bound(case))
     if not np.isfinite(state.bound):
         return _no_groups(problem, Termination(Status.INFEASIBLE, state.bound))
     state = state.with_mix(greedy_mix(case, state.bound))
@@ -139,8 +139,8 @@ def _simple_bound(problem: GroupingProblem) -> float:
 
 
 def _search(
-    case: GroupingProblem, state: _State, budget: Budget, clock: Clock
-) -> tuple[_State, Limit | None]:
+    case: GroupingProblem, state: _Known, budget: Budget, clock: Clock
+) -> tuple[_Known, Limit | None]:
     if state.done(budget):
         return state, Limit.GAP
     _need_programs()
@@ -161,8 +161,8 @@ def _search(
 
 
 def _by_local_search(
-    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, effort: float = 1.0
-) -> _State:
+    case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, effort: float = 1.0
+) -> _Known:
     """Search from the counts of the best mix and those that no program has refuted."""
     goal = state.bound * (1 + budget.gap)
     if state.best is not None:
@@ -181,7 +181,7 @@ def _by_local_search(
     return state
 
 
-def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int) -> _State:
+def _by_bisection(case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, nodes: int) -> _Known:
     """Raise the bound by what the small program refutes; follow the counts that it finds."""
     from apportion.planner.solvers.grouping.programs import mix_for
 
@@ -207,7 +207,7 @@ def _by_bisection(case: GroupingProblem, state: _State, budget: Budget, clock: C
     return state
 
 
-def _refuted(state: _State, limit: float, most: float) -> float:
+def _refuted(state: _Known, limit: float, most: float) -> float:
     """The bound after a no: infinity where even half the time that none can exceed is not enough."""
     return np.inf if limit >= most / 2 else max(state.bound, limit)
 
@@ -223,8 +223,8 @@ def _is_complete(case: GroupingProblem) -> bool:
 
 
 def _by_slots(
-    case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int
-) -> tuple[_State, Limit | None]:
+    case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, nodes: int
+) -> tuple[_Known, Limit | None]:
     """The program of the whole problem."""
     from apportion.planner.solvers.grouping.programs import slots
 
@@ -235,7 +235,7 @@ def _by_slots(
     return state, Limit.GAP if state.done(budget) else run.limit
 
 
-def _by_parts(case: GroupingProblem, state: _State, budget: Budget, clock: Clock, nodes: int) -> _State:
+def _by_parts(case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, nodes: int) -> _Known:
     """The program of the slowest group and some others, again and again: what they hold, dealt anew among them."""
     from apportion.planner.solvers.grouping.programs import slots
 

@@ -25,7 +25,7 @@ import pulp
 from apportion.ir.arrays import Bools, Floats, Ints, group_of
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.grouping.mixing import Mix, mix_of
-from apportion.planner.solvers.highs import Run, solve_model
+from apportion.planner.solvers.highs import SolverRun, solve_model
 from apportion.planner.solvers.status import Clock, Status
 
 # the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
@@ -41,7 +41,7 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramAnswer:
     """refuted: proven that nothing keeps the time limit; counts: groups of each degree where an answer was found."""
 
     refuted: bool
@@ -70,11 +70,11 @@ class _Kinds:
         return np.where(np.isfinite(taken), taken, 0.0)
 
 
-def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) -> Answer:
+def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) -> ProgramAnswer:
     """Whether some mix may keep a time limit."""
     fits = problem.times <= limit
     if not fits.any(1).all():
-        return Answer(True, None)
+        return ProgramAnswer(True, None)
     kinds = _kinds(problem, fits, limit)
     model = pulp.LpProblem("mix", pulp.LpMinimize)
     chosen, count = _mix_variables(model, problem, kinds, kinds.room(fits))
@@ -89,8 +89,8 @@ def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) ->
     # any answer will do: a gap of 100 % stops at the first
     run = solve_model(model, clock, nodes, gap=1.0)
     if run.status in (Status.OPTIMAL, Status.FEASIBLE):
-        return Answer(False, tuple(round(variable.varValue) for variable in count))
-    return Answer(run.status is Status.INFEASIBLE, None)
+        return ProgramAnswer(False, tuple(round(variable.varValue) for variable in count))
+    return ProgramAnswer(run.status is Status.INFEASIBLE, None)
 
 
 def _kinds(problem: GroupingProblem, fits: Bools, limit: float) -> _Kinds:
@@ -164,7 +164,7 @@ def slots(
     clock: Clock,
     nodes: int,
     gap: float,
-) -> tuple[Mix | None, Run]:
+) -> tuple[Mix | None, SolverRun]:
     """The best mix with at most `counts` groups of each degree (int64 [degrees]), and how the search ended; bounds
     are times. The start must be of such counts; the answer is never worse."""
     column = group_of(counts)
@@ -191,7 +191,7 @@ def slots(
         _start_from(start, column, x, y, time, unit)
     run = solve_model(model, clock, nodes, gap)
     found = _read(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
-    return found, Run(run.status, run.limit, run.bound * unit)
+    return found, SolverRun(run.status, run.limit, run.bound * unit)
 
 
 def _slot_variables(

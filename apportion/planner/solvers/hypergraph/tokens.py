@@ -40,7 +40,7 @@ class Clusters:
     fixed: Ints
 
 
-class _Parts(NamedTuple):
+class _PartLoads(NamedTuple):
     """part, base: int64 [C]; by part, int64: caps, load (flops), used (tokens), flops and tokens that are still to be
     placed from it (as a base) on; seen: int8 [E, parts], whether a hyperedge is there."""
 
@@ -102,7 +102,7 @@ def _level(
     rate = spread * float(clusters.price.sum()) / max(1.0, float(clusters.flops.sum()))
     load, used, rest_flops, rest_tokens = np.zeros((4, len(caps[0])), np.int64)
     seen = np.zeros((len(clusters.price), len(caps[0])), np.int8)
-    parts = _Parts(part, np.maximum(base, 0), *caps, load, used, rest_flops, rest_tokens, seen)
+    parts = _PartLoads(part, np.maximum(base, 0), *caps, load, used, rest_flops, rest_tokens, seen)
     _place(order, item, clusters.flops, clusters.tokens, graph, span, rate, parts)
     return np.maximum(part, -1)
 
@@ -163,7 +163,14 @@ def _contract(ptr: Ints, pins: Ints, anchor: Ints, clusters: int) -> tuple[Ints,
 
 @jit
 def _place(
-    order: Ints, item: Ints, flops: Ints, tokens: Ints, graph: Graph, span: int, rate: float, parts: _Parts
+    order: Ints,
+    item: Ints,
+    flops: Ints,
+    tokens: Ints,
+    graph: Graph,
+    span: int,
+    rate: float,
+    parts: _PartLoads,
 ) -> None:
     """Fills `parts.part` where it is -1, item after item."""
     for v in range(len(order)):
@@ -190,7 +197,7 @@ def _place(
 
 
 @lean
-def _enter(v: int, p: int, flops: Ints, tokens: Ints, graph: Graph, parts: _Parts) -> None:
+def _enter(v: int, p: int, flops: Ints, tokens: Ints, graph: Graph, parts: _PartLoads) -> None:
     parts.part[v] = p
     parts.load[p] += flops[v]
     parts.used[p] += tokens[v]
@@ -200,7 +207,7 @@ def _enter(v: int, p: int, flops: Ints, tokens: Ints, graph: Graph, parts: _Part
 
 @lean
 def _cheapest(
-    members: Ints, flops: Ints, tokens: Ints, graph: Graph, span: int, rate: float, parts: _Parts
+    members: Ints, flops: Ints, tokens: Ints, graph: Graph, span: int, rate: float, parts: _PartLoads
 ) -> int:
     """The part where the members cost least, -1 where none has room for their tokens."""
     weight, size, low = 0, 0, parts.base[members[0]]

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from apportion.service.engine.kept.records import Problem
+from apportion.service.engine.kept.records import ProblemRecord
 from apportion.service.limits import Limits
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Entry:
     def __init__(self, key: bytes, stored_bytes: int = 0) -> None:
         self.key, self.stored_bytes = key, stored_bytes
         self.request = b""
-        self.problem: Problem | None = None
+        self.problem: ProblemRecord | None = None
         self.id: bytes | None = None  # of the plan, where it is known
         self.planned_ms: float | None = None  # at the worker; None where an earlier server planned it
         self.ready_at: float | None = None  # since 1970; likewise
@@ -74,7 +74,9 @@ class Library:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._entries: dict[bytes, Entry] = {}
-        self._problems: OrderedDict[bytes, Problem] = OrderedDict()  # of what cannot be planned, whoever asks
+        self._problems: OrderedDict[bytes, ProblemRecord] = (
+            OrderedDict()
+        )  # of what cannot be planned, whoever asks
         self._idle: dict[bytes, int] = {}  # stored packs that nobody needs, longest idle first
         self._uncounted: set[bytes] = set()  # whose packs were to be dropped, and are asked for again
         self.cache = Cache(limits.cache_bytes)
@@ -134,7 +136,7 @@ class Library:
         if entry.users:
             self.cache.put(entry, bodies, asked)
 
-    def given_up(self, entry: Entry, problem: Problem, for_good: bool = False) -> None:
+    def given_up(self, entry: Entry, problem: ProblemRecord, for_good: bool = False) -> None:
         """It will not be planned. for_good: nor will the same in a later epoch, until the server is started anew."""
         self._settle(entry)
         entry.problem = problem

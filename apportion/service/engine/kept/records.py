@@ -73,7 +73,7 @@ class EpochRecord(msgspec.Struct, frozen=True):
     release: str = ""
 
 
-class Problem(msgspec.Struct, frozen=True):
+class ProblemRecord(msgspec.Struct, frozen=True):
     """Why an iteration cannot be planned. type: that of the error that readers get."""
 
     type: str
@@ -93,7 +93,7 @@ class IterationRecord(msgspec.Struct, frozen=True):
     key: bytes
     asked: bytes
     request: bytes
-    problem: Problem | None = None
+    problem: ProblemRecord | None = None
 
 
 #: of a `BornRecord`

@@ -22,7 +22,7 @@ from apportion.service.engine.kept.records import (
     IterationRecord,
     JobKey,
     JobRecord,
-    Problem,
+    ProblemRecord,
     encode,
     epoch_key,
     iteration_key,
@@ -98,7 +98,7 @@ class Iteration:
         """Of its record."""
         return iteration_key(self.epoch.job.name, self.epoch.number, self.number)
 
-    def record(self, request: bytes, problem: Problem | None) -> bytes:
+    def record(self, request: bytes, problem: ProblemRecord | None) -> bytes:
         """Encoded."""
         return encode(IterationRecord(self.entry.key, self.asked, b"" if problem else request, problem))
 

@@ -10,7 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from apportion.service.engine import Source
+from apportion.service.engine import PlanSource
 from apportion.service.errors import ConflictError, LimitError, OverloadError
 
 #: reports that are made at a time, and that wait
@@ -30,7 +30,7 @@ class Reports:
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._asked = 0
 
-    async def make(self, source: Source) -> bytes:
+    async def make(self, source: PlanSource) -> bytes:
         """The page, HTML. Raises OverloadError where too many wait, LimitError where it takes too long or too much
         memory, ConflictError where this release makes another plan."""
         if self._asked >= AT_ONCE + WAITING:
@@ -43,7 +43,7 @@ class Reports:
             self._asked -= 1
 
     @asynccontextmanager
-    async def _process(self, source: Source) -> AsyncIterator[Process]:
+    async def _process(self, source: PlanSource) -> AsyncIterator[Process]:
         """Killed at the end, whatever happens."""
         command = [sys.executable, "-P", "-m", "apportion.report", source.kind, source.id.hex()]
         alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
