@@ -31,11 +31,11 @@ from apportion.backends import reference
 from apportion.bench import cluster_of
 from apportion.comparison import Refusal, Setting, Trial, attempt
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import SENT_GRADIENTS
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import SENT_GRADIENTS
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention

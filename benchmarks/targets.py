@@ -22,9 +22,9 @@ from apportion.bench import BenchJob, Source, Times, cluster_of, timed_plan, tim
 from apportion.cli.environment import versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, UnknownNameError
-from apportion.ir.isa import PHASES
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
+from apportion.ir.tensors import PHASES
 from apportion.planner.recipe.recipes import find_recipe, with_block
 
 ROOT = Path(__file__).resolve().parents[1]

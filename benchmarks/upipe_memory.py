@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.isa import TRAVELLING, Tensor
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import TRAVELLING, Tensor
 from apportion.planner.inner.groups import HeadStages
 from apportion.planner.inner.upipe import UPipe
 

@@ -23,20 +23,11 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import (
-    FIRST_DKV,
-    FIRST_DQ,
-    HEADLESS,
-    OP_NAMES,
-    TABLES,
-    TENSOR_NAMES,
-    Op,
-    Space,
-    Tensor,
-)
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, OP_NAMES, TABLES, Op
 from apportion.ir.plan.ops import starts_of
 from apportion.ir.plan.segments import Cuts, own_cuts, segment_ends
 from apportion.ir.plan.tables import Header, ProgramSet
+from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Space, Tensor
 
 View = TypeVar("View")
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from apportion.backends.interp import Operand, Step
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import HEADLESS
+from apportion.ir.tensors import HEADLESS
 
 Array = NDArray[Any]
 Arrays = tuple[Array, ...]

@@ -19,7 +19,8 @@ from apportion.backends.local_network import Array, Arrays, Flight, LocalView, N
 from apportion.backends.numpy_kernels import Band, Partial, Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, Op
+from apportion.ir.tensors import HEADLESS, Space, Tensor
 
 
 class Projection(Protocol):

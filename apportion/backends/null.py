@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from apportion.backends.interp import Machine, Operand, Program, Step, Transfer, compile_program, components
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import OP_NAMES, Op, Tensor
+from apportion.ir.isa import OP_NAMES, Op
+from apportion.ir.tensors import Tensor
 
 Zeros = NDArray[np.float64]
 

@@ -19,8 +19,8 @@ from apportion.backends.local_ranks import Kernels, LocalLayer, Projection, Rank
 from apportion.backends.numpy_kernels import Scores
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
 from apportion.ir.plan.tables import Layout
+from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Tensor
 
 if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan  # which loads compiled loops; executing has none

@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.isa import FETCHED, MAX_RANKS, PHASES, RETURNED, TRAVELLING
+from apportion.ir.isa import MAX_RANKS
 from apportion.ir.loops.jit import jit, lean
 from apportion.ir.masks.areas import area_of
 from apportion.ir.masks.bands import INF
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import FETCHED, PHASES, RETURNED, TRAVELLING
 
 #: a ratio to a bound of fewer tokens than this share of the batch says nothing
 LEAST_SHARE = 0.01

@@ -16,12 +16,12 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import PHASES
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.tensors import PHASES
 from apportion.planner.options import Count
 from apportion.planner.problem import MOST_TOKENS, Pass, Problem
 from apportion.planner.shard.blocks import row_areas, row_weights

@@ -10,9 +10,9 @@ import numpy as np
 from apportion.ir.arrays import Ints, group_of
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import Tensor
 from apportion.ir.plan import summary
 from apportion.ir.plan.plain import request_data
+from apportion.ir.tensors import Tensor
 from apportion.planner.simulate import Simulation
 from apportion.report.columns import pack
 from apportion.report.mask import Pieces, columns, pieces

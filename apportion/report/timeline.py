@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import TENSOR_NAMES, Op
+from apportion.ir.isa import Op
+from apportion.ir.tensors import TENSOR_NAMES
 from apportion.planner.simulate import Run
 from apportion.planner.simulate.launches import PACK, UNPACK, WORK_NAMES
 from apportion.report.columns import pack

@@ -22,8 +22,9 @@ from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import section_id
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import PHASES, Op
+from apportion.ir.isa import Op
 from apportion.ir.parse import parse
+from apportion.ir.tensors import PHASES
 from tests.support import broken_plans, conformance_reader, conformance_suite
 
 ROOT = Path(__file__).parents[2]

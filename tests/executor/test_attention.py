@@ -20,12 +20,12 @@ from apportion.backends.torch.autograd import attend_op
 from apportion.backends.torch.memory.arenas import Memory
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import Space, Tensor as Name
 from apportion.ir.masks import specs as masks
 from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
+from apportion.ir.tensors import Space, Tensor as Name
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import cases, jobs
 from tests.ranks.cases import Case, batch_of, make_plan

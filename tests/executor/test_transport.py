@@ -18,10 +18,11 @@ from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.isa import PHASES, Op, Tensor as Name
+from apportion.ir.isa import Op
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import PHASES, Tensor as Name
 from apportion.planner import api
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from tests.ranks import jobs_transport

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
-from apportion.ir.isa import Tensor
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.ir.request.sequences import Sequence
+from apportion.ir.tensors import Tensor
 
 SCHEMAS = Path(__file__).parents[2] / "apportion" / "schemas"
 FCP = {

@@ -25,20 +25,18 @@ from apportion.ir.isa import (
     MOVE_COLUMNS,
     OP_NAMES,
     OPERAND_COLUMNS,
-    PHASES,
     SPAN_COLUMNS,
     TABLES,
-    TENSOR_NAMES,
     VERSION,
     Argument,
     Op,
-    Tensor,
     Use,
 )
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import INF
 from apportion.ir.parse import parse
 from apportion.ir.plan import wellformed as structure
+from apportion.ir.tensors import PHASES, TENSOR_NAMES, Tensor
 from apportion.ir.text import format_plan
 from tests.support.formats import SCHEMAS, decoded
 from tests.support.random_plans import random_plan

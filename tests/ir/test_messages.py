@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import ALL_TO_ALL, PHASES, Op, Tensor
+from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.parse import parse
 from apportion.ir.plan.messages import Messages, find_messages
 from apportion.ir.plan.tables import ProgramSet, Table
@@ -17,6 +17,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner import api
 from tests.support.strategies import STRATEGIES, cluster, has_own_cap
 

@@ -15,11 +15,12 @@ from apportion.backends.numpy_kernels import rounded
 from apportion.ir.bytes import codec, sections, slices
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import GRADIENTS, PHASES, Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.masks import bands
 from apportion.ir.parse import parse
 from apportion.ir.plan import plain, totals
 from apportion.ir.plan.messages import find_messages
+from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 from apportion.ir.verify import check
 from apportion.planner.bounds import remote_bytes
 from tests.support import oracle

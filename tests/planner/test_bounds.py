@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import apportion as ap
-from apportion.ir.isa import Tensor
 from apportion.ir.masks.bands import dense
+from apportion.ir.tensors import Tensor
 from apportion.planner.bounds import (
     Bound,
     foreign_kv_tokens,

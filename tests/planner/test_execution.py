@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import PHASES
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.tensors import PHASES
 from apportion.planner.api import plan as make_plan
 from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards

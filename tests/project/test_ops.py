@@ -17,9 +17,10 @@ from apportion.backends import reference
 from apportion.backends.interp import Machine, Operand, Step, compile_program
 from apportion.backends.local_ranks import Rank
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import OPERAND_COLUMNS, PARTIALS, RULES, Argument, Op, Rule, Tensor, Use
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, Argument, Op, Rule, Use
 from apportion.ir.parse import parse
 from apportion.ir.plan.ops import LISTS, list_table
+from apportion.ir.tensors import PARTIALS, Tensor
 from apportion.ir.text.words import form_of
 from apportion.ir.verify.interpreter.machine import write_script
 from apportion.ir.verify.scan import allowed, rule_table

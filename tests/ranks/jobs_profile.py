@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from apportion.backends.torch.profile.device import Effort, profile
 from apportion.backends.torch.profile.links import Line, Links, profile_links
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.isa import Tensor as Name
+from apportion.ir.tensors import Tensor as Name
 
 
 def links(

@@ -14,8 +14,8 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.isa import Tensor as Name
 from apportion.ir.request.sequences import DEFAULT_KIND
+from apportion.ir.tensors import Tensor as Name
 
 HEADS, WIDTH = 2, 8
 

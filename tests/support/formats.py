@@ -7,11 +7,7 @@ from typing import Any
 
 import msgpack
 
-from apportion.ir.isa import (
-    MOVE_COLUMNS,
-    SPAN_COLUMNS,
-    TABLES,
-)
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES
 from tests.support.stand_alone import read_plan as reader
 
 SCHEMAS = Path(__file__).parents[2] / "apportion/schemas"

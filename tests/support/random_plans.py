@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, Op, Tensor
+from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, SPAN_COLUMNS, TABLES, Op
 from apportion.ir.plan.plain import diagonals_of
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.tensors import PHASES, Tensor
 
 Rng = np.random.Generator
 HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from apportion.ir.isa import OPERAND_COLUMNS, TASK_LIST, Op, Space, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, TASK_LIST, Op
 from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import Space, Tensor
 
 SUMS = {"o": (Tensor.O, ("q",)), "dq": (Tensor.DQ, ("q", "do", "delta")), "dkv": (Tensor.DKV, ("kv",))}
 

@@ -23,8 +23,8 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Memory, Parts
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan.messages import ALIGNMENT
+from apportion.ir.tensors import Tensor as Name
 
 Home = Mapping[Name, Parts]
 

@@ -32,7 +32,7 @@ from apportion.backends.torch.memory.head_columns import index_of, pick
 from apportion.backends.torch.memory.rounds import Message, Round, Rounds, aligned
 from apportion.backends.torch.transport import Flight, Transport
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import Tensor as Name
+from apportion.ir.tensors import Tensor as Name
 
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
 Projection = Callable[[Tensor, Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor, Tensor]]

@@ -20,9 +20,9 @@ from apportion.backends.torch.transport import Communicator, Transport, require_
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
-from apportion.ir.isa import PHASES
 from apportion.ir.masks.declared import Declared
 from apportion.ir.plan.segments import Cuts, agreed_cuts
+from apportion.ir.tensors import PHASES
 
 # torch.compile sees a plan as its number, a tensor, so that another plan is no reason to compile again.
 # Numbers are never used twice; the table keeps no handle alive.

@@ -34,7 +34,7 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Parts
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.isa import PHASES, Tensor as Name
+from apportion.ir.tensors import PHASES, Tensor as Name
 
 #: (hidden [n, E], position_ids [n]) -> q [n, Hq, D], k [n, Hk, D], v [n, Hk, Dv]
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

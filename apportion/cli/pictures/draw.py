@@ -14,8 +14,9 @@ from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
 from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import ATTENTION, PHASES, Op
+from apportion.ir.isa import ATTENTION, Op
 from apportion.ir.request.hardware import Hardware
+from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import Run, simulate
 
 CELLS = 112  # of the mask, a side

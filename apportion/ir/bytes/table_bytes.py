@@ -15,10 +15,11 @@ from apportion.ir.bytes.cells.sources import room_for
 from apportion.ir.bytes.parts import encoder
 from apportion.ir.bytes.sections import read_moves, read_tokens
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES
 from apportion.ir.loops.threads import spread
 from apportion.ir.plan import wellformed
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Table
+from apportion.ir.tensors import PHASES
 
 Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
 Placed = tuple[tuple[str, ...], Ints]  # a column and its place

@@ -9,8 +9,9 @@ from typing import Any
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import DecodeError, VersionError
-from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, PHASES, RESULTS, SPAN_COLUMNS, TABLES, VERSION, Op
+from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, RESULTS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.parse.completed import DraftProgram, TextDraft
+from apportion.ir.tensors import PHASES
 from apportion.ir.text.words import FORMS, NONE, OPS, SPACES, TENSORS, Form, Operand, Row
 
 _INT = r"(\d{1,15})"

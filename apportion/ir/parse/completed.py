@@ -12,9 +12,10 @@ import numpy as np
 from apportion.ir.bytes import codec, wire
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, DecodeError
-from apportion.ir.isa import HEADLESS, MOVE_COLUMNS, PHASES, SPAN_COLUMNS, TABLES, VERSION, Space, Tensor
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.plan import plain, wellformed
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, Table
+from apportion.ir.tensors import HEADLESS, PHASES, Space, Tensor
 from apportion.ir.text.words import NONE, Operand, Row
 
 

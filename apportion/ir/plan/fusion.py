@@ -22,11 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints, offsets
-from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, Argument, Op, Space, Tensor
+from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, Argument, Op
 from apportion.ir.loops.jit import jit
 from apportion.ir.loops.sorting import ranked
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import Space, Tensor
 
 _NONE = np.zeros(0, np.int64)
 WORK = int(Space.WORK)

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, RESULTS, Op, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op
 from apportion.ir.loops.jit import jit, lean
 from apportion.ir.loops.sorting import stable_order
 from apportion.ir.plan.ops import IS_HEADLESS
 from apportion.ir.plan.programs import arena_table, head_table
 from apportion.ir.plan.tables import Header, ProgramSet
 from apportion.ir.request.model import ELEMENT_BYTES
+from apportion.ir.tensors import HEADLESS, Space, Tensor
 
 HOME = int(Space.HOME)
 

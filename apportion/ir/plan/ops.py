@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import HEADLESS, KV_SIDE, OPERAND_COLUMNS, RULES, Rule, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, Rule
+from apportion.ir.tensors import HEADLESS, KV_SIDE, Tensor
 
 #: lists by number; NO_LIST stands for none
 LISTS = tuple(OPERAND_COLUMNS)

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints, changes
-from apportion.ir.isa import TABLES, Op, Tensor
+from apportion.ir.isa import TABLES, Op
 from apportion.ir.loops.jit import lean
 from apportion.ir.loops.sorting import stable_order
 from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
 from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.tensors import Tensor
 
 UNMATCHED = -1
 

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.isa import OPERAND_COLUMNS, Op, Space, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, Op
 from apportion.ir.loops.jit import jit
 from apportion.ir.loops.sorting import ranked
 from apportion.ir.plan.fusion import RowRanges, runs
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import Space, Tensor
 
 
 class Statistics(NamedTuple):

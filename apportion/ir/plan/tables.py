@@ -20,11 +20,12 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import GRADIENTS, TABLES, VERSION, Tensor
+from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.tensors import GRADIENTS, Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.isa import RESULTS, TASK_LIST, Op, Tensor
+from apportion.ir.isa import RESULTS, TASK_LIST, Op
 from apportion.ir.loops.jit import jit
 from apportion.ir.masks.areas import area_of
 from apportion.ir.plan.ops import LIST_OF_OP, LISTS
@@ -17,6 +17,7 @@ from apportion.ir.plan.programs import head_table
 from apportion.ir.plan.tables import Header, ProgramSet, Table
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import Tensor
 
 Key = tuple[str, str]  # kind, phase
 

@@ -16,22 +16,11 @@ from numpy.typing import NDArray
 
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import (
-    ALL_TO_ALL,
-    LIMIT,
-    MAX_RANKS,
-    OP_NAMES,
-    OPERAND_COLUMNS,
-    RESULTS,
-    SENT_GRADIENTS,
-    TABLES,
-    Op,
-    Space,
-    Tensor,
-)
+from apportion.ir.isa import ALL_TO_ALL, LIMIT, MAX_RANKS, OP_NAMES, OPERAND_COLUMNS, RESULTS, TABLES, Op
 from apportion.ir.masks.bands import INF, MAX_DIAGONALS
 from apportion.ir.plan.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.plan.tables import Header, Table
+from apportion.ir.tensors import SENT_GRADIENTS, Space, Tensor
 
 MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")

@@ -11,8 +11,8 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
-from apportion.ir.isa import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 from apportion.ir.request.hf_fields import is_config, model_fields
+from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 

@@ -19,14 +19,12 @@ from apportion.ir.isa import (
     RESULTS,
     SPAN_COLUMNS,
     TABLES,
-    TENSOR_NAMES,
     Op,
-    Space,
-    Tensor,
 )
 from apportion.ir.plan import plain
 from apportion.ir.plan.ops import starts_of
 from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.tensors import TENSOR_NAMES, Space, Tensor
 from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Operand, Row
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Rule, Space, Use
+from apportion.ir.isa import OP_NAMES, Op, Rule, Use
+from apportion.ir.tensors import TENSOR_NAMES, Space
 
 Row = tuple[int, ...]
 Operand = tuple[int, int, int, int, int, int]  # tensor, space, row, rows, col, heads

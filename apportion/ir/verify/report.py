@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from apportion.ir.isa import HEADLESS, TENSOR_NAMES, Tensor
+from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Tensor
 
 if TYPE_CHECKING:
     from apportion.ir.verify.view import Program

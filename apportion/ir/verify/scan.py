@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import HEADLESS, OPERAND_COLUMNS, RULES, TABLES, Argument, Rule, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, TABLES, Argument, Rule
 from apportion.ir.loops.jit import lean
 from apportion.ir.plan.ops import LIST_OF_OP, LISTS
+from apportion.ir.tensors import HEADLESS, Tensor
 from apportion.ir.verify.view import HOME, Program
 
 _COLUMNS = 6

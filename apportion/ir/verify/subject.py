@@ -12,9 +12,10 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout
 from apportion.ir.plan.totals import Moved, moved
+from apportion.ir.tensors import Tensor
 from apportion.ir.verify import scan as scanner
 from apportion.ir.verify.attended import Tasks, tasks_of
 from apportion.ir.verify.homes import Homes, find_homes

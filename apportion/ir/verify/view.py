@@ -8,11 +8,12 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints, group_of
-from apportion.ir.isa import HEADLESS, KV_SIDE, TABLES, TASK_LIST, Op, Space, Tensor
+from apportion.ir.isa import TABLES, TASK_LIST, Op
 from apportion.ir.loops.jit import lean
 from apportion.ir.plan.ops import IS_KEY, LIST_OF_OP
 from apportion.ir.plan.programs import Met, ProgramView
 from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.tensors import HEADLESS, KV_SIDE, Space, Tensor
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
 _KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))

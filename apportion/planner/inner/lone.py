@@ -20,9 +20,9 @@ from typing import Literal
 import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.loops.jit import jit
 from apportion.ir.request.batch import Batch
+from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES
 from apportion.planner.problem import Placement, Problem, Shards
 from apportion.planner.shard.blocks import row_times, row_weights
 from apportion.planner.solvers.partition.lpt import makespan_bound

@@ -26,9 +26,10 @@ from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.bytes.parts import encode_table
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES, packed, unpacked
 from apportion.ir.errors import DecodeError, VersionError
-from apportion.ir.isa import PHASES, VERSION
+from apportion.ir.isa import VERSION
 from apportion.ir.plan.tables import Table
 from apportion.ir.request.batch import Batch
+from apportion.ir.tensors import PHASES
 from apportion.ir.version import __version__
 from apportion.planner.iteration.cell_counts import MOST_CELLS, cells_of
 from apportion.planner.pipeline.pipeline import Made

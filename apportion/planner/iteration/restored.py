@@ -14,8 +14,8 @@ from apportion.ir.bytes import wire
 from apportion.ir.bytes.cells.columns import Cell, Cells
 from apportion.ir.bytes.cells.predictions import no_operands, rules_of
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import PHASES
 from apportion.ir.request.policy import Recipe
+from apportion.ir.tensors import PHASES
 from apportion.planner.iteration.assignment import Choice, EndedWire, ExecutionWire
 from apportion.planner.iteration.cell_counts import cells_of, check_cells, counted_cells
 from apportion.planner.pipeline.feasibility import check_request

@@ -27,7 +27,6 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import integer
-from apportion.ir.isa import PHASES
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -35,6 +34,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.ir.request.sequences import DEFAULT_KIND, Kind
+from apportion.ir.tensors import PHASES
 from apportion.planner.api import plan
 
 FORWARD, BACKWARD = range(2)

@@ -19,8 +19,9 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import KV_SIDE, OPERAND_COLUMNS, P2P, TABLES, Op, Space, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS, P2P, TABLES, Op
 from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.tensors import KV_SIDE, Space, Tensor
 from apportion.planner.inner.groups import Groups, HeadSets
 from apportion.planner.lower.write_tables import (
     ARENAS,

@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, P2P, RESULTS, SIDES, Op, Side, Space, Tensor
+from apportion.ir.isa import ALL_TO_ALL, P2P, RESULTS, Op
+from apportion.ir.tensors import KV_SIDE, SIDES, Side, Space, Tensor
 from apportion.planner.inner.groups import Groups, HeadSets
 from apportion.planner.lower.assemble import Assembler, Column, Operands, Ranges, taken
 from apportion.planner.schedule.rounds import Matchings, Slots

@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import FETCHED, FIRST_DKV, KV_SIDE, RETURNED, SIDES, TRAVELLING, Op, Side, Space, Tensor
+from apportion.ir.isa import FIRST_DKV, Op
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import FETCHED, KV_SIDE, RETURNED, SIDES, TRAVELLING, Side, Space, Tensor
 from apportion.planner.inner.groups import HeadStages
 from apportion.planner.lower.assemble import Assembler, Cell, ListPart, Operands, Ranges
 from apportion.planner.lower.exchange import CHANNEL, Exchange, side_by_side

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints, offsets
-from apportion.ir.isa import Space
 from apportion.ir.loops.sorting import ranked
+from apportion.ir.tensors import Space
 from apportion.planner.inner.groups import Groups, HeadSets
 from apportion.planner.lower.exchange import Exchange
 from apportion.planner.lower.first_writes import Openers, Written, find_openers, stay_put

@@ -18,18 +18,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.isa import (
-    FETCHED,
-    FIRST_DKV,
-    FIRST_DQ,
-    KV_SIDE,
-    RETURNED,
-    SIDES,
-    Op,
-    Space,
-    Tensor,
-)
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ, Op
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import FETCHED, KV_SIDE, RETURNED, SIDES, Space, Tensor
 from apportion.planner.lower.assemble import Assembler, Operands, Ranges
 from apportion.planner.lower.exchange import (
     Exchange,

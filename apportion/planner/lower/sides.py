@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import Space
+from apportion.ir.tensors import Space
 from apportion.planner.lower.assemble import Ranges
 from apportion.planner.lower.first_writes import Openers
 from apportion.planner.lower.stages import arena_order

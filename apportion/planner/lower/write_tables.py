@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import ALL_TO_ALL, KV_SIDE, OPERAND_COLUMNS, TABLES, Tensor
+from apportion.ir.isa import ALL_TO_ALL, OPERAND_COLUMNS, TABLES
 from apportion.ir.loops.jit import jit, lean, unlocked
+from apportion.ir.tensors import KV_SIDE, Tensor
 
 #: list -> its columns that are no operands
 PLAIN = {

@@ -10,9 +10,10 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import FETCHED, HEADLESS, RETURNED, SIDES, Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout, ProgramSet
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import FETCHED, HEADLESS, RETURNED, SIDES, Tensor
 from apportion.planner.pipeline.headers import home_layout
 from apportion.planner.problem import Problem, exact_sums
 

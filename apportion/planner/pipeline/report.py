@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.isa import FETCHED, PHASES, RETURNED, SIDES
 from apportion.ir.loops.jit import jit
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.plan.totals import in_all, moved, rounds
+from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES
 from apportion.planner import bounds
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone

@@ -8,8 +8,8 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import PHASES
 from apportion.ir.request.batch import Batch
+from apportion.ir.tensors import PHASES
 from apportion.planner.inner.groups import Groups, HeadSets, check_groups
 from apportion.planner.inner.lone import Lone
 from apportion.planner.lower.exchange import Exchange, plan_exchange

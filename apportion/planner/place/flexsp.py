@@ -15,8 +15,8 @@ from msgspec import Meta
 
 from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import PHASES, SIDES, TRAVELLING
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.tensors import PHASES, SIDES, TRAVELLING
 from apportion.planner.pack import LINEAR_FORWARDS
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_areas, row_weights

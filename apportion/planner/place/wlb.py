@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints, group_of
-from apportion.ir.isa import PHASES
 from apportion.ir.masks import bands as band_algebra
+from apportion.ir.tensors import PHASES
 from apportion.planner.options import Count
 from apportion.planner.place.zigzag import deal_evenly
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards

@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError, VerifyError
 from apportion.ir.hashing import digest
-from apportion.ir.isa import PHASES
 from apportion.ir.request.policy import Recipe
+from apportion.ir.tensors import PHASES
 from apportion.planner.inner.groups import Ulysses
 from apportion.planner.lower.inputs import Lowered, held_tokens
 from apportion.planner.options import Count, Positive

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import PHASES
+from apportion.ir.tensors import PHASES
 from apportion.planner.lower.inputs import Lowered
 from apportion.planner.pipeline.placing import Placed, splits_all
 from apportion.planner.problem import Problem

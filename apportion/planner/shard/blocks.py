@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, offsets, within
-from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.loops.jit import jit
 from apportion.ir.masks.areas import area_of
 from apportion.ir.request.batch import Batch
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.cost import bands_us
 from apportion.planner.options import Count
 from apportion.planner.problem import Problem, ShardPass, Shards, exact_sums

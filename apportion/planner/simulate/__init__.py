@@ -21,9 +21,9 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.isa import PHASES
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
+from apportion.ir.tensors import PHASES
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
 from apportion.planner.simulate.durations import Costs, Work, end_us, task_pairs, work_us

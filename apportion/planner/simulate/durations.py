@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Tensor, Use
+from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Use
 from apportion.ir.loops.jit import jit
 from apportion.ir.loops.sorting import stable_order
 from apportion.ir.masks.bands import area
+from apportion.ir.tensors import Tensor
 from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
 from apportion.planner.simulate.program import View
 

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import OP_NAMES, RULES, Op, Rule, Tensor
+from apportion.ir.isa import OP_NAMES, RULES, Op, Rule
 from apportion.ir.loops.jit import jit
 from apportion.ir.plan.messages import MessageGroups, group_tiles
+from apportion.ir.tensors import Tensor
 from apportion.planner.simulate.program import Tiles, View
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.isa import TENSOR_NAMES, Tensor
+from apportion.ir.tensors import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK, WORK_NAMES
 from apportion.planner.simulate.ports import NONE

@@ -19,7 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
-from apportion.ir.isa import RESULTS, Op, Tensor
+from apportion.ir.isa import RESULTS, Op
 from apportion.ir.loops.sorting import sort_order
 from apportion.ir.plan.fusion import Complete, find_complete
 from apportion.ir.plan.programs import ProgramView, head_table
@@ -27,6 +27,7 @@ from apportion.ir.plan.row_statistics import Statistics, find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import Tensor
 
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)

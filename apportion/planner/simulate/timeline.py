@@ -12,8 +12,9 @@ import numpy as np
 from apportion.ir import cards
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import TENSOR_NAMES, Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.tensors import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.durations import Costs, Work
 from apportion.planner.simulate.engine import Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK

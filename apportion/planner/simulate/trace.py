@@ -19,7 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import TENSOR_NAMES, Tensor
+from apportion.ir.tensors import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.launches import WORK_NAMES
 from apportion.planner.simulate.path import PathStep
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import Tensor
 from apportion.ir.masks import bands as algebra
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import Tensor
 
 
 @dataclass(frozen=True)

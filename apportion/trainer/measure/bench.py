@@ -29,10 +29,11 @@ from apportion.ir.arrays import Floats
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import PHASES, Op
+from apportion.ir.isa import Op
 from apportion.ir.masks.windows import Causal
 from apportion.ir.plan.tables import Header
 from apportion.ir.request.hardware import Hardware
+from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
 from apportion.trainer.measure import unplanned
 from apportion.trainer.measure.selftest import process_group

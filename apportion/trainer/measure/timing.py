@@ -19,8 +19,8 @@ from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.transport import Transport
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.isa import PHASES
 from apportion.ir.plan.tables import Header
+from apportion.ir.tensors import PHASES
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 T = TypeVar("T")

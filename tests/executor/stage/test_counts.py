@@ -10,11 +10,11 @@ import torch
 
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import PHASES
 from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
+from apportion.ir.tensors import PHASES
 from apportion.planner import api
 from apportion.planner.simulate import simulate
 from apportion.trainer.step.attention import PlanHandle, planned_attention

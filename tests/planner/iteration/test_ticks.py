@@ -16,11 +16,11 @@ from apportion.backends import reference
 from apportion.backends.reference import Saved
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import Tensor
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import DEFAULT_KIND, Sequence
+from apportion.ir.tensors import Tensor
 from apportion.planner.iteration.ticks import (
     BACKWARD,
     FORWARD,

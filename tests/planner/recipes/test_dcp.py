@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import PHASES, RESULTS, Tensor
+from apportion.ir.isa import RESULTS
 from apportion.ir.masks import specs as masks
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.request.batch import Batch
@@ -19,6 +19,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.ir.request.sequences import Sequence
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.place.dcp import placement as dcp
 from apportion.planner.place.dcp.cells import Heads, Pairs, divide, hyperedges, traffic
 from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, Blocks as Homes, joined, movable

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
-from apportion.ir.isa import Tensor
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
+from apportion.ir.tensors import Tensor
 from apportion.planner.place.distca import parts
 from apportion.planner.place.distca.board import Rules
 from apportion.planner.place.distca.candidates import Candidates, note_price

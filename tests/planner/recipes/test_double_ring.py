@@ -10,12 +10,13 @@ import pytest
 import apportion as ap
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import PHASES, Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.tensors import PHASES, Tensor
 from tests.planner.recipes.test_recipes import model_of, pairs
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.strategies import BLOCKS, SHORT, cluster, steps

@@ -9,7 +9,7 @@ import apportion as ap
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import Op, Space, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -17,6 +17,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
+from apportion.ir.tensors import Space, Tensor
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone, find_lone
 from apportion.planner.iteration.assignment import decode_assignment, encode_assignment

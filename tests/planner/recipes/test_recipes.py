@@ -14,13 +14,14 @@ import pytest
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import ALL_TO_ALL, PHASES, RESULTS, Op, Tensor
+from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op
 from apportion.ir.masks import specs as masks
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe, Step
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.recipe import built_in
 from apportion.planner.recipe.recipes import entries, find_recipe, passes_of
 from tests.planner.recipes.test_upipe import compare_block

@@ -19,13 +19,14 @@ from apportion.backends.numpy_kernels import Partial
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import TABLES, Op, Space, Tensor
+from apportion.ir.isa import TABLES, Op
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.sequences import Sequence
+from apportion.ir.tensors import Space, Tensor
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
 from benchmarks import upipe_memory as memory

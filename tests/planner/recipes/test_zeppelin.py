@@ -14,12 +14,12 @@ import apportion as ap
 from apportion.backends import reference
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import PHASES
 from apportion.ir.masks import bands
 from apportion.ir.masks.windows import Full
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.workload import lognormal_lengths
+from apportion.ir.tensors import PHASES
 from apportion.planner.place.zeppelin import Zeppelin
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build

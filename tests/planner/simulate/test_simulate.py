@@ -18,7 +18,7 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.isa import PHASES, Op, Tensor
+from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
 from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
@@ -26,6 +26,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, simulate, simulate_with

@@ -20,7 +20,7 @@ from apportion.backends.torch.memory.arrays import Array, arrays_of, part_views
 from apportion.backends.torch.memory.head_columns import Columns, pick, put
 from apportion.backends.torch.memory.rounds import PAGE, Message, Round, aligned, tile_arrays
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import HEADLESS, Space, Tensor as Name
+from apportion.ir.tensors import HEADLESS, Space, Tensor as Name
 
 Parts = tuple[Tensor, ...]
 

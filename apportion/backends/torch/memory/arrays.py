@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from apportion.backends.interp import Component, components
-from apportion.ir.isa import HEADLESS, Space, Tensor as Name
 from apportion.ir.plan.tables import Header
+from apportion.ir.tensors import HEADLESS, Space, Tensor as Name
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from apportion.backends.interp import Operand, Program, Step, components
 from apportion.backends.torch.memory.arrays import DTYPES, Array, arrays_of, wire_dtype
-from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op, Space
+from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op
 from apportion.ir.plan.messages import ALIGNMENT, find_messages
 from apportion.ir.plan.tables import Header, ProgramSet
+from apportion.ir.tensors import Space
 
 #: where the staging of a round's messages begins: a multiple of this
 PAGE = 256

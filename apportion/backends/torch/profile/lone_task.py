@@ -16,8 +16,9 @@ from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage.machine import StageMachine
 from apportion.backends.torch.stage.program import load
-from apportion.ir.isa import KV_SIDE, TABLES, Op, Space, Tensor as Name, Use
+from apportion.ir.isa import TABLES, Op, Use
 from apportion.ir.plan.tables import Header, ProgramSet, Table
+from apportion.ir.tensors import KV_SIDE, Space, Tensor as Name
 
 
 class Shape(NamedTuple):

@@ -35,11 +35,12 @@ from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import OP_NAMES, Op, Space, Tensor as Name
+from apportion.ir.isa import OP_NAMES, Op
 from apportion.ir.plan.fusion import Complete, RowRanges, apart, gaps, result_ranges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.row_statistics import Statistics
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import Space, Tensor as Name
 
 
 class Launch(NamedTuple):

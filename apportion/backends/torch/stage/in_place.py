@@ -18,11 +18,12 @@ from apportion.backends.interp import Operand, Program
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import Message, Rounds, tile_arrays
 from apportion.backends.torch.stage.worklists import ROLES, Targets
-from apportion.ir.isa import RESULTS, Op, Space
+from apportion.ir.isa import RESULTS, Op
 from apportion.ir.plan.fusion import Complete, gaps
 from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import Space
 
 
 @dataclass(frozen=True)

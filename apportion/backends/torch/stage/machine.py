@@ -20,8 +20,8 @@ from apportion.backends.torch.stage.launcher import Launcher, default_launcher
 from apportion.backends.torch.stage.program import StageLoaded
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
-from apportion.ir.isa import Tensor as Name
 from apportion.ir.plan.fusion import gaps
+from apportion.ir.tensors import Tensor as Name
 
 
 class StageMachine(TorchMachine):

@@ -25,10 +25,10 @@ from apportion.backends.torch.stage.in_place import Placed, written_from
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import PHASES, Tensor as Name
 from apportion.ir.plan.fusion import find_complete
 from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import PHASES, Tensor as Name
 
 
 class Table:

@@ -22,7 +22,8 @@ from apportion.backends.torch.memory.rounds import Message
 from apportion.backends.torch.stage.tiles import cut_tiles, shelves, waves
 from apportion.backends.torch.stage.worklists import ENTRY, TILE
 from apportion.ir.arrays import Ints, group_of, within
-from apportion.ir.isa import Op, Tensor as Name
+from apportion.ir.isa import Op
+from apportion.ir.tensors import Tensor as Name
 
 COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = range(7)
 #: int64 of a panel: slot, byte and stride of the source; of the target; rows, bytes of a row, how

@@ -29,10 +29,11 @@ import numpy as np
 
 from apportion.backends.torch.stage.tiles import Keyed, Tiles, cut_tiles, shelves, waves
 from apportion.ir.arrays import Ints, group_of, offsets, within
-from apportion.ir.isa import FIRST_DKV, FIRST_DQ, KV_SIDE, Space
+from apportion.ir.isa import FIRST_DKV, FIRST_DQ
 from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import Header, ProgramSet
+from apportion.ir.tensors import KV_SIDE, Space
 
 #: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; where
 #: complete rows go: 16-byte units before, row of row0, columns of a row, heads' columns, 16-byte units before their LSE

@@ -20,9 +20,9 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, changes, group_of, offsets, within
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.loops.jit import lean
 from apportion.ir.plan.ops import IS_HEADLESS
+from apportion.ir.tensors import HEADLESS, KV_SIDE, Tensor
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.interpreter.machine import (
     BEGIN,

@@ -8,8 +8,9 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import OPERAND_COLUMNS, Tensor
+from apportion.ir.isa import OPERAND_COLUMNS
 from apportion.ir.plan.ops import LIST_OF_OP
+from apportion.ir.tensors import Tensor
 from apportion.ir.verify.interpreter.cells import PLACES, MemoryCells
 from apportion.ir.verify.interpreter.machine import (
     BEGIN,

@@ -23,9 +23,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import PARTIALS, RULES, Op, Rule, Tensor, Use
+from apportion.ir.isa import RULES, Op, Rule, Use
 from apportion.ir.loops.jit import lean
 from apportion.ir.plan.ops import LISTS
+from apportion.ir.tensors import PARTIALS, Tensor
 
 # Constants are compiled into the functions below and live beside them: a compiled function is cached until its own
 # file changes.

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import HEADLESS, PARTIALS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.plan.ops import NO_LIST
+from apportion.ir.tensors import HEADLESS, PARTIALS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.interpreter import machine as f
 from apportion.ir.verify.interpreter.cells import MemoryCells

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.plan.ops import IS_HEADLESS
 from apportion.ir.plan.totals import loads
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from apportion.ir.arrays import Floats
-from apportion.ir.isa import PHASES
 from apportion.ir.plan import totals
+from apportion.ir.tensors import PHASES
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints, offsets
-from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, TENSOR_NAMES, Op, Tensor
+from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, Op
+from apportion.ir.tensors import TENSOR_NAMES, Tensor
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HOME, Program

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import OP_NAMES, TENSOR_NAMES, Op, Rule, Tensor
+from apportion.ir.isa import OP_NAMES, Op, Rule
 from apportion.ir.plan import wellformed
 from apportion.ir.plan.ops import IS_HEADLESS
 from apportion.ir.plan.plain import diagonals_of
+from apportion.ir.tensors import TENSOR_NAMES, Tensor
 from apportion.ir.verify.report import Violation, at_instruction, describe_operand, span
 from apportion.ir.verify.scan import (
     BAND_EMPTY,

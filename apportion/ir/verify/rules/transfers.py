@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, TENSOR_NAMES, Op, Tensor
+from apportion.ir.isa import ALL_TO_ALL, Op
+from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Tensor
 from apportion.ir.verify.report import Violation, at_instruction, span
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program

@@ -27,10 +27,11 @@ from itertools import pairwise
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.isa import ALL_TO_ALL, HEADLESS, KV_SIDE, PARTIALS, RESULTS, TABLES, Op, Tensor
+from apportion.ir.isa import ALL_TO_ALL, RESULTS, TABLES, Op
 from apportion.ir.loops.jit import inlined, lean, unlocked
 from apportion.ir.loops.threads import spread
 from apportion.ir.plan.tables import Table
+from apportion.ir.tensors import HEADLESS, KV_SIDE, PARTIALS, Tensor
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HOME, WORK, HeadSets, Program
 from apportion.ir.verify.walk.lists import Lists, list_band

@@ -23,8 +23,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints, changes, group_of
-from apportion.ir.isa import PHASES
 from apportion.ir.masks.bands import area
+from apportion.ir.tensors import PHASES
 from apportion.planner.cost import bands_us
 from apportion.planner.options import Count, Natural, Share
 from apportion.planner.place.blend.profile import profile

@@ -14,10 +14,10 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, changes, offsets
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import TRAVELLING
 from apportion.ir.loops.jit import jit
 from apportion.ir.loops.sorting import sort_order
 from apportion.ir.request.model import Model
+from apportion.ir.tensors import TRAVELLING
 from apportion.planner.problem import exact_sums
 from apportion.planner.tasks.cells import Cells
 

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import PHASES
+from apportion.ir.tensors import PHASES
 from apportion.planner.options import Amount, Count
 from apportion.planner.place.dcp.cells import Heads, Pairs, divide
 from apportion.planner.place.dcp.homes import SPREADS, Blocks, homes, movable

@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.isa import PHASES, Tensor
 from apportion.ir.loops.sorting import ranked, stable_order
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.place.distca.balance import Ended, Limits, imbalance
 from apportion.planner.place.distca.board import Rules, Servers

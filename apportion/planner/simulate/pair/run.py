@@ -26,9 +26,10 @@ from apportion.ir.arrays import Floats, Ints, group_of, offsets
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.fields import integer
-from apportion.ir.isa import PHASES, Op
+from apportion.ir.isa import Op
 from apportion.ir.plan.segments import agreed_cuts, own_cuts, segment_ends
 from apportion.ir.request.hardware import Hardware
+from apportion.ir.tensors import PHASES
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs

@@ -8,7 +8,6 @@ from typing import Any
 
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
-from apportion.ir.isa import SENT_GRADIENTS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.plan.plain import MODEL_FACTS
 from apportion.ir.request.cluster import Cluster
@@ -16,6 +15,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks
 from apportion.ir.request.sequences import DEFAULT_KIND
+from apportion.ir.tensors import SENT_GRADIENTS
 from apportion.planner.recipe.recipes import find_recipe
 
 

@@ -1,0 +1,168 @@
+"""Tensors of a program: a code and what it contains, and in which spaces its rows lie. Codes are part of the format:
+they are never renumbered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+PHASES = ("forward", "backward")
+
+
+#: whose heads a tensor has
+Side = Literal["query", "key"]
+SIDES: tuple[Side, Side] = ("query", "key")
+Width = Literal["head_dim", "v_head_dim", "hidden"]
+
+
+class Part(NamedTuple):
+    """One array of a tensor: [rows, heads, width], [rows, heads] where width is None; without heads [rows, width]."""
+
+    name: str
+    width: Width | None = None
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a tensor is. parts: its arrays, in the order in which they travel. side: None where it has no heads. wide:
+    in the accumulators' dtype, float32 (float64 for a float64 model), and else in the model's. partial: summed up part
+    by part. fused: its parts lie side by side in each row and head of an arena. phases: those that may name it;
+    fetched, returned: those in which its rows go to where tasks run, and what tasks add up for rows comes back.
+    """
+
+    name: str
+    parts: tuple[Part, ...] = ()
+    side: Side | None = None
+    wide: bool = False
+    partial: bool = False
+    fused: bool = False
+    phases: tuple[str, ...] = PHASES
+    fetched: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+
+    def widths(self, head_dim: int, v_head_dim: int, hidden: int) -> tuple[int, ...]:
+        """Numbers of each part in a row of one head; 0 for a part without that dimension."""
+        of = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
+        return tuple(of[part.width] if part.width else 0 for part in self.parts)
+
+
+_NOTHING = Contents("none")
+
+
+class Tensor(IntEnum):
+    """Tensors of a program, a code and contents each. Rows are tokens."""
+
+    contents: Contents
+
+    # without contents, a tensor is looked up by its code
+    def __new__(cls, code: int, contents: Contents = _NOTHING) -> Tensor:
+        tensor = int.__new__(cls, code)
+        tensor._value_, tensor.contents = code, contents
+        return tensor
+
+    NONE = 0, _NOTHING
+    # hidden states, only where `project` is used; with position ids, so that rows can be projected wherever they go
+    X = 1, Contents("X", (Part("x", "hidden"), Part("position", integer=True)))
+    Q = 2, Contents("Q", (Part("q", "head_dim"),), "query", fetched=PHASES)
+    KV = (
+        3,
+        Contents("KV", (Part("k", "head_dim"), Part("v", "v_head_dim")), "key", fused=True, fetched=PHASES),
+    )
+    # normalised, and its log-sum-exp
+    O = (  # noqa: E741
+        4,
+        Contents(
+            "O",
+            (Part("o", "v_head_dim"), Part("lse")),
+            "query",
+            wide=True,
+            partial=True,
+            returned=("forward",),
+        ),
+    )
+    DX = 5, Contents("dX", (Part("dx", "hidden"),), wide=True, partial=True, phases=("backward",))
+    DQ = (
+        6,
+        Contents(
+            "dQ",
+            (Part("dq", "head_dim"),),
+            "query",
+            wide=True,
+            partial=True,
+            phases=("backward",),
+            returned=("backward",),
+        ),
+    )
+    DKV = (
+        7,
+        Contents(
+            "dKV",
+            (Part("dk", "head_dim"), Part("dv", "v_head_dim")),
+            "key",
+            wide=True,
+            partial=True,
+            fused=True,
+            phases=("backward",),
+            returned=("backward",),
+        ),
+    )
+    # gradient of the output
+    DO = (
+        8,
+        Contents("dO", (Part("do", "v_head_dim"),), "query", phases=("backward",), fetched=("backward",)),
+    )
+    # row statistics of the merged forward: its LSE, and rowsum(dO * O)
+    DELTA = (
+        9,
+        Contents(
+            "delta",
+            (Part("lse"), Part("delta")),
+            "query",
+            wide=True,
+            fused=True,
+            phases=("backward",),
+            fetched=("backward",),
+        ),
+    )
+
+
+TENSOR_NAMES: Mapping[Tensor, str] = MappingProxyType({tensor: tensor.contents.name for tensor in Tensor})
+
+#: tensors that are summed up part by part
+PARTIALS = tuple(tensor for tensor in Tensor if tensor.contents.partial)
+#: those of them that are gradients: they may travel in the model's dtype although they are no results yet
+GRADIENTS = frozenset(tensor for tensor in PARTIALS if tensor.contents.phases == ("backward",))
+#: how gradients that are no results travel: in the accumulators' dtype, or rounded to the model's
+SENT_GRADIENTS = ("wide", "model")
+KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key")
+HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
+
+
+def _travels(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
+    return MappingProxyType(
+        {
+            (side, phase): tuple(
+                one for one in Tensor if one.contents.side == side and phase in getattr(one.contents, way)
+            )
+            for side in SIDES
+            for phase in PHASES
+        }
+    )
+
+
+#: (side, phase) -> what goes to where tasks run, in tiles and in exchanges; what comes back; both
+FETCHED, RETURNED = _travels("fetched"), _travels("returned")
+TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
+    {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}
+)
+
+
+class Space(IntEnum):
+    """Where rows live."""
+
+    HOME = 0
+    WORK = 1
