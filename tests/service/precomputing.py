@@ -69,9 +69,10 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a process group of its own; killed at the end where it still runs."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=stderr, env=env, start_new_session=True
-    ) as process:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, env=env, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
+    with started as process:
         try:
             yield process
         finally:
