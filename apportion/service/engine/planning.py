@@ -81,7 +81,7 @@ class Planning:
         self._busy: dict[Entry, tuple[Iteration, float]] = {}  # being planned, for whom first, since when
         self.failures = Failures()
         self._lowering = 0
-        self._turn = asyncio.Condition()
+        self._turn = asyncio.Condition()  # of who waits to have a stored plan lowered
         self.tasks, self.counters = LiveTasks(), Counters()
 
     @property

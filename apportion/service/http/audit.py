@@ -38,9 +38,8 @@ class Audit:
     """Lines for the audit log: `auditing_in` says where that is."""
 
     def __init__(self) -> None:
-        self._refused: OrderedDict[str, tuple[float, int]] = (
-            OrderedDict()
-        )  # address -> last line, refusals since
+        # address -> last line, refusals since
+        self._refused: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def request(self, scope: Scope, route: str, status: int) -> None:
         """A request to the control plane that was answered."""

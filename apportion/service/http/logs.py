@@ -89,7 +89,7 @@ class _Beside(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until what came before is written, `_FLUSH_S` seconds at most."""
+        """Wait until what came before is written: `_FLUSH_S` seconds for room and as many for the writing at most."""
         if self._ended:  # `logging` does so again at the end of the process
             return
         written = threading.Event()

@@ -74,9 +74,8 @@ class Library:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._entries: dict[bytes, Entry] = {}
-        self._problems: OrderedDict[bytes, ProblemRecord] = (
-            OrderedDict()
-        )  # of what cannot be planned, whoever asks
+        # of what cannot be planned, whoever asks
+        self._problems: OrderedDict[bytes, ProblemRecord] = OrderedDict()
         self._idle: dict[bytes, int] = {}  # stored packs that nobody needs, longest idle first
         self._uncounted: set[bytes] = set()  # whose packs were to be dropped, and are asked for again
         self.cache = Cache(limits.cache_bytes)
