@@ -13,7 +13,7 @@ from apportion.service.client import create_job
 from apportion.service.http.run.child import serving
 from tests.ranks.loading import job
 
-RANKS = Path(__file__).parents[1] / "ranks"
+ROOT = Path(__file__).parents[2]
 OPEN = """
 import sys
 from tests.ranks.loading import MODEL, Recorded
@@ -40,6 +40,6 @@ def test_an_open_pass_leaves_no_traceback_at_exit(
 ) -> None:
     source, key = sources[name]
     command = [sys.executable, "-c", OPEN, source, key, str(workers), str(status)]
-    done = subprocess.run(command, cwd=RANKS, capture_output=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
     said = [line for line in done.stderr.decode().splitlines() if "apportion warmup" not in line]
     assert (done.returncode, said, done.stdout) == (status, [], b"")
