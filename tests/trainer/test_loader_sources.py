@@ -165,7 +165,7 @@ def test_an_iterator_that_is_still_held_does_not_keep_the_process() -> None:
     for source in ("local", "HereSource(job())"):
         told = "Cluster(1, 1), MODEL, 64, source='local'" if source == "local" else f"source={source}"
         program = (
-            "from loading import MODEL, HereSource, Recorded, job\n"
+            "from tests.ranks.loading import MODEL, HereSource, Recorded, job\n"
             "from apportion.ir.request.cluster import Cluster\n"
             "from apportion.trainer.loading.loader import PlannedLoader\n"
             f"batches = iter(PlannedLoader(Recorded(), {told}))\n"
@@ -173,7 +173,7 @@ def test_an_iterator_that_is_still_held_does_not_keep_the_process() -> None:
         )
         done = subprocess.run(
             [sys.executable, "-c", program],
-            cwd=Path(__file__).parents[1] / "ranks",
+            cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             timeout=WAIT_S,
