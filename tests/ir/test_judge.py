@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import apportion as ap
 from apportion.ir.arrays import Ints
 from apportion.ir.loops.jit import COMPILES
 from apportion.ir.verify import check
 from apportion.ir.verify.attended import Tasks
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.walk import judge
+from apportion.planner.recipe.recipes import find_recipe
 from tests.support.sparse import sparse
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,25 @@ def test_tiles_of_several_runs_are_sent_on(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(judge, "_settle", noting)
     assert all(Subject(plan).judge() for recipe, plan in PLANS if recipe == name)
     assert any(found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "band"),
+    [
+        ("hybrid_dp", 40, (31, 33, 0, 39, -3, 28)),
+        ("zeppelin", 40, (3, 29, 0, 33, -3, 22)),
+        ("megatron_hybrid", 17, (6, 13, 0, 14, -3, 34)),
+    ],
+)
+def test_zeros_behind_a_tile_of_several_runs_are_sent_on(
+    recipe: str, tokens: int, band: tuple[int, ...]
+) -> None:
+    """The judge takes them for rows of that tile, and must find its end."""
+    steps = {**find_recipe(recipe).to_data()["steps"], "reshuffle": True}
+    batch, model = ap.Batch.from_lengths([tokens], ap.masks.bands([band])), ap.Model(1, 1, 1, dtype="fp64")
+    policy = ap.Policy(ap.Recipe("reshuffled", steps))
+    made = ap.plan(batch, ap.Cluster(1, 4), model, policy=policy, verify=False)
+    assert Subject(made).judge()
 
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))

@@ -1099,6 +1099,8 @@ def _token(sends: Ints, parcels: Ints, token: int, rows: int) -> tuple[int, int]
             return source, rows
         if source < 0:
             part, whole = _part_of(parcels, -1 - source, row), False
+            if row >= parcels[0, part + 1]:  # behind the tile: zeros, for which `_tile_token` went on
+                return NOWHERE, rows
             rows = min(rows, parcels[0, part + 1] - row)
             if parcels[1, part] == NOWHERE:
                 return NOWHERE, rows
