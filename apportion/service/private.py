@@ -130,6 +130,13 @@ class Shown:
         except OSError as error:
             log.warning("clients do not find the admin key by themselves: %s: %s", self._path, error)
 
+    def rekey(self, key: str) -> None:
+        """From now on another one."""
+        self._key = key
+        if self._file is not None:
+            os.pwrite(self._file, key.encode(), 0)
+            os.ftruncate(self._file, len(key))
+
     def _written(self) -> int:
         with suppress(FileExistsError):
             self._path.parent.mkdir(0o700)

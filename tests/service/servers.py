@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,6 @@ import urllib3
 import uvloop
 
 from apportion.service.engine import Engine
-from apportion.service.http.api.bodies import Patience
 from apportion.service.http.auth import key_digest
 from apportion.service.http.run.options import Options
 from apportion.service.http.run.serve import Server, bind, server_of
@@ -94,7 +94,7 @@ class Live:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        host, port = self.url.partition("://")[2].rsplit(":", 1)
         return host, int(port)
 
     def stop(self) -> None:
@@ -112,21 +112,23 @@ def live(
     *,
     admin: str | None = ADMIN,
     store: Store | None = None,
-    patience: Patience | None = None,
     send_buffer: int = 0,
     folder: Path = Options.store,
     connections: int = 1024,
+    tls: ssl.SSLContext | None = None,
+    **options: Any,
 ) -> Iterator[Live]:
     """A server that listens on a free port of loopback. send_buffer: bytes that the kernel holds for a client, 0 for
-    its own choice. folder: whose disk is watched. connections: that it takes."""
+    its own choice. folder: whose disk is watched. connections: that it takes. options: further
+    ones of `Options`."""
     chosen = Options(
         port=0,
         store=folder,
         admin=None if admin is None else key_digest(admin),
         limits=limits or Limits(drain_s=4.0),
-        patience=patience or Patience(),
+        **options,
     )
-    parts = _Parts(pool or LocalPool(), chosen, store or MemoryStore(), connections)
+    parts = _Parts(pool or LocalPool(), chosen, store or MemoryStore(), connections, tls)
     with closing(bind(chosen)) as listener:
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -153,6 +155,7 @@ class _Parts:
     options: Options
     store: Store
     connections: int
+    tls: ssl.SSLContext | None = None
     live: Live | None = None
     error: BaseException | None = None
     listening: threading.Event = field(default_factory=threading.Event)
@@ -169,9 +172,9 @@ class _Parts:
     async def _serve(self, listener: socket.socket) -> None:
         engine = Engine(self.store, Supervisor(self.pool), self.options.limits)
         await engine.start()
-        server = server_of(engine, self.options, self.connections)
+        server = server_of(engine, self.options, self.connections, self.tls)
         host, port = listener.getsockname()[:2]
-        url = f"http://{host}:{port}"
+        url = f"{'http' if self.tls is None else 'https'}://{host}:{port}"
         loop = asyncio.get_running_loop()
         self.live = Live(url, engine, self.pool, server, loop, Caller(url))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

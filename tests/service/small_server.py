@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.server.answer(request, self)
 
-    do_PUT = do_POST = do_GET
+    do_PUT = do_POST = do_DELETE = do_GET
 
     def reply(self, status: int, body: bytes = b"", kind: str = protocol.JSON, **headers: str) -> None:
         self.start_answer(status, {"Content-Type": kind, "Content-Length": str(len(body)), **headers})

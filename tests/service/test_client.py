@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
 
 import pytest
 
@@ -29,6 +30,8 @@ from apportion.service.client import (
     ServiceProblem,
     UnreachableError,
     create_job,
+    delete_job,
+    revoke_key,
 )
 from apportion.service.client.waits import retry_after
 from tests.service.small_server import (
@@ -174,6 +177,16 @@ def test_statuses_that_pass_are_tried_again(server: SmallServer, client: Client,
     client.submit(1, 0, batches(0))
     assert len(server.requests) == 3
     assert len({request.body for request in server.requests}) == 1
+
+
+def test_a_deletion_whose_answer_was_lost_is_one(server: SmallServer) -> None:
+    address = server.job_url.partition("/v1")[0]
+    for change in (delete_job, partial(revoke_key, id="a1b2")):
+        server.faults.extend([reset, refusing(404)])
+        change(address, "run", admin_key=KEY)
+        server.faults.append(refusing(404))
+        with pytest.raises(ServiceProblem, match="404"):
+            change(address, "run", admin_key=KEY)
 
 
 @pytest.mark.parametrize("status", [304, 307, 400, 401, 403, 404, 405, 406, 409, 410, 413, 415, 422, 501])

@@ -234,8 +234,18 @@ def test_a_plan_is_the_same_for_ever(member: Caller) -> None:
     assert member("GET", plan_path(0, 1)).headers["etag"] != first.headers["etag"]
 
 
-def test_head_is_get_without_the_body(member: Caller) -> None:
-    whole, head = member("GET", plan_path(0)), member("HEAD", plan_path(0))
+def counted(admin: Caller, name: str) -> str:
+    """What the server tells of it."""
+    (line,) = re.findall(
+        rf"^apportion_{name}_total (.*)$", admin("GET", "/metrics").body.decode(), re.MULTILINE
+    )
+    return str(line)
+
+
+def test_head_is_get_without_the_body(admin: Caller, member: Caller) -> None:
+    whole, before = member("GET", plan_path(0)), counted(admin, "deliveries")
+    head = member("HEAD", plan_path(0))
+    assert counted(admin, "deliveries") == before  # no rank has it by that
     assert (head.status, head.body) == (200, b"")
     for name in ("etag", "content-length", "content-type"):
         assert head.headers[name] == whole.headers[name]
@@ -463,9 +473,11 @@ def test_a_server_without_workers_is_not_ready() -> None:
     pool = LocalPool()
     with live(pool) as server:
         pool.alive = 0
-        answer = server.caller("GET", "/readyz")
-        assert answer.status == 503
-        assert answer.json == {"status": "not ready", "reason": "none of its 1 workers is alive"}
+        for restarts, reason in ((0, "its workers are starting"), (1, "none of its 1 workers is alive")):
+            pool.restarts = restarts
+            answer = server.caller("GET", "/readyz")
+            assert answer.status == 503
+            assert answer.json == {"status": "not ready", "reason": reason}
 
 
 def test_metrics_tell_what_happened(admin: Caller, member: Caller) -> None:

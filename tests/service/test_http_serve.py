@@ -11,6 +11,8 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,12 @@ import urllib3
 
 from apportion.cli import main
 from apportion.service.client import Client, UnreachableError, create_job
+from apportion.service.http.connection import RESERVE
+from apportion.service.http.run import door
 from apportion.service.http.run.child import ServerStartError, Serving, serving
 from apportion.service.private import key_of_server
 from tests.service.engines import JOB
-from tests.service.servers import ADMIN, KEY, Caller, begin, make_job, plan_path, ready, submit, until
+from tests.service.servers import ADMIN, KEY, Caller, begin, live, make_job, plan_path, ready, submit, until
 
 MINUTE_S = 60.0
 
@@ -305,12 +309,46 @@ def test_certificates_and_keys_are_read_anew(tmp_path: Path) -> None:
         until(lambda: ssl.get_server_certificate(address) != first)
         assert caller("GET", "/v1/jobs").status == 401
         assert caller.using("the-next-admin-key-0123")("GET", "/v1/jobs").status == 200
+        assert key_of_server(*address) == ("127.0.0.1", "the-next-admin-key-0123")
         second = ssl.get_server_certificate(address)
         certificate.write_text("not a certificate")
         os.kill(server.pid, signal.SIGHUP)
         until(lambda: "reload failed" in (tmp_path / "log").read_text())
         assert ssl.get_server_certificate(address) == second
         http.clear()
+
+
+def test_connections_count_before_their_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that say nothing take the room of one address, for a while, and no more of the server."""
+    monkeypatch.setattr(door, "_HANDSHAKE_S", 2.0)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    key, certificate = issue(authority, tmp_path, "127.0.0.1")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    http = urllib3.PoolManager(ca_certs=str(tmp_path / "ca.pem"), retries=False, timeout=MINUTE_S)
+    with live(connections=8, tls=tls) as server, ExitStack() as opened:
+        caller = replace(server.caller, http=http)
+        assert caller("GET", "/healthz").status == 200
+        idle = [opened.enter_context(closing(server.connect())) for _ in range(60)]
+        until(
+            lambda: sum(is_closed(client) for client in idle) >= 60 - 4 - RESERVE
+        )  # half, and what probes may have
+        assert not all(map(is_closed, idle))
+        until(lambda: all(map(is_closed, idle)))
+        assert caller("GET", "/v1/jobs").status == 200
+        http.clear()
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server has ended the connection."""
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def test_clients_show_certificates_where_they_are_asked_to(tmp_path: Path) -> None:

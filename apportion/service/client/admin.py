@@ -74,7 +74,7 @@ def delete_job(
 ) -> None:
     """Delete the job `name` of `server`, and its plans. Raises ConfigError, ClientError."""
     with _caller(server, admin_key, ca, proxy, cert=cert) as caller:
-        caller.send("DELETE", protocol.job_path(checked_name("name", name)), None, answers.Empty)
+        caller.delete(protocol.job_path(checked_name("name", name)))
 
 
 def export_store(
@@ -133,7 +133,7 @@ def revoke_key(
 ) -> None:
     """The key of that id opens nothing from now on. Raises ConfigError, ClientError."""
     with _caller(server, admin_key, ca, None, cert=cert) as caller:
-        caller.send("DELETE", f"{_keys(name)}/{checked_name('id', id)}", None, answers.Empty)
+        caller.delete(f"{_keys(name)}/{checked_name('id', id)}")
 
 
 def _keys(name: str) -> str:

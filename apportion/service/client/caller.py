@@ -78,6 +78,18 @@ class Caller:
         """The JSON data that comes back. data: None sends none. The request must be one that may arrive twice."""
         return self._data(method, path, None if data is None else msgspec.json.encode(data), kind)
 
+    def delete(self, path: str) -> None:
+        """What is there. After an answer that was lost, what is not there has been deleted."""
+        waits = self.waits(None)
+
+        def once() -> None:
+            headers = {"Accept": f"{protocol.JSON}, {protocol.PROBLEM}"}
+            answer = self._whole(self._open("DELETE", path, headers, None, waits), waits, _MOST_JSON)
+            if answer.status != 404 or not waits.failures:
+                answers.read(answer, answers.Empty)
+
+        waits.repeat(once)
+
     def page(self, path: str, wait_s: float) -> bytes:
         """The HTML page there, which the server may take so long to make."""
         waits = self.waits(self.timeout_s + wait_s)

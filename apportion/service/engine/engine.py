@@ -129,8 +129,9 @@ class Engine(Jobs):
 
     # ---- readers
 
-    def peek(self, name: str, epoch: int, iteration: int, rank: int) -> Body | None:
-        """The rank's body where it is at hand, else None: ask `fetch` for the reason. Raises nothing."""
+    def peek(self, name: str, epoch: int, iteration: int, rank: int, takes: bool = True) -> Body | None:
+        """The rank's body where it is at hand, else None: ask `fetch` for the reason. takes: whether the rank has it
+        then. Raises nothing."""
         job = self._jobs.get(name)
         found = None if job is None else job.open.get(epoch)
         held = None if found is None else found.known(iteration)
@@ -139,14 +140,17 @@ class Engine(Jobs):
         bodies = held.entry.bodies
         if bodies is None or not 0 <= rank < len(bodies):
             return None
-        return self._delivered(held, bodies[rank])
+        return self._delivered(held, bodies[rank], takes)
 
-    async def fetch(self, name: str, epoch: int, iteration: int, rank: int, wait_s: float) -> Body | None:
+    async def fetch(
+        self, name: str, epoch: int, iteration: int, rank: int, wait_s: float, takes: bool = True
+    ) -> Body | None:
         """The rank's body; waits for it, be it submitted or not, at most `wait_s` and `limits.wait_s`, then None.
+        takes: as of `peek`.
 
         Raises RefusedBatchError and QuarantinedError where it cannot be planned.
         """
-        body = self.peek(name, epoch, iteration, rank)
+        body = self.peek(name, epoch, iteration, rank, takes)
         if body is not None:
             return body
         job = self._job(name)
@@ -158,11 +162,13 @@ class Engine(Jobs):
             )
         try:
             async with asyncio.timeout(min(wait_s, self.limits.wait_s)) as patience:
-                return await self._guarded(self._awaited(found, iteration, rank, patience))
+                return await self._guarded(self._awaited(found, iteration, rank, patience, takes))
         except TimeoutError:
             return None
 
-    async def _awaited(self, epoch: Epoch, number: int, rank: int, patience: asyncio.Timeout) -> Body | None:
+    async def _awaited(
+        self, epoch: Epoch, number: int, rank: int, patience: asyncio.Timeout, takes: bool
+    ) -> Body | None:
         while True:
             epoch.check(number)
             held = epoch.known(number)
@@ -174,7 +180,7 @@ class Engine(Jobs):
                 bodies = await self._planning.bodies(held.entry)
                 if bodies is not None:
                     epoch.check(number)
-                    return self._delivered(held, bodies[rank])
+                    return self._delivered(held, bodies[rank], takes)
                 continue
             if self.draining and (held is None or held.entry.task is None):
                 return None
@@ -183,7 +189,9 @@ class Engine(Jobs):
                     self.on_free()
                 await gate.event.wait()
 
-    def _delivered(self, held: Iteration, body: Body) -> Body:
+    def _delivered(self, held: Iteration, body: Body, takes: bool) -> Body:
+        if not takes:
+            return body
         self._counters.deliveries += 1
         self._library.cache.touch(held.entry)
         if held.number > held.epoch.delivered:

@@ -129,7 +129,12 @@ class Jobs(Life):
                 return
             job = self._jobs.pop(name, None)
             if job is None:
-                raise self._no_job(name)
+                if name not in self._leaving:
+                    raise self._no_job(name)
+                await self._guarded(self._journal.flush())
+                self._leaving.discard(name)
+                return
+            self._leaving.add(name)
             drops = [job_key(name)]
             drops += [epoch_key(name, number) for number in job.runs.values()]
             self._former = dict([*self._former.items(), (name, job.state.keys)][-_MOST_FORMER:])
@@ -143,6 +148,7 @@ class Jobs(Life):
             if self._journal.trouble:  # the store is full, say: what nobody needs goes first
                 await self._make_room([entry.key for entry in unused])
             await self._guarded(self._journal.flush())
+            self._leaving.discard(name)
             with suppress(StoreError):
                 await self._journal.call(self._journal.store.keep_room)
 

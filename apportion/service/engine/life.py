@@ -12,11 +12,7 @@ from typing import TypeVar
 from apportion.service.engine.admission import Admission
 from apportion.service.engine.kept.journal import Journal
 from apportion.service.engine.kept.library import Entry, Library
-from apportion.service.engine.kept.records import (
-    BORN,
-    JobKey,
-    encode,
-)
+from apportion.service.engine.kept.records import JobKey
 from apportion.service.engine.kept.restore import restore
 from apportion.service.engine.kept.state import Epoch, Iteration, Job
 from apportion.service.engine.planning import Planning
@@ -63,6 +59,7 @@ class Life:
         self._admission = Admission(self.limits, self._library, self._counters)
         self._jobs: dict[str, Job] = {}
         self._past: dict[str, int] = {}  # last epochs of deleted jobs
+        self._leaving = set[str]()  # deleted jobs, of which the store still knows
         self._aside: dict[str, str] = {}  # why a job cannot go on: what the store has of it is damaged
         self._former: dict[
             str, tuple[JobKey, ...]
@@ -98,7 +95,7 @@ class Life:
             raise
         self._jobs, self._past, self._aside = found.jobs, found.past, found.aside
         self._former, self._born = found.former, found.born.epoch
-        self._journal.later({BORN: encode(found.born)} if found.is_new else {}, found.stale)
+        self._journal.later(found.news, found.stale)
         await self._journal.call(self._journal.store.keep_room)
         self._planning.tasks.spawn(self._journal.try_to_write())
         self._started = True

@@ -8,7 +8,6 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, Path, Request, Response
-from prometheus_client import CollectorRegistry
 from pydantic import BeforeValidator
 
 from apportion.service.engine import Engine, JobState
@@ -18,6 +17,7 @@ from apportion.service.http.api.models import MAX_EPOCH, MAX_ITERATION
 from apportion.service.http.audit import JOB, WHO
 from apportion.service.http.auth import Keys, given
 from apportion.service.http.export import Exports
+from apportion.service.http.metrics import Figures
 from apportion.service.http.watch.events import Watchers
 from apportion.service.http.watch.reports import Reports
 from apportion.service.limits import Limits
@@ -36,7 +36,7 @@ class Parts:
     limits: Limits
     patience: Patience
     room: Room
-    registry: CollectorRegistry
+    figures: Figures
     watchers: Watchers
     reports: Reports
     exports: Exports
@@ -64,7 +64,8 @@ class Call:
         most, wait_s = self.parts.limits.body_bytes, self.parts.patience.body_s
         with self.parts.room.part() as take:
             data = await read(self.request.scope, self.request.receive, most, wait_s, take)
-            return await parse(data, kind, then)
+            async with self.parts.room.turn(len(data)):
+                return await parse(data, kind, then)
 
     def url(self, job: str) -> str:
         """A path where the server was told no URL of its own: what a client writes as Host is no URL to pass on."""
@@ -114,7 +115,7 @@ async def _admin(request: Request) -> Call:
 
 async def _figures(request: Request) -> Call:
     call = _call(request)
-    call.parts.keys.check_figures(_authorization(request))
+    call.parts.keys.check_figures(_authorization(request), request.headers.get("host", ""))
     return call
 
 
@@ -146,7 +147,7 @@ async def _reader(request: Request, job: Name) -> Call:
 
 Anyone = Annotated[Call, Depends(_anyone)]
 Admin = Annotated[Call, Depends(_admin)]
-Figures = Annotated[Call, Depends(_figures)]
+Scraper = Annotated[Call, Depends(_figures)]
 Member = Annotated[Call, Depends(_member)]
 Writer = Annotated[Call, Depends(_writer)]
 Owner = Annotated[Call, Depends(_owner)]

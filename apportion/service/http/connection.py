@@ -20,25 +20,56 @@ RESERVE = 32
 _PROBES = (b"/healthz", b"/readyz")
 _PROBE_S = 10.0  # that one of these may stay
 _STEP = 16 << 10  # bytes that are read before they are counted
+_MOST_PIPELINED = 16  # requests that wait for an answer to the one before: each holds some KB
 _LINGER_S = 30.0  # beyond the time of a body: then the client is cut off, whatever it waits for
 
 
+class Crowd:
+    """Connections of a server, those in a TLS handshake among them. most: at a time, of one address half of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._all, self._of = most, 0, Counter[str]()
+
+    def enter(self, address: str) -> str:
+        """One more. Why it is told no more than the server's health, "" where it is not too many."""
+        self._all += 1
+        self._of[address] += 1
+        if self._all > self._most:
+            return f"{self._most} connections are open, this server takes no more"
+        if self._of[address] > self._half:
+            return f"{self._half} connections from {address} are open, others want some, too"
+        return ""
+
+    def is_full(self, address: str) -> bool:
+        """Whether one of this address is told nothing at all."""
+        return self._all > self._most + RESERVE or self._of[address] > self._half + RESERVE
+
+    def leave(self, address: str) -> None:
+        """One less."""
+        self._all -= 1
+        self._of[address] -= 1
+        if not self._of[address]:
+            del self._of[address]
+
+    @property
+    def _half(self) -> int:
+        return max(self._most // 2, 1)
+
+
 class Connection(HttpToolsProtocol):
-    """One client. most_bytes: of a request in all; most_connections: at a time, of one address half of them; addresses:
-    how many each address has, shared by all connections of a server."""
+    """One client. most_bytes: of a request in all; crowd: of the server that it is one of."""
 
     def __init__(
         self,
         *,
         most_bytes: int,
-        most_connections: int,
-        addresses: Counter[str],
+        crowd: Crowd,
         patience: Patience,
         **others: Any,
     ) -> None:
         super().__init__(**others)
-        self._most, self._most_connections, self._patience = most_bytes, most_connections, patience
-        self._addresses, self._address, self._refusal = addresses, "", ""
+        self._most, self._patience = most_bytes, patience
+        self._crowd, self._address, self._refusal = crowd, "", ""
         self._unsent, self._unsent_s = 0, 0.0  # bytes that were not taken yet, and since when so many
         self._in_head, self._in_message = True, False
         self._taken = 0
@@ -50,22 +81,15 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._extensions[ABORT] = transport.abort
         self._address = self.client[0] if self.client else ""
-        self._addresses[self._address] += 1
-        most = self._most_connections
-        if len(self.connections) > most:
-            self._refusal = f"{most} connections are open, this server takes no more"
-        elif self._addresses[self._address] > max(most // 2, 1):
-            self._refusal = f"{most // 2} connections from {self._address} are open, others want some, too"
-        if len(self.connections) > most + RESERVE:
+        self._refusal = self._crowd.enter(self._address)
+        if self._crowd.is_full(self._address):
             self._refuse(503, self._refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._running is not None:
             self._running.disconnected = True
-        self._addresses[self._address] -= 1
-        if not self._addresses[self._address]:
-            del self._addresses[self._address]
+        self._crowd.leave(self._address)
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _STEP):  # a head that comes in one read is bounded, too
@@ -86,6 +110,11 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        if self.transport.is_closing():
+            return
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            self.transport.abort()
+            return
         if self._refusal and self.url.partition(b"?")[0] not in _PROBES:
             self._refuse(503, self._refusal)
             return
@@ -162,7 +191,11 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, detail: str) -> None:
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        in_body = self._in_message and not self._in_head and not self.pipeline
+        if cycle is not None and in_body and not cycle.response_started:
+            cycle.disconnected = cycle.response_complete = True  # its own answer is written nowhere
+        if cycle is None or cycle.response_complete:
             problem = plain(status, detail)
             body = encode(problem)
             lines = [b"%b: %b" % pair for pair in (*headers_of(problem, body), (b"connection", b"close"))]

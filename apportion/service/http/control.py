@@ -28,17 +28,16 @@ from apportion.service.http.calls import (
     Admin,
     Anyone,
     EpochNumber,
-    Figures,
     IterationNumber,
     KeyId,
     Member,
     Name,
     Owner,
     Parts,
+    Scraper,
     Writer,
     reply,
 )
-from apportion.service.http.metrics import render
 from apportion.service.http.watch_routes import router as watch
 from apportion.service.protocol import EXPORT, JSON, TAR, EpochState
 
@@ -179,7 +178,15 @@ async def read_iteration(call: Member, job: Name, epoch: EpochNumber, iteration:
 
 
 def _batches(asked: models.NewIteration) -> tuple[Batch, ...]:
-    return tuple(map(Batch.from_data, asked.batches))
+    return tuple(_batch(f"batches[{i}]", data) for i, data in enumerate(asked.batches))
+
+
+def _batch(place: str, data: Any) -> Batch:
+    try:
+        return Batch.from_data(data)
+    except ConfigError as error:
+        where = f"{place}.{error.field}"
+        raise type(error)(where, error.value, error.rule, error.remedy) from None
 
 
 def _told(iteration: int, found: IterationState) -> models.IterationReply:
@@ -217,7 +224,9 @@ def _not_ready(engine: Engine) -> str:
     if not engine.ready:
         return "it is starting"
     found = engine.snapshot()
-    return "" if found.alive else f"none of its {found.workers} workers is alive"
+    if found.alive:
+        return ""
+    return f"none of its {found.workers} workers is alive" if found.restarts else "its workers are starting"
 
 
 async def _trouble(engine: Engine) -> str:
@@ -231,18 +240,18 @@ async def _trouble(engine: Engine) -> str:
 
 
 @router.get("/metrics", **describe("figures", {200: CONTENT_TYPE_LATEST}))
-async def metrics(call: Figures) -> Response:
+async def metrics(call: Scraper) -> Response:
     """Tell what was counted, for Prometheus."""
-    return Response(render(call.parts.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(await call.parts.figures.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/openapi.json", include_in_schema=False)
-async def openapi(call: Figures, request: Request) -> Response:
+async def openapi(call: Scraper, request: Request) -> Response:
     return Response(msgspec.json.encode(request.app.openapi()), media_type=JSON)
 
 
 @router.get("/docs", include_in_schema=False)
-async def docs(call: Figures, request: Request) -> Response:
+async def docs(call: Scraper, request: Request) -> Response:
     return Response(page(request.app.openapi()), headers=_PAGE_HEADERS, media_type="text/html; charset=utf-8")
 
 

@@ -80,6 +80,11 @@ class Delivery:
             check_path(*found.groups())
         return None
 
+    @staticmethod
+    def is_plan(path: str) -> bool:
+        """Whether a plan is asked for there, be it with numbers that cannot be."""
+        return _LIKE_PLAN.fullmatch(path) is not None
+
     # ---- one plan
 
     async def _plan(self, found: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,9 +93,10 @@ class Delivery:
         job, epoch, iteration, rank = found[1], int(found[2]), int(found[3]), int(found[4])
         asked, begin_s = self._admit(job, scope, PLAN), monotonic()
         wait_s = min(_wait_s(scope["query_string"]), self._limits.wait_s)
-        body = self._engine.peek(job, epoch, iteration, rank)
+        takes = scope["method"] == "GET"
+        body = self._engine.peek(job, epoch, iteration, rank, takes)
         if body is None:
-            fetching = self._engine.fetch(job, epoch, iteration, rank, wait_s)
+            fetching = self._engine.fetch(job, epoch, iteration, rank, wait_s, takes)
             body = await (_while_there(receive, fetching) if wait_s else fetching)
         if body is None:
             await self._not_yet(iteration, wait_s > 0, send)

@@ -50,7 +50,10 @@ class Edge:
         elif problem.status == 503:
             log("request refused", logging.WARNING, status=503, reason=problem.detail, **facts)
         self._audit.refused(scope, problem.status)
-        self._traffic.plans[problem.status] += 1
+        if self._delivery.is_plan(scope["path"]):
+            self._traffic.plans[problem.status] += 1
+        else:
+            self._traffic.requests[scope["method"], "none", problem.status] += 1
         await send_problem(send, problem, error.allow if isinstance(error, MethodError) else "")
 
 

@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from apportion.service.engine import Engine
 from apportion.service.errors import OverloadError
 from apportion.service.http.api.bodies import until_gone
-from apportion.service.http.streams import ABORT
+from apportion.service.http.logs import log
+from apportion.service.http.streams import ABORT, StalledError
 from apportion.service.protocol import TAR
 from apportion.service.store.archive import archive
 
@@ -46,10 +47,11 @@ class Exports:
                 await _put(send, chunk)
             if not gone.done():
                 await _put(send, b"", more=False)
+        except StalledError:
+            log("copy of the store dropped, its client takes nothing")
+            _abort(scope)
         except Exception:
-            abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
-            if abort is not None:
-                abort()
+            _abort(scope)
             raise
         finally:
             self._open = False
@@ -67,10 +69,19 @@ class Export(Response):
         await self._exports.run(scope, receive, send)
 
 
+def _abort(scope: Scope) -> None:
+    abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
+    if abort is not None:
+        abort()
+
+
 def _next(chunks: Iterator[bytes]) -> bytes:
     return next(chunks, b"")
 
 
 async def _put(send: Send, data: bytes, more: bool = True) -> None:
-    async with asyncio.timeout(_STALL_S):
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+    try:
+        async with asyncio.timeout(_STALL_S):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+    except TimeoutError:
+        raise StalledError from None

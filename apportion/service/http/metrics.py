@@ -5,10 +5,12 @@ The hot path adds to plain integers; families are made of them when somebody ask
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -71,7 +73,9 @@ def histogram(name: str, text: str, held: Histogram) -> Metric:
 def traffic_families(traffic: Traffic) -> Iterator[Metric]:
     """Of what goes over the wire."""
     by_status = [((status,), count) for status, count in traffic.plans.items()]
-    yield labelled(CounterMetricFamily, "plan_requests", "GET of plans, by status", ("status",), by_status)
+    yield labelled(
+        CounterMetricFamily, "plan_requests", "GET and HEAD of plans, by status", ("status",), by_status
+    )
     yield histogram(
         "plan_request_seconds", "Seconds until a plan was answered, waiting included", traffic.plan_s
     )
@@ -157,26 +161,31 @@ def host_families(folder: Path | None) -> Iterator[Metric]:
         yield gauge("store_free_bytes", "Bytes free on the store's disk", shutil.disk_usage(folder).free)
 
 
-class Families(Collector):
-    """Release, disk, engine and traffic, as Prometheus collects them."""
+class Figures:
+    """Release, disk, engine and traffic, and memory, CPU and descriptors of this process. folder: as of
+    `host_families`."""
 
     def __init__(self, engine: Engine, traffic: Traffic, folder: Path | None) -> None:
         self._engine, self._traffic, self._folder = engine, traffic, folder
+        self._process = ProcessCollector(namespace="apportion", registry=None)
+
+    async def text(self) -> bytes:
+        """In Prometheus' text format. Written in a thread: it takes .3 s for 6,400 streams."""
+        traffic, found = [*traffic_families(self._traffic)], self._engine.snapshot()
+        return await asyncio.to_thread(self._text, traffic, found)
+
+    def _text(self, traffic: list[Metric], found: Snapshot) -> bytes:
+        told = (self._process.collect(), host_families(self._folder), traffic, engine_families(found))
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Told(told))
+        return generate_latest(registry)
+
+
+class _Told(Collector):
+    """What is there, as it is."""
+
+    def __init__(self, parts: Iterable[Iterable[Metric]]) -> None:
+        self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        yield from host_families(self._folder)
-        yield from traffic_families(self._traffic)
-        yield from engine_families(self._engine.snapshot())
-
-
-def registry_of(engine: Engine, traffic: Traffic, folder: Path | None) -> CollectorRegistry:
-    """A registry of its own, with memory, CPU and descriptors of this process."""
-    registry = CollectorRegistry(auto_describe=False)
-    ProcessCollector(namespace="apportion", registry=registry)
-    registry.register(Families(engine, traffic, folder))
-    return registry
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """The text format."""
-    return generate_latest(registry)
+        return chain.from_iterable(self._parts)

@@ -251,7 +251,7 @@ def serve(
         log_format=_format(log_format),
         limits=limits,
         parent=parent,
-        renew=lambda: take()[1],
+        renew=take,
     )
     server.serve(chosen, lambda started: _announce(chosen, started, as_json))
 
@@ -309,7 +309,7 @@ def _keys_of(
     """What reads the key files: the admin key, if any, and the digests of it and of the key for metrics. Makes the
     folder. Raises ConfigError."""
     from apportion.service.http.auth import key_digest
-    from apportion.service.private import own_key, private_folder
+    from apportion.service.private import ADMIN_KEY, own_key, private_folder
 
     if insecure and (admin or metrics):
         raise ConfigError("--insecure", True, "a server with keys is not keyless", "leave one of them out")
@@ -318,6 +318,7 @@ def _keys_of(
     def take() -> tuple[str | None, tuple[bytes | None, bytes | None]]:
         key = None if insecure else own_key(folder) if admin is None else inputs.key_of(admin)
         figures = None if metrics is None else key_digest(inputs.key_of(metrics), "--metrics-key-file")
-        return key, (None if key is None else key_digest(key, "--admin-key-file"), figures)
+        named = str(folder / ADMIN_KEY) if admin is None else "--admin-key-file"
+        return key, (None if key is None else key_digest(key, named), figures)
 
     return take

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from apportion.ir.bytes.job import Job as Spec
 from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.fields import name as checked_name
 from apportion.service.engine.kept.build import build
 from apportion.service.engine.kept.library import Library
 from apportion.service.engine.kept.records import (
@@ -19,25 +21,26 @@ from apportion.service.engine.kept.records import (
     JobRecord,
     PastRecord,
     decode,
+    encode,
     job_key,
+    past_key,
     place,
 )
 from apportion.service.engine.kept.state import Epoch, Iteration, Job, JobState
 from apportion.service.store import Store
 
-_SINCE_S, _EVERY_S = (
-    1_767_225_600.0,
-    10.0,
-)  # 2026; more seconds than an epoch takes, while numbers have 8 digits
+#: 2026; more seconds than an epoch takes, while numbers have 8 digits
+_SINCE_S, _EVERY_S = 1_767_225_600.0, 10.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Restored:
-    """jobs by name; past: last epochs of deleted ones, by name; stale: keys of records that belong to nothing; aside:
-    by name, why a job cannot go on: a damaged record of it; former: keys of these, where they are known; born: above
-    which epoch new jobs begin; is_new: that is still to be written."""
+    """jobs by name; past: last epochs of those that are gone or set aside, by name; stale: keys of records that belong
+    to nothing; aside: by name, why a job cannot go on: a damaged record of it; former: keys of these, where they are
+    known; born: above which epoch new jobs begin; news: records that are still to be written; orphans: last epochs of
+    jobs without a sound record, by name; unsure: whether some number was lost."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     past: dict[str, int] = field(default_factory=dict)
@@ -45,7 +48,37 @@ class Restored:
     aside: dict[str, str] = field(default_factory=dict)
     former: dict[str, tuple[JobKey, ...]] = field(default_factory=dict)
     born: BornRecord = field(default_factory=lambda: BornRecord(0))
-    is_new: bool = False
+    news: dict[str, bytes] = field(default_factory=dict)
+    orphans: dict[str, int] = field(default_factory=dict)
+    unsure: bool = False
+
+    def lose(self, key: str, why: str) -> None:
+        """The job of a damaged record is set aside."""
+        name, epoch = _named(key), _number(key)
+        if key.startswith("epoch/"):
+            self.orphan(name, epoch)
+            self.unsure |= not epoch or name not in self.jobs.keys() | self.aside.keys()
+        self.unsure |= key.startswith("past/")
+        self.aside.setdefault(name, why)
+
+    def orphan(self, name: str, epoch: int) -> None:
+        """That job has had this epoch, and does not go on."""
+        self.orphans[name] = max(epoch, self.orphans.get(name, 0))
+
+    def settle(self) -> None:
+        """Whoever is made anew begins above all epochs of its name; everybody does above all that there can have been,
+        where a number or whose it is was lost."""
+        late = _late() if self.unsure else 0
+        for name, epoch in self.orphans.items():
+            self.past[name] = max(epoch, self.past.get(name, self.born.epoch), late)
+            with suppress(ConfigError):  # a damaged name, which nobody can ask for
+                self.news[past_key(checked_name("name", name))] = encode(PastRecord(self.past[name]))
+        if late:
+            self.born = BornRecord(late)
+            self.news[BORN] = encode(self.born)
+            self.past = {name: max(epoch, late) for name, epoch in self.past.items()}
+            for job in self.jobs.values():
+                job.state = replace(job.state, past=max(job.state.past, late))
 
 
 def restore(store: Store, library: Library, now_s: float) -> Restored:
@@ -72,31 +105,30 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
             try:
                 add(key, data)
             except DecodeError as error:
-                found.aside.setdefault(_named(key), str(error))
+                found.lose(key, str(error))
         for key in damaged:
-            found.aside.setdefault(
-                _named(key), f"store: the record of {key!r} is damaged: it is not what was written"
-            )
+            found.lose(key, f"store: the record of {key!r} is damaged: it is not what was written")
         damaged.clear()
     for name in found.aside:
         _set_aside(found, name, library)
+    found.settle()
     return found
 
 
 def _empty(store: Store) -> Restored:
-    born, is_new = _born(store)
-    return Restored(born=born, is_new=is_new)
-
-
-def _born(store: Store) -> tuple[BornRecord, bool]:
-    """Above which epoch new jobs begin, and whether that is known only now. Where jobs may have been before (in a Redis
-    that was wiped, a folder whose index was lost) these must not begin again at 1: ranks may still ask for the first
-    ones' plans."""
+    """Where jobs may have been before (in a Redis that was wiped, a folder whose index was lost) new ones must not
+    begin again at 1: ranks may still ask for the first ones' plans."""
     for _, data in store.records(BORN, []):
-        return decode(BORN, data, BornRecord), False
+        return Restored(born=decode(BORN, data, BornRecord))
     is_empty = next(store.records("", []), None) is None
-    again = is_empty and (store.may_be_wiped or next(store.packs(), None) is not None)
-    return BornRecord(int((time.time() - _SINCE_S) / _EVERY_S) if again else 0), again
+    if not is_empty or not (store.may_be_wiped or next(store.packs(), None) is not None):
+        return Restored()
+    return Restored(unsure=True)
+
+
+def _late() -> int:
+    """An epoch that no job can have had."""
+    return int((time.time() - _SINCE_S) / _EVERY_S)
 
 
 def _named(key: str) -> str:
@@ -104,14 +136,20 @@ def _named(key: str) -> str:
     return key.split("/")[1] if "/" in key else key
 
 
+def _number(key: str) -> int:
+    """The epoch in it, 0 where that cannot be read."""
+    number = "".join(key.split("/")[2:3])
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
 def _set_aside(found: Restored, name: str, library: Library) -> None:
-    """Its last epoch stays known: one of a new job of this name begins above it."""
+    """Its last epoch stays known."""
     job = found.jobs.pop(name, None)
     log.error("job %s is set aside: %s", name, found.aside[name])
     if job is None:
         return
     found.former[name] = job.state.keys
-    found.past[name] = max(job.state.last, found.past.get(name, 0))
+    found.orphan(name, job.state.last)
     for epoch in job.open.values():
         for held in epoch.iterations.values():
             library.release(held)
@@ -142,6 +180,7 @@ def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> 
     job = found.jobs.get(name)
     if job is None:
         found.stale.append(key)
+        found.orphan(name, number)
         return
     job.switch(Epoch(job, number, record, now_s))
     if record.release not in ("", build()):  # its plans may have other bytes here

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,8 @@ R = TypeVar("R")
 _LINGER_S = 1.0
 _MAX_CONTAINERS = 1 << 17
 _MAX_KEYS = 1 << 18
-_MAX_ITEMS = 1 << 22
+_MAX_ITEMS = 1 << 21
+_LARGE = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Room:
 
     def __init__(self, most: int) -> None:
         self._most, self.held = most, 0
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """For the parsing of a body: of large ones one at a time, as they become thirty times as large in it."""
+        async with self._turn if size > _LARGE else nullcontext():
+            yield
 
     @contextmanager
     def part(self) -> Iterator[Callable[[int], None]]:
@@ -151,7 +160,7 @@ def _parse(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at `$")
-        raise ConfigError(_field(rule, place), _shown(place), rule, "see /docs for the form") from None
+        raise ConfigError(_field(rule, place), _value(data, place), rule, "see /docs for the form") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("body", _start(data), f"is not JSON: {error}", "send one JSON object") from None
 
@@ -180,8 +189,17 @@ def _field(rule: str, place: str) -> str:
     return where or "body"
 
 
-def _shown(place: str) -> Any:
-    return "..." if place else "the body"
+def _value(data: bytes, place: str) -> Any:
+    """What the body has at msgspec's `.a[0]`; "..." where that does not say it all."""
+    try:
+        found = msgspec.json.decode(data)
+        for name, index in re.findall(r"\.([^.\[\]`]+)|\[([0-9]+)\]", place):
+            found = found[name] if name else found[int(index)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return "..."
+    if place.endswith(".key`"):
+        return "(hidden)"
+    return "..." if "[...]" in place or isinstance(found, dict | list) else found
 
 
 def _start(data: bytes) -> str:

@@ -99,7 +99,9 @@ def describe(
 
 
 def _problems(key: str | None, problems: Iterable[int], has_body: bool) -> list[int]:
-    always = () if key is None else (401, 422, 500, 503)
+    always = {None: (), "job": (401, 409, 422, 500, 503)}.get(
+        key, (401, 422, 500, 503)
+    )  # 409: it may be set aside
     return sorted({*always, *problems, *(_BODY_PROBLEMS if has_body else ())})
 
 

@@ -22,8 +22,8 @@ class Options:
     audit log, None for none. worker_bytes: memory of each worker beyond what it begins with, 0 for no limit.
     standby: wait while another server has the store.
     public_url: how clients call the server, before the paths in answers. parent: process that this one ends with,
-    None for its own life. renew: called on SIGHUP, gives the digests of the admin key and that for metrics. Raises
-    ConfigError."""
+    None for its own life. renew: called on SIGHUP, gives the admin key, and the digests of it and of that for
+    metrics. Raises ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 8321
@@ -45,7 +45,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     patience: Patience = field(default_factory=Patience)
     parent: int | None = None
-    renew: Callable[[], tuple[bytes | None, bytes | None]] | None = None
+    renew: Callable[[], tuple[str | None, tuple[bytes | None, bytes | None]]] | None = None
 
     def __post_init__(self) -> None:
         if self.ca_certs is not None and self.certfile is None:

@@ -15,7 +15,6 @@ import socket
 import ssl
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,14 +33,15 @@ from apportion.service.http import audit
 from apportion.service.http.api.bodies import Room
 from apportion.service.http.auth import Keys
 from apportion.service.http.calls import Parts
-from apportion.service.http.connection import RESERVE, Connection
+from apportion.service.http.connection import RESERVE, Connection, Crowd
 from apportion.service.http.control import control
 from apportion.service.http.delivery import Delivery
 from apportion.service.http.edge import Edge
 from apportion.service.http.export import Exports
 from apportion.service.http.logs import log, logging_to
-from apportion.service.http.metrics import Traffic, registry_of
+from apportion.service.http.metrics import Figures, Traffic
 from apportion.service.http.run import standby
+from apportion.service.http.run.door import Door
 from apportion.service.http.run.options import Options, context_of
 from apportion.service.http.watch.events import Watchers
 from apportion.service.http.watch.reports import Reports
@@ -59,6 +59,7 @@ _TICK_S = 0.1  # between looks for a second signal
 _BEAT_S = 0.02  # between looks at how late the event loop is
 _SEND_BYTES = 256 << 10  # that the system keeps of what a client does not take; its own limit is some MB
 _KEEP_TICKS = 6000  # of 0.1 s, between looks for the file that clients find the admin key in
+_CUT_S = 0.5  # before the connections' drain ends
 _CLOSING_S = 2.0  # of the drain: to close workers and store, and to end
 
 
@@ -209,49 +210,45 @@ def server_of(
 ) -> Server:
     """The server of an engine that has started; it stops the engine when it ends."""
     keys = Keys(options.admin, options.metrics)
-    traffic = Traffic()
-    config = configuration(application(engine, options, keys, traffic), options, most_connections, tls)
-    return Server(engine, config, options.parent, lambda: renew(options, keys, tls), traffic)
+    traffic, crowd = Traffic(), Crowd(most_connections)
+    config = configuration(application(engine, options, keys, traffic), options, crowd)
+    door = None if tls is None else Door(tls, crowd)
+    return Server(engine, config, options.parent, partial(renew, options, keys, tls), traffic, door)
 
 
 def application(engine: Engine, options: Options, keys: Keys, traffic: Traffic) -> Edge:
     """All of HTTP on an engine."""
     limits = options.limits
     folder = options.store if isinstance(options.store, Path) else None
-    registry = registry_of(engine, traffic, folder)
+    figures = Figures(engine, traffic, folder)
     watchers = Watchers(partial(state_of, engine, folder or _place(options.store)), lambda: engine.draining)
     room, url = Room(limits.bodies_bytes), options.public_url.rstrip("/")
     extras = (watchers, Reports(), Exports(engine))
-    parts = Parts(engine, keys, limits, options.patience, room, registry, *extras, url)
+    parts = Parts(engine, keys, limits, options.patience, room, figures, *extras, url)
     delivery = Delivery(engine, keys, limits, traffic)
     return Edge(delivery, control(parts, options.admin is not None), traffic, audit.Audit())
 
 
-def renew(options: Options, keys: Keys, tls: ssl.SSLContext | None) -> None:
-    """Reads certificate and keys anew, for connections and requests from now on; what cannot be read stays as it is."""
+def renew(options: Options, keys: Keys, tls: ssl.SSLContext | None, found: Shown | None) -> None:
+    """Reads certificate and keys anew, for connections and requests from now on; what cannot be read stays as it is.
+    found: where clients of this user find the admin key."""
     try:
         if tls is not None and context_of(options) is not None and options.certfile is not None:
             tls.load_cert_chain(options.certfile, options.keyfile)
         if options.renew is not None:
-            keys.admin, keys.metrics = options.renew()
+            key, (keys.admin, keys.metrics) = options.renew()
+            if found is not None and key is not None:
+                found.rekey(key)
     except (ConfigError, OSError) as error:
         log("reload failed", logging.ERROR, reason=str(error))
     else:
         log("reloaded", certificate=str(options.certfile) if tls else None)
 
 
-def configuration(
-    app: Edge, options: Options, most_connections: int, tls: ssl.SSLContext | None = None
-) -> uvicorn.Config:
+def configuration(app: Edge, options: Options, crowd: Crowd) -> uvicorn.Config:
     """uvicorn with nothing between the connection and the application."""
     most_bytes = 2 * options.limits.body_bytes + (1 << 20)  # twice: what comes too much is read for a moment
-    protocol = partial(
-        Connection,
-        most_bytes=most_bytes,
-        most_connections=most_connections,
-        addresses=Counter(),
-        patience=options.patience,
-    )
+    protocol = partial(Connection, most_bytes=most_bytes, crowd=crowd, patience=options.patience)
     return uvicorn.Config(
         cast(Any, app),
         http=cast(type[asyncio.Protocol], protocol),
@@ -263,7 +260,6 @@ def configuration(
         server_header=False,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=int(_drain_s(options.limits)),
-        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
 
 
@@ -280,17 +276,27 @@ class Server(uvicorn.Server):
         engine: Engine,
         config: uvicorn.Config,
         parent: int | None = None,
-        renew: Callable[[], None] = lambda: None,
+        renew: Callable[[Shown | None], None] = lambda found: None,
         traffic: Traffic | None = None,
+        door: Door | None = None,
     ) -> None:
         super().__init__(config)
+        self._door = door
         self._engine, self._parent, self._renew = engine, parent, renew
         self._traffic = Traffic() if traffic is None else traffic
         self.listening = asyncio.Event()
         self.shown: Shown | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._door is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])  # nobody listens yet
+            make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+            state = self.server_state
+            self._door.open(
+                sockets or [], partial(make, config=self.config, server_state=state, app_state={})
+            )
         self._beating = asyncio.create_task(self._beat())
         self.listening.set()
 
@@ -324,7 +330,12 @@ class Server(uvicorn.Server):
         log("stopping", connections=len(self.server_state.connections))
         drain_s = 0.0 if self._engine.lost else _drain_s(self._engine.limits)
         stopping = asyncio.create_task(self._engine.stop(drain_s))
+        if self._door is not None:
+            await self._door.close()
+        patience_s = float(self.config.timeout_graceful_shutdown or 0)
+        cutting = asyncio.get_running_loop().call_later(patience_s - _CUT_S, self._cut)
         await super().shutdown(sockets)
+        cutting.cancel()
         while not stopping.done():
             await asyncio.wait({stopping}, timeout=_TICK_S)
             if self.force_exit:
@@ -332,6 +343,11 @@ class Server(uvicorn.Server):
         await stopping
         self._beating.cancel()
         log("stopped")
+
+    def _cut(self) -> None:
+        """Who has not taken an answer by now will not: uvicorn would end the application in the middle of it."""
+        for connection in tuple(self.server_state.connections):
+            cast(Connection, connection).transport.abort()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -342,7 +358,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop)
-        loop.add_signal_handler(signal.SIGHUP, self._renew)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._renew(self.shown))
         try:
             yield
         finally:
