@@ -19,11 +19,11 @@ import numpy as np
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.masks import specs as masks
-from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.ir.request.sampling import MaskSpec
 from apportion.ir.request.workload import Workload, lognormal_lengths, sample
 from apportion.ir.verify import verify
 from apportion.planner import api
@@ -201,7 +201,7 @@ class Source:
     """Where batches come from: a workload, or the documented log-normal documents; plain ones under `mask` (causal)."""
 
     workload: Workload | None = None
-    mask: Mask | None = None
+    mask: MaskSpec | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.workload is not None and any(self.workload.masks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -9,12 +11,14 @@ from apportion.cli.output import count, note
 from apportion.ir.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from apportion.bench import Source
     from apportion.ir.masks.spec import Mask
     from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Recipe
+    from apportion.ir.request.sampling import MaskSpec
     from apportion.ir.request.workload import Workload
 
 MAX_WORKERS = 4096
@@ -74,6 +78,15 @@ def model_of(file: Path | None) -> Model:
     return Model() if file is None else Model.load(file)
 
 
+def config_of(file: Path | None) -> Mapping[str, Any] | None:
+    """The data of a Hugging Face `config.json`, None where the model file is none. Raises ConfigError."""
+    from apportion.ir import fields
+    from apportion.ir.request.hf_fields import is_config
+
+    data = None if file is None else fields.load(file)
+    return data if is_config(data) else None
+
+
 def key_of(path: Path) -> str:
     """The key that a file holds, alone; nobody else may read the file. Raises ConfigError."""
     from apportion.service.private import read_secret
@@ -103,6 +116,21 @@ def mask_of(text: str | None) -> Mask | None:
     return masks.from_data({data: {}} if isinstance(data, str) else data, "--mask")
 
 
+def masks_of(text: str | None) -> MaskSpec | None:
+    """The mask of a name or of YAML, or {kind: mask} of YAML. Raises ConfigError."""
+    import yaml
+
+    from apportion.ir.masks import specs as masks
+
+    if text is None:
+        return None
+    with suppress(yaml.YAMLError):  # `mask_of` says what is wrong with the text
+        data = yaml.safe_load(text)
+        if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
+            return {kind: masks.from_data(held, f"--mask.{kind}") for kind, held in data.items()}
+    return mask_of(text)
+
+
 class Files(NamedTuple):
     """Where sequences come from: --batch, --lengths and --workload, at most one of them."""
 
@@ -116,10 +144,9 @@ class Files(NamedTuple):
         return [str(path) for path in self if path is not None]
 
 
-def batch_of(files: Files, tokens: int, seed: int) -> tuple[Batch, int]:
-    """The batch, and how many samples were larger than `tokens` and so skipped."""
+def batch_of(files: Files, tokens: int, seed: int, model: Path | None = None) -> tuple[Batch, int]:
+    """The batch, and how many samples were larger than `tokens` and so skipped. model: as `batches_of` takes it."""
     from apportion.ir.request.batch import Batch
-    from apportion.ir.request.workload import sample
 
     if len(files.given) != 1:
         rule = "exactly one of --batch, --lengths and --workload must be there"
@@ -127,7 +154,7 @@ def batch_of(files: Files, tokens: int, seed: int) -> tuple[Batch, int]:
     samples = _samples(files)
     if samples is None:
         return Batch.load(files.given[0]), 0
-    drawn, skipped = sample(samples, tokens, tokens, seed)
+    drawn, skipped = _source(samples, None, model).batch(tokens, seed)
     warn_of_skipped(skipped, tokens)
     return drawn, skipped
 
@@ -140,22 +167,33 @@ def batches_of(
     batches: int | None,
     usual: int,
     seed: int,
+    model: Path | None = None,
 ) -> tuple[list[Batch], int]:
     """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
-    seed; and how many samples were too large. Raises ConfigError."""
-    from apportion.bench import Source
-
+    seed; and how many samples were too large. model: the model file, whose masks plain documents have where no mask is
+    given and it is a Hugging Face config. Raises ConfigError."""
     if files.batch is not None:
         _refuse_with_batch(files, mask, tokens_per_rank, batches)
         return [batch_of(files, 0, seed)[0]], 0
     if len(files.given) > 1:
         rule = "at most one of --batch, --lengths and --workload may be there"
         raise ConfigError("--workload", str(files.workload), rule, "name one file")
-    source = Source(_samples(files), mask_of(mask))
+    source = _source(_samples(files), mask, model)
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
     warn_of_skipped(sum(skips), tokens)
     return list(drawn), sum(skips)
+
+
+def _source(samples: Workload | None, mask: str | None, model: Path | None) -> Source:
+    from apportion.bench import Source
+    from apportion.ir.request import hf_config
+
+    given, config = masks_of(mask), config_of(model)
+    plain = samples is None or not any(samples.masks)
+    if given is None and config is not None and plain:
+        given = hf_config.masks_of(config)
+    return Source(samples, given)
 
 
 def _samples(files: Files) -> Workload | None:

@@ -29,7 +29,8 @@ MaskText = Annotated[
     str | None,
     typer.Option(
         "--mask",
-        help="Mask of plain documents: a name, or YAML as in a batch file. Default: causal.",
+        help="Mask of plain documents: a name, or YAML as in a batch file; {kind: mask} for a model with several "
+        "kinds. Default: causal, or what the config.json of --model says.",
         metavar="MASK",
     ),
 ]

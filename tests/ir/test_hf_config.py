@@ -11,7 +11,7 @@ import pytest
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, SlidingWindow
-from apportion.ir.request.hf_config import masks_of, model_of
+from apportion.ir.request.hf_config import check_dense, head_fields, masks_of, model_of
 from apportion.ir.request.model import Model
 
 LLAMA = """{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -127,3 +127,38 @@ def test_what_cannot_be_planned_is_named(config: dict[str, Any], named: str) -> 
 def test_models_that_look_ahead_need_masks_of_their_own() -> None:
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         masks_of(changed(GEMMA2, use_bidirectional_attention=True))
+
+
+def test_vocabulary_and_ties_are_the_config_s() -> None:
+    assert head_fields(changed(LLAMA, vocab_size=128256)) == {"vocab": 128256, "tied": False}
+    assert head_fields(changed(LLAMA, vocab_size=32000, tie_word_embeddings=True))["tied"]
+    assert head_fields(changed(GEMMA2, vocab_size=256000)) == {
+        "vocab": 256000,
+        "tied": True,
+    }  # as its class has it
+    nested = changed(GEMMA3, tie_word_embeddings=False)
+    assert head_fields(nested, {"vocab"}) == {"tied": False}
+    with pytest.raises(ConfigError, match="vocab_size"):
+        head_fields(nested)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            changed(LLAMA, model_type="mixtral", num_local_experts=8),
+            "num_local_experts = 8: .* experts are not priced",
+        ),
+        (changed(QWEN3, model_type="qwen3_moe", num_experts=128), "num_experts = 128"),
+        (changed(DEEPSEEK, n_routed_experts=256), "n_routed_experts = 256"),
+        (json.loads(DEEPSEEK), r"kv_lora_rank = 512: .* low rank \(MLA\)"),
+    ],
+)
+def test_experts_and_projections_of_low_rank_are_not_priced(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_dense(config)
+
+
+def test_dense_layers_are_priced() -> None:
+    check_dense(json.loads(QWEN2))
+    check_dense(changed(LLAMA, num_local_experts=1, q_lora_rank=None))

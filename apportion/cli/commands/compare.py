@@ -82,7 +82,7 @@ def compare(
     )
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     sources = inputs.Files(batch, lengths, workload)
-    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed, model)
     setting = engine.Setting(
         the_cluster, inputs.model_of(model), the_hardware, seed, verify, keep=html is not None
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,10 +122,10 @@ def forecast(
 
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    the_model, trained = inputs.model_of(model), _training(training)
+    the_model, trained = inputs.model_of(model), _training(training, inputs.config_of(model))
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED) * microbatches
     sources = inputs.Files(batch, lengths, workload)
-    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed, model)
     degrees = Degrees(tensor, pipeline, virtual, microbatches)
     planned = inputs.recipes_of(recipes)
     chosen = [
@@ -182,15 +183,15 @@ def _grids(text: str, degrees: Degrees, cluster: Cluster) -> list[Parallelism]:
     return static_grids(cluster, inputs.recipes_of(text, "--grids"), degrees)
 
 
-def _training(text: str | None) -> Training:
-    """The training of a file or of YAML. Raises ConfigError."""
+def _training(text: str | None, config: Mapping[str, Any] | None) -> Training:
+    """The training of a file or of YAML; what neither says, a Hugging Face config does. Raises ConfigError."""
     import yaml
 
     from apportion.ir import fields
     from apportion.planner.forecast.training import Training
 
     if text is None:
-        return Training()
+        return Training.from_data({}, config)
     if Path(text).suffix in (".yaml", ".yml", ".json"):
         data: Any = fields.load(text)
     else:
@@ -199,4 +200,4 @@ def _training(text: str | None) -> Training:
         except yaml.YAMLError:
             rule, remedy = "is not YAML", "write '{sharding: zero1, recompute: full}'"
             raise ConfigError("--training", text, rule, remedy) from None
-    return Training.from_data(fields.mapping("--training", data))
+    return Training.from_data(fields.mapping("--training", data), config)

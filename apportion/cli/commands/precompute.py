@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
     from apportion.ir.bytes.job import Job
-    from apportion.ir.request.sampling import MaskSpec
     from apportion.ir.request.workload import Workload
     from apportion.service.precompute import Summary, Work
 
@@ -140,23 +139,8 @@ def _work(job: Job, samples: Workload, mask: str | None, shuffle: bool, iteratio
     if mask is not None and any(samples.masks):
         rule = "the samples of this workload have masks of their own"
         raise ConfigError("--mask", mask, rule, "leave it out")
-    masks = samples.masks if any(samples.masks) else _masks_of(mask)
+    masks = samples.masks if any(samples.masks) else inputs.masks_of(mask)
     return Work(job, samples.lengths, masks, iterations, shuffle)
-
-
-def _masks_of(text: str | None) -> MaskSpec | None:
-    """The mask of a name or of YAML, or {kind: mask} of YAML. Raises ConfigError."""
-    import yaml
-
-    from apportion.ir.masks import specs as masks
-
-    if text is None:
-        return None
-    with suppress(yaml.YAMLError):  # `mask_of` says what is wrong with the text
-        data = yaml.safe_load(text)
-        if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
-            return {kind: masks.from_data(held, f"--mask.{kind}") for kind, held in data.items()}
-    return inputs.mask_of(text)
 
 
 def _cores() -> int:

@@ -9,7 +9,8 @@ What a file leaves out is filled in by `ir.hf_fields`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from apportion.ir.errors import ConfigError
@@ -25,6 +26,20 @@ from apportion.ir.request.hf_fields import (
     text_config,
 )
 from apportion.ir.request.model import Model
+
+_TIED = (
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "starcoder2",
+)  # unless told
+# What a dense layer has at most of these.
+_EXPERTS = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 1)
+_SPARSE = MappingProxyType({**_EXPERTS, "q_lora_rank": 0, "kv_lora_rank": 0})
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
@@ -44,12 +59,33 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     }
     for field in filter(ahead.__getitem__, ahead):
         rule = "tokens see what comes after them, by a rule of the model's own"
-        raise ConfigError(field, text[field], rule, "give masks= to the loader")
+        raise ConfigError(field, text[field], rule, "give masks= to the loader, --mask to a command")
     found = {kind: _mask(text, kind) for kind in sorted(set(layer_types(text)))}
     if len(found) > 1:
         return found
     (only,) = found.values()
     return None if isinstance(only, Causal) else only
+
+
+def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """`vocab` and `tied` of a training, but for those that are given. Raises ConfigError."""
+    text = text_config(config)
+    told = (part.get("tie_word_embeddings") for part in (text, config))
+    tied = next((bool(found) for found in told if found is not None), text["model_type"] in _TIED)
+    vocab = {} if "vocab" in given else {"vocab": count(text, "vocab_size")}
+    return vocab if "tied" in given else {**vocab, "tied": tied}
+
+
+def check_dense(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError where layers have experts, or projections of low rank: planning does not see them, but what a
+    layer computes and holds besides its attention is another thing."""
+    text = text_config(config)
+    for field, most in _SPARSE.items():
+        if text.get(field) not in (None, 0, most):
+            what = "experts" if most else "projections of low rank (MLA)"
+            rule = f"layers with {what} are not priced, only their attention is planned"
+            remedy = "compare and simulate the attention alone, or forecast a dense model"
+            raise ConfigError(field, text[field], rule, remedy)
 
 
 def _mask(text: Mapping[str, Any], kind: str) -> Mask:

@@ -87,19 +87,23 @@ class Setting:
 
 
 def all_layers(model: Model, kinds: Iterable[str]) -> int:
-    """Of all attention kinds, which must be those of the model. Raises ConfigError, UnknownNameError."""
+    """Of all attention kinds, which must be those of the model. Raises ConfigError."""
     kinds = tuple(kinds)
-    count = sum(model.layers_of(kind) for kind in kinds)
     if isinstance(model.layers, int):
         if len(kinds) > 1:
             rule = f"is one number, and the sequences have masks of {len(kinds)} kinds ({', '.join(kinds)})"
             raise ConfigError("model.layers", model.layers, rule, "give the layers of each kind by its name")
-        return count
+        return model.layers
+    strange = [kind for kind in kinds if kind not in model.layers]
+    if strange:
+        rule = f"has no kind {strange[0]}, of which the sequences have masks"
+        remedy = "give each kind a mask in the batch, or by --mask '{kind: mask}'"
+        raise ConfigError("model.layers", dict(model.layers), rule, remedy)
     missing = [kind for kind in model.layers if kind not in kinds]
     if missing:
         rule = f"has layers of kind {missing[0]}, of which the sequences have no mask: a step has all layers"
         raise ConfigError("model.layers", dict(model.layers), rule, "give that kind a mask, or leave it out")
-    return count
+    return sum(model.layers.values())
 
 
 def step(setting: Setting, planned: list[list[PlannedMicrobatch]], batch: Batch) -> StepForecast:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
+from apportion.ir.request.hf_config import check_dense, head_fields
 from apportion.planner import options
 from apportion.planner.options import Bytes, Count
 
@@ -56,8 +57,12 @@ class Training:
         return self.mlp_tile is not None or self.chunks > 1
 
     @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Training:
-        """The training of plain data, all fields optional. Raises ConfigError."""
+    def from_data(data: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Training:
+        """The training of plain data, all fields optional. config: the data of a Hugging Face `config.json`, which says
+        `vocab` and `tied` where `data` do not. Raises ConfigError, also where layers of the config are not priced."""
+        if config is not None:
+            check_dense(config)
+            data = {**head_fields(config, data), **data}
         return options.read(Training, "training", data)
 
     def to_data(self) -> dict[str, Any]:
