@@ -112,11 +112,12 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     return 4 * row + attention_row(layers) + output + gated
 
 
-def in_flight(stages: int, microbatches: int, virtual: int) -> float:
+def in_flight(stages: int, microbatches: int, virtual: int, last: bool = False) -> float:
     """Microbatches whose activations the first stage holds at once, each with all layers of the stage: under 1F1B as
-    many as there are stages; interleaved 1 + (stages - 1) / (stages virtual) times that (Korthikanti et al., 2022)."""
-    held = stages * (1 + (stages - 1) / (stages * virtual)) if virtual > 1 else stages
-    return min(float(microbatches), held)
+    many as there are stages; interleaved 1 + (stages - 1) / (stages virtual) times that (Korthikanti et al., 2022).
+    last: the last stage, which holds one, and interleaved the chunks before its last of as many as there are stages."""
+    chunks = (virtual - 1) * stages + 1 if last else virtual * stages + (stages - 1) * (virtual > 1)
+    return min(float(microbatches), chunks / virtual)
 
 
 def activations(
@@ -162,23 +163,23 @@ def memory(
     """Of the fullest rank. stage_layers: layers of a stage; ranks: that share its weights; ends: how many matrices of
     the vocabulary's size it has (embedding, head); head: whether the head is one of them.
 
-    Sharded ones stay gathered through both passes, as those of FSDP's root module; the head's gradient is whole until
-    it is scattered."""
+    What one rank holds alone is whole already. Sharded ones stay gathered through both passes, as those of FSDP's root
+    module; the head's gradient is whole until it is scattered."""
     training, number = layers.training, layers.model.element_bytes
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
 
+    def shares(what: Held) -> bool:
+        return ranks > 1 and training.shards(what)
+
     def share(what: Held) -> float:
-        return parameters / ranks if training.shards(what) else parameters
+        return parameters / ranks if shares(what) else parameters
 
     vocabulary = layers.vocabulary_parameters
-    whole = (2 * layers.parameters + vocabulary * ends) * training.shards(
-        "weights"
-    )  # this layer's and the next one's
-    loss = vocabulary * layers.gradient_bytes * (head and training.shards("gradients"))
+    whole = (2 * layers.parameters + vocabulary * ends) * shares("weights")  # this layer's and the next one's
+    loss = vocabulary * layers.gradient_bytes * (head and shares("gradients"))
     return Memory(
         weights=(share("weights") + whole) * number,
-        gradients=share("gradients") * layers.gradient_bytes
-        + layers.parameters * layers.gradient_bytes * training.shards("gradients"),
+        gradients=(share("gradients") + layers.parameters * shares("gradients")) * layers.gradient_bytes,
         optimizer=share("optimizer") * layers.optimizer_bytes,
         activations=replace(held, cross_entropy=held.cross_entropy + loss),
     )

@@ -90,8 +90,8 @@ class Parallelism:
 
     def stage(self, cluster: Cluster) -> Cluster:
         """The data × context ranks of a stage as the planner sees them: one for each tensor-parallel group, whose
-        ranks share its node and each move their own heads. Where ranks of a group share a NIC, a rank has its part of
-        it. Raises ConfigError."""
+        ranks share its node and each move their own heads. Where ranks share a NIC, a rank has its part of it,
+        whichever group or stage the others are of. Raises ConfigError."""
         ranks = self.ranks(cluster)
         _divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
         on_node = cluster.ranks_per_node // self.tensor
@@ -100,12 +100,14 @@ class Parallelism:
             rule = f"leaves stages of {ranks * self.tensor} ranks, which must be whole nodes or part of one"
             raise ConfigError("parallelism.pipeline", self.pipeline, rule, "use another degree")
         on_nic = min(self.tensor, max(1, cluster.ranks_per_node // cluster.nics_per_node))  # of one group
+        nics = max(1, cluster.nics_per_node * on_nic * of_node // cluster.ranks_per_node)
+        share = min(1.0, cluster.nics_per_node / cluster.ranks_per_node) / min(1.0, nics / of_node)
         return replace(
             cluster,
             nodes=ranks // of_node,
             ranks_per_node=of_node,
-            nics_per_node=max(1, cluster.nics_per_node * on_nic * of_node // cluster.ranks_per_node),
-            inter_gbs=cluster.inter_gbs / on_nic,
+            nics_per_node=nics,
+            inter_gbs=cluster.inter_gbs * share,
             speeds=self._speeds(cluster),
         )
 

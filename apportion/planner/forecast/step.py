@@ -212,14 +212,17 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
     """Microseconds in which a microbatch waits for weights, forward, and for weights and gradients, backward: where
     gradients are sharded they are scattered as each microbatch makes them, and where weights are, too, these are
     gathered for every pass over a layer. Nothing hides those of the embedding, which is used first, and whose gradient
-    comes last."""
+    comes last; those of the head are hidden where anything is."""
     if not setting.training.shards("gradients"):
         return 0.0, 0.0
     layers, ranks = setting.layers, setting.parallelism.stage(setting.cluster)
     count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
     sizes = layers.model.element_bytes, layers.gradient_bytes
     gathered, scattered = (gather_us(layers.parameters * size, ranks) for size in sizes)
-    first, last = (gather_us(layers.vocabulary_parameters * size, ranks) * (stage == 0) for size in sizes)
+    matrices = float(stage == 0)
+    if not setting.training.overlap and stage in (0, setting.parallelism.pipeline - 1):
+        matrices = vocabularies(setting.training, setting.parallelism.pipeline)[stage > 0]
+    first, last = (gather_us(layers.vocabulary_parameters * size, ranks) * matrices for size in sizes)
     again = behind * (setting.training.recompute != "none")
     if not setting.training.shards("weights"):
         return 0.0, exposed_us(scattered, BACKWARD * behind + again, count) + last
@@ -278,7 +281,7 @@ def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
     for stage, ends in zip(
         (0, form.pipeline - 1), vocabularies(setting.training, form.pipeline), strict=True
     ):
-        flight = 1.0 if stage else in_flight(form.pipeline, form.steps(), form.virtual)
+        flight = in_flight(form.pipeline, form.steps(), form.virtual, last=stage > 0)
         has_head = stage == form.pipeline - 1
         held = activations(layers, count * flight, most.tokens, most.bytes, most.projects, has_head)
         found.append(memory(layers, count, ranks, ends, held, has_head))

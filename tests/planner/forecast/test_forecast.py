@@ -80,6 +80,16 @@ def test_a_tensor_parallel_group_has_no_more_of_the_nics_than_it_shares() -> Non
         assert (stage.nics_per_node, stage.inter_gbs) == (8 // tensor, 24.0)
 
 
+@pytest.mark.parametrize("nics", [1, 2, 3, 5, 6, 8, 16])
+def test_a_rank_has_its_share_of_the_nics_under_any_degrees(nics: int) -> None:
+    """Also where NICs do not divide the ranks of a node, or ranks of other stages are on them."""
+    cluster = Cluster(2, 8, nics_per_node=nics, inter_gbs=50.0)
+    for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 4), (1, 8), (2, 4)):
+        stage = form(tensor=tensor, pipeline=pipeline).stage(cluster)
+        assert stage.inter_gbs_per_rank == pytest.approx(50 * min(1, nics / 8))
+    assert form().stage(cluster) == cluster
+
+
 def test_each_part_of_a_step_is_its_closed_form() -> None:
     """All written out for one small case, in the units of its figures."""
     plan = ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp", hardware=H100)
@@ -141,6 +151,24 @@ def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabu
     alone = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none", overlap=False))
     assert alone["data_parallel"] == pytest.approx((4 * each + shared(2 * 1000 * 512)) / 1e6)
     assert {**alone, "data_parallel": 0} == {**found, "data_parallel": 0}
+
+
+def test_without_overlap_nothing_hides_the_head_either() -> None:
+    """Embedding and head of one stage, one of a tied matrix, and one of each end of a pipeline."""
+    layers = Layers(H100, SMALL, Training(vocab=1000))
+    for tied, matrices in ((False, 2), (True, 1)):
+        training = Training(vocab=1000, tied=tied, sharding="fsdp", recompute="none", overlap=False)
+        each = [gather_us(layers.parameters * size, CLUSTER) for size in (2, 4)]
+        whole = sum(gather_us(1000 * 512 * size, CLUSTER) for size in (2, 4))
+        assert parts_of(form(), training)["data_parallel"] == pytest.approx(
+            (4 * (2 * each[0] + each[1]) + matrices * whole) / 1e6
+        )
+    even, stage = Batch.from_lengths([2048] * 16), form(pipeline=2).stage(CLUSTER)
+    last = Training(vocab=1000, sharding="zero2", recompute="none", overlap=False)
+    row = one(form(pipeline=2), last, batch=even).rows[0]
+    after = 2 * gather_us(layers.parameters * 2, stage) + gather_us(1000 * 512 * 2, stage)
+    scattered = 2 * gather_us(layers.parameters * 4, stage) + gather_us(1000 * 512 * 4, stage)
+    assert row.parts()["data_parallel"] == pytest.approx((after + 2 * scattered) / 1e6)
 
 
 @pytest.mark.parametrize("sharding", ["zero1", "zero2"])
@@ -280,6 +308,16 @@ def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
     assert vocabularies(layers.training, 1) == (1.0, 1.0)
     zero1 = memory(replace(layers, training=Training(vocab=1000, sharding="zero1")), 2, 4, 2.0, none)
     assert zero1.activations.cross_entropy == 0  # it is in `gradients`
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "fsdp"])
+def test_one_rank_holds_nothing_twice(sharding: str) -> None:
+    none = Activations(0, 0, 0, 0, 0)
+    alone, shared = (
+        memory(Layers(H100, SMALL, Training(vocab=1000, sharding=held)), 4, 1, 2.0, none)  # type: ignore[arg-type]
+        for held in ("ddp", sharding)
+    )
+    assert shared == alone
 
 
 def test_tensor_parallel_ranks_gather_the_rows_of_ffn_and_head() -> None:
@@ -424,6 +462,27 @@ def test_a_pipeline_is_bubbles_where_there_is_one_microbatch_for_each_stage() ->
     assert in_flight(4, 16, 1) == 4
     assert in_flight(4, 16, 2) == 4 * (1 + 3 / 8)
     assert in_flight(4, 2, 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual"),
+    [(1, 3, 1), (2, 8, 1), (4, 8, 2), (4, 16, 8), (2, 2, 4), (8, 32, 4)],
+)
+def test_stages_hold_the_microbatches_of_the_schedule(stages: int, microbatches: int, virtual: int) -> None:
+    """Counted along what the first and the last stage do: interleaved, the last holds more than one, too."""
+    for stage, order in enumerate(orders(stages, microbatches, virtual)):
+        if stage in (0, stages - 1):
+            held = np.cumsum([-1 if item.backward else 1 for item in order]).max() / virtual
+            assert in_flight(stages, microbatches, virtual, last=stage > 0) == pytest.approx(held)
+
+
+def test_the_last_stage_of_an_interleaved_pipeline_holds_its_chunks() -> None:
+    even = Batch.from_lengths([2048] * 16)
+    training = Training(vocab=100_000, recompute="none", sharding="ddp")
+    held = one(form(pipeline=2, virtual=2, microbatches=2), training, batch=even).rows[0].memory()
+    assert held.activations.cross_entropy > 0  # it is the last that needs more
+    tokens, row = 4096 * 2 // 4, 4 * 512 * 2 + (8 + 2 + 2) * 64 * 2 + 8 * (64 * 2 + 4) + 3 * 1024 * 2
+    assert held.activations.kept == tokens * row * (2 * 1.5 - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ static grids
