@@ -24,7 +24,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.ir.request.sampling import MaskSpec
-from apportion.ir.request.workload import Workload, lognormal_lengths, sample
+from apportion.ir.request.workload import LONGEST, Workload, lognormal_lengths, sample
 from apportion.ir.verify import verify
 from apportion.planner import api
 
@@ -198,10 +198,12 @@ def timed_verify(plan: Plan, threads: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Source:
-    """Where batches come from: a workload, or the documented log-normal documents; plain ones under `mask` (causal)."""
+    """Where batches come from: a workload, or the documented log-normal documents; plain ones under `mask` (causal).
+    longest: most tokens of a document, None: those of the batch."""
 
     workload: Workload | None = None
     mask: MaskSpec | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.workload is not None and any(self.workload.masks):
@@ -211,9 +213,11 @@ class Source:
 
     def batch(self, tokens: int, seed: int) -> tuple[Batch, int]:
         """A batch of `tokens` tokens, and how many samples were too large for it."""
+        longest = tokens if self.longest is None else min(self.longest, tokens)
         if self.workload is None:
-            return Batch.from_lengths(lognormal_lengths(seed, tokens), mask=self.mask), 0
-        batch, skipped = sample(self.workload, tokens, tokens, seed)
+            lengths = lognormal_lengths(seed, tokens, longest=min(longest, LONGEST))
+            return Batch.from_lengths(lengths, mask=self.mask), 0
+        batch, skipped = sample(self.workload, tokens, longest, seed)
         return batch if self.mask is None else Batch.from_lengths(batch.lengths, mask=self.mask), skipped
 
 

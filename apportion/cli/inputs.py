@@ -72,6 +72,17 @@ def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
         note(f"warning: {difference}")
 
 
+def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
+    """Say on stderr where numbers of the model have another width than kernels (None: the built-in H100's) have."""
+    from apportion.ir.request.hardware import Hardware
+    from apportion.ir.request.model import ELEMENT_BYTES
+
+    used = hardware or Hardware.load("h100")
+    if ELEMENT_BYTES[used.dtype] != model.element_bytes:
+        told = f"model.dtype is {model.dtype} where hardware {used.name} has {used.dtype}"
+        note(f"warning: {told}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
+
+
 def model_of(file: Path | None) -> Model:
     from apportion.ir.request.model import Model
 
@@ -132,20 +143,22 @@ def masks_of(text: str | None) -> MaskSpec | None:
 
 
 class Files(NamedTuple):
-    """Where sequences come from: --batch, --lengths and --workload, at most one of them."""
+    """Where sequences come from: --batch, --lengths and --workload, at most one of them. model: the model file, whose
+    masks plain documents have where no mask is given and it is a Hugging Face config."""
 
     batch: Path | None
     lengths: Path | None
     workload: Path | None
+    model: Path | None = None
 
     @property
     def given(self) -> list[str]:
         """Those that are there."""
-        return [str(path) for path in self if path is not None]
+        return [str(path) for path in self[:3] if path is not None]
 
 
-def batch_of(files: Files, tokens: int, seed: int, model: Path | None = None) -> tuple[Batch, int]:
-    """The batch, and how many samples were larger than `tokens` and so skipped. model: as `batches_of` takes it."""
+def batch_of(files: Files, tokens: int, seed: int) -> tuple[Batch, int]:
+    """The batch, and how many samples were larger than `tokens` and so skipped."""
     from apportion.ir.request.batch import Batch
 
     if len(files.given) != 1:
@@ -154,7 +167,7 @@ def batch_of(files: Files, tokens: int, seed: int, model: Path | None = None) ->
     samples = _samples(files)
     if samples is None:
         return Batch.load(files.given[0]), 0
-    drawn, skipped = _source(samples, None, model).batch(tokens, seed)
+    drawn, skipped = _source(samples, None, files.model).batch(tokens, seed)
     warn_of_skipped(skipped, tokens)
     return drawn, skipped
 
@@ -167,25 +180,27 @@ def batches_of(
     batches: int | None,
     usual: int,
     seed: int,
-    model: Path | None = None,
+    longest: int | None = None,
 ) -> tuple[list[Batch], int]:
     """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
-    seed; and how many samples were too large. model: the model file, whose masks plain documents have where no mask is
-    given and it is a Hugging Face config. Raises ConfigError."""
+    seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch. Raises
+    ConfigError."""
     if files.batch is not None:
         _refuse_with_batch(files, mask, tokens_per_rank, batches)
         return [batch_of(files, 0, seed)[0]], 0
     if len(files.given) > 1:
         rule = "at most one of --batch, --lengths and --workload may be there"
         raise ConfigError("--workload", str(files.workload), rule, "name one file")
-    source = _source(_samples(files), mask, model)
+    source = _source(_samples(files), mask, files.model, longest)
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
-    warn_of_skipped(sum(skips), tokens)
+    warn_of_skipped(sum(skips), longest or tokens)
     return list(drawn), sum(skips)
 
 
-def _source(samples: Workload | None, mask: str | None, model: Path | None) -> Source:
+def _source(
+    samples: Workload | None, mask: str | None, model: Path | None, longest: int | None = None
+) -> Source:
     from apportion.bench import Source
     from apportion.ir.request import hf_config
 
@@ -193,7 +208,7 @@ def _source(samples: Workload | None, mask: str | None, model: Path | None) -> S
     plain = samples is None or not any(samples.masks)
     if given is None and config is not None and plain:
         given = hf_config.masks_of(config)
-    return Source(samples, given)
+    return Source(samples, given, longest)
 
 
 def _samples(files: Files) -> Workload | None:
@@ -222,7 +237,9 @@ def _refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any) -> No
 def warn_of_skipped(skipped: int, tokens: int) -> None:
     """Say on stderr that samples were too large."""
     if skipped:
-        note(f"warning: skipped {count(skipped, 'sample')} of more tokens than all ranks hold ({tokens:,})")
+        note(
+            f"warning: skipped {count(skipped, 'sample')} of more tokens than all ranks hold at a time ({tokens:,})"
+        )
 
 
 def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
@@ -251,6 +268,7 @@ def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> R
 
 def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
     """The recipe with a deadline for its search. Raises ConfigError where it does not search."""
+    from apportion.ir.fields import number
     from apportion.ir.request.policy import Recipe, Step
 
     search = recipe.step("search")
@@ -259,6 +277,7 @@ def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
     if search is None:
         rule = f"recipe {recipe.name} does not search, it has nothing to end"
         raise ConfigError("--deadline-ms", deadline_ms, rule, "drop it, or take --recipe auto")
+    number("--deadline-ms", deadline_ms, above=True)
     held = Step("search", search.name, {**search.params, "deadline_ms": deadline_ms})
     return Recipe(recipe.name, tuple(held if step.step == "search" else step for step in recipe))
 

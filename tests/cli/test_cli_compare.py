@@ -359,3 +359,15 @@ def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
     assert "engine flash" in text
     assert "linear_tflops" in text
     assert "(assumed)" in text
+
+
+def test_deadlines_that_are_none_are_wrong_use(run: Cli) -> None:
+    """No row that is refused."""
+    found = run("compare", "--recipes", "auto", "--batches", 1, "--ranks", 2, "--deadline-ms", -5, "--json")
+    assert (found.code, found.json["error"]["field"]) == (2, "--deadline-ms")
+
+
+def test_a_file_of_one_plan_has_no_epochs(run: Cli, plan_file: Path) -> None:
+    for option in ("--epoch", "--iteration"):
+        found = run("report", plan_file, option, 1, "-o", plan_file.with_suffix(".html"), "--json")
+        assert found.json["error"]["field"] == option

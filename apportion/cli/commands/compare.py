@@ -81,11 +81,11 @@ def compare(
         [*inputs.recipes_of(recipes), inputs.recipe_of(baseline)], recipes, deadline_ms
     )
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    sources = inputs.Files(batch, lengths, workload)
-    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed, model)
-    setting = engine.Setting(
-        the_cluster, inputs.model_of(model), the_hardware, seed, verify, keep=html is not None
-    )
+    sources = inputs.Files(batch, lengths, workload, model)
+    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
+    the_model = inputs.model_of(model)
+    inputs.warn_of_dtype(the_hardware, the_model)
+    setting = engine.Setting(the_cluster, the_model, the_hardware, seed, verify, keep=html is not None)
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare_all(drawn, chosen, reference, setting, report)
     record = found.record() | {

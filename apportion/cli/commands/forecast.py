@@ -27,7 +27,7 @@ Recipes = Annotated[
     str,
     typer.Option(
         "--recipes",
-        help="Recipes that plan over all data and context ranks, names and files, separated by commas; or all.",
+        help="Recipes that plan over all data and context ranks, names and files, separated by commas; all, or none.",
     ),
 ]
 Grids = Annotated[
@@ -106,7 +106,8 @@ def forecast(
     Attention is simulated, all else is closed forms; ranges hold what kernels a
     tenth faster or slower, half of the bandwidth, four times the latency and
     transfers that take multiprocessors would make of it, one at a time. Heads are
-    those of the whole model; tokens are for each rank and microbatch. Exit code 1 where nothing fits.
+    those of the whole model; tokens are for each rank and microbatch, on average: sequences stay whole, and none that
+    is drawn is longer than a microbatch. Exit code 1 where no row is proposed.
 
     [bold]Examples[/bold]
 
@@ -123,11 +124,20 @@ def forecast(
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     the_model, trained = inputs.model_of(model), _training(training, inputs.config_of(model))
-    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED) * microbatches
-    sources = inputs.Files(batch, lengths, workload)
-    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed, model)
+    inputs.warn_of_dtype(the_hardware, the_model)
+    held = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)  # of the microbatches of all stages
+    drawn, skipped = inputs.batches_of(
+        inputs.Files(batch, lengths, workload, model),
+        mask,
+        tokens_per_rank,
+        held * microbatches,
+        batches,
+        BATCHES,
+        seed,
+        longest=max(1, held // pipeline),
+    )
     degrees = Degrees(tensor, pipeline, virtual, microbatches)
-    planned = inputs.recipes_of(recipes)
+    planned = [] if recipes == "none" else inputs.recipes_of(recipes)
     chosen = [
         *_planned(planned, search, degrees, the_cluster, the_model, drawn[0].kinds),
         *_grids(grids, degrees, the_cluster),
@@ -146,7 +156,7 @@ def forecast(
         )
     record = found.record() | {
         "batches": len(drawn),
-        "tokens": tokens,
+        "tokens": round(sum(one.tokens for one in drawn) / len(drawn)),
         "skipped_samples": skipped,
         "seed": seed,
         "workload": str(batch or workload or lengths or "log-normal documents"),

@@ -66,7 +66,7 @@ def plan(
         rule = "a batch file is planned whole, only --lengths and --workload are sampled"
         raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    the_batch, skipped = inputs.batch_of(inputs.Files(batch, lengths, workload), tokens, seed, model)
+    the_batch, skipped = inputs.batch_of(inputs.Files(batch, lengths, workload, model), tokens, seed)
     the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
     job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
     with status("compiling (the first run of all, half a minute) and planning"):

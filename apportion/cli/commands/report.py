@@ -103,15 +103,17 @@ def _made(path: Path, hardware: str | None, epoch: int, iteration: int) -> tuple
 
     the_hardware, plans = inputs.hardware_of(hardware), _plans(path, epoch, iteration)
     inputs.warn_of_mismatch(the_hardware, plans[0][1].request.cluster)
+    inputs.warn_of_dtype(the_hardware, plans[0][1].request.model)
     return report_html(plans, the_hardware).encode(), [each.id.hex() for _, each in plans]
 
 
 def _plans(path: Path, epoch: int, iteration: int) -> list[tuple[str, Plan]]:
     """(name, plan) of the file, or of each microbatch of an iteration of the folder."""
     if not path.is_dir():
-        if epoch or iteration:
-            rule = "says which plan of a folder, and this is a file"
-            raise ConfigError("--iteration", iteration, rule, "drop --epoch and --iteration")
+        for option, value in (("--epoch", epoch), ("--iteration", iteration)):
+            if value:
+                rule = "says which plan of a folder, and this is a file"
+                raise ConfigError(option, value, rule, f"drop {option}")
         return [(path.name, files.read_plan(path))]
     from apportion.service.offline import open_offline
 

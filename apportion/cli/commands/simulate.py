@@ -49,6 +49,7 @@ def simulate(
         files.check_output("--trace", trace)
     the_plan, the_hardware = files.read_plan(plan), inputs.hardware_of(hardware)
     inputs.warn_of_mismatch(the_hardware, the_plan.request.cluster)
+    inputs.warn_of_dtype(the_hardware, the_plan.request.model)
     found = run(the_plan, the_hardware)
     if trace is not None:
         files.write(trace, json.dumps(found.trace(), separators=(",", ":")).encode())

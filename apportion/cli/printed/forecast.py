@@ -38,7 +38,7 @@ def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...
         lambda: _table(shown, record["baseline"]),
         lambda: _bars(shown),
         lambda: _saved(record),
-        lambda: "\n".join(_remarks(record["rows"])),
+        lambda: "\n".join(_remarks(record["rows"], record["refused_baseline"])),
     )
 
 
@@ -64,10 +64,12 @@ def _shown(record: Record, wide: bool) -> list[Record]:
 def _headline(record: Record) -> str:
     cluster, training = record["cluster"], record["training"]
     ranks = cluster["nodes"] * cluster["ranks_per_node"]
+    named = record["refused_baseline"]
+    baseline = record["baseline"] or (f"{named} (refused)" if named else "none")
     return (
         f"{ranks} ranks, {count(record['batches'], 'step')} of {record['tokens']:,} tokens ({record['workload']}), "
         f"hardware {record['hardware']['name']},\n{training['sharding']}, recomputation {training['recompute']}, "
-        f"baseline {record['baseline'] or 'none'}\n"
+        f"baseline {baseline}\n"
     )
 
 
@@ -117,6 +119,8 @@ def _saved(record: Record) -> str:
     best, base = rows.get(record["best"]), rows.get(record["baseline"])
     if best is None and all(row["status"] == "refused" for row in record["rows"]):
         return "\nnothing was planned: every row is refused, as told below"
+    if best is None and any(row["status"] == "ok" for row in record["rows"]):
+        return "\nnothing is proposed: what fits drops pairs of sequences that it cuts; use larger groups, or --recipes"
     if best is None:
         return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}') or fewer tokens a rank"
     if base is None or best is base:
@@ -136,10 +140,10 @@ def _saved(record: Record) -> str:
     )
 
 
-def _remarks(rows: Sequence[Record]) -> list[str]:
-    """A line for each refusal of a recipe; those of static grids are counted."""
+def _remarks(rows: Sequence[Record], named: str | None) -> list[str]:
+    """A line for each refusal of a recipe and of the named baseline; those of other static grids are counted."""
     refused = [row for row in rows if row["status"] == "refused"]
-    planned = [row for row in refused if row["parallelism"]["context"] is None]
+    planned = [row for row in refused if row["parallelism"]["context"] is None or row["name"] == named]
     told = [f"{row['name']}: {row['reason']}" for row in planned]
     if len(refused) > len(planned):
         told.append(f"{count(len(refused) - len(planned), 'static grid')} refused; --json says why")

@@ -33,6 +33,7 @@ from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sequences import Sequence
 
+LONGEST = 524_288  # tokens of a log-normal document
 _DRAWS = 1024  # indices drawn together
 
 
@@ -82,7 +83,8 @@ def sample(workload: Workload, tokens: int, max_sample: int, seed: int) -> tuple
     seed = integer("seed", seed, 0)
     if workload.lengths.min() > max_sample:
         raise CapacityError(
-            f"the shortest sample has {workload.lengths.min()} tokens, the cluster takes {max_sample}"
+            f"the shortest sample has {workload.lengths.min()} tokens, {max_sample} fit: use more ranks, more tokens a "
+            "rank, or cut the samples"
         )
     drawn, skipped = _draw(workload.lengths, tokens, max_sample, seed)
     lengths, chosen = _cut(workload, drawn, tokens)
@@ -92,7 +94,7 @@ def sample(workload: Workload, tokens: int, max_sample: int, seed: int) -> tuple
 
 
 def lognormal_lengths(
-    seed: int, tokens: int, median: float = 2048, sigma: float = 1.5, longest: int = 524_288
+    seed: int, tokens: int, median: float = 2048, sigma: float = 1.5, longest: int = LONGEST
 ) -> Ints:
     """int64 [n]: document lengths that fill `tokens` exactly, the last one cut; the benchmarks' workload.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -81,6 +82,9 @@ def _microbatches(
         return [batch]
     packer = replace(pack_of(policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
     packing = packer(batch, group, model, policy, hardware)
+    if waiting := len(packing.deferred):
+        rule = f"{waiting} sequences would wait for a later step, and a forecast has none"
+        raise ConfigError("recipe.pack.defer", True, rule, "use the recipe without defer")
     return [batch.take(indexes) for indexes in packing.microbatches]
 
 

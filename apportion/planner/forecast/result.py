@@ -48,8 +48,10 @@ class ForecastRow:
 
     @property
     def kept(self) -> float:
-        """The share of the pairs of whole sequences that is computed: below 1 where a static grid cuts sequences."""
-        return sum(one.pairs for one in self.nominal) / sum(one.whole_pairs for one in self.nominal)
+        """The share of the pairs of whole sequences that is computed: below 1 where a static grid cuts sequences.
+        Masks that allow none drop none."""
+        whole = sum(one.whole_pairs for one in self.nominal)
+        return sum(one.pairs for one in self.nominal) / whole if whole else 1.0
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, means over batches."""
@@ -106,6 +108,7 @@ class Forecast:
         return {
             "rows": [self._record(row) for row in self.rows],
             "baseline": None if self.baseline is None else str(self.baseline.parallelism),
+            "refused_baseline": self.named if self.baseline is None else None,
             "best": None if self.best is None else str(self.best.parallelism),
             "scenarios": [scenario.name for scenario in self.scenarios],
             "cluster": self.cluster.to_data(),

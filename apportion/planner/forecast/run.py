@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.request.batch import Batch
@@ -18,10 +19,11 @@ from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import Scenario, applied
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 def forecast(
-    batches: Sequence[Batch],
+    batches: Batch | Iterable[Batch],
     cluster: Cluster,
     model: Model,
     parallelisms: Sequence[Parallelism] | None = None,
@@ -32,29 +34,43 @@ def forecast(
     seed: int = 0,
     progress: Progress = lambda done: None,
 ) -> Forecast:
-    """What training steps take, for each parallelism: means over the batches, each of which is one step's sequences.
+    """What training steps take, for each parallelism: means over the batches, each of which is one step's sequences; or
+    one batch.
 
     parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: whole, also with tensor
     parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's. baseline:
     the name of the parallelism that gains refer to, by default the fastest static grid that fits. progress: called with
     the name of each that is done. One that cannot serve a batch keeps its row, with the reason. Raises ConfigError.
     """
-    if not batches:
-        raise ConfigError("batches", [], "there is nothing to forecast", "give at least one batch")
-    chosen = list(
-        parallelisms if parallelisms is not None else (*recipe_parallelisms(), *static_grids(cluster))
+    drawn = _listed("batches", batches, Batch, "give Batch.from_lengths(...), or several")
+    usual = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms
+    chosen = _listed(
+        "parallelisms", usual, Parallelism, "use recipe_parallelisms([...]) and static_grids(...)"
     )
+    trained = Training() if training is None else training
+    _listed("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
     names = [str(form) for form in chosen]
     if baseline is not None and baseline not in names:
         raise ConfigError(
             "baseline", baseline, "is none of the parallelisms", f"use one of {'; '.join(names)}"
         )
-    used, trained = Hardware.named(hardware) or Hardware.load("h100"), training or Training()
+    used = Hardware.named(hardware) or Hardware.load("h100")
     rows = []
     for form in chosen:
-        rows.append(_row(Setting(form, cluster, model, trained, used), batches, seed))
+        rows.append(_row(Setting(form, cluster, model, trained, used), drawn, seed))
         progress(str(form))
     return Forecast(tuple(rows), cluster, model, trained, used, named=baseline)
+
+
+def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
+    """What is given, one or several, all of that kind. Raises ConfigError."""
+    held = list(given) if isinstance(given, Iterable) else [given]
+    if not held:
+        raise ConfigError(field, [], "there is nothing to forecast", remedy)
+    for one in held:
+        if not isinstance(one, kind):
+            raise ConfigError(field, one, f"must be of type {kind.__name__}", remedy)
+    return held
 
 
 def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> ForecastRow:

@@ -18,6 +18,7 @@ import numpy as np
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.layer_work import BACKWARD
+from apportion.ir.masks.windows import Causal
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
@@ -66,16 +67,28 @@ class Setting:
     hardware: Hardware
 
     def check(self, batch: Batch) -> None:
-        """Raises ConfigError where degrees do not divide what they share, or the recipe has no chunks, or a rank fewer
-        tokens than these."""
+        """Raises ConfigError where degrees do not divide what they share, or there are no such chunks."""
         self.parallelism.check(self.cluster, self.model, all_layers(self.model, batch.kinds))
-        if self.training.chunks > 1 and self.parallelism.recipe.name != "ulysses":
-            rule = f"are of heads that ranks share, which {self.parallelism.recipe.name} is not"
-            raise ConfigError("training.chunks", self.training.chunks, rule, "use --recipes ulysses, or 1")
-        tokens = batch.tokens // (self.parallelism.stage(self.cluster).ranks * self.parallelism.steps())
-        if self.training.chunks > max(tokens, 1):
+        if self.training.chunks > 1:
+            self._check_chunks(batch)
+
+    def _check_chunks(self, batch: Batch) -> None:
+        """Raises ConfigError where the recipe has no chunks, a sequence is not causal or not alone, or a rank has fewer
+        tokens than chunks."""
+        form, chunks = self.parallelism, self.training.chunks
+        if form.recipe.name != "ulysses":
+            rule = f"are of heads that ranks share, which {form.recipe.name} is not"
+            raise ConfigError("training.chunks", chunks, rule, "use --recipes ulysses, or 1")
+        microbatches = form.steps() * form.groups(self.cluster)
+        causal = all(isinstance(spec, Causal) for kind in batch.masks.values() for spec in kind.specs)
+        if len(batch.lengths) > microbatches or not causal:
+            found = f"here are {len(batch.lengths)} in {microbatches}" if causal else "a mask is another"
+            rule = f"are of one causal sequence a microbatch, and {found}"
+            raise ConfigError("training.chunks", chunks, rule, "give such a batch, or write 1")
+        tokens = batch.tokens // (form.stage(self.cluster).ranks * form.steps())
+        if chunks > max(tokens, 1):
             rule = f"must be at most the {tokens} tokens of a rank and microbatch"
-            raise ConfigError("training.chunks", self.training.chunks, rule, "use fewer")
+            raise ConfigError("training.chunks", chunks, rule, "use fewer")
 
     @property
     def layers(self) -> Layers:

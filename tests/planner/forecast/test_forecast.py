@@ -14,6 +14,7 @@ import pytest
 
 import apportion as ap
 from apportion import cli
+from apportion.cli.printed import forecast as printed
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -314,7 +315,7 @@ def test_only_stages_that_have_it_hold_the_whole_vocabulary() -> None:
 def test_one_rank_holds_nothing_twice(sharding: str) -> None:
     none = Activations(0, 0, 0, 0, 0)
     alone, shared = (
-        memory(Layers(H100, SMALL, Training(vocab=1000, sharding=held)), 4, 1, 2.0, none)  # type: ignore[arg-type]
+        memory(Layers(H100, SMALL, Training(vocab=1000, sharding=held)), 4, 1, 2.0, none)
         for held in ("ddp", sharding)
     )
     assert shared == alone
@@ -366,10 +367,15 @@ def test_tiles_bound_what_the_ffn_holds_and_cost_its_forward_once_more() -> None
     assert extra == pytest.approx(4 * tokens * (products + gate))
 
 
+LONG = Batch.from_lengths([BATCH.tokens])
+
+
 def offloaded(host_gbs: float, **given: Any) -> ForecastRow:
+    """Of BATCH, or of one sequence as long, which chunks are of."""
     hardware = replace(H100, host_gbs=Figure(host_gbs, "test"))
     training = Training(vocab=1000, recompute="full", offload=True, **given)
-    row = one(form("ulysses"), training, hardware=hardware).rows[0]
+    batch = LONG if training.chunks > 1 else BATCH
+    row = one(form("ulysses"), training, hardware=hardware, batch=batch).rows[0]
     assert row.reason is None, row.reason
     return row
 
@@ -414,9 +420,19 @@ def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
     assert refused is not None
     assert "use --recipes ulysses" in refused
     many = Training(recompute="full", offload=True, chunks=2049)
-    refused = one(form("ulysses"), many).rows[0].reason
+    refused = one(form("ulysses"), many, batch=LONG).rows[0].reason
     assert refused is not None
     assert "must be at most the 2048 tokens of a rank" in refused
+    few = replace(many, chunks=2)
+    for batch, said in (
+        (BATCH, "one causal sequence a microbatch, and here are 5 in 1"),
+        (Batch.from_lengths([16384], masks.full()), "a mask is another"),
+    ):
+        refused = one(form("ulysses"), few, batch=batch).rows[0].reason
+        assert refused is not None
+        assert said in refused
+    two = one(form("ulysses", microbatches=2), few, batch=Batch.from_lengths([16384] * 2)).rows[0]
+    assert two.reason is None, two.reason
 
 
 def test_selective_recomputation_keeps_what_attention_gives() -> None:
@@ -601,6 +617,46 @@ def test_wrong_arguments_are_refused() -> None:
         one(form(), baseline="usp")
     with pytest.raises(ConfigError, match=r"training\.sharding"):
         Training.from_data({"sharding": "zero9"})
+
+
+def test_one_batch_is_a_list_of_it_and_other_types_are_refused() -> None:
+    assert ap.forecast(BATCH, CLUSTER, SMALL, [form()]).record() == one(form(), Training()).record()
+    for given, field in (
+        (([BATCH, 5], CLUSTER, SMALL, [form()]), "batches"),
+        ((BATCH, CLUSTER, SMALL, ["fcp"]), "parallelisms"),
+        ((BATCH, CLUSTER, SMALL, []), "parallelisms"),
+        ((BATCH, CLUSTER, SMALL, [form()], {"recompute": "full"}), "training"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{field} = .*; (use|give)"):
+            ap.forecast(*given)
+
+
+def test_masks_that_allow_nothing_drop_nothing() -> None:
+    row = one(form(), batch=Batch.from_lengths([64, 64], masks.bands([]))).rows[0]
+    assert row.reason is None, row.reason
+    assert row.kept == 1
+
+
+def test_rows_that_fit_and_drop_pairs_are_not_said_to_be_too_large() -> None:
+    """A group holds half of the sequence."""
+    grids = [Parallelism(find_recipe("ring"), Degrees(), 4, "order")]
+    record = ap.forecast(LONG, CLUSTER, SMALL, grids, Training(vocab=1000)).record()
+    assert (record["rows"][0]["status"], record["best"]) == ("ok", None)
+    facts = {"batches": 1, "tokens": 16384, "workload": "one"}
+    said = " ".join(str(view()) for view in printed.views(record | facts, wide=True))
+    assert "nothing is proposed: what fits drops pairs" in said
+    assert "nothing fits" not in said
+
+
+def test_sequences_that_would_wait_are_refused() -> None:
+    steps = {
+        **find_recipe("wlb").to_data()["steps"],
+        "pack": {"wlb": {"defer": True, "outlier_tokens": 4000}},
+    }
+    waits = find_recipe({"name": "waits", "steps": steps})
+    refused = one(Parallelism(waits, Degrees(microbatches=3))).rows[0].reason
+    assert refused is not None
+    assert "2 sequences would wait for a later step" in refused
 
 
 def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:

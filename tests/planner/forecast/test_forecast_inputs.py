@@ -131,3 +131,70 @@ def test_kinds_of_a_model_file_take_a_mask_each(run: Run, tmp_path: Path) -> Non
     assert "--mask '{kind: mask}'" in refused
     masks = "{full: {causal: {}}, local: {sliding_window: {window: 64}}}"
     assert run("forecast", *SIZE, "--model", path, "--mask", masks).row["status"] == "ok"
+
+
+def test_tokens_are_those_of_the_batch(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "batch.json"
+    path.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
+    size = ("--batch", path, "--ranks", 4, "--recipes", "fcp", "--grids", "none")
+    assert run("forecast", *size, "--json").json["tokens"] == 4096
+    assert "1 step of 4,096 tokens" in run("forecast", *size).out
+
+
+def test_no_sample_is_longer_than_a_microbatch(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("9000\n" * 3 + "4000\n" + "1000\n" * 6, encoding="utf-8")
+    size = ("--lengths", path, *SIZE, "--microbatches", 2)
+    assert (
+        run("forecast", *SIZE[:-1], *size[:2], "--microbatches", 2).err.count(
+            "more tokens than all ranks hold"
+        )
+        == 1
+    )
+    whole = run("forecast", *size).json
+    assert (whole["tokens"], whole["skipped_samples"] > 0) == (16384, True)
+    stages = run("forecast", *size, "--pipeline", 2).json
+    assert stages["skipped_samples"] >= whole["skipped_samples"]
+    path.write_text("9000\n", encoding="utf-8")
+    assert "use more ranks" in run("forecast", *size).json["error"]["message"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_rates_of_numbers_of_another_width_are_told(run: Run, tmp_path: Path, dtype: str) -> None:
+    path, plan = tmp_path / "model.yaml", tmp_path / "made.plan"
+    path.write_text(
+        f"{{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: 4, dtype: {dtype}}}", encoding="utf-8"
+    )
+    batch = tmp_path / "batch.json"
+    batch.write_text('{"lengths": [3000, 1096]}', encoding="utf-8")
+    assert run("plan", "--batch", batch, "--ranks", 2, "--model", path, "-o", plan).code == 0
+    said = "warning: model.dtype is fp32 where hardware h100 has bf16"
+    for command in (
+        ("forecast", *SIZE, "--model", path),
+        ("compare", *SIZE[:6], "--recipes", "fcp", "--model", path, "--json"),
+        ("simulate", plan, "--json"),
+        ("report", plan, "-o", tmp_path / "page.html"),
+    ):
+        assert (said in run(*command).err) == (dtype == "fp32")
+
+
+def test_a_refused_baseline_and_its_reason_are_told(run: Run) -> None:
+    name = "ulysses, CP 4, order"
+    size = (*SIZE[:6], "--recipes", "fcp", "--grids", "ulysses")
+    heads = (
+        "--baseline",
+        name,
+        "--mask",
+        "full",
+        "--training",
+        "{chunks: 2, offload: true, recompute: full}",
+    )
+    said = run("forecast", *size, *heads).out
+    assert f"baseline {name} (refused)" in said
+    assert f"{name}: training.chunks = 2: are of one causal sequence" in said
+
+
+def test_nothing_to_forecast_is_refused(run: Run) -> None:
+    assert run("forecast", *SIZE[:6], "--recipes", "none", "--grids", "ring", "--json").json["best"]
+    refused = run("forecast", *SIZE[:6], "--recipes", "none", "--grids", "none", "--json")
+    assert refused.json["error"]["field"] == "parallelisms"
