@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.cluster import Cluster
@@ -44,34 +44,27 @@ def static_grids(
 
 def _degrees(stage: Cluster) -> list[int]:
     """Divisors of the ranks that are whole nodes, or divide one."""
-    ranks, on_node = stage.ranks, stage.ranks_per_node
-    return [
-        degree
-        for degree in range(1, ranks + 1)
-        if ranks % degree == 0 and (degree % on_node == 0 or on_node % degree == 0)
-    ]
+    on_node = stage.ranks_per_node
+    return [degree for degree in _divisors(stage.ranks) if degree % on_node == 0 or on_node % degree == 0]
+
+
+def _divisors(whole: int) -> list[int]:
+    return [degree for degree in range(1, whole + 1) if whole % degree == 0]
 
 
 def search_space(
     cluster: Cluster, model: Model, layers: int, recipes: Sequence[Recipe | str], microbatches: int = 1
 ) -> list[Parallelism]:
-    """Each recipe over all ranks under every tensor and pipeline degree that fits the model and the cluster, powers of
-    two; interleaved with two chunks where the layers allow it."""
+    """Each recipe over all ranks under every tensor and pipeline degree that fits the model and the cluster, and
+    interleaved with two chunks where the layers allow it."""
     tried = [
         Degrees(tensor, pipeline, virtual, microbatches)
-        for tensor in _powers(cluster.ranks_per_node)
-        for pipeline in _powers(cluster.ranks // tensor)
+        for tensor in _divisors(cluster.ranks_per_node)
+        for pipeline in _divisors(cluster.ranks // tensor)
         for virtual in ((1, 2) if pipeline > 1 else (1,))
     ]
     found = [form for degrees in tried for form in recipe_parallelisms(recipes, degrees)]
     return [form for form in found if _possible(form, cluster, model, layers)]
-
-
-def _powers(most: int) -> Iterator[int]:
-    degree = 1
-    while degree <= most:
-        yield degree
-        degree *= 2
 
 
 def _possible(form: Parallelism, cluster: Cluster, model: Model, layers: int) -> bool:

@@ -666,6 +666,9 @@ def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:
     assert (4, 2, 2) in degrees
     assert (1, 4, 2) not in degrees  # four layers are no eight chunks
     assert all(pipeline <= 4 for _, pipeline, _ in degrees)
+    model = replace(SMALL, q_heads=12, kv_heads=6, ffn=1536, layers=6)
+    of_three = {(held.tensor, held.pipeline) for held in search_space(Cluster(1, 6), model, 6, ["fcp"])}
+    assert of_three == {(1, 1), (1, 2), (1, 3), (1, 6), (2, 1), (2, 3), (3, 1), (3, 2), (6, 1)}
 
 
 def test_the_python_of_the_documents_runs() -> None:
