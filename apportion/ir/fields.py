@@ -35,12 +35,20 @@ def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
     return int(value)
 
 
+def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> None:
+    """Gives a field of a frozen dataclass, the last part of `field`, the value that `check` returns: of a numpy number
+    a Python one."""
+    name = field.rpartition(".")[2]
+    object.__setattr__(owner, name, check(field, getattr(owner, name), *limits))
+
+
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
     """`value` as a finite float, at least `low` (above: greater). Booleans and strings are refused."""
     if not _is_number(value):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
         raise ConfigError(field, value, "must be a number", remedy)
-    real = float(value) if abs(value) < _LARGEST else math.inf
+    bare = value.item() if isinstance(value, np.generic) else value  # _LARGEST overflows a narrow one
+    real = float(bare) if abs(bare) < _LARGEST else math.inf
     if not math.isfinite(real):
         raise ConfigError(field, value, "must be finite", "write a finite number")
     if real < low or (above and real == low):

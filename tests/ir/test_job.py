@@ -165,6 +165,9 @@ def test_an_epoch_has_every_sample_once() -> None:
         assert all(np.asarray(LENGTHS)[group].sum() <= 600 for groups in epoch for group in groups)
     assert str(epochs[0]) != str(epochs[1])
     assert str(epochs[0]) == str(sampling.epoch(0))
+    numpy_numbers = Sampling(LENGTHS, np.int16(600), np.uint8(2), np.uint64(3))
+    assert str(epochs[0]) == str(numpy_numbers.epoch(0))
+    assert {type(value) for value in (numpy_numbers.tokens, numpy_numbers.seed)} == {int}
     with pytest.raises(CapacityError, match="sample 3"):
         Sampling(LENGTHS, 499)
 

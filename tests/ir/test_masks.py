@@ -292,6 +292,34 @@ def test_the_largest_parameters_do_not_overflow() -> None:
         assert seen.sum() == (15 if causal else 25)
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint64])
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (masks.sliding_window, (5, 3)),
+        (masks.sink_window, (3, 90)),
+        (masks.causal_blockwise, (100, 100, 2, 1)),
+        (lambda prompt, answer: masks.shared_question(prompt, [answer, 400 - 2 * 100]), (100, 100)),
+        (masks.prefix_lm, (100,)),
+        (masks.block_causal, (100, 3)),
+        (masks.chunked, (100,)),
+        (lambda start, end: masks.image_spans([[start, end]]), (5, 100)),
+        (lambda length: masks.tree([[-1, length], [0, 400 - 100]]), (100,)),
+        (lambda length: masks.documents([length, 400 - 100]), (100,)),
+        (lambda stop: masks.bands([[0, stop, 0, stop, 0, stop]]), (100,)),
+        (lambda stop: masks.slices([[0, stop, 0, stop, 1]]), (100,)),
+    ],
+)
+def test_numpy_numbers_are_numbers(
+    make: Callable[..., Mask], numbers: tuple[int, ...], kind: type[np.integer]
+) -> None:
+    """In arithmetic of their own width 100 + 100 would be another number."""
+    plain, spec = make(*numbers), make(*map(kind, numbers))
+    assert np.array_equal(spec.bands(400), plain.bands(400))
+    assert spec == plain
+    assert json.dumps(masks.to_data(spec)) == json.dumps(masks.to_data(plain))
+
+
 # ---- errors
 
 

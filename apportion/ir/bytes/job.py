@@ -13,7 +13,7 @@ import msgspec
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError
-from apportion.ir.fields import integer, known, load
+from apportion.ir.fields import integer, keep, known, load
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.masks.bands import MAX_TOKENS
@@ -53,8 +53,8 @@ class Job:
                 raise ConfigError(f"job.{name}", getattr(self, name), rule, remedy)
         self.cluster.check_ranks()
         object.__setattr__(self, "hardware", Hardware.named(self.hardware))
-        integer("job.tokens_per_rank", self.tokens_per_rank, 1, MAX_TOKENS // self.cluster.ranks)
-        integer("job.microbatches", self.microbatches, 1, MAX_MICROBATCHES)
+        keep(self, "job.tokens_per_rank", integer, 1, MAX_TOKENS // self.cluster.ranks)
+        keep(self, "job.microbatches", integer, 1, MAX_MICROBATCHES)
 
     @property
     def ranks(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer
+from apportion.ir.fields import integer, keep
 from apportion.ir.masks import bands as algebra
 from apportion.ir.masks.bands import INF, MAX_TOKENS
 from apportion.ir.masks.spec import (
@@ -46,7 +46,7 @@ class SharedQuestion(Mask):
     structured: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        integer("shared_question.prompt", self.prompt, 1, MAX_TOKENS)
+        keep(self, "shared_question.prompt", integer, 1, MAX_TOKENS)
         object.__setattr__(self, "answers", lengths_of("shared_question.answers", self.answers))
 
     def parts(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.fields import integer
+from apportion.ir.fields import integer, keep
 from apportion.ir.masks.bands import INF, MAX_TOKENS
 from apportion.ir.masks.spec import (
     CAUSAL,
@@ -48,8 +48,8 @@ class SlidingWindow(Diagonal):
     right: int = 0
 
     def __post_init__(self) -> None:
-        integer("sliding_window.window", self.window, 1, MAX_TOKENS)
-        integer("sliding_window.right", self.right, 0, MAX_TOKENS)
+        keep(self, "sliding_window.window", integer, 1, MAX_TOKENS)
+        keep(self, "sliding_window.right", integer, 0, MAX_TOKENS)
 
     def diagonals(self) -> Diagonals:
         return ((-self.right, self.window - 1),)
@@ -63,8 +63,8 @@ class SinkWindow(Uniform):
     window: int
 
     def __post_init__(self) -> None:
-        integer("sink_window.sink", self.sink, 0, MAX_TOKENS)
-        integer("sink_window.window", self.window, 1, MAX_TOKENS)
+        keep(self, "sink_window.sink", integer, 0, MAX_TOKENS)
+        keep(self, "sink_window.window", integer, 1, MAX_TOKENS)
 
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
         sink = np.minimum(self.sink, lengths)
@@ -86,9 +86,9 @@ class CausalBlockwise(Uniform):
     test: int = 1
 
     def __post_init__(self) -> None:
-        integer("causal_blockwise.block", self.block, 1, MAX_TOKENS)
+        keep(self, "causal_blockwise.block", integer, 1, MAX_TOKENS)
         for item in ("local", "sink", "test"):
-            integer(f"causal_blockwise.{item}", getattr(self, item), 0, MAX_TOKENS)
+            keep(self, f"causal_blockwise.{item}", integer, 0, MAX_TOKENS)
 
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
         test = np.clip(((lengths - 1) // self.block + 1 - self.test) * self.block, 0, lengths)
@@ -111,7 +111,7 @@ class PrefixLM(Uniform):
     prefix: int
 
     def __post_init__(self) -> None:
-        integer("prefix_lm.prefix", self.prefix, 0, MAX_TOKENS)
+        keep(self, "prefix_lm.prefix", integer, 0, MAX_TOKENS)
 
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
         prefix = np.minimum(self.prefix, lengths)
@@ -130,9 +130,9 @@ class BlockCausal(Gridded):
     window: int | None = None
 
     def __post_init__(self) -> None:
-        integer("block_causal.chunk", self.chunk, 1, MAX_TOKENS)
+        keep(self, "block_causal.chunk", integer, 1, MAX_TOKENS)
         if self.window is not None:
-            integer("block_causal.window", self.window, 1, MAX_TOKENS)
+            keep(self, "block_causal.window", integer, 1, MAX_TOKENS)
 
     def row(self, starts: Ints, stops: Ints) -> Row:
         first = 0 if self.window is None else np.maximum(starts - (self.window - 1) * self.chunk, 0)
@@ -150,7 +150,7 @@ class Chunked(Gridded):
     chunk: int
 
     def __post_init__(self) -> None:
-        integer("chunked.chunk", self.chunk, 1, MAX_TOKENS)
+        keep(self, "chunked.chunk", integer, 1, MAX_TOKENS)
 
     def row(self, starts: Ints, stops: Ints) -> Row:
         return starts, stops, starts, stops, 0, INF

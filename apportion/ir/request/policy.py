@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, integer, known, load, mapping, name, number, plain
+from apportion.ir.fields import choice, integer, keep, known, load, mapping, name, number, plain
 
 #: plans, jobs and files of before may have it, with the one value that it could have; nothing reads or writes it
 _GONE = "objective"
@@ -89,14 +89,13 @@ class Policy:
             raise ConfigError("policy.recipe", self.recipe, "must be a Recipe", "write Recipe(name, steps)")
         for cap in ("token_cap", "budget"):
             self._check(cap, integer)
-        self._check("memory_cap_gib", lambda field, value: number(field, value, above=True))
+        self._check("memory_cap_gib", number, 0.0, True)
         self._check("tolerance", number)
-        integer("policy.seed", self.seed, 0)
+        keep(self, "policy.seed", integer, 0)
 
-    def _check(self, field: str, rule: Any) -> None:
-        value = getattr(self, field)
-        if value is not None:
-            object.__setattr__(self, field, rule(f"policy.{field}", value))
+    def _check(self, field: str, rule: Any, *limits: Any) -> None:
+        if getattr(self, field) is not None:
+            keep(self, f"policy.{field}", rule, *limits)
 
     @staticmethod
     def from_data(data: Any) -> Policy:

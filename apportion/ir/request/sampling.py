@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import integer, integers
+from apportion.ir.fields import integer, integers, keep
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import causal
@@ -42,9 +42,10 @@ class Sampling:
         listed = self.lengths if isinstance(self.lengths, list | tuple | range) else np.asarray(self.lengths)
         lengths = integers("lengths", listed, 1, MAX_TOKENS)
         object.__setattr__(self, "lengths", lengths)
-        for name, value, low in (("microbatches", self.microbatches, 1), ("seed", self.seed, 0)):
-            integer(name, value, low)
-        if int(lengths.max(initial=0)) > integer("tokens", self.tokens, 1, MAX_TOKENS):
+        keep(self, "microbatches", integer)
+        keep(self, "seed", integer, 0)
+        keep(self, "tokens", integer, 1, MAX_TOKENS)
+        if int(lengths.max(initial=0)) > self.tokens:
             longest = int(lengths.argmax())
             raise CapacityError(
                 f"sample {longest} has {lengths[longest]} tokens, a microbatch takes {self.tokens}: raise "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from apportion.ir.fields import name, number
+from apportion.ir.fields import keep, name, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import MAX_TEXT, Figure, Grid, Rows
 from apportion.ir.request.hardware import Hardware
@@ -37,8 +37,8 @@ class Scenario:
     def __post_init__(self) -> None:
         name("scenario.name", self.name)
         for field in ("bandwidth", "latency", "compute"):
-            number(f"scenario.{field}", getattr(self, field), above=True)
-        number("scenario.contention", self.contention)
+            keep(self, f"scenario.{field}", number, 0.0, True)
+        keep(self, "scenario.contention", number)
 
 
 SCENARIOS = (

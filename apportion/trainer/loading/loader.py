@@ -190,7 +190,7 @@ class PlannedLoader:
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
         """Another order, for the next passes over the loader. The next one begins with iteration `start`; by default
         where a loaded state of this epoch says, else with the first."""
-        integer("epoch", epoch, 0)
+        epoch = integer("epoch", epoch, 0)
         if start is not None or epoch != self._begin.epoch:
             self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
 

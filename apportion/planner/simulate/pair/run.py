@@ -74,9 +74,9 @@ def simulate_pair_with(
     whole: Plan | None = None,
 ) -> Pair:
     """As `simulate_pair`, with any cost model; `hardware` is its name."""
-    integer("layers", layers, 1, MAX_LAYERS)
+    layers = integer("layers", layers, 1, MAX_LAYERS)
     if groups is not None:
-        integer("groups", groups, 1, MAX_LAYERS)
+        groups = integer("groups", groups, 1, MAX_LAYERS)
     plans = [ping, pong, *([] if whole is None else [whole])]
     _check_plans(plans)
     keys = [(kind, phase) for kind in ping.header.kinds for phase in PHASES if (kind, phase) in ping.programs]
