@@ -211,6 +211,17 @@ def test_each_kind_is_balanced_by_itself_in_one_layout() -> None:
     assert imbalance(made, placement, "local") <= 0.05
 
 
+@pytest.mark.parametrize("recipe", ["distca", "distca_paper"])
+@pytest.mark.parametrize("empty", [ap.masks.bands([]), ap.masks.slices([])])
+def test_a_kind_without_any_pair_lies_where_the_others_do(recipe: str, empty: Any) -> None:
+    def planned(mask: Any) -> ap.Plan:
+        return ap.plan(ap.Batch.from_lengths([65, 7], mask), ap.Cluster(1, 2), MODEL, recipe=recipe)
+
+    beside, alone = planned({"full": ap.masks.causal(), "none": empty}), planned(ap.masks.causal())
+    assert str(beside.layouts) == str(alone.layouts)
+    assert planned(empty).report["tokens"] == 72
+
+
 @pytest.mark.parametrize("kv_ranges", [False, True])
 def test_a_policy_that_asks_for_less_is_obeyed(kv_ranges: bool) -> None:
     made = problem(LONG, 5)

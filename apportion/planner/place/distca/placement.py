@@ -297,7 +297,8 @@ def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[In
 
 def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
     """(starts, homes, servers for each kind) of the fewest blocks whose tokens have all these in common."""
-    maps = [(home[0], home[2]), *((low, rank) for low, _, rank in computed)]
+    # a kind without any pair computes nothing
+    maps = [(low, rank) for low, _, rank in (home, *(found if len(found[0]) else home for found in computed))]
     starts = ranked(*(low for low, _ in maps))[0]
     ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
     new = np.append(True, (ranks[:, 1:] != ranks[:, :-1]).any(0))
