@@ -62,6 +62,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers) and not isinstance(value, bool)
 
 
+def flag(field: str, value: Any) -> bool:
+    """`value` if it is true or false."""
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(field, value, "must be true or false", "write true or false")
+    return bool(value)
+
+
 def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:
     """`values` (a flat list, tuple or integer array) as int64, each in [low, high]."""
     if isinstance(values, np.ndarray):

@@ -20,7 +20,7 @@ from tests.ranks.loading import MODEL, Recorded
 import apportion as ap
 source, key, workers, status = sys.argv[1:]
 told = (ap.Cluster(1, 1), MODEL, 64) if source == "local" else ()
-held = iter(ap.PlannedLoader(Recorded(), *told, source=source, key=key, workers=int(workers)))
+held = iter(ap.PlannedLoader(Recorded(), *told, source=source, key=key or None, workers=int(workers)))
 next(held)
 if status != "0":
     raise SystemExit(int(status))

@@ -250,6 +250,42 @@ def test_other_arguments_are_checked() -> None:
         loader_of().set_epoch(-1)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("shifted", "weight", "must be a list of fields' names"),
+        ("shifted", 3, "must be a list of fields' names"),
+        ("shifted", [3], "must be a list of fields' names"),
+        ("key", "secret", "is for a planning service"),
+        ("ca", "ca.pem", "is for a planning service"),
+        ("cert", "own.pem", "is for a planning service"),
+        ("shuffle", "x", "must be true or false"),
+        ("drop_last", "no", "must be true or false"),
+        ("masks", "causal", r"must be a mask, .*; write ap\.masks\.causal\(\)"),
+        ("masks", 3, "must be a mask"),
+        ("source", 3, "must be a URL, a folder or a source of plans"),
+        ("device", "bogus", "is no device of torch"),
+        ("sampler", 3, "must be iterable"),
+        ("sampler", "x", "must be iterable"),
+        ("replicas", 3, "must be a process group"),
+        ("communicator", 3, "must be a Communicator"),
+    ],
+)
+def test_an_argument_that_would_be_ignored_or_is_none_is_refused(field: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = .*: {says}") as caught:
+        loader_of(**{field: value})
+    assert "secret" not in str(caught.value)
+
+
+def test_what_draws_the_default_order_is_refused_beside_a_sampler() -> None:
+    for field, value in (("shuffle", True), ("seed", 7)):
+        with pytest.raises(ConfigError, match=f"{field} = {value}: is of the default order"):
+            loader_of(sampler=[[0]], **{field: value})
+    loader_of(sampler=[[0]], shuffle=False)
+    local = PlannedLoader(Recorded(), Cluster(1, 1), MODEL, 64, sampler=[[0]], seed=7)
+    assert local.job.policy.seed == 7  # of the plans
+
+
 def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration() -> None:
     loader = loader_of(HereSource(job(), frozenset([1])), timeout_s=0.2)
     batches = iter(loader)

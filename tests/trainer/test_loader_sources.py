@@ -84,7 +84,11 @@ def single(request: pytest.FixtureRequest, urls: dict[str, str], folders: dict[s
 def loader_of(
     source: str | HereSource | Path, dataset: Recorded | Broken | None = None, **options: Any
 ) -> PlannedLoader | None:
-    return PlannedLoader(dataset or Recorded(), source=source, key=KEY, **options)
+    return PlannedLoader(dataset or Recorded(), source=source, key=key_for(source), **options)
+
+
+def key_for(source: str | HereSource | Path) -> str | None:
+    return KEY if isinstance(source, str) and source.startswith("http") else None
 
 
 # --- one behaviour
@@ -102,8 +106,8 @@ def test_batches_and_plans_are_the_same_whoever_plans(
         "microbatches": own.microbatches,
         "recipe": own.policy.recipe,
     }
-    options = {"key": KEY, "timeout_s": WAIT_S}
-    service = pool.run(jobs_loader.passes, 2, urls[name], 2, options)
+    options = {"timeout_s": WAIT_S}
+    service = pool.run(jobs_loader.passes, 2, urls[name], 2, options | {"key": KEY})
     folder = pool.run(jobs_loader.passes, 2, folders[name], 2, options)
     here = pool.run(jobs_loader.passes, 2, "local", 2, options | local)
     assert service == folder == here
@@ -116,7 +120,7 @@ def test_a_job_says_all_that_the_caller_leaves_out(single: str | Path) -> None:
     want = [seen(batch) for batch in loader_of(HereSource(job()))]
     assert [seen(batch) for batch in loader_of(single)] == want
     assert [
-        seen(batch) for batch in PlannedLoader(Recorded(), Cluster(1, 1), MODEL, 64, source=single, key=KEY)
+        seen(batch) for batch in loader_of(single, cluster=Cluster(1, 1), model=MODEL, tokens_per_rank=64)
     ] == want
     with pytest.raises(ConfigError, match="the job says it"):
         loader_of(single, microbatches=2)

@@ -9,7 +9,7 @@ import numpy as np
 
 from apportion.ir.arrays import Floats
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import known, number, sequence
+from apportion.ir.fields import flag, known, number, sequence
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -37,9 +37,8 @@ class Figure:
     def from_data(field: str, data: Any) -> Figure:
         data = known(field, data, ("value", "source", "assumed"), ("value", "source"))
         value = number(f"{field}.value", data["value"])
-        return Figure(
-            value, described(f"{field}.source", data["source"]), flag(field, data.get("assumed", False))
-        )
+        source = described(f"{field}.source", data["source"])
+        return Figure(value, source, flag(f"{field}.assumed", data.get("assumed", False)))
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Grid:
             figure_in(f"{field}.launch_us", data["launch_us"]),
             figure_in(f"{field}.tile_us", data["tile_us"]),
             described(f"{field}.source", data["source"]),
-            flag(field, data.get("assumed", False)),
+            flag(f"{field}.assumed", data.get("assumed", False)),
             figure_in(f"{field}.window_us", data.get("window_us", 0.0)),
         )
 
@@ -133,10 +132,4 @@ def figure_in(field: str, value: Any, least: float = 0.0, most: float = MOST) ->
 def described(field: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
         raise ConfigError(field, value, f"must be a text of 1 to {MAX_TEXT} characters", "say it shortly")
-    return value
-
-
-def flag(field: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{field}.assumed", value, "must be true or false", "write true or false")
     return value

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from apportion.backends.torch.transport import Communicator, Transport
-from apportion.ir.errors import ExecutionError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.loading.iterations import Deal
 from apportion.trainer.loading.metrics import as_bits, as_float
 
@@ -20,8 +22,13 @@ class Groups:
 
     @staticmethod
     def of(given: Transport | Any) -> Groups:
-        """given: a transport, a process group, or None."""
-        return Groups(given if given is None or isinstance(given, Transport) else Communicator(given))
+        """given: a transport, a process group, or None. Raises ConfigError for anything else."""
+        if given is None or isinstance(given, Transport):
+            return Groups(given)
+        if not isinstance(given, ProcessGroup):
+            rule = "must be a process group of the ranks in this rank's place"
+            raise ConfigError("replicas", given, rule, "give one that torch.distributed.new_group made")
+        return Groups(Communicator(given))
 
     @property
     def deal(self) -> Deal:

@@ -26,14 +26,23 @@ from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.fields import choice, integer, name, number
+from apportion.ir.fields import choice, flag, integer, name, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.ir.request.sampling import Masks
 from apportion.service.client import PlanTimeoutError
 from apportion.trainer.loading.agreement import Agreement
-from apportion.trainer.loading.arguments import communicator_of, device_of, lengths_of, plans_here, run_of
+from apportion.trainer.loading.arguments import (
+    communicator_of,
+    device_of,
+    lengths_of,
+    masks_here,
+    plans_here,
+    run_of,
+    sampler_of,
+    shifted_of,
+)
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.fetching import (
     DEPTH,
@@ -139,10 +148,11 @@ class PlannedLoader:
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
     ) -> None:
-        self.dataset, self._sampler = dataset, sampler
+        self.dataset = dataset
+        self._sampler = sampler_of(sampler, shuffle, None if source == "local" else seed)
         told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
         self._source = open_source(source, key, ca, told, cert)
-        masks = getattr(dataset, "masks", None) if masks is None else masks
+        masks = masks_here(dataset, masks)
         check_kinds(self._source.job, masks)
         self._asked = Asked(self._source.job, lengths_of(dataset, lengths), masks)
         self._sampling = None
@@ -153,9 +163,9 @@ class PlannedLoader:
         self._groups = Groups.of(replicas)
         self._deal, self._stream = self._groups.deal, name("stream", self._groups.stream(stream))
         packs = sampler is not None and self._source.job.packs  # then every iteration is filled
-        self._least = self._source.job.microbatches if drop_last and not packs else 0
+        self._least = self._source.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
-        self._form = Form(frozenset(shifted), multiple)
+        self._form = Form(shifted_of(shifted), multiple)
         self._agrees = plans_here(on_timeout, self._source, self._communicator.ranks)
         self._run = run_of(run)
         self._workers = integer("workers", workers, 0)
