@@ -19,6 +19,7 @@ from apportion.bench import BenchJob, Times, timed_plan, timed_verify, warm_up
 from apportion.ir import cards
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, ConfigError, MissingDependencyError, VerifyError
+from apportion.ir.fields import flag, instance, instances, integer
 from apportion.ir.plan.summary import human_bytes, percent
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -229,11 +230,13 @@ def compare(
     recipes: names or recipes, all built-in ones where none is given. baseline: whom speed-ups refer to; it gets a row
     in any case. hardware: what is simulated, the built-in H100 where none is given. A recipe that cannot serve a batch
     keeps its row, with the reason. Raises ConfigError, UnknownNameError."""
+    given = instances("batches", [batches] if isinstance(batches, Batch) else batches, Batch)
     chosen = list(map(find_recipe, entries() if recipes is None else recipes))
+    instance("cluster", cluster, Cluster)
+    instance("model", model, Model)
+    seed, verify = integer("seed", seed, 0), flag("verify", verify)
     setting = Setting(cluster, model, Hardware.named(hardware), seed, verify, keep=True)
-    return compare_all(
-        [batches] if isinstance(batches, Batch) else batches, chosen, find_recipe(baseline), setting
-    )
+    return compare_all(given, chosen, find_recipe(baseline), setting)
 
 
 def compare_all(

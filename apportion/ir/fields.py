@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -23,6 +23,8 @@ MAX_FILE_BYTES = 2**30
 _LARGEST = 10**300
 _MAX_DEPTH = 32
 _SHOWN = 120  # characters of a line that does not parse
+
+Checked = TypeVar("Checked")
 
 
 def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
@@ -67,6 +69,22 @@ def flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise ConfigError(field, value, "must be true or false", "write true or false")
     return bool(value)
+
+
+def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = None) -> Checked:
+    """`value` if it is of that class."""
+    if not isinstance(value, kind):
+        made = f"make one with {kind.__name__}(...)"
+        raise ConfigError(field, value, f"must be a {kind.__name__}", remedy or made)
+    return value
+
+
+def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]:
+    """`values` one after another, each when its turn comes, if it is of that class."""
+    if not isinstance(values, Iterable):
+        rule = f"must be a list, each a {kind.__name__}"
+        raise ConfigError(field, values, rule, f"make each with {kind.__name__}(...)")
+    return (instance(f"{field}[{i}]", value, kind) for i, value in enumerate(values))
 
 
 def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:

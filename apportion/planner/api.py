@@ -7,6 +7,7 @@ from typing import Any
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
+from apportion.ir.fields import flag, instance
 from apportion.ir.loops.threads import checked_threads
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -44,6 +45,9 @@ def plan(
     Raises ConfigError, CapacityError, VerifyError.
     """
     policy, threads = policy_of(recipe, seed, policy), checked_threads(threads)
+    flag("verify", verify)
+    if timings is not None:
+        instance("timings", timings, dict)
     watch = Watch(timings)
     made = make(Problem(batch, cluster, model, policy, Hardware.named(hardware)), watch, threads)
     if verify:

@@ -11,7 +11,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.errors import CapacityError
+from apportion.ir.fields import instance
 from apportion.ir.loops.jit import jit
 from apportion.ir.masks.bands import area, joined
 from apportion.ir.request.batch import Batch
@@ -49,11 +50,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name, kind in (("batch", Batch), ("cluster", Cluster), ("model", Model), ("policy", Policy)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise ConfigError(
-                    name, value, f"must be a {kind.__name__}", f"make one with {kind.__name__}(...)"
-                )
+            instance(name, getattr(self, name), kind)
         if self.batch.tokens > MOST_TOKENS:
             raise CapacityError(
                 f"a microbatch of {self.batch.tokens} tokens: at most {MOST_TOKENS} are planned at a time; use several"

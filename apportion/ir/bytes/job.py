@@ -13,7 +13,7 @@ import msgspec
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError
-from apportion.ir.fields import integer, keep, known, load
+from apportion.ir.fields import instance, integer, keep, known, load
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.masks.bands import MAX_TOKENS
@@ -48,9 +48,7 @@ class Job:
     def __post_init__(self) -> None:
         kinds = (("cluster", Cluster), ("model", Model), ("policy", Policy))
         for name, kind in kinds:
-            if not isinstance(getattr(self, name), kind):
-                rule, remedy = f"must be a {kind.__name__}", f"make one with {kind.__name__}(...)"
-                raise ConfigError(f"job.{name}", getattr(self, name), rule, remedy)
+            instance(f"job.{name}", getattr(self, name), kind)
         self.cluster.check_ranks()
         object.__setattr__(self, "hardware", Hardware.named(self.hardware))
         keep(self, "job.tokens_per_rank", integer, 1, MAX_TOKENS // self.cluster.ranks)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import integer, integers, known, load, sequence, suggestion
+from apportion.ir.fields import instances, integer, integers, known, load, sequence, suggestion
 from apportion.ir.masks import bands as algebra, specs as masks
 from apportion.ir.masks.bands import MAX_DIAGONALS, MAX_TOKENS
 from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, lower_unlabelled
@@ -82,7 +82,7 @@ class Batch:
     @staticmethod
     def from_sequences(sequences: Iterable[Sequence]) -> Batch:
         """Sequences that each carry their own mask; all name the same attention kinds."""
-        held = list(sequences)
+        held = list(instances("sequences", sequences, Sequence))
         lengths = integers("lengths", [item.length for item in held], 1, MAX_TOKENS)
         by_kind = [masks_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(held)]
         return Batch(

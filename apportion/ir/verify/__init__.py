@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from apportion.ir import text
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, CapacityError, VerifyError
+from apportion.ir.fields import instance
 from apportion.ir.loops.threads import checked_threads
 from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.rules import (
@@ -79,8 +80,8 @@ _STAGES = {rule.name: rule.stage for rule in RULES}
 def verify(plan: Plan, threads: int = 1) -> None:
     """Raises VerifyError, which lists the violations, where the plan breaks a rule. threads: how many may look.
 
-    Raises ConfigError for threads that are no number of threads."""
-    violations = check(plan, threads)
+    Raises ConfigError for what is no plan, and threads that are no number of threads."""
+    violations = check(instance("plan", plan, Plan, "make one with plan(...)"), threads)
     if violations:
         rest = len(violations) - _SHOWN
         lines = [f"the plan breaks {_count(violations)}", *map(str, violations[:_SHOWN])]

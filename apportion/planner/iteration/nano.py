@@ -16,7 +16,7 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice
+from apportion.ir.fields import choice, instance
 from apportion.ir.loops.jit import jit
 from apportion.ir.request.batch import Batch
 from apportion.planner.shard.blocks import row_areas
@@ -50,6 +50,7 @@ def nano_batches(batch: Batch, layers: Mapping[str, int] | None = None, by: str 
     half is planned for all ranks, so sequences stay whole. Raises ConfigError for a batch of a single sequence,
     UnknownNameError for another `by`.
     """
+    instance("batch", batch, Batch)
     choice("by", by, ("both", "tokens"))
     if len(batch.lengths) < 2:
         raise ConfigError(

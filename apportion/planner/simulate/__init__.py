@@ -21,6 +21,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
+from apportion.ir.fields import instance
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
@@ -56,6 +57,7 @@ def simulate(
     made for (see `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan
     that cannot run, ConfigError for a cluster of other ranks.
     """
+    instance("plan", plan, Plan, "make one with plan(...)")
     used = Hardware.named(hardware) or Hardware.load("h100")
     return simulate_with(plan, CostModel(used, plan.request.model), used.name, cluster)
 

@@ -25,7 +25,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints, group_of, offsets
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.fields import integer
+from apportion.ir.fields import instance, integer
 from apportion.ir.isa import Op
 from apportion.ir.plan.segments import agreed_cuts, own_cuts, segment_ends
 from apportion.ir.request.hardware import Hardware
@@ -59,6 +59,8 @@ def simulate_pair(
     half has one for each of its channels. whole: a plan of the undivided microbatch, to compare with. Equal arguments
     give equal times. Raises ConfigError where plans differ in ranks or kinds, VerifyError for one that cannot run.
     """
+    for name, plan in (("ping", ping), ("pong", pong)):
+        instance(name, plan, Plan, "make one with plan(...)")
     used = Hardware.named(hardware) or Hardware.load("h100")
     costs = CostModel(used, ping.request.model)
     return simulate_pair_with(ping, pong, costs, used.name, layers, groups, whole)
