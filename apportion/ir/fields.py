@@ -49,9 +49,11 @@ def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> flo
     if not _is_number(value):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
         raise ConfigError(field, value, "must be a number", remedy)
-    bare = value.item() if isinstance(value, np.generic) else value  # _LARGEST overflows a narrow one
-    real = float(bare) if abs(bare) < _LARGEST else math.inf
-    if not math.isfinite(real):
+    try:
+        real = float(value)
+    except OverflowError:
+        real = math.inf
+    if not abs(real) < _LARGEST:
         raise ConfigError(field, value, "must be finite", "write a finite number")
     if real < low or (above and real == low):
         rule = f"must be {'greater than' if above else 'at least'} {low:g}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer, integers, keep, known, load, number, sequence
+from apportion.ir.fields import integer, integers, known, load, number, sequence
 from apportion.ir.isa import MAX_RANKS
 
 #: of a cluster that a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS ranks
@@ -41,20 +41,23 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field in ("nodes", "ranks_per_node", "nics_per_node"):
-            keep(self, f"cluster.{field}", integer)
+            self._set(field, integer(f"cluster.{field}", getattr(self, field)))
         for field in ("intra_gbs", "inter_gbs", "memory_gib"):
-            keep(self, f"cluster.{field}", number, 0.0, True)
+            self._set(field, number(f"cluster.{field}", getattr(self, field), above=True))
         for field in ("intra_latency_us", "inter_latency_us"):
-            keep(self, f"cluster.{field}", number)
+            self._set(field, number(f"cluster.{field}", getattr(self, field)))
         self.check_ranks(MAX_GPUS)
         if self.speeds is not None:
-            object.__setattr__(self, "speeds", self._checked_speeds())
+            self._set("speeds", self._checked_speeds())
 
     def check_ranks(self, most: int = MAX_RANKS) -> None:
         """Raises ConfigError where there are more ranks than a plan can have, or than `most`."""
         if self.ranks > most:
             field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {most}"
             raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)
 
     def _checked_speeds(self) -> tuple[float, ...]:
         speeds = sequence("cluster.speeds", self.speeds)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import choice, integer, keep, known, load, mapping, name, suggestion
+from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
 from apportion.ir.request.hf_fields import is_config, model_fields
 from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
@@ -43,7 +43,7 @@ class Model:
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         for size in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "hidden", "ffn"):
-            keep(self, f"model.{size}", integer, 1, _MAX_SIZE)
+            object.__setattr__(self, size, integer(f"model.{size}", getattr(self, size), 1, _MAX_SIZE))
         choice("model.dtype", self.dtype, ELEMENT_BYTES)
         if self.q_heads % self.kv_heads:
             raise ConfigError(
