@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, integer
+from apportion.ir.fields import choice, integer, keep
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
@@ -40,7 +40,7 @@ class Degrees:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            integer(f"parallelism.{field.name}", getattr(self, field.name))
+            keep(self, f"parallelism.{field.name}", integer)
         if self.virtual > 1 and self.pipeline == 1:
             rule = "is for several pipeline stages"
             raise ConfigError("parallelism.virtual", self.virtual, rule, "write 1, or more stages")
@@ -65,7 +65,7 @@ class Parallelism:
                     "parallelism.packing", self.packing, "is for static grids", "drop it, or say context"
                 )
         else:
-            integer("parallelism.context", self.context)
+            keep(self, "parallelism.context", integer)
             choice("parallelism.packing", self.packing or "none", PACKINGS)
 
     @property
