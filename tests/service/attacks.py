@@ -94,6 +94,11 @@ def keys(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
     return _bodies(url, b'{"batches": [{"lengths": [1], "mask": {' + named + b"}}]}", 4, stop)
 
 
+def large_bodies(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
+    """8 MB: two million lengths."""
+    return _bodies(url, b'{"batches": [{"lengths": [' + b",".join([b"300"] * 2_000_000) + b"]}]}", 8, stop)
+
+
 def heads(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
     """Heads of 100 KB in one write."""
     head = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n"
@@ -167,6 +172,11 @@ def _silent(url: str, stop: threading.Event, connections: int, text: bytes) -> M
     return {"connections": opened}
 
 
+def pipelined(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
+    """1 MB of tiny requests at once, by each of 40 connections that read nothing."""
+    return _silent(url, stop, 40, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 28_000)
+
+
 def idle(url: str, seed: int, stop: threading.Event) -> Mapping[str, int]:
     """3,000 connections that say half of a request and no more."""
     held, opened, address = list[socket.socket](), 0, _address(url)
@@ -235,8 +245,8 @@ def _admin(url: str) -> dict[str, str]:
 ATTACKS: dict[str, Attack] = {
     attack.__name__.replace("_", "-"): attack
     for attack in (
-        documents_in_documents, trees, keys, heads, cut, documentation, silent, idle, greedy, long_plans,
-        small_sequences,
+        documents_in_documents, trees, keys, large_bodies, heads, cut, documentation, silent, pipelined, idle, greedy,
+        long_plans, small_sequences,
     )
 }  # fmt: skip
 
