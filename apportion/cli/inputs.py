@@ -157,8 +157,8 @@ class Files(NamedTuple):
         return [str(path) for path in self[:3] if path is not None]
 
 
-def batch_of(files: Files, tokens: int, seed: int) -> tuple[Batch, int]:
-    """The batch, and how many samples were larger than `tokens` and so skipped."""
+def batch_of(files: Files, tokens: int, seed: int, mask: str | None = None) -> tuple[Batch, int]:
+    """The batch, and how many samples were larger than `tokens` and so skipped. Raises ConfigError."""
     from apportion.ir.request.batch import Batch
 
     if len(files.given) != 1:
@@ -167,7 +167,7 @@ def batch_of(files: Files, tokens: int, seed: int) -> tuple[Batch, int]:
     samples = _samples(files)
     if samples is None:
         return Batch.load(files.given[0]), 0
-    drawn, skipped = _source(samples, None, files.model).batch(tokens, seed)
+    drawn, skipped = _source(samples, mask, files.model).batch(tokens, seed)
     warn_of_skipped(skipped, tokens)
     return drawn, skipped
 
@@ -186,7 +186,7 @@ def batches_of(
     seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch. Raises
     ConfigError."""
     if files.batch is not None:
-        _refuse_with_batch(files, mask, tokens_per_rank, batches)
+        refuse_with_batch(files, mask, tokens_per_rank, batches)
         return [batch_of(files, 0, seed)[0]], 0
     if len(files.given) > 1:
         rule = "at most one of --batch, --lengths and --workload may be there"
@@ -220,7 +220,8 @@ def _samples(files: Files) -> Workload | None:
     return None if files.lengths is None else read_lengths(files.lengths)
 
 
-def _refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any) -> None:
+def refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any = None) -> None:
+    """Raises ConfigError for what is drawn by, beside a batch that is there."""
     given = {
         "--workload": files.workload,
         "--lengths": files.lengths,

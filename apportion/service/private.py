@@ -133,9 +133,12 @@ class Shown:
     def rekey(self, key: str) -> None:
         """From now on another one."""
         self._key = key
-        if self._file is not None:
-            os.pwrite(self._file, key.encode(), 0)
-            os.ftruncate(self._file, len(key))
+        try:
+            if self._file is not None:
+                os.pwrite(self._file, key.encode(), 0)
+                os.ftruncate(self._file, len(key))
+        except OSError as error:
+            log.warning("clients do not find the new admin key by themselves: %s: %s", self._path, error)
 
     def _written(self) -> int:
         with suppress(FileExistsError):

@@ -138,8 +138,9 @@ def test_vocabulary_and_ties_are_the_config_s() -> None:
     }  # as its class has it
     nested = changed(GEMMA3, tie_word_embeddings=False)
     assert head_fields(nested, {"vocab"}) == {"tied": False}
+    assert head_fields(nested)["vocab"] == 262_208
     with pytest.raises(ConfigError, match="vocab_size"):
-        head_fields(nested)
+        head_fields(changed(LLAMA, vocab_size=None))
 
 
 @pytest.mark.parametrize(

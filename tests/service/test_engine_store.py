@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,14 @@ from apportion.ir.request.cluster import Cluster
 from apportion.planner.iteration.jobs import plan_job
 from apportion.service.engine.kept.journal import Journal
 from apportion.service.engine.kept.library import Library
-from apportion.service.engine.kept.records import IterationRecord, JobRecord, decode, encode
+from apportion.service.engine.kept.records import (
+    BornRecord,
+    IterationRecord,
+    JobRecord,
+    PastRecord,
+    decode,
+    encode,
+)
 from apportion.service.engine.kept.restore import restore
 from apportion.service.errors import (
     DamagedJobError,
@@ -148,6 +156,33 @@ def test_a_job_with_a_damaged_record_is_set_aside() -> None:
                 number, _ = await engine.begin_epoch("run", "run-2")
                 assert number > 1
             async with Rig(store).started() as engine:
+                assert len(engine.jobs()) == 2
+
+    run(main())
+
+
+def test_lost_numbers_stay_lost_in_later_starts() -> None:
+    """What may have been an epoch of anybody, or what new jobs begin above, is damaged, and was dropped since."""
+
+    async def main() -> None:
+        for lost in (b"epoch/run/00000001", b"past/run", b"born"):
+            store = MemoryStore()
+            async with Rig(store).with_job() as engine:
+                await submit(engine, 0)
+                await engine.create_job("other", JOB, 8, KEY)
+                await engine.begin_epoch("other", "first")
+                await engine.delete_job("other")
+                await engine.create_job("other", JOB, 8, KEY)
+            store.commit({"born": encode(BornRecord(1)), "past/run": encode(PastRecord(1))})
+            held = store._records
+            held[lost] = held[lost][:-1] + bytes([held[lost][-1] ^ 1])
+            async with Rig(store).started() as engine:
+                for name in ("run", "other"):
+                    with suppress(NotFoundError):
+                        await engine.delete_job(name)
+                    assert await engine.create_job(name, JOB, 8, KEY)
+            async with Rig(store).started() as engine:  # none is set aside again
+                assert all(state.last > 1_000_000 for state in engine.jobs())
                 assert len(engine.jobs()) == 2
 
     run(main())

@@ -257,11 +257,14 @@ def test_empty_lines_do_not_hold_a_connection(server: Live) -> None:
 
 def test_who_takes_no_answer_is_cut_off() -> None:
     """Answers that nobody reads: one at a time is made, and after a while they have no server."""
-    with live(patience=Patience(write_s=1.0)) as server, closing(socket.socket()) as client:
+    with (
+        live(admin=None, patience=Patience(write_s=1.0), send_buffer=4096) as server,
+        closing(socket.socket()) as client,
+    ):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.address)
         client.setblocking(False)
-        assert client.send(b"GET /docs HTTP/1.1\r\nHost: x\r\n\r\n" * 16)
+        assert client.send(b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * 16)
         until(lambda: len(server.server.server_state.connections) == 1)
         until(lambda: not server.server.server_state.connections)
 
@@ -360,10 +363,13 @@ def test_requests_that_come_at_once_are_bounded(server: Live) -> None:
 
 
 def test_a_drain_ends_whoever_takes_no_answer(caplog: pytest.LogCaptureFixture) -> None:
-    with live(limits=Limits(drain_s=3.0)) as server, closing(socket.socket()) as client:
+    with (
+        live(admin=None, limits=Limits(drain_s=3.0), send_buffer=4096) as server,
+        closing(socket.socket()) as client,
+    ):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.address)
-        client.sendall(b"GET /docs HTTP/1.1\r\nHost: x\r\n\r\n" * 16)
+        client.sendall(b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * 16)
         until(lambda: any(held.flow.write_paused for held in server.server.server_state.connections))  # type: ignore[union-attr]
         server.stop()
         assert server.thread is not None

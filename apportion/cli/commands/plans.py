@@ -25,6 +25,7 @@ def plan(
     batch: options.BatchFile = None,
     lengths: options.LengthsFile = None,
     workload: options.WorkloadFile = None,
+    mask: options.MaskText = None,
     cluster: options.ClusterFile = None,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
@@ -62,11 +63,11 @@ def plan(
         files.check_output("--output", output)
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    if batch is not None and tokens_per_rank is not None:
-        rule = "a batch file is planned whole, only --lengths and --workload are sampled"
-        raise ConfigError("--tokens-per-rank", tokens_per_rank, rule, "drop it or --batch")
+    sources = inputs.Files(batch, lengths, workload, model)
+    if batch is not None and len(sources.given) == 1:
+        inputs.refuse_with_batch(sources, mask, tokens_per_rank)
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    the_batch, skipped = inputs.batch_of(inputs.Files(batch, lengths, workload, model), tokens, seed)
+    the_batch, skipped = inputs.batch_of(sources, tokens, seed, mask)
     the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
     job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
     with status("compiling (the first run of all, half a minute) and planning"):

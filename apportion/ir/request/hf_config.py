@@ -72,6 +72,9 @@ def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[
     text = text_config(config)
     told = (part.get("tie_word_embeddings") for part in (text, config))
     tied = next((bool(found) for found in told if found is not None), text["model_type"] in _TIED)
+    if "vocab" not in given and text.get("vocab_size") is None:
+        rule = f"a config of type {text['model_type']} must say it"
+        raise ConfigError("vocab_size", None, rule, "write it down, or give `vocab` of the training")
     vocab = {} if "vocab" in given else {"vocab": count(text, "vocab_size")}
     return vocab if "tied" in given else {**vocab, "tied": tied}
 

@@ -26,6 +26,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
+            "vocab_size": 262_208,
             "sliding_window": 4096,
             "sliding_window_pattern": 6,
         },

@@ -14,13 +14,14 @@ from apportion.ir.version import __version__
 from apportion.service import protocol
 from apportion.service.client import answers
 from apportion.service.client.errors import BadAnswerError, ClientError, ClosedError
-from apportion.service.client.link import Answer, Link, Opened, Peer
+from apportion.service.client.link import Answer, Link, Opened, Peer, was_sent
 from apportion.service.client.waits import Pace, TransientError, Waits
 from apportion.service.frames import MAX_BODY
 
 T = TypeVar("T")
 
 _MOST_JSON = 64 << 20
+_OF_GATEWAYS = (502, 504)  # the server's own answer is not known
 _LONGEST_S = 86400.0
 _MOST_PAGE = 256 << 20
 _AGENT = f"apportion/{__version__}"
@@ -80,12 +81,18 @@ class Caller:
 
     def delete(self, path: str) -> None:
         """What is there. After an answer that was lost, what is not there has been deleted."""
-        waits = self.waits(None)
+        waits, lost = self.waits(None), False
 
         def once() -> None:
+            nonlocal lost
             headers = {"Accept": f"{protocol.JSON}, {protocol.PROBLEM}"}
-            answer = self._whole(self._open("DELETE", path, headers, None, waits), waits, _MOST_JSON)
-            if answer.status != 404 or not waits.failures:
+            try:
+                answer = self._whole(self._open("DELETE", path, headers, None, waits), waits, _MOST_JSON)
+            except TransientError as failure:
+                lost |= was_sent(failure)
+                raise
+            lost |= answer.status in _OF_GATEWAYS
+            if answer.status != 404 or not lost:
                 answers.read(answer, answers.Empty)
 
         waits.repeat(once)

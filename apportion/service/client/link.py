@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError, SSLError
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError, SSLError
 
 from apportion.ir.errors import ConfigError
 from apportion.service.client.errors import BadAnswerError, ClientError, ClosedError, UnreachableError
@@ -255,6 +255,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield found
         inner = [arg for arg in found.args if isinstance(arg, BaseException)]
         found = found.__cause__ or (inner[0] if inner else None)
+
+
+def was_sent(failure: TransientError) -> bool:
+    """Whether the server may have got the request."""
+    return not any(
+        isinstance(cause, NewConnectionError | ConnectTimeoutError) for cause in _causes(failure.error)
+    )
 
 
 def _untrusted(error: Exception) -> bool:

@@ -69,7 +69,7 @@ class Jobs(Life):
                 return False
             self._check_running()
             self._admission.check_job(state.spec, state.lookahead, len(self._jobs))
-            state = replace(state, past=self._past.get(state.name, self._born))
+            state = replace(state, past=max(self._past.get(state.name, 0), self._born))
             await self._commit(job_key(state.name), state.record())
             self._jobs[state.name] = Job(state)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -57,7 +58,8 @@ class Crowd:
 
 
 class Connection(HttpToolsProtocol):
-    """One client. most_bytes: of a request in all; crowd: of the server that it is one of."""
+    """One client. most_bytes: of a request in all; crowd: of the server that it is one of; arrived: called
+    before it enters that."""
 
     def __init__(
         self,
@@ -65,9 +67,11 @@ class Connection(HttpToolsProtocol):
         most_bytes: int,
         crowd: Crowd,
         patience: Patience,
+        arrived: Callable[[], None] = lambda: None,
         **others: Any,
     ) -> None:
         super().__init__(**others)
+        self._arrived = arrived
         self._most, self._patience = most_bytes, patience
         self._crowd, self._address, self._refusal = crowd, "", ""
         self._unsent, self._unsent_s = 0, 0.0  # bytes that were not taken yet, and since when so many
@@ -81,6 +85,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._extensions[ABORT] = transport.abort
         self._address = self.client[0] if self.client else ""
+        self._arrived()
         self._refusal = self._crowd.enter(self._address)
         if self._crowd.is_full(self._address):
             self._refuse(503, self._refusal)
@@ -193,7 +198,7 @@ class Connection(HttpToolsProtocol):
             return
         cycle = self.cycle
         in_body = self._in_message and not self._in_head and not self.pipeline
-        if cycle is not None and in_body and not cycle.response_started:
+        if cycle is not None and cycle.scope is self.scope and in_body and not cycle.response_started:
             cycle.disconnected = cycle.response_complete = True  # its own answer is written nowhere
         if cycle is None or cycle.response_complete:
             problem = plain(status, detail)

@@ -54,11 +54,10 @@ class Restored:
 
     def lose(self, key: str, why: str) -> None:
         """The job of a damaged record is set aside."""
-        name, epoch = _named(key), _number(key)
-        if key.startswith("epoch/"):
-            self.orphan(name, epoch)
-            self.unsure |= not epoch or name not in self.jobs.keys() | self.aside.keys()
-        self.unsure |= key.startswith("past/")
+        name = _named(key)
+        if key.startswith(("past/", "epoch/")):  # whose it was, or which, may be what is damaged
+            self.orphan(name, 0)
+            self.unsure = True
         self.aside.setdefault(name, why)
 
     def orphan(self, name: str, epoch: int) -> None:
@@ -70,13 +69,12 @@ class Restored:
         where a number or whose it is was lost."""
         late = _late() if self.unsure else 0
         for name, epoch in self.orphans.items():
-            self.past[name] = max(epoch, self.past.get(name, self.born.epoch), late)
+            self.past[name] = max(epoch, self.past.get(name, 0), self.born.epoch, late)
             with suppress(ConfigError):  # a damaged name, which nobody can ask for
                 self.news[past_key(checked_name("name", name))] = encode(PastRecord(self.past[name]))
         if late:
             self.born = BornRecord(late)
             self.news[BORN] = encode(self.born)
-            self.past = {name: max(epoch, late) for name, epoch in self.past.items()}
             for job in self.jobs.values():
                 job.state = replace(job.state, past=max(job.state.past, late))
 
@@ -118,8 +116,11 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
 def _empty(store: Store) -> Restored:
     """Where jobs may have been before (in a Redis that was wiped, a folder whose index was lost) new ones must not
     begin again at 1: ranks may still ask for the first ones' plans."""
-    for _, data in store.records(BORN, []):
+    lost = list[str]()
+    for _, data in store.records(BORN, lost):
         return Restored(born=decode(BORN, data, BornRecord))
+    if lost:
+        return Restored(unsure=True)
     is_empty = next(store.records("", []), None) is None
     if not is_empty or not (store.may_be_wiped or next(store.packs(), None) is not None):
         return Restored()
@@ -134,12 +135,6 @@ def _late() -> int:
 def _named(key: str) -> str:
     """The job in a key, however damaged."""
     return key.split("/")[1] if "/" in key else key
-
-
-def _number(key: str) -> int:
-    """The epoch in it, 0 where that cannot be read."""
-    number = "".join(key.split("/")[2:3])
-    return int(number) if number.isascii() and number.isdigit() else 0
 
 
 def _set_aside(found: Restored, name: str, library: Library) -> None:
@@ -171,7 +166,8 @@ def _job(key: str, data: bytes, found: Restored) -> Job:
         raise DecodeError(f"store: the record of {key!r} is no job of this release: {error}") from None
     name, _, _ = place(key)
     keys = record.keys or (JobKey(record.key_digest),)
-    return Job(JobState(name, spec, record.lookahead, keys, past=found.past.get(name, found.born.epoch)))
+    past = max(found.past.get(name, 0), found.born.epoch)
+    return Job(JobState(name, spec, record.lookahead, keys, past=past))
 
 
 def _add_epoch(found: Restored, key: str, record: EpochRecord, now_s: float) -> None:

@@ -191,6 +191,8 @@ def _field(rule: str, place: str) -> str:
 
 def _value(data: bytes, place: str) -> Any:
     """What the body has at msgspec's `.a[0]`; "..." where that does not say it all."""
+    if not place:
+        return "the body"
     try:
         found = msgspec.json.decode(data)
         for name, index in re.findall(r"\.([^.\[\]`]+)|\[([0-9]+)\]", place):
