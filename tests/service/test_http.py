@@ -253,6 +253,17 @@ def test_head_is_get_without_the_body(admin: Caller, member: Caller) -> None:
     assert member("HEAD", plan_path(0, 9)).status == 404
 
 
+def test_errors_of_streams_are_not_counted_as_plans(admin: Caller, member: Caller) -> None:
+    def plans() -> list[str]:
+        return re.findall(
+            r"^apportion_plan_requests_total.*$", admin("GET", "/metrics").body.decode(), re.MULTILINE
+        )
+
+    before = plans()
+    assert member("GET", "/v1/jobs/run/epochs/1/ranks/99/stream").status == 404
+    assert plans() == before
+
+
 @pytest.mark.parametrize("form", ["{}", "W/{}", '"x", {}', "*", '"x" ,W/{}'])
 def test_who_has_the_plan_is_not_sent_it(member: Caller, form: str) -> None:
     etag = member("GET", plan_path(0)).headers["etag"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from apportion.service.frames import FrameReader, Kind
-from apportion.service.http import logs
+from apportion.service.http import export, logs
+from apportion.service.http.streams import ABORT
+from tests.service.engines import Rig, run
 from tests.service.servers import KEY, Live, begin, live, make_job, plan_path, submit, until
 
 
@@ -113,3 +117,26 @@ def test_a_log_never_goes_to_whoever_got_the_number_of_a_stream_that_was_closed(
 )
 def test_ids_of_clients_are_kept_where_they_are_harmless(given: bytes, kept: bool) -> None:
     assert (logs.request_id(given) == given.decode()) is kept
+
+
+def test_a_copy_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_STALL_S", 0.05)
+
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60.0)
+
+        async with Rig().with_job() as engine:
+            copies = export.Exports(engine)
+            await copies.run({"type": "http", "extensions": {ABORT: gone.set}}, receive, send)
+            assert gone.is_set()
+            copies.begin()  # another one may be made
+
+    run(main())

@@ -20,6 +20,7 @@ from apportion.service.frames import MAX_BODY
 
 T = TypeVar("T")
 
+_ACCEPT = {"Accept": f"{protocol.JSON}, {protocol.PROBLEM}"}
 _MOST_JSON = 64 << 20
 _OF_GATEWAYS = (502, 504)  # the server's own answer is not known
 _LONGEST_S = 86400.0
@@ -85,9 +86,8 @@ class Caller:
 
         def once() -> None:
             nonlocal lost
-            headers = {"Accept": f"{protocol.JSON}, {protocol.PROBLEM}"}
             try:
-                answer = self._whole(self._open("DELETE", path, headers, None, waits), waits, _MOST_JSON)
+                answer = self._whole(self._open("DELETE", path, _ACCEPT, None, waits), waits, _MOST_JSON)
             except TransientError as failure:
                 lost |= was_sent(failure)
                 raise
@@ -148,9 +148,7 @@ class Caller:
 
     def _data(self, method: str, path: str, body: bytes | None, kind: type[T]) -> T:
         waits = self.waits(None)
-        headers = {"Accept": f"{protocol.JSON}, {protocol.PROBLEM}"}
-        if body is not None:
-            headers["Content-Type"] = protocol.JSON
+        headers = _ACCEPT if body is None else {**_ACCEPT, "Content-Type": protocol.JSON}
 
         def once() -> T:
             opened = self._open(method, path, headers, body, waits)

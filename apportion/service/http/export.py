@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,7 +12,7 @@ from apportion.service.engine import Engine
 from apportion.service.errors import OverloadError
 from apportion.service.http.api.bodies import until_gone
 from apportion.service.http.logs import log
-from apportion.service.http.streams import ABORT, StalledError
+from apportion.service.http.streams import StalledError, cut_off, put
 from apportion.service.protocol import TAR
 from apportion.service.store.archive import archive
 
@@ -44,14 +44,14 @@ class Exports:
             headers = [(b"content-type", TAR.encode()), (b"cache-control", b"no-store")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while (chunk := await self._engine.in_store(_next, chunks)) and not gone.done():
-                await _put(send, chunk)
+                await put(send, chunk, _STALL_S)
             if not gone.done():
-                await _put(send, b"", more=False)
+                await put(send, b"", _STALL_S, more=False)
         except StalledError:
             log("copy of the store dropped, its client takes nothing")
-            _abort(scope)
+            await cut_off(scope, gone)
         except Exception:
-            _abort(scope)
+            await cut_off(scope, gone)
             raise
         finally:
             self._open = False
@@ -69,19 +69,5 @@ class Export(Response):
         await self._exports.run(scope, receive, send)
 
 
-def _abort(scope: Scope) -> None:
-    abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
-    if abort is not None:
-        abort()
-
-
 def _next(chunks: Iterator[bytes]) -> bytes:
     return next(chunks, b"")
-
-
-async def _put(send: Send, data: bytes, more: bool = True) -> None:
-    try:
-        async with asyncio.timeout(_STALL_S):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-    except TimeoutError:
-        raise StalledError from None

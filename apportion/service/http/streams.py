@@ -45,6 +45,24 @@ class StalledError(Exception):
     """The client takes nothing."""
 
 
+async def put(send: Send, data: bytes, stall_s: float, more: bool = True) -> None:
+    """Waits until the client has taken enough of what was sent before: this is the back-pressure. Raises StalledError
+    where it takes nothing for so long."""
+    try:
+        async with asyncio.timeout(stall_s):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+    except TimeoutError:
+        raise StalledError from None
+
+
+async def cut_off(scope: Scope, gone: asyncio.Task[None]) -> None:
+    """End a client's connection; gone: done once that has ended."""
+    abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
+    if abort is not None:
+        abort()
+        await asyncio.wait({gone}, timeout=_ABORTED_S)
+
+
 class Stream:
     """Sends the plans of one rank, one after another; remembers only which is next."""
 
@@ -116,18 +134,10 @@ class Stream:
         await self._put(self._counted(Kind.PROBLEM, encode_frame(Kind.PROBLEM, self._next, body)))
 
     async def _put(self, data: bytes, more: bool = True) -> None:
-        """Waits until the client has taken enough of what was sent before: this is the back-pressure."""
-        try:
-            async with asyncio.timeout(self._limits.stall_s):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            raise StalledError from None
+        await put(self._send, data, self._limits.stall_s, more)
 
     async def _abort(self, scope: Scope, gone: asyncio.Task[None]) -> None:
         self._traffic.stalled += 1
         place = self._place
         log("stream dropped, its client takes nothing", job=place.job, rank=place.rank, iteration=self._next)
-        abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
-        if abort is not None:
-            abort()
-            await asyncio.wait({gone}, timeout=_ABORTED_S)
+        await cut_off(scope, gone)

@@ -83,7 +83,7 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
     """All that the store has; what was not planned yet waits again. Reads the whole store but its packs. A job with a
     damaged record is set aside, the others go on. Raises StoreError."""
     library.index(store.packs())
-    found, damaged = _empty(store), list[str]()
+    found, damaged = _begin(store), list[str]()
 
     def past(key: str, data: bytes) -> None:
         found.past[place(key)[0]] = decode(key, data, PastRecord).epoch
@@ -113,18 +113,15 @@ def restore(store: Store, library: Library, now_s: float) -> Restored:
     return found
 
 
-def _empty(store: Store) -> Restored:
+def _begin(store: Store) -> Restored:
     """Where jobs may have been before (in a Redis that was wiped, a folder whose index was lost) new ones must not
     begin again at 1: ranks may still ask for the first ones' plans."""
     lost = list[str]()
     for _, data in store.records(BORN, lost):
         return Restored(born=decode(BORN, data, BornRecord))
-    if lost:
-        return Restored(unsure=True)
     is_empty = next(store.records("", []), None) is None
-    if not is_empty or not (store.may_be_wiped or next(store.packs(), None) is not None):
-        return Restored()
-    return Restored(unsure=True)
+    was_wiped = is_empty and (store.may_be_wiped or next(store.packs(), None) is not None)
+    return Restored(unsure=was_wiped or bool(lost))
 
 
 def _late() -> int:

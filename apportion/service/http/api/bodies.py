@@ -193,14 +193,14 @@ def _value(data: bytes, place: str) -> Any:
     """What the body has at msgspec's `.a[0]`; "..." where that does not say it all."""
     if not place:
         return "the body"
+    if place.endswith(".key`"):
+        return "(hidden)"
     try:
         found = msgspec.json.decode(data)
         for name, index in re.findall(r"\.([^.\[\]`]+)|\[([0-9]+)\]", place):
             found = found[name] if name else found[int(index)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
         return "..."
-    if place.endswith(".key`"):
-        return "(hidden)"
     return "..." if "[...]" in place or isinstance(found, dict | list) else found
 
 

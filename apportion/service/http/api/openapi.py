@@ -99,10 +99,9 @@ def describe(
 
 
 def _problems(key: str | None, problems: Iterable[int], has_body: bool) -> list[int]:
-    always = {None: (), "job": (401, 409, 422, 500, 503)}.get(
-        key, (401, 422, 500, 503)
-    )  # 409: it may be set aside
-    return sorted({*always, *problems, *(_BODY_PROBLEMS if has_body else ())})
+    always = () if key is None else (401, 422, 500, 503)
+    aside = (409,) if key == "job" else ()
+    return sorted({*always, *aside, *problems, *(_BODY_PROBLEMS if has_body else ())})
 
 
 def _reply(status: int, kind: type[msgspec.Struct] | str | None) -> Json:

@@ -10,14 +10,13 @@ from starlette.types import Receive, Scope, Send
 
 from apportion.service.errors import OverloadError
 from apportion.service.http.api.bodies import until_gone
-from apportion.service.http.streams import ABORT
+from apportion.service.http.streams import StalledError, cut_off, put
 
 EVENTS = "text/event-stream"
 #: pages that are open at a time
 MOST = 16
 _EVERY_S = 1.0
 _STALL_S = 10.0  # a page that takes nothing for so long is dropped
-_ABORTED_S = 1.0
 _HEADERS = [
     (b"content-type", EVENTS.encode()),
     (b"cache-control", b"no-store"),
@@ -46,22 +45,15 @@ class Watchers:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             while not gone.done() and not self._is_over():
-                await self._put(send, b"data: %b\n\n" % self._now())
+                await put(send, b"data: %b\n\n" % self._now(), _STALL_S)
                 await asyncio.wait({gone}, timeout=_EVERY_S)
             if not gone.done():
-                await self._put(send, b"event: end\ndata: {}\n\n", more=False)
-        except TimeoutError:
-            abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
-            if abort is not None:
-                abort()
-                await asyncio.wait({gone}, timeout=_ABORTED_S)
+                await put(send, b"event: end\ndata: {}\n\n", _STALL_S, more=False)
+        except StalledError:
+            await cut_off(scope, gone)
         finally:
             gone.cancel()
             self._open -= 1
-
-    async def _put(self, send: Send, data: bytes, more: bool = True) -> None:
-        async with asyncio.timeout(_STALL_S):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _now(self) -> bytes:
         now_s = asyncio.get_running_loop().time()
