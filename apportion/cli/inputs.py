@@ -267,22 +267,6 @@ def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> R
     return recipe if pods is None else recipes.with_pods(recipe, _number_or_auto("--pods", pods, 1024))
 
 
-def with_deadline(recipe: Recipe, deadline_ms: float | None) -> Recipe:
-    """The recipe with a deadline for its search. Raises ConfigError where it does not search."""
-    from apportion.ir.fields import number
-    from apportion.ir.request.policy import Recipe, Step
-
-    search = recipe.step("search")
-    if deadline_ms is None:
-        return recipe
-    if search is None:
-        rule = f"recipe {recipe.name} does not search, it has nothing to end"
-        raise ConfigError("--deadline-ms", deadline_ms, rule, "drop it, or take --recipe auto")
-    number("--deadline-ms", deadline_ms, above=True)
-    held = Step("search", search.name, {**search.params, "deadline_ms": deadline_ms})
-    return Recipe(recipe.name, tuple(held if step.step == "search" else step for step in recipe))
-
-
 def _number_or_auto(option: str, text: str, usual: int) -> int | str:
     if text == "auto":
         return text

@@ -90,12 +90,3 @@ Threads = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
-DeadlineMs = Annotated[
-    float | None,
-    typer.Option(
-        "--deadline-ms",
-        help="End the search of recipe `auto` on the wall clock, not after its steps; then equal requests may give "
-        "other plans.",
-        metavar="MS",
-    ),
-]

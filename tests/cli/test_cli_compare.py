@@ -124,20 +124,6 @@ def test_compare_fails_where_no_recipe_serves_the_batch(run: Cli, tmp_path: Path
     assert (result.code, result.json["rows"][0]["status"]) == (1, "refused")
 
 
-def test_a_deadline_ends_a_search_and_nothing_else(run: Cli) -> None:
-    batch = ("--batch", EXAMPLES / "batch.json", "--ranks", 4)
-    plan = run("plan", *batch, "--recipe", "auto", "--deadline-ms", 5, "--json").json
-    assert plan["recipe"] == "auto"
-    rows = run(
-        "compare", *batch, "--recipes", "fcp,auto", "--baseline", "fcp", "--deadline-ms", 5, "--json"
-    ).json
-    assert [row["status"] for row in rows["rows"]] == ["ok", "ok"]
-    for command in (("plan", "--recipe", "fcp"), ("compare", "--recipes", "fcp")):
-        result = run(*command, *batch, "--deadline-ms", 5)
-        assert (result.code, "--deadline-ms = 5" in result.err) == (2, True)
-    assert run("plan", *batch, "--recipe", "auto", "--deadline-ms", 0).code == 2
-
-
 def test_compare_says_why_a_recipe_is_refused(run: Cli, tmp_path: Path) -> None:
     batch = tmp_path / "homes.json"
     homes = [{"length": 1000, "mask": {"causal": {}}} for _ in range(4)]
@@ -359,12 +345,6 @@ def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
     assert "engine flash" in text
     assert "linear_tflops" in text
     assert "(assumed)" in text
-
-
-def test_deadlines_that_are_none_are_wrong_use(run: Cli) -> None:
-    """No row that is refused."""
-    found = run("compare", "--recipes", "auto", "--batches", 1, "--ranks", 2, "--deadline-ms", -5, "--json")
-    assert (found.code, found.json["error"]["field"]) == (2, "--deadline-ms")
 
 
 def test_a_file_of_one_plan_has_no_epochs(run: Cli, plan_file: Path) -> None:

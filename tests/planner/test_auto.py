@@ -11,7 +11,7 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner.problem import Problem
-from apportion.planner.recipe.recipes import find_recipe, is_deterministic
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.search.candidates import Candidate
 from apportion.planner.search.loop import SAME_TIME, Portfolio, Trial, _Search
 from apportion.planner.search.price import Price
@@ -124,22 +124,6 @@ def test_it_ends_by_itself_where_nothing_is_left() -> None:
     assert search["steps"] == 2
 
 
-def test_a_deadline_is_recorded_and_not_reproducible() -> None:
-    found = plan(deadline_ms=0.001)
-    search = found.report["search"]
-    assert search["stopped"] == found.report["termination"]["limit"] == "time"
-    assert search["deadline_ms"] == 0.001
-    assert search["steps"] == 1
-    assert is_deterministic(auto())
-    assert not is_deterministic(auto(deadline_ms=5))
-    assert is_deterministic(find_recipe("fcp"))
-    steps = find_recipe("dcp").to_data()["steps"]
-    cut = {"name": "cut", "steps": steps | {"place": {"dcp": {"solver": {"mtkahypar": {"deadline_s": 1}}}}}}
-    assert is_deterministic(find_recipe("dcp"))
-    assert not is_deterministic(find_recipe(cut))
-    assert not is_deterministic(auto(candidates=["fcp", cut]))
-
-
 def test_refusals_are_reported_with_their_reasons() -> None:
     odd = Recipe("odd", {**find_recipe("fcp").to_data()["steps"], "inner": {"ulysses": {"degree": 3}}})
     tried = plan(candidates=[odd.to_data(), "fcp"], improve=False).report["search"]["tried"]
@@ -211,7 +195,6 @@ def test_kinds_count_by_their_layers() -> None:
         ({"steps": 0}, "steps"),
         ({"inner": "some"}, "inner"),
         ({"improve": 1}, "improve"),
-        ({"deadline_ms": 0}, "deadline_ms"),
         ({"candidates": []}, "candidates"),
         ({"candidates": "fcp"}, "candidates"),
         ({"candidates": ["auto"]}, "candidates"),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
-from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from apportion.ir.request.policy import Recipe
+    pass
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
@@ -46,7 +44,6 @@ def compare(
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
-    deadline_ms: options.DeadlineMs = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
     wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
     html: options.Html = None,
@@ -77,9 +74,7 @@ def compare(
         files.check_output("--html", html)
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    chosen, reference = _with_deadline(
-        [*inputs.recipes_of(recipes), inputs.recipe_of(baseline)], recipes, deadline_ms
-    )
+    chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     sources = inputs.Files(batch, lengths, workload, model)
     drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
@@ -98,19 +93,3 @@ def compare(
         files.write(html, compare_html(record, found.simulations).encode())
     emit(record, as_json, *comparison.comparison(record, wide), width=WIDE if wide else WIDTH)
     raise typer.Exit(FAILED if found.broken or not any(row.trials for row in found.rows) else OK)
-
-
-def _with_deadline(
-    given: Sequence[Recipe], named: str, deadline_ms: float | None
-) -> tuple[list[Recipe], Recipe]:
-    """(the recipes, the baseline, which comes last): those that search with the deadline. Raises ConfigError where
-    none does."""
-    searching = [recipe.step("search") is not None for recipe in given]
-    if deadline_ms is not None and not any(searching):
-        rule = f"none of the recipes {named} searches"
-        raise ConfigError("--deadline-ms", deadline_ms, rule, "drop it, or add auto to --recipes")
-    held = [
-        inputs.with_deadline(recipe, deadline_ms) if searches else recipe
-        for recipe, searches in zip(given, searching, strict=True)
-    ]
-    return held[:-1], held[-1]

@@ -35,7 +35,6 @@ def plan(
     recipe: options.RecipeName = "fcp",
     block: options.Block = None,
     pods: options.Pods = None,
-    deadline_ms: options.DeadlineMs = None,
     seed: options.Seed = 0,
     threads: options.Threads = 1,
     output: Output = None,
@@ -51,7 +50,7 @@ def plan(
 
       apportion plan --workload examples/code_lengths.json --ranks 64 --block 2048 -o code.plan
 
-      apportion plan --workload examples/code_lengths.json --ranks 64 --recipe auto --deadline-ms 150
+      apportion plan --workload examples/code_lengths.json --ranks 64 --recipe auto
 
       apportion plan --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --json
     """
@@ -68,7 +67,7 @@ def plan(
         inputs.refuse_with_batch(sources, mask, tokens_per_rank)
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     the_batch, skipped = inputs.batch_of(sources, tokens, seed, mask)
-    the_recipe = inputs.with_deadline(inputs.recipe_of(recipe, block, pods), deadline_ms)
+    the_recipe = inputs.recipe_of(recipe, block, pods)
     job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
     with status("compiling (the first run of all, half a minute) and planning"):
         warm_up(the_recipe)

@@ -90,7 +90,7 @@ def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
     installed.
 
     A step takes it as the parameter `solver` of its pass, by name or with limits: in a recipe file
-    `place: {lpt: {solver: ilp}}`, or `place: {lpt: {solver: {ilp: {steps: 500, gap: 0.01, deadline_s: 2}}}}`.
+    `place: {lpt: {solver: ilp}}`, or `place: {lpt: {solver: {ilp: {steps: 500, gap: 0.01}}}}`.
 
     [bold]Examples[/bold]
 

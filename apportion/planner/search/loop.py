@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,14 +16,14 @@ from apportion.ir.request.policy import Recipe
 from apportion.ir.tensors import PHASES
 from apportion.planner.inner.groups import Ulysses
 from apportion.planner.lower.inputs import Lowered, held_tokens
-from apportion.planner.options import Count, Positive
+from apportion.planner.options import Count
 from apportion.planner.pipeline import pipeline, placing, scheduling
 from apportion.planner.pipeline.pipeline import Draft, Made, SearchPass
 from apportion.planner.pipeline.placing import Placed
 from apportion.planner.pipeline.report import compute_imbalance
 from apportion.planner.pipeline.watch import SILENT, Watch
 from apportion.planner.problem import Problem
-from apportion.planner.recipe.recipes import find_recipe, is_deterministic, passes_of
+from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.schedule.rounds import Matchings
 from apportion.planner.search.candidates import (
     Candidate,
@@ -35,7 +34,7 @@ from apportion.planner.search.candidates import (
 )
 from apportion.planner.search.price import Price, least_placed_us, least_scheduled_us, price
 from apportion.planner.simulate.losses import whole_us
-from apportion.planner.solvers.status import Budget, Clock, Limit
+from apportion.planner.solvers.status import Limit
 
 # Candidates whose times are no further apart than this share are told apart by compute imbalance, where that differs by
 # so much: a hundredth of a percent of simulated time is no reason to load a rank 2 % more.
@@ -53,15 +52,13 @@ class Portfolio(SearchPass):
 
     candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
     best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most, "auto": 10
-    (policy.budget comes first); one at least is planned, whatever the budget. deadline_ms: end on the wall clock, so
-    that equal requests may give other plans. Raises ConfigError.
+    (policy.budget comes first); one at least is planned, whatever the budget. Raises ConfigError.
     """
 
     candidates: Literal["auto"] | Annotated[tuple[str | dict[str, Any], ...], Meta(min_length=1)] = "auto"
     inner: Literal["auto", "none"] = "auto"
     improve: bool = True
     steps: Count | Literal["auto"] = "auto"
-    deadline_ms: Positive | None = None
 
     def __post_init__(self) -> None:
         where = "recipe.search.portfolio.candidates"
@@ -74,16 +71,9 @@ class Portfolio(SearchPass):
         """The candidates that were given."""
         return () if self.candidates == "auto" else tuple(map(find_recipe, self.candidates))
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether equal requests give equal plans: not where a wall clock ends the search, or that of a candidate."""
-        return self.deadline_ms is None and all(map(is_deterministic, self.named()))
-
     def __call__(self, problem: Problem, watch: Watch) -> Made:
         """The best candidate; the report of its plan has `search`. Raises ConfigError, CapacityError."""
-        seconds = None if self.deadline_ms is None else self.deadline_ms / 1e3
-        clock = Budget(seconds).start()
-        search = _Search(problem, self, self.budget(problem), clock)
+        search = _Search(problem, self, self.budget(problem))
         with watch("search"):
             search.run()
         return search.seal(watch)
@@ -132,13 +122,11 @@ class _Search:
     problem: Problem
     settings: Portfolio
     steps: int
-    clock: Clock
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     fastest_us: float = inf
     draft: Draft | None = None
     stopped: Limit | None = None
-    longest_s: float = 0.0
     _seen: set[str] = field(default_factory=set)
     _planned: set[str] = field(default_factory=set)
     _placed: dict[str, Placed] = field(default_factory=dict)
@@ -191,24 +179,20 @@ class _Search:
         return found
 
     def _limit(self) -> Limit | None:
-        """What ends the search; nothing as long as there is no plan. Sealing the plan takes about as long as a step."""
+        """What ends the search; nothing as long as there is no plan."""
         if self.best is None:
             return None
-        if self.clock.left_s <= 2 * self.longest_s:
-            return Limit.TIME
         return Limit.STEPS if len(self.trials) >= self.steps else None
 
     def _try(self, candidate: Candidate) -> bool:
         """Whether it is the best so far."""
         self._seen.add(candidate.key)
-        begin = time.monotonic()
         try:
             trial, draft = self._attempt(candidate)
         except VerifyError:
             raise
         except ApportionError as error:
             trial, draft = Trial(candidate, refusal=str(error)), None
-        self.longest_s = max(self.longest_s, time.monotonic() - begin)
         if trial is None:
             return False
         self.trials.append(trial)
@@ -302,7 +286,6 @@ class _Search:
             "stopped": None if self.stopped is None else str(self.stopped),
             "steps": len(self.trials),
             "most_steps": self.steps,
-            "deadline_ms": self.settings.deadline_ms,
             "tried": [trial.record(layers) for trial in self.trials],
             "untried": self._untried(),
         }
