@@ -144,3 +144,17 @@ def test_what_is_held_where_attention_runs_is_reported() -> None:
         loader = made.layout("loader").rows_per_rank
         assert loader.max() - loader.min() <= 1
         assert made.report["imbalance"]["tokens"] > 1 / loader.mean()
+
+
+@pytest.mark.parametrize("inner", ["ulysses", "upipe"])
+def test_a_reshuffle_of_split_heads_promises_what_the_loader_s_rows_come_to(inner: str) -> None:
+    """Home rows are even whatever the speeds: 180 on the slow rank, whose share by speed has a cap of 104."""
+    steps = {step.step: {step.name: step.params} for step in FCP}
+    recipe = ap.Recipe("mine", {"inner": {inner: {"degree": 2}}, **steps, "reshuffle": True})
+    request = ap.Batch.from_lengths([400, 300, 20]), ap.Cluster(1, 4, speeds=(1.0, 0.5, 1.0, 1.0)), MODEL
+    made = ap.plan(*request, policy=ap.Policy(recipe))
+    assert made.layout("loader").rows_per_rank.tolist() == [180] * 4
+    assert made.request.policy.token_cap == 209
+    assert ap.plan(*request, policy=ap.Policy(recipe, token_cap=180)).request.policy.token_cap == 180
+    with pytest.raises(ap.CapacityError, match="raise token_cap to at least 180"):
+        ap.plan(*request, policy=ap.Policy(recipe, token_cap=179))

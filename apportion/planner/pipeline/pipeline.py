@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from apportion.ir.arrays import Ints
 from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import CapacityError
 from apportion.ir.loops.threads import spread
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Request
 from apportion.planner.lower.inputs import Lowered, held_tokens, leading
@@ -83,7 +85,7 @@ def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads:
         every = [lowered] if lowered is not None else spread(schedule, [part for _, part in parts], threads)
         for key in every[0]:
             check_tasks(sum(len(part[key].tasks) for part in every))
-    problem = _with_own_cap(placed.problem, placed.passes, every)
+    problem = _with_kept_cap(placed.problem, placed.passes, every)
     with watch("lower"):
         programs = lower_parts([first for first, _ in parts], every, threads)
         layouts = build_layouts(problem, placed, every)
@@ -123,13 +125,26 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
         return codec.seal(draft.plan(report), parts)
 
 
-def _with_own_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
-    """Strategies without a token cap promise what they came to, unless the policy names one. Where the ranks' default
-    caps differ and each rank keeps to its own, these are the promise."""
-    if problem.policy.token_cap is not None or not passes.place.own_cap:
+def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
+    """The problem with a token cap that the plan keeps, in the layout that it is about. Strategies without a token cap
+    promise what they came to; where the ranks' default caps differ and each rank keeps to its own, these are the
+    promise. So do the others where a rank holds more, as in the loader's layout: it is even whatever the speeds.
+    Raises CapacityError where a rank holds more than the policy's own cap."""
+    held, caps, given = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
+    if given is not None:
+        _check_cap(held, given)
         return problem
-    held, caps = held_tokens(lowered), problem.token_caps
-    if caps.min() < caps.max() and (held <= caps).all():
+    own = passes.place.own_cap
+    if (held <= (caps if own else problem.member_room)).all() and (not own or caps.min() < caps.max()):
         return problem
     cap = max(int(held.max()), problem.token_cap)
     return replace(problem, policy=replace(problem.policy, token_cap=cap))
+
+
+def _check_cap(held: Ints, cap: int) -> None:
+    fullest = int(held.argmax())
+    if held[fullest] > cap:
+        raise CapacityError(
+            f"rank {fullest} would hold {held[fullest]} tokens, policy.token_cap is {cap}: raise token_cap to "
+            f"{held[fullest]}, leave it out, or use a recipe that plans under it, such as fcp"
+        )
