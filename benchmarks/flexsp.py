@@ -5,7 +5,7 @@
 Each seed draws 64 sequences of 8192 * exp(1.2 z) tokens, z = numpy.random.Generator(PCG64(seed)).standard_normal(64),
 rounded and clipped to what the largest group holds, for 64 ranks in 8 nodes. A group of P ranks holds P * `--cap`
 tokens. Times per degree are those of the place pass `flexsp` on the built-in H100: attention of a causal document and
-the all-to-all of its heads, forward and backward. Steps end the search, not the clock, unless --deadline-s is given.
+the all-to-all of its heads, forward and backward. Steps end the search, not the clock.
 
 Exit status 1 if a value is above its greedy start or its bound above the value.
 """
@@ -74,7 +74,7 @@ def measure(seed: int, args: argparse.Namespace) -> Row:
     problem = problem_of(seed, args)
     greedy = ilp.greedy(problem).termination
     start = time.perf_counter()
-    found = ilp.solve(problem, Budget(args.deadline_s, args.nodes, args.gap))
+    found = ilp.solve(problem, Budget(args.nodes, args.gap))
     seconds = time.perf_counter() - start
     end = found.termination
     return Row(
@@ -121,7 +121,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--gap", type=float, default=0.01, help="good enough")
     parser.add_argument("--nodes", type=int, help="of each search tree; default: the solver's")
-    parser.add_argument("--deadline-s", type=float)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ from apportion.ir.request.policy import Policy
 from apportion.planner.cost import CostModel
 from apportion.planner.solvers.contracts import Partition
 from apportion.planner.solvers.status import Limit, Termination
-from apportion.planner.solvers.use import PartitionSolver, Use
+from apportion.planner.solvers.use import PartitionSolver
 
 #: tokens are int32 in the columns of tasks
 MOST_TOKENS = 2**31 - 1
@@ -148,11 +148,6 @@ class Problem:
 class Pass(Protocol):
     """What the passes of all steps say of themselves: frozen dataclasses, whose fields are parameters. A subclass of
     its step's contract has the defaults; `registry` checks whatever is a pass."""
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether equal requests give equal results on every machine: not where a clock ends a search, or a solver."""
-        return all(one.deterministic for one in vars(self).values() if isinstance(one, Use))
 
 
 @dataclass(frozen=True)

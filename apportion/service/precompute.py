@@ -30,7 +30,6 @@ from apportion.ir.fields import integer
 from apportion.ir.hashing import SIZE
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
-from apportion.planner.recipe.recipes import is_deterministic
 from apportion.service import offline
 from apportion.service.offline import Facts
 from apportion.service.packs import Pack, pack_of
@@ -65,10 +64,6 @@ class Work:
     def __post_init__(self) -> None:
         integer("iterations", self.iterations)
         integer("samples", len(np.asarray(self.sampling.lengths)))
-        recipe = self.job.policy.recipe
-        if not is_deterministic(recipe):
-            rule = "its plans depend on a wall clock, so that a run that goes on would give others"
-            raise ConfigError("recipe", recipe.name, rule, "leave out the deadline of its search")
 
     @cached_property
     def sampling(self) -> Sampling:

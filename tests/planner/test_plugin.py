@@ -69,7 +69,6 @@ def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> Non
     ("step", "members", "fault"),
     [
         ("place", {"own_caps": True}, "has own_caps: own_cap is meant"),
-        ("place", {"determinstic": property(lambda self: False)}, "has determinstic: deterministic is meant"),
         ("place", {"__call__": None}, "has no __call__: PlacePass says what it is"),
         ("route", {"by_block": None}, "has no by_block: RoutePass says what it is"),
     ],
@@ -89,13 +88,13 @@ def test_a_pass_that_lacks_or_misspells_something_is_told(
 
 
 MEMBERS = {
-    "place": ("__call__", "deterministic", "own_cap"),
-    "route": ("__call__", "deterministic", "rings", "relays", "by_block"),
+    "place": ("__call__", "own_cap"),
+    "route": ("__call__", "rings", "relays", "by_block"),
 }
 
 
 def test_a_pass_needs_no_base_where_it_says_everything() -> None:
-    kept = {"__call__": lambda self, *given: None, "deterministic": True, "own_cap": False, "others": 3}
+    kept = {"__call__": lambda self, *given: None, "own_cap": False, "others": 3}
     assert broken("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
     assert broken("place", type("Mine", (), kept)) == "which is no dataclass"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from apportion import cli
 from apportion.cli.commands import precompute as command_line
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks import specs as masks
-from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks
 from apportion.planner.iteration.jobs import plan_job
 from apportion.service.errors import StoreError
@@ -185,13 +183,6 @@ def test_masks_that_do_not_go_together_are_named_too(planner: Planner, tmp_path:
         precompute(work, tmp_path, planner)
 
 
-def test_a_recipe_with_a_deadline_is_refused() -> None:
-    search = Recipe("auto", {"search": {"portfolio": {"deadline_ms": 50.0}}})
-    work = work_of([900] * 6, 3)
-    with pytest.raises(ConfigError, match="wall clock"):
-        dataclasses.replace(work, job=dataclasses.replace(work.job, policy=Policy(search)))
-
-
 def test_the_store_of_a_server_is_refused(planner: Planner, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.commit({"job/run1": b"job"})
@@ -252,7 +243,7 @@ def test_the_command_finds_other_arguments(
     ("more", "told"),
     [
         (("--workload", "w.json"), "exactly one"),
-        (("--recipe", "RECIPE"), "wall clock"),
+        (("--recipe", "RECIPE"), "deadline_ms"),
         (("--tokens-per-rank", 16), "sample"),
         (("--mask", "{sliding_window: {window: -1}}"), "window"),
         (("--mask", "[}"), "YAML"),

@@ -311,12 +311,6 @@ def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
     assert all(f"no plan in time (iteration {number} is late)" in text for number, text in enumerate(told, 1))
 
 
-def test_recipes_that_a_clock_ends_are_not_planned_twice() -> None:
-    recipe = {"name": "timed", "steps": {"search": {"portfolio": {"deadline_ms": 50}}}}
-    with pytest.raises(ConfigError, match="a clock ends this recipe's search"):
-        loader_of(HereSource(job(recipe=recipe)), on_timeout="local")
-
-
 def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about() -> None:
     batches = iter(loader_of(HereSource(job(), broken=frozenset([2]))))
     assert [next(batches).iteration, next(batches).iteration] == [0, 1]

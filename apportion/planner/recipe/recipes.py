@@ -167,12 +167,6 @@ def pack_of(recipe: Recipe) -> PackPass | None:
     return cast(PackPass | None, _built(recipe).get("pack"))
 
 
-def is_deterministic(recipe: Recipe) -> bool:
-    """Whether equal requests give equal plans on every machine: not where a wall clock ends a search. Raises as
-    `passes_of`."""
-    return all(one.deterministic for one in _built(recipe).values())
-
-
 def _built(recipe: Recipe) -> dict[str, Pass]:
     """Step -> pass, of the contract of its step: `registry` has checked that."""
     known, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None

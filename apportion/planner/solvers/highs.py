@@ -1,7 +1,7 @@
 """PuLP models on HiGHS: one thread, a fixed seed, and a status that says what happened.
 
-PuLP calls an answer optimal that a time limit cut, and knows no name for the one that a node limit cut; HiGHS itself
-tells both apart, so it is asked. Needs pulp and highspy: import this inside a function.
+PuLP knows no name for an answer that a node limit cut; HiGHS itself does, so
+it is asked. Needs pulp and highspy: import this inside a function.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import Any
 import highspy
 import pulp
 
-from apportion.planner.solvers.status import Clock, Limit, Status
+from apportion.planner.solvers.status import Limit, Status
 
 _SEED = 0
 _ENDS = {
     highspy.HighsModelStatus.kOptimal: (Status.OPTIMAL, None),
     highspy.HighsModelStatus.kInfeasible: (Status.INFEASIBLE, None),
     highspy.HighsModelStatus.kObjectiveTarget: (Status.FEASIBLE, Limit.GAP),
-    highspy.HighsModelStatus.kTimeLimit: (Status.FEASIBLE, Limit.TIME),
     highspy.HighsModelStatus.kSolutionLimit: (Status.FEASIBLE, Limit.STEPS),
     highspy.HighsModelStatus.kIterationLimit: (Status.FEASIBLE, Limit.STEPS),
-    highspy.HighsModelStatus.kInterrupt: (Status.FEASIBLE, Limit.TIME),
 }
 
 
@@ -73,18 +71,15 @@ def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> SolverRun:
 
 
 def solve_model(
-    model: pulp.LpProblem, clock: Clock, nodes: int, gap: float = 0.0, target: float | None = None
+    model: pulp.LpProblem, nodes: int, gap: float = 0.0, target: float | None = None
 ) -> SolverRun:
     """Minimise a PuLP model; its variables get the answer, and give the start where all of them have a value.
 
     nodes: of the search tree, at most; gap: relative, good enough; target: an objective that is good enough.
     """
-    if clock.expired:
-        return SolverRun(Status.NO_SOLUTION, Limit.TIME, -float("inf"))
     options: dict[str, Any] = {"random_seed": _SEED, "mip_max_nodes": nodes, "parallel": "off"}
     if target is not None:
         options["objective_target"] = target
-    left = clock.left_s if clock.left_s < 1e9 else None
-    engine = _HighsEngine(msg=False, threads=1, gapRel=gap, timeLimit=left, **options)
+    engine = _HighsEngine(msg=False, threads=1, gapRel=gap, **options)
     model.solve(engine)
     return engine.run

@@ -37,7 +37,7 @@ class Entry:
     needs: tuple[str, str] | None = None
     budget: Budget = Budget()
     heuristic: bool = False
-    limits: tuple[str, ...] = ("deadline_s", "steps", "gap")
+    limits: tuple[str, ...] = ("steps", "gap")
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -102,7 +102,7 @@ _BUILT_IN = (
         "partition",
         f"{_HERE}.partition.ilp:solve",
         "the assignment program of makespan scheduling; Huangfu and Hall 2018 (HiGHS)",
-        "exact for small problems, in seconds for others: HiGHS, started from LPT",
+        "exact for small problems, to a limit of nodes for others: HiGHS, started from swap",
         ("pulp", "solvers"),
     ),
     Entry(
@@ -120,7 +120,7 @@ _BUILT_IN = (
         "repeated min-cost flows, as FCP, section 4.2, repeats maximum matchings",
         "as few matchings, each with as many edges as can be, so that the last ones are the emptiest",
         ("scipy", "solvers"),
-        limits=("deadline_s", "steps"),
+        limits=("steps",),
     ),
     Entry(
         "flow",
@@ -128,7 +128,7 @@ _BUILT_IN = (
         f"{_HERE}.transport:solve",
         "Zeppelin, section 3 (remapping); Huangfu and Hall 2018 (HiGHS)",
         "surplus rows to deficit rows: closed form for two-level costs, HiGHS LP for any other",
-        limits=("deadline_s",),
+        limits=(),
     ),
     Entry(
         "ilp",
@@ -146,7 +146,7 @@ _BUILT_IN = (
         "DCP, section 4.2; moves after Fiduccia and Mattheyses 1982",
         "two constraints, nodes then ranks: greedy with affinity, repair of both balances, moves that gain",
         heuristic=True,
-        limits=("deadline_s",),
+        limits=(),
     ),
     Entry(
         "mtkahypar",
@@ -155,9 +155,8 @@ _BUILT_IN = (
         "DCP, section 4.2; Gottesbüren et al. 2022 (Mt-KaHyPar)",
         "tokens placed by our greedy and fixed, compute partitioned by Mt-KaHyPar in a child process, our repair",
         ("mtkahypar", "solvers"),
-        Budget(deadline_s=10.0),
         heuristic=True,
-        limits=("deadline_s",),
+        limits=(),
     ),
 )
 

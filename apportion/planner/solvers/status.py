@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,7 +22,6 @@ class Status(StrEnum):
 class Limit(StrEnum):
     """What stopped a solver before it had proven its answer."""
 
-    TIME = "time"
     STEPS = "steps"
     GAP = "gap"  # the answer is as near to the bound as was asked for
     TASKS = "tasks"  # smaller blocks would be more even, but too many tasks (`shard blocks`)
@@ -62,45 +60,20 @@ class Termination:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a solver may spend. Results that only `steps` or `gap` cut are the same on every machine and every day.
+    """What a solver may spend, counted and not timed: results are the same on every machine and every day.
 
-    deadline_s: seconds of wall clock, None for no end. steps: the solver's own unit (for `ilp`, nodes of its search
-    trees), None for the solver's default. gap: good enough when value <= (1 + gap) * bound. Raises ConfigError.
+    steps: the solver's own unit (for `ilp`, nodes of its search trees), None for the solver's default. gap: good enough
+    when value <= (1 + gap) * bound. Raises ConfigError.
     """
 
-    deadline_s: Amount | None = None
     steps: Natural | None = None
     gap: Amount = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (("deadline_s", self.deadline_s), ("steps", self.steps), ("gap", self.gap)):
+        for name, value in (("steps", self.steps), ("gap", self.gap)):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ConfigError(f"budget.{name}", value, "must be a number, not negative", "leave it out")
-
-    def start(self) -> Clock:
-        """A clock that runs from now to the deadline."""
-        return Clock(math.inf if self.deadline_s is None else time.monotonic() + self.deadline_s)
 
     def reached(self, value: float, bound: float) -> bool:
         """Whether `value` is as near to `bound` as was asked for."""
         return value <= (1 + self.gap) * bound
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Wall clock up to a deadline on `time.monotonic`."""
-
-    deadline: float
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left, 0.0 at the end, infinity without a deadline."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    @property
-    def expired(self) -> bool:
-        return self.left_s <= 0
-
-
-#: a clock without a deadline
-NEVER = Clock(math.inf)

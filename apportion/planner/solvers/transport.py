@@ -20,7 +20,7 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import MissingDependencyError
 from apportion.ir.loops.jit import jit
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
-from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
 # HiGHS meets its rows within 1e-7 of the numbers it sees; the program is scaled so that these are about 1
 _TOLERANCE = 1e-6
@@ -30,14 +30,14 @@ def solve(problem: TransportProblem, budget: Budget) -> Transport:
     """Rows for each pair of ranks.
 
     OPTIMAL for two-level costs and for the sum. For a worst rank on a matrix: FEASIBLE with the bound of the linear
-    program, which rounding exceeds by less than the cost of one row on each link that it splits; FEASIBLE(time) with
-    a plain bound where the deadline came first. Raises MissingDependencyError for a matrix without scipy.
+    program, which rounding exceeds by less than the cost of one row on each link that it splits; FEASIBLE(engine)
+    with a plain bound where HiGHS has no answer. Raises MissingDependencyError for a matrix without scipy.
     """
     if isinstance(problem.cost, TwoLevelCost):
         flows = _two_level(problem.surplus, problem.cost, problem.objective)
         value = flow_value(problem, *flows)
         return Transport(*flows, Termination(Status.OPTIMAL, value, value))
-    return _by_program(problem, budget.start())
+    return _by_program(problem)
 
 
 def flow_value(problem: TransportProblem, src: Ints, dst: Ints, rows: Ints) -> float:
@@ -143,7 +143,7 @@ def _north_west(surplus: Ints, width: int) -> Ints:
 # ---- any cost
 
 
-def _by_program(problem: TransportProblem, clock: Clock) -> Transport:
+def _by_program(problem: TransportProblem) -> Transport:
     order = _canonical(problem)
     surplus, cost = problem.surplus[order], problem.matrix[np.ix_(order, order)]
     senders, receivers = np.flatnonzero(surplus > 0), np.flatnonzero(surplus < 0)
@@ -151,7 +151,7 @@ def _by_program(problem: TransportProblem, clock: Clock) -> Transport:
         none = np.zeros(0, np.int64)
         return Transport(none, none, none, Termination(Status.OPTIMAL, 0.0, 0.0))
     give, take, prices = surplus[senders], -surplus[receivers], cost[np.ix_(senders, receivers)]
-    rows, bound, limit = _program(give, take, prices, problem.objective, clock)
+    rows, bound, limit = _program(give, take, prices, problem.objective)
     i, j = np.nonzero(rows)
     src, dst = order[senders[i]], order[receivers[j]]
     by = np.lexsort((dst, src))
@@ -179,41 +179,37 @@ def _weights(count: int) -> Floats:
     return 1 + np.arange(count) / max(1, count)
 
 
-def _program(
-    give: Ints, take: Ints, prices: Floats, objective: str, clock: Clock
-) -> tuple[Ints, float, Limit | None]:
+def _program(give: Ints, take: Ints, prices: Floats, objective: str) -> tuple[Ints, float, Limit | None]:
     """(rows [senders, receivers], bound, limit) of the linear program, rounded."""
     scale = float(max(give.max(), take.max())), float(prices.max()) or 1.0
-    shares = _relaxed(give / scale[0], take / scale[0], prices / scale[1], objective, clock)
-    rows = None if shares is None else _rounded(shares[0] * scale[0], give, take, prices / scale[1], clock)
+    shares = _relaxed(give / scale[0], take / scale[0], prices / scale[1], objective)
+    rows = None if shares is None else _rounded(shares[0] * scale[0], give, take, prices / scale[1])
     if shares is None or rows is None:
-        return _plain(give, take), _plain_bound(give, take, prices, objective), Limit.TIME
+        return _plain(give, take), _plain_bound(give, take, prices, objective), Limit.ENGINE
     return rows, shares[1] * scale[0] * scale[1], None
 
 
-def _relaxed(
-    give: Floats, take: Floats, prices: Floats, objective: str, clock: Clock
-) -> tuple[Floats, float] | None:
-    """Fractional flows and their value, or None where time ran out."""
+def _relaxed(give: Floats, take: Floats, prices: Floats, objective: str) -> tuple[Floats, float] | None:
+    """Fractional flows and their value, or None where HiGHS has no answer."""
     sums = _sums(*prices.shape)
     if objective == "sum":
-        done = _linprog(prices.ravel(), sums, np.concatenate([give, take]), (0, None), clock)
+        done = _linprog(prices.ravel(), sums, np.concatenate([give, take]), (0, None))
         return None if done is None else (done[0].reshape(prices.shape), done[1])
     worst = np.append(np.zeros(prices.size), 1.0)
     priced = sums if objective == "minmax" else sums[: len(give)]
     pays = _scipy().hstack([priced.multiply(prices.ravel()), -np.ones((priced.shape[0], 1))], format="csr")
     wide = _scipy().hstack([sums, np.zeros((sums.shape[0], 1))], format="csr")
-    done = _linprog(worst, wide, np.concatenate([give, take]), (0, None), clock, pays)
+    done = _linprog(worst, wide, np.concatenate([give, take]), (0, None), pays)
     return None if done is None else (done[0][:-1].reshape(prices.shape), done[1])
 
 
-def _rounded(flows: Floats, give: Ints, take: Ints, prices: Floats, clock: Clock) -> Ints | None:
-    """Each flow to the integer below or above, with exact sums; None where time ran out."""
+def _rounded(flows: Floats, give: Ints, take: Ints, prices: Floats) -> Ints | None:
+    """Each flow to the integer below or above, with exact sums; None where HiGHS has no answer."""
     low = np.floor(flows + _TOLERANCE)
     high = np.maximum(np.ceil(flows - _TOLERANCE), low)
     rest = np.concatenate([give - low.sum(1), take - low.sum(0)])
     bounds = np.stack([np.zeros(flows.size), (high - low).ravel()], 1)
-    done = _linprog(prices.ravel(), _sums(*flows.shape), rest, bounds, clock)
+    done = _linprog(prices.ravel(), _sums(*flows.shape), rest, bounds)
     return None if done is None else (low + np.rint(done[0]).reshape(flows.shape)).astype(np.int64)
 
 
@@ -226,15 +222,12 @@ def _sums(senders: int, receivers: int) -> Any:
 
 
 def _linprog(
-    objective: Floats, sums: Any, wanted: Floats, bounds: Any, clock: Clock, pays: Any = None
+    objective: Floats, sums: Any, wanted: Floats, bounds: Any, pays: Any = None
 ) -> tuple[Floats, float] | None:
     from scipy.optimize import linprog
 
-    if clock.expired:
-        return None
-    options = {"time_limit": clock.left_s} if np.isfinite(clock.left_s) else {}
     most = None if pays is None else np.zeros(pays.shape[0])
-    done = linprog(objective, pays, most, sums, wanted, bounds, method="highs-ds", options=options)
+    done = linprog(objective, pays, most, sums, wanted, bounds, method="highs-ds")
     return None if done.x is None or done.status else (done.x, float(done.fun))
 
 

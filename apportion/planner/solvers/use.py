@@ -2,7 +2,7 @@
 
     solver: PartitionSolver = PartitionSolver("lpt")              in a pass, which calls self.solver(problem)
     solver: ilp                                                   in a recipe
-    solver: {ilp: {steps: 1000, gap: 0.01, deadline_s: 2.0}}
+    solver: {ilp: {steps: 1000, gap: 0.01}}
 
 Limits that are not told are the solver's own.
 """
@@ -63,11 +63,6 @@ class Use(options.Option, Generic[P, R]):
     @cached_property
     def spends(self) -> Budget:
         return self.entry.budget if self.budget is None else self.budget
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether no wall clock can cut what it finds."""
-        return self.spends.deadline_s is None
 
     def reads(self, where: str, value: Any) -> Self:
         if isinstance(value, str):

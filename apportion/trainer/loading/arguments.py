@@ -13,13 +13,11 @@ from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, flag, integers, name
+from apportion.ir.fields import flag, integers, name
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.sampling import Masks
-from apportion.planner.recipe.recipes import is_deterministic
 from apportion.trainer.loading.rows import Dataset
-from apportion.trainer.loading.sources.source import Source
 
 MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
 
@@ -106,14 +104,3 @@ def run_of(run: str | None) -> str | None:
     if run is not None and len(name("run", run)) > MAX_RUN:
         raise ConfigError("run", run, f"must have at most {MAX_RUN} characters", "write a shorter name")
     return run
-
-
-def plans_here(on_timeout: str, source: Source, ranks: int) -> bool:
-    """Whether ranks plan themselves what does not come. Raises ConfigError where they could come to different plans."""
-    agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
-    several = agrees or (ranks > 1 and not source.shared)
-    if several and not is_deterministic(source.job.policy.recipe):
-        rule = "a clock ends this recipe's search: two ranks would come to different plans"
-        remedy = "let a service plan, with on_timeout='raise', or take its time limit out of the recipe"
-        raise ConfigError("on_timeout" if agrees else "source", "local", rule, remedy)
-    return agrees

@@ -38,7 +38,6 @@ from apportion.trainer.loading.arguments import (
     device_of,
     lengths_of,
     masks_here,
-    plans_here,
     run_of,
     sampler_of,
     shifted_of,
@@ -166,7 +165,7 @@ class PlannedLoader:
         self._least = self._source.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(shifted_of(shifted), multiple)
-        self._agrees = plans_here(on_timeout, self._source, self._communicator.ranks)
+        self._agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
         self._run = run_of(run)
         self._workers = integer("workers", workers, 0)
         self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)

@@ -66,8 +66,8 @@ def test_longer_sequences(recipe: str, ranks: int) -> None:
     assert_lowers_alike(asked, (Batch.from_lengths(lengths.tolist()),))
 
 
-def test_what_a_search_found_on_other_hardware_with_a_deadline_lowers_alike() -> None:
-    recipe = Recipe("mine", {"search": {"portfolio": {"deadline_ms": 40.0, "candidates": ["fcp", "ring"]}}})
+def test_what_a_search_found_on_other_hardware_lowers_alike() -> None:
+    recipe = Recipe("mine", {"search": {"portfolio": {"candidates": ["fcp", "ring"]}}})
     planned = plan_job(job(recipe, hardware=Hardware.named("h100")), batches())
     assert planned.assignment is not None
     again = lower_job(planned.assignment)

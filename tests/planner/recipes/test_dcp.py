@@ -29,8 +29,6 @@ from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import Blocks
-from apportion.planner.solvers.status import Budget, Limit
-from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import Cells, cut_cells
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.strategies import cluster
@@ -233,22 +231,6 @@ def test_exchanges_shorten_the_time_on_links_and_keep_caps() -> None:
     np.testing.assert_array_equal(np.concatenate([after.sent, after.received]), sent)
 
 
-@pytest.mark.parametrize("name", ["one tail of 16", "tails", "shared question"])
-def test_a_deadline_ends_the_greedy_with_both_balances(name: str) -> None:
-    problem = problem_of(BATCHES[name], 32, 8)
-    placement = placed(problem, solver=HypergraphSolver("greedy", Budget(0.0)))
-    check(problem, placement)
-    assert placement.termination.limit is Limit.TIME
-    assert placement.termination.value > placed(problem).termination.value
-
-
-def test_a_deadline_that_is_kept_leaves_no_trace() -> None:
-    problem = problem_of(BATCHES["tails"], 8, 4)
-    placement = placed(problem, solver=HypergraphSolver("greedy", Budget(3600.0)))
-    assert placement.termination.limit is None
-    np.testing.assert_array_equal(placement.home, placed(problem).home)
-
-
 def test_slow_ranks_get_less_compute_and_fewer_tokens() -> None:
     made = Cluster(nodes=1, ranks_per_node=4, speeds=(1.0, 1.0, 1.0, 0.25))
     problem = Problem(Batch.from_lengths([LONG]), made, MODEL, Policy(find_recipe("fcp")))
@@ -439,16 +421,10 @@ def test_ranks_without_tokens(lengths: list[int]) -> None:
 
 def test_the_engine_s_plan_equals_dense_attention() -> None:
     model = Model(*LAYERS[1][:4], dtype="fp64", layers=1)
-    solver = {"mtkahypar": {"deadline_s": 600.0}}
+    solver = "mtkahypar"
     plan = planned(batch_of("causal", "tree"), model, 4, solver=solver, head_groups=2)
     compare(plan, "default", LAYERS[1], 0)
     assert plan.report["termination"]["limit"] is None
-
-
-@pytest.mark.parametrize("solver", ["greedy", "mtkahypar"])
-def test_a_deadline_that_cuts_the_solver_is_reported(solver: str) -> None:
-    plan = planned(batch_of("causal", "full"), MODEL, 4, solver={solver: {"deadline_s": 0.0}})
-    assert plan.report["termination"]["limit"] == "time"
 
 
 @pytest.mark.parametrize(
@@ -461,7 +437,7 @@ def test_a_deadline_that_cuts_the_solver_is_reported(solver: str) -> None:
         ({"tries": 4}, "recipe.place.dcp.tries"),
         ({"epsilon_compute": 0.1}, "recipe.place.dcp.epsilon_compute"),
         ({"epsilon_tokens": [0.1, -1]}, "recipe.place.dcp.epsilon_tokens"),
-        ({"solver": {"mtkahypar": {"deadline_s": -1}}}, "recipe.place.dcp.solver.mtkahypar.deadline_s"),
+        ({"solver": {"mtkahypar": {"steps": 1}}}, "recipe.place.dcp.solver.mtkahypar"),
         ({"solver": "patoh"}, "solver of kind hypergraph"),
         ({"divisions": 5, "count": 2}, "recipe.schedule.divisions.count"),
     ],

@@ -309,7 +309,7 @@ def test_equal_numbers_of_other_types_are_not_one_recipe() -> None:
     [
         ({"lpt": {"solver": "\ud800"}}, "must be text in UTF-8"),
         ({"lpt": {"solver": {"lpt": {"steps": 7}}}}, "ends by itself, without limits"),
-        ({"lpt": {"solver": {"ilp": {"nodes": 7}}}}, "has the limits deadline_s, steps, gap"),
+        ({"lpt": {"solver": {"ilp": {"nodes": 7}}}}, "has the limits steps, gap"),
         ({"lpt": {"solver": {"ilp": {"steps": True}}}}, "must be an integer of at least 0 or null"),
         ({"lpt": {"solver": {"ilp": {}, "lpt": {}}}}, "must be a partition solver"),
         ({"lpt": {"solver": []}}, "must be a partition solver"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
-from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.planner.solvers.status import Budget, Status
 from apportion.planner.solvers.transport import flow_value, solve
 
 
@@ -91,11 +91,3 @@ def test_nothing_to_move() -> None:
         flows = solve(TransportProblem(np.zeros(4, np.int64), cost), Budget())
         assert len(flows.rows) == 0
         assert flows.termination.value == flows.termination.bound == 0.0
-
-
-def test_without_time_there_are_plain_flows_that_say_so() -> None:
-    problem = TransportProblem(np.array([3, -1, -2]), np.array([[0, 5, 1], [1, 0, 1], [1, 1, 0.0]]))
-    flows = solve(problem, Budget(deadline_s=0))
-    assert net(problem, flows) == [3, -1, -2]
-    assert (flows.termination.status, flows.termination.limit) == (Status.FEASIBLE, Limit.TIME)
-    assert flows.termination.bound <= 7.0 <= flows.termination.value

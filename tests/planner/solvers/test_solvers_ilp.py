@@ -111,12 +111,6 @@ def test_sequences_that_no_packing_holds_are_infeasible() -> None:
     assert ilp.solve(problem, Budget()).termination.status is Status.INFEASIBLE
 
 
-def test_a_deadline_cuts_and_says_so() -> None:
-    found = ilp.solve(drawn(0, 48, 32), Budget(deadline_s=0.0))
-    assert (found.termination.status, found.termination.limit) == (Status.FEASIBLE, Limit.TIME)
-    assert found.termination.bound <= found.termination.value
-
-
 def test_steps_cut_and_repeat() -> None:
     one, other = (ilp.solve(drawn(1, 30, 16), Budget(steps=1)) for _ in range(2))
     assert one.termination == other.termination

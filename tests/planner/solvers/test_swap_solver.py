@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import lpt, swap
-from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.planner.solvers.status import Budget, Status
 
 
 def array(values: list[int]) -> np.ndarray:
@@ -101,11 +101,3 @@ def test_bins_without_room() -> None:
     found = swap.solve(problem, Budget())
     assert found.termination.solved
     assert (held(problem, found, problem.sizes) <= problem.caps).all()
-
-
-def test_a_deadline_leaves_what_is_reached() -> None:
-    problem = documents()
-    cut, whole = swap.solve(problem, Budget(0.0)), swap.solve(problem, Budget())
-    assert (cut.termination.limit, whole.termination.limit) == (Limit.TIME, None)
-    assert whole.termination.value < cut.termination.value
-    assert cut.termination.value == pytest.approx(lpt.solve(problem, Budget()).termination.value, rel=0.01)

@@ -16,7 +16,6 @@ from apportion.planner.problem import Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import HypergraphProblem, caps_of
 from apportion.planner.solvers.hypergraph import solver as hypergraph
 from apportion.planner.solvers.hypergraph.tokens import SPREAD, place_tokens
-from apportion.planner.solvers.status import Budget, Clock
 from apportion.planner.tasks.cells import cut_cells
 
 #: weights of compute against bytes that are tried, see `place_tokens`
@@ -96,12 +95,10 @@ def homes(
     tokens: tuple[float, float],
     tries: int,
     groups: int,
-    budget: Budget,
 ) -> Blocks:
     """A home for every block of the shards, cut where no rank has room for a whole one: the best of so many ways to
-    weigh compute against bytes, as far as the budget goes. compute, tokens: what nodes and ranks may have above their
+    weigh compute against bytes. compute, tokens: what nodes and ranks may have above their
     share; groups: of heads. Raises CapacityError."""
-    clock = budget.start()
     kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
     starts = joined(problem, shards.starts, groups)
     blocks, room = Blocks(starts, np.full(len(starts) - 1, -1, np.int64)), _Room(problem, tokens)
@@ -119,15 +116,13 @@ def homes(
     found = [_filled(Blocks(blocks.starts, home), room, None) for home in placed]
     if len(found) == 1:
         return found[0]
-    return min(found, key=lambda each: _merit(problem, case(each), movable(problem, each.starts), clock))
+    return min(found, key=lambda each: _merit(problem, case(each), movable(problem, each.starts)))
 
 
-def _merit(problem: Problem, case: HypergraphProblem, free: Bools, clock: Clock) -> float:
+def _merit(problem: Problem, case: HypergraphProblem, free: Bools) -> float:
     """Time on the links of the rank that takes longest, and of the mean, once the greedy has placed compute and blocks
-    were exchanged; the less the better. free: bool [blocks], those that may be. Infinite where time is up."""
-    if clock.expired:
-        return float("inf")
-    rank = hypergraph.quick(case, clock)
+    were exchanged; the less the better. free: bool [blocks], those that may be. Infinite where compute is not even."""
+    rank = hypergraph.quick(case)
     if not hypergraph.holds(case, rank):
         return float("inf")
     gbs = link_gbs(problem)

@@ -56,8 +56,8 @@ class Dcp(PlacePass):
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         groups = problem.model.kv_heads if self.head_groups == "kv" else self.head_groups
         heads = Heads.of(problem.model, groups, "recipe.place.dcp.head_groups")
-        slack, budget = (self.epsilon_compute, self.epsilon_tokens), self.solver.spends
-        blocks = homes(problem, shards, *slack, self.tries, groups, budget)
+        slack = (self.epsilon_compute, self.epsilon_tokens)
+        blocks = homes(problem, shards, *slack, self.tries, groups)
         blocks, pairs, sides = self._balanced(problem, blocks, heads)
         blocks, sides = self._exchanged(problem, blocks, pairs, heads, sides)
         weight = row_weights(problem, blocks.starts)

@@ -20,20 +20,18 @@ _NEVER = 1e6
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """OPTIMAL, always: after the deadline, or so many flows (steps), König's colours for what is left, and the limit
-    is named."""
+    """OPTIMAL, always: after so many flows (steps), König's colours for what is left, and the limit is named."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
     left, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)
     edges = np.argsort(src.astype(np.int64) * ranks + dst, kind="stable")
     first = offsets(left.reshape(-1))[:-1].reshape(ranks, ranks)  # of each pair, the next edge in `edges`
-    colour, clock = np.full(len(src), -1, np.int32), budget.start()
+    colour = np.full(len(src), -1, np.int32)
     for number in range(degree):
-        if clock.expired or number == budget.steps:
-            limit = Limit.TIME if clock.expired else Limit.STEPS
+        if number == budget.steps:
             rest = np.flatnonzero(colour < 0)
             colour[rest] = number + matchings(src[rest], dst[rest], ranks)
-            return Colouring(colour, Termination(Status.OPTIMAL, float(degree), float(degree), limit))
+            return Colouring(colour, Termination(Status.OPTIMAL, float(degree), float(degree), Limit.STEPS))
         cost = np.where(left > 0, 0.0, np.where(padding > 0, 1.0, _NEVER))
         rows, columns = linear_sum_assignment(cost)
         real = left[rows, columns] > 0

@@ -7,7 +7,7 @@ program of a few groups at a time, started from what they hold. A small problem 
 whose own bound counts, so that the answer is proven.
 
 FlexSP solves one program a count of microbatches under a wall clock. Here the search ends by steps, so that equal
-problems have equal answers, unless a deadline is given and comes first; then the status says FEASIBLE(time).
+problems have equal answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.grouping.mixing import Mix, anneal, greedy_mix, improve, mix_of, polish
-from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
 #: nodes of each search tree where the budget says nothing
 DEFAULT_NODES = 100
@@ -79,14 +79,13 @@ def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
     else FEASIBLE or NO_SOLUTION with the limit that came first. Raises CapacityError where a sequence, or all together,
     are more than the ranks hold, and MissingDependencyError.
     """
-    clock = budget.start()
     order, case = _canonical(problem)
     check_capacity(case)
     state = _Known(None, _simple_bound(case))
     if not np.isfinite(state.bound):
         return _no_groups(problem, Termination(Status.INFEASIBLE, state.bound))
     state = state.with_mix(greedy_mix(case, state.bound))
-    state, limit = _search(case, state, budget, clock)
+    state, limit = _search(case, state, budget)
     if state.best is None:
         status = Status.INFEASIBLE if limit is None else Status.NO_SOLUTION
         return _no_groups(problem, Termination(status, state.bound, limit=limit))
@@ -138,50 +137,43 @@ def _simple_bound(problem: GroupingProblem) -> float:
     return float(max(slowest, (problem.times * problem.degrees).min(1).sum() / problem.ranks))
 
 
-def _search(
-    case: GroupingProblem, state: _Known, budget: Budget, clock: Clock
-) -> tuple[_Known, Limit | None]:
+def _search(case: GroupingProblem, state: _Known, budget: Budget) -> tuple[_Known, Limit | None]:
     if state.done(budget):
         return state, Limit.GAP
     _need_programs()
     nodes = DEFAULT_NODES if budget.steps is None else int(budget.steps)
     if _is_complete(case):
-        state = _by_local_search(case, state, budget, clock, _BRIEF)
-        return _by_slots(case, state, budget, clock, nodes)
-    state = _by_bisection(case, state, budget, clock, nodes)
+        state = _by_local_search(case, state, budget, _BRIEF)
+        return _by_slots(case, state, budget, nodes)
+    state = _by_bisection(case, state, budget, nodes)
     for _ in range(_LAST):
         if not state.done(budget):
-            state = replace(_by_local_search(case, state, budget, clock), probes=state.probes + 1)
-    state = _by_parts(case, state, budget, clock, nodes)
+            state = replace(_by_local_search(case, state, budget), probes=state.probes + 1)
+    state = _by_parts(case, state, budget, nodes)
     if state.best is None and not np.isfinite(state.bound):
         return state, None
     if state.done(budget):
         return state, Limit.GAP
-    return state, Limit.TIME if clock.expired else Limit.STEPS
+    return state, Limit.STEPS
 
 
-def _by_local_search(
-    case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, effort: float = 1.0
-) -> _Known:
+def _by_local_search(case: GroupingProblem, state: _Known, budget: Budget, effort: float = 1.0) -> _Known:
     """Search from the counts of the best mix and those that no program has refuted."""
     goal = state.bound * (1 + budget.gap)
     if state.best is not None:
         goal = max(goal, _AIM * state.best.value)
     share = effort * min(1.0, _USUAL_SIZE / (len(case.sizes) * case.ranks))
-    mixes = improve(case, state.seeds(len(case.degrees)), max(20, int(_STEPS * share)), goal, clock)
+    mixes = improve(case, state.seeds(len(case.degrees)), max(20, int(_STEPS * share)), goal)
     steps = max(1000, int(_ANNEALS * share))
-    tried = [
-        mix if clock.expired else anneal(case, mix, steps, goal, state.probes)
-        for mix in mixes[: max(4, int(_ANNEALED * share))]
-    ]
+    tried = [anneal(case, mix, steps, goal, state.probes) for mix in mixes[: max(4, int(_ANNEALED * share))]]
     for mix in sorted(tried, key=lambda mix: mix.value)[: max(2, int(_POLISHED * share))]:
-        state = state.with_mix(polish(case, mix, max(20, int(_KICKS * share)), goal, clock, state.probes))
+        state = state.with_mix(polish(case, mix, max(20, int(_KICKS * share)), goal, state.probes))
         if state.done(budget):
             break
     return state
 
 
-def _by_bisection(case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, nodes: int) -> _Known:
+def _by_bisection(case: GroupingProblem, state: _Known, budget: Budget, nodes: int) -> _Known:
     """Raise the bound by what the small program refutes; follow the counts that it finds."""
     from apportion.planner.solvers.grouping.programs import mix_for
 
@@ -192,16 +184,16 @@ def _by_bisection(case: GroupingProblem, state: _Known, budget: Budget, clock: C
     limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
     undecided = 0
     for probe in range(_PROBES):
-        answer = mix_for(case, limit, clock, nodes)
+        answer = mix_for(case, limit, nodes)
         undecided += not answer.refuted and answer.counts is None
         if answer.refuted:
             state = replace(state, bound=_refuted(state, limit, most), probes=probe + 1)
         else:
             high = limit
             state = replace(state, counts=answer.counts or state.counts, probes=probe + 1)
-            state = _by_local_search(case, state, budget, clock, _BRIEF)
+            state = _by_local_search(case, state, budget, _BRIEF)
         high = high if state.best is None else min(high, state.best.value)
-        if state.done(budget) or clock.expired or high <= _FINE * state.bound or undecided == _UNDECIDED:
+        if state.done(budget) or high <= _FINE * state.bound or undecided == _UNDECIDED:
             break
         limit = (max(state.bound, 1e-9 * high) * high) ** 0.5
     return state
@@ -223,25 +215,25 @@ def _is_complete(case: GroupingProblem) -> bool:
 
 
 def _by_slots(
-    case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, nodes: int
+    case: GroupingProblem, state: _Known, budget: Budget, nodes: int
 ) -> tuple[_Known, Limit | None]:
     """The program of the whole problem."""
     from apportion.planner.solvers.grouping.programs import slots
 
-    mix, run = slots(case, _most_counts(case), state.best, state.bound, clock, nodes, budget.gap)
+    mix, run = slots(case, _most_counts(case), state.best, state.bound, nodes, budget.gap)
     if run.status is Status.INFEASIBLE and state.best is None:
         return replace(state, bound=np.inf), None
     state = replace(state.with_mix(mix), bound=max(state.bound, run.bound))
     return state, Limit.GAP if state.done(budget) else run.limit
 
 
-def _by_parts(case: GroupingProblem, state: _Known, budget: Budget, clock: Clock, nodes: int) -> _Known:
+def _by_parts(case: GroupingProblem, state: _Known, budget: Budget, nodes: int) -> _Known:
     """The program of the slowest group and some others, again and again: what they hold, dealt anew among them."""
     from apportion.planner.solvers.grouping.programs import slots
 
     draw = np.random.Generator(np.random.PCG64(0))
     for _ in range(_PARTS):
-        if state.best is None or state.done(budget) or clock.expired:
+        if state.best is None or state.done(budget):
             break
         part = _part(state.best, draw)
         if np.isin(state.best.group, part).sum() * len(part) > _MOST_PART:
@@ -253,7 +245,7 @@ def _by_parts(case: GroupingProblem, state: _Known, budget: Budget, clock: Clock
             case, times=case.times[items], sizes=case.sizes[items], ranks=int(case.degrees[column].sum())
         )
         counts = np.bincount(column, minlength=len(case.degrees))
-        mix, _ = slots(few, counts, start, 0.0, clock, nodes, _FINE - 1)
+        mix, _ = slots(few, counts, start, 0.0, nodes, _FINE - 1)
         if mix is not None and mix.value < start.value:
             state = state.with_mix(_merged(case, state.best, part, items, mix))
     return state

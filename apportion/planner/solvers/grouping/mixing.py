@@ -19,7 +19,6 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints, group_of
 from apportion.ir.loops.jit import jit
 from apportion.planner.solvers.contracts import GroupingProblem
-from apportion.planner.solvers.status import Clock
 
 _BISECTIONS = 24
 # a descent ends much earlier; this is for degenerate ties
@@ -128,16 +127,14 @@ def _first_fit(
 # ---- search over counts of groups
 
 
-def improve(
-    problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float, clock: Clock
-) -> list[Mix]:
+def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float) -> list[Mix]:
     """Mixes of `steps` counts, best first: those of the seeds and, from the best known on, of their neighbours. Ends
     at `goal`."""
     seen: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
     waiting = [_filled(problem, seed) for seed in seeds]
-    while len(seen) < steps and (waiting or queue) and not clock.expired:
+    while len(seen) < steps and (waiting or queue):
         if not waiting:
             waiting = _neighbours(problem, heapq.heappop(queue)[1])
             continue
@@ -154,11 +151,11 @@ def improve(
     return sorted(mixes, key=lambda mix: mix.value)
 
 
-def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, clock: Clock, seed: int) -> Mix:
+def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, seed: int) -> Mix:
     """The mix after `kicks` times sending some sequences elsewhere and descending again; never worse."""
     draw = np.random.Generator(np.random.PCG64(seed))
     for _ in range(kicks):
-        if mix.value <= goal or clock.expired:
+        if mix.value <= goal:
             break
         group = mix.group.copy()
         group[draw.integers(len(group), size=_KICK)] = draw.integers(len(mix.column), size=_KICK)

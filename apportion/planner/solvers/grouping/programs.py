@@ -26,7 +26,7 @@ from apportion.ir.arrays import Bools, Floats, Ints, group_of
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.grouping.mixing import Mix, mix_of
 from apportion.planner.solvers.highs import SolverRun, solve_model
-from apportion.planner.solvers.status import Clock, Status
+from apportion.planner.solvers.status import Status
 
 # the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
 _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
@@ -70,7 +70,7 @@ class _Kinds:
         return np.where(np.isfinite(taken), taken, 0.0)
 
 
-def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) -> ProgramAnswer:
+def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer:
     """Whether some mix may keep a time limit."""
     fits = problem.times <= limit
     if not fits.any(1).all():
@@ -87,7 +87,7 @@ def mix_for(problem: GroupingProblem, limit: float, clock: Clock, nodes: int) ->
             held = [(chosen[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
             model += pulp.LpAffineExpression([*held, (variable, -1.0)]) <= 0
     # any answer will do: a gap of 100 % stops at the first
-    run = solve_model(model, clock, nodes, gap=1.0)
+    run = solve_model(model, nodes, gap=1.0)
     if run.status in (Status.OPTIMAL, Status.FEASIBLE):
         return ProgramAnswer(False, tuple(round(variable.varValue) for variable in count))
     return ProgramAnswer(run.status is Status.INFEASIBLE, None)
@@ -161,7 +161,6 @@ def slots(
     counts: Ints,
     start: Mix | None,
     bound: float,
-    clock: Clock,
     nodes: int,
     gap: float,
 ) -> tuple[Mix | None, SolverRun]:
@@ -189,7 +188,7 @@ def slots(
     )
     if start is not None:
         _start_from(start, column, x, y, time, unit)
-    run = solve_model(model, clock, nodes, gap)
+    run = solve_model(model, nodes, gap)
     found = _read(problem, column, x) if run.status in (Status.OPTIMAL, Status.FEASIBLE) else None
     return found, SolverRun(run.status, run.limit, run.bound * unit)
 

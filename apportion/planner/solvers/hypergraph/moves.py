@@ -5,7 +5,6 @@ repair  while a part is above its cap, the vertex that costs least a flop goes f
         what a hyperedge costs to open there is shared by the vertices that can follow it
 refine  moves that gain, within the caps
 regroup the same for all vertices at once that a hyperedge has on one part
-shed    what is left of repair when time is up
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from apportion.planner.solvers.hypergraph.graph import Graph
 MANY, NEAR = 20_000, 0.1
 # passes of `refine` and `regroup`: later ones gain next to nothing
 PASSES = 3
-# rounds of `repair` between two looks at the clock
-ROUNDS = 256
 
 
 class Board(NamedTuple):
@@ -148,38 +145,18 @@ def _saved(graph: Graph, board: Board, v: int) -> int:
 
 
 @jit
-def repair(graph: Graph, board: Board, span: int, rounds: int) -> bool:
-    """Moves vertices out of parts above their cap, in so many rounds at most. Whether that was not enough:
-    not where no part is above its cap any more, nor where no vertex can leave."""
+def repair(graph: Graph, board: Board, span: int, rounds: int) -> None:
+    """Moves vertices out of parts above their cap, until none is, none can leave, or so many rounds are over."""
     group = np.zeros(len(graph.price), np.int64)
     for _ in range(rounds):
         full = int(np.argmax(board.load - board.cap))
         if board.load[full] <= board.cap[full]:
-            return False
+            return
         _weigh(graph, board, full, group)
         v, to, rate = _cheapest(graph, board, span, full, group)
         if v < 0:
-            return False
+            return
         _follow(graph, board, full, v, to, rate, group)
-    return True
-
-
-@jit
-def shed(graph: Graph, board: Board, span: int) -> None:
-    """What repair is left without when time is up: every part above its cap hands vertices to the emptiest part that
-    they fit in, whatever that costs, each at most once."""
-    for full in range(len(board.cap)):
-        v = board.head[full]
-        while v >= 0 and board.load[full] > board.cap[full]:
-            after, best = board.after[v], -1
-            for p in range(board.base[v], board.base[v] + span):
-                room, most = board.cap[p] - board.load[p], board.cap[best] - board.load[best]
-                if p != full and board.flops[v] <= room and (best < 0 or room > most):
-                    best = p
-            if best >= 0 and board.flops[v] > 0:
-                _leave(graph, board, v)
-                _enter(graph, board, v, best)
-            v = after
 
 
 @lean

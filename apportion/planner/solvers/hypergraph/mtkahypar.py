@@ -1,14 +1,13 @@
 """Mt-KaHyPar (Gottesbüren et al., 2022) for the vertices without tokens, where those with tokens have their homes.
 
 It knows one weight a vertex and one bound: tokens are placed before and fixed, with a weight of 1, for 0 makes it hang
-or die. It is asked for nodes first and for the ranks of all nodes then, each time in a child process under the
-deadline; what it says is checked and repaired, for it also returns partitions that are out of balance. Where it has no
-answer in time, or dies, the greedy's moves decide, and the result's limit says so (time, engine).
+or die. It is asked for nodes first and for the ranks of all nodes then, each time in a child process
+with one thread; what it says is checked and repaired, for it also returns partitions that are out of balance. Where it
+has no answer, or dies, the greedy's moves decide, and the result's limit says so (engine).
 """
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from apportion.planner.solvers.hypergraph.coarse import merge
 from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 from apportion.planner.solvers.hypergraph.mtkahypar_child import Job, read, write
 from apportion.planner.solvers.hypergraph.solver import better, level, partition
-from apportion.planner.solvers.status import Budget, Clock, Limit
+from apportion.planner.solvers.status import Budget, Limit
 
 # More free vertices of a job are merged to about so many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
 # for no gain.
@@ -40,11 +39,10 @@ def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
     """Raises MissingDependencyError."""
     if find_spec("mtkahypar") is None:
         raise MissingDependencyError("mtkahypar", "solvers", "solver mtkahypar")
-    clock = budget.start()
-    return partition(problem, lambda case, homes: _spread(case, homes, clock))
+    return partition(problem, _spread)
 
 
-def _spread(problem: HypergraphProblem, homes: Ints, clock: Clock) -> tuple[Ints, Limit | None]:
+def _spread(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
     """As the greedy's: nodes, then ranks."""
     per_node, count = problem.ranks_per_node, len(homes)
     node: Ints = np.zeros(count, np.int64)
@@ -52,9 +50,9 @@ def _spread(problem: HypergraphProblem, homes: Ints, clock: Clock) -> tuple[Ints
     if problem.nodes > 1:
         part = np.where(homes < 0, -1, homes // per_node)
         everything = [(np.arange(count), 0)]
-        node, limit = _level(problem, everything, part, node, problem.flops_caps[0], problem.nodes, clock)
+        node, limit = _level(problem, everything, part, node, problem.flops_caps[0], problem.nodes)
     members = [(np.flatnonzero(node == n), n * per_node) for n in range(problem.nodes)]
-    rank, late = _level(problem, members, homes, node * per_node, problem.flops_caps[1], per_node, clock)
+    rank, late = _level(problem, members, homes, node * per_node, problem.flops_caps[1], per_node)
     return rank, limit or late
 
 
@@ -65,12 +63,11 @@ def _level(
     base: Ints,
     caps: Ints,
     span: int,
-    clock: Clock,
 ) -> tuple[Ints, Limit | None]:
     """Parts of one level: the engine's answer repaired, or the greedy's where that is better or there is no other."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(part))
     asked = part.copy()
-    limit = _asked(graph, problem, members, asked, base, caps, span, clock)
+    limit = _asked(graph, problem, members, asked, base, caps, span)
     found = level(graph, problem, part, base, span, caps)
     if limit is not None:
         return found, limit
@@ -85,7 +82,6 @@ def _asked(
     base: Ints,
     caps: Ints,
     span: int,
-    clock: Clock,
 ) -> Limit | None:
     """Gives the members of each job a part in [base, base + span) of `part`, in place, where they have none (-1).
 
@@ -100,7 +96,7 @@ def _asked(
         _job(problem, vertices, pieces, part, low, caps[low : low + span])
         for (vertices, low), pieces in zip(wanted, coarse, strict=True)
     ]
-    found = _run(jobs, clock)
+    found = _run(jobs)
     if isinstance(found, Limit):
         return found
     for (vertices, low), pieces, answer in zip(wanted, coarse, found, strict=True):
@@ -134,24 +130,15 @@ def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, b
     return weights, fixed, offsets(sizes[wide]), pins, prices, limits
 
 
-def _run(jobs: list[Job], clock: Clock) -> list[Ints] | Limit:
+def _run(jobs: list[Job]) -> list[Ints] | Limit:
     """A partition of each job, or why there is none."""
     if not jobs:
         return []
-    if clock.expired:
-        return Limit.TIME
     stream = BytesIO()
     write(stream, [np.array([len(jobs)]), *(column for job in jobs for column in job)])
     try:
-        done = subprocess.run(
-            _COMMAND,
-            input=stream.getvalue(),
-            capture_output=True,
-            timeout=None if math.isinf(clock.left_s) else clock.left_s,
-        )
+        done = subprocess.run(_COMMAND, input=stream.getvalue(), capture_output=True)
         found = read(BytesIO(done.stdout), len(jobs))
-    except subprocess.TimeoutExpired:
-        return Limit.TIME
     except (OSError, ValueError, EOFError):
         return Limit.ENGINE
     right = all(_is_answer(job, answer) for job, answer in zip(jobs, found, strict=True))

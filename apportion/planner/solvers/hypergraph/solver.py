@@ -19,38 +19,37 @@ from apportion.planner.solvers.hypergraph.coarse import contract, merge
 from apportion.planner.solvers.hypergraph.graph import Graph, components, graph_of, spans
 from apportion.planner.solvers.hypergraph.moves import (
     PASSES,
-    ROUNDS,
     Board,
     board_of,
     refine,
     regroup,
     repair,
     settle,
-    shed,
 )
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
-from apportion.planner.solvers.status import NEVER, Budget, Clock, Limit, Status, Termination
+from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
 #: (problem, rank of the vertices with tokens) -> a rank for every vertex, and what cut the search
 Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
 
 # Free vertices are merged to about so many a rank, where there are more (of 4 to 128, for log-normal batches).
 PIECES = 16
+# rounds of repair, beside four a vertex
+REPAIRS = 256
 # rounds of hashing that tell vertices apart by what is around them
 _ROUNDS = 3
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
-    """The greedy. It ends by itself; at a deadline it gives up what would only save bytes."""
-    clock = budget.start()
-    return partition(problem, lambda case, homes: spread(case, homes, clock))
+    """The greedy. It ends by itself."""
+    return partition(problem, lambda case, homes: (spread(case, homes), None))
 
 
-def quick(problem: HypergraphProblem, clock: Clock) -> Ints:
+def quick(problem: HypergraphProblem) -> Ints:
     """int64 [V]: what the greedy begins with, to compare homes by, where all vertices with tokens are fixed. It depends
     on the order of the vertices."""
-    return spread(problem, problem.bound_to, clock, thorough=False)[0]
+    return spread(problem, problem.bound_to, thorough=False)
 
 
 def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
@@ -73,22 +72,19 @@ def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
     return answer(problem, rank, bound, limit)
 
 
-def spread(
-    problem: HypergraphProblem, homes: Ints, clock: Clock, thorough: bool = True
-) -> tuple[Ints, Limit | None]:
-    """int64 [V]: ranks for all vertices where those with tokens have their homes, nodes first; and what cut the search.
+def spread(problem: HypergraphProblem, homes: Ints, thorough: bool = True) -> Ints:
+    """int64 [V]: ranks for all vertices where those with tokens have their homes, nodes first.
     thorough: whether to try all that `level` can."""
     per_node, free = problem.ranks_per_node, homes < 0
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
     node = np.where(free, -1, homes // per_node)
     zero = np.zeros(len(homes), np.int64)
     if problem.nodes > 1:
-        node = level(graph, problem, node, zero, problem.nodes, problem.flops_caps[0], clock, thorough)
+        node = level(graph, problem, node, zero, problem.nodes, problem.flops_caps[0], thorough)
     else:
         node = zero
     base = node * per_node
-    rank = level(graph, problem, homes, base, per_node, problem.flops_caps[1], clock, thorough)
-    return rank, Limit.TIME if clock.expired else None
+    return level(graph, problem, homes, base, per_node, problem.flops_caps[1], thorough)
 
 
 def level(
@@ -98,19 +94,18 @@ def level(
     base: Ints,
     span: int,
     cap: Ints,
-    clock: Clock = NEVER,
     thorough: bool = True,
 ) -> Ints:
     """int64 [V]: parts in [base, base + span) for vertices that have none, and for others without tokens that repair
     moves. thorough: move groups of vertices too, and on the level of ranks start from pieces as well."""
     movable, flops = ((problem.tokens == 0) & (problem.bound_to < 0)).astype(np.int64), problem.flops
-    found = _moved(graph, board_of(graph, part, base, movable, flops, cap), span, clock, thorough)
+    found = _moved(graph, board_of(graph, part, base, movable, flops, cap), span, thorough)
     few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
-    if few or not thorough or clock.expired:
+    if few or not thorough:
         return found
-    coarse = _coarsely(graph, flops, part, base, span, cap, clock)
+    coarse = _coarsely(graph, flops, part, base, span, cap)
     board = board_of(graph, coarse, base, movable, flops, cap)
-    return better(problem, found, _moved(graph, board, span, clock), cap)
+    return better(problem, found, _moved(graph, board, span), cap)
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
@@ -123,7 +118,7 @@ def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Int
     return min(one, other, key=merit)
 
 
-def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints, clock: Clock) -> Ints:
+def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
     """The parts where what is free moves in pieces: better for long sequences over many ranks, worse for others."""
     free = part < 0
     merged = merge(graph, part, base, flops, PIECES * len(cap))
@@ -133,19 +128,14 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     np.add.at(weight, merged, flops)
     coarse = contract(graph, merged, count)
     board = board_of(coarse, held, of_base, movable, weight, cap)
-    return _moved(coarse, board, span, clock)[merged]
+    return _moved(coarse, board, span)[merged]
 
 
-def _moved(graph: Graph, board: Board, span: int, clock: Clock, thorough: bool = True) -> Ints:
+def _moved(graph: Graph, board: Board, span: int, thorough: bool = True) -> Ints:
     settle(graph, board, span, np.argsort(-graph.price, kind="stable"))
-    for _ in range(4 * len(board.part) // ROUNDS + 1):
-        if clock.expired:
-            shed(graph, board, span)
-            return board.part
-        if not repair(graph, board, span, ROUNDS):
-            break
+    repair(graph, board, span, 4 * len(board.part) + REPAIRS)
     refine(graph, board, span, PASSES)
-    if thorough and not clock.expired:
+    if thorough:
         regroup(graph, board, span, PASSES)
         refine(graph, board, span, PASSES)
     return board.part

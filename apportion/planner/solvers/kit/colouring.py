@@ -21,9 +21,6 @@ class ColouringCases:
     def medium(self, draw: Draw) -> ColouringProblem:
         return self._drawn(draw, 400, 16)
 
-    def large(self, draw: Draw) -> ColouringProblem:
-        return self._drawn(draw, 20_000, 256)
-
     def hopeless(self) -> None:
         return None
 

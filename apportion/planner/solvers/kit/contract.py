@@ -19,9 +19,6 @@ class Cases(Protocol):
     def medium(self, draw: Draw) -> Any:
         """One that takes a solver well below a second."""
 
-    def large(self, draw: Draw) -> Any:
-        """One that a deadline may cut."""
-
     def hopeless(self) -> Any | None:
         """One without an answer, or None where the kind has none."""
 

@@ -23,9 +23,6 @@ class GroupingCases:
     def medium(self, draw: Draw) -> GroupingProblem:
         return self._drawn(draw, 14, 8, np.array([1, 2, 4, 8]), 2.0)
 
-    def large(self, draw: Draw) -> GroupingProblem:
-        return self._drawn(draw, 64, 64, 2 ** np.arange(6), 2.0)
-
     def hopeless(self) -> GroupingProblem:
         return GroupingProblem(np.ones((2, 1)), np.array([5, 6]), np.array([1]), 2, 5)
 

@@ -23,9 +23,6 @@ class PartitionCases:
     def medium(self, draw: Draw) -> PartitionProblem:
         return self._drawn(draw, 300, 16)
 
-    def large(self, draw: Draw) -> PartitionProblem:
-        return self._drawn(draw, 20_000, 512)
-
     def hopeless(self) -> PartitionProblem:
         return PartitionProblem(np.array([1, 1]), np.array([3, 9]), np.array([8, 8]))
 

@@ -24,10 +24,6 @@ class TransportCases:
     def medium(self, draw: Draw) -> TransportProblem:
         return self._drawn(draw, self._surplus(draw, 24), 8)
 
-    def large(self, draw: Draw) -> TransportProblem:
-        surplus = self._surplus(draw, 160)
-        return TransportProblem(surplus, draw.uniform(1, 9, (160, 160)), "minmax")
-
     def hopeless(self) -> None:
         return None
 

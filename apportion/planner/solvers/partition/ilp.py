@@ -1,9 +1,10 @@
-"""The exact partition: an integer program on HiGHS, started from LPT.
+"""The exact partition: an integer program on HiGHS, started from `swap`.
 
     minimise T;  sum over bins of x[item, bin] = 1;  sum over items of weight * x <= T * speed, of size * x <= cap
 
 Bins of equal speed that every item may use are alike: of the heaviest items, the i-th is kept to the first i of these.
-A program of more choices than `MOST` is not built, and LPT's answer stands.
+A program of more choices than `USUAL`, where the budget says how many nodes than `MOST`, is not built, and the start
+stands: its root alone takes seconds, which no limit of nodes cuts.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
-from apportion.planner.solvers.partition import lpt
-from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+from apportion.planner.solvers.partition import swap
+from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-# choices (items x bins) of a program
-MOST = 6_000
-# Where the budget says nothing, nodes of the search tree times choices, and nodes at least: seconds, of any size.
-_EFFORT, _LEAST_NODES = 500_000, 10
+# choices (items x bins) of a program: where the budget says nothing, and where it names its nodes
+USUAL, MOST = 256, 6_000
+# Where the budget says nothing, nodes of the search tree times choices, of any size: about a second.
+EFFORT = 50_000
 # what HiGHS may miss a value by
 _TOLERANCE = 1e-6
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """Never worse than LPT. OPTIMAL where value and bound agree; FEASIBLE or NO_SOLUTION with the limit that came
+    """Never worse than `swap`. OPTIMAL where value and bound agree; FEASIBLE or NO_SOLUTION with the limit that came
     first; INFEASIBLE where that is proven; all within 1e-6. Raises MissingDependencyError."""
-    clock, start = budget.start(), lpt.solve(problem, budget)
+    start = swap.solve(problem, budget)
     end = start.termination
     if end.status in (Status.OPTIMAL, Status.INFEASIBLE) or not len(problem.weights):
         return start
     if end.value is not None and budget.reached(end.value, end.bound):
         return replace(start, termination=replace(end, limit=Limit.GAP))
-    if len(problem.weights) * problem.bins > MOST:
+    if len(problem.weights) * problem.bins > (USUAL if budget.steps is None else MOST):
         return replace(start, termination=replace(end, limit=Limit.STEPS))
-    return _by_program(problem, start, budget, clock)
+    return _by_program(problem, start, budget)
 
 
-def _by_program(problem: PartitionProblem, start: Partition, budget: Budget, clock: Clock) -> Partition:
+def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> Partition:
     from apportion.planner.solvers.highs import solve_model
 
     # sorted, so that the order of the items does not count
@@ -53,8 +54,8 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget, clo
             for bin_, one in chosen[place].items():
                 one.varValue = float(start.bin[item] == bin_)
         most.varValue = (end.value or 0.0) / scale
-    usual = max(_LEAST_NODES, _EFFORT // sum(map(len, chosen)))
-    run = solve_model(model, clock, usual if budget.steps is None else budget.steps, budget.gap)
+    nodes = EFFORT // sum(map(len, chosen)) if budget.steps is None else int(budget.steps)
+    run = solve_model(model, nodes, budget.gap)
     bound = max(end.bound, run.bound * scale * (1 - _TOLERANCE))
     if run.status is Status.INFEASIBLE:
         return Partition(start.bin, Termination(Status.INFEASIBLE, end.bound))

@@ -21,7 +21,7 @@ from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.loops.jit import jit
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import lpt
-from apportion.planner.solvers.status import Budget, Clock, Limit, Status, Termination
+from apportion.planner.solvers.status import Budget, Status, Termination
 
 #: bins looked at together, the lightest first; steps a bin at most; how near to the bound is enough
 BINS, STEPS, ENOUGH = 8, 16, 5e-4
@@ -31,7 +31,7 @@ EXACT, TINY = 2.0**52, 1e-9
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
     """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room,
-    these are at bin -1. It ends by itself, or at the deadline with what is reached by then."""
+    these are at bin -1. It ends by itself."""
     order = _canonical(problem)
     allowed = None if problem.allowed is None else [problem.allowed[item] for item in order.tolist()]
     weights, sizes = problem.weights[order], problem.sizes[order]
@@ -50,25 +50,22 @@ def _canonical(problem: PartitionProblem) -> Ints:
 
 
 def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    clock = budget.start()
     found = lpt.solve(problem, budget)
     if found.termination.status is Status.NO_SOLUTION:
-        found = _by_size(problem, budget, clock) or found
+        found = _by_size(problem, budget) or found
     status, rates = found.termination.status, problem.rates
     if status in (Status.OPTIMAL, Status.INFEASIBLE) or problem.bins < 2:
         return found
     bins, bound = found.bin.copy(), lpt.makespan_bound(problem.weights, rates)
-    limit = None if _improve(bins, problem, rates, (1 + ENOUGH) * bound, clock) else Limit.TIME
+    _improve(bins, problem, rates, (1 + ENOUGH) * bound)
     if status is Status.NO_SOLUTION:
         return Partition(bins, found.termination)
     value = float((np.bincount(bins, problem.weights, problem.bins) / rates).max())
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
-    return Partition(
-        bins, Termination(status, min(bound, value), value, None if status is Status.OPTIMAL else limit)
-    )
+    return Partition(bins, Termination(status, min(bound, value), value))
 
 
-def _by_size(problem: PartitionProblem, budget: Budget, clock: Clock) -> Partition | None:
+def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
     """Where all items have room: their sizes, not their weights, made even. None where that is not found, or where
     sums might not be exact."""
     sizes, caps = problem.sizes, problem.caps
@@ -77,26 +74,21 @@ def _by_size(problem: PartitionProblem, budget: Budget, clock: Clock) -> Partiti
     rates = np.maximum(caps, TINY).astype(np.float64)
     whole = replace(problem, weights=sizes, caps=np.full(problem.bins, sizes.sum()), speeds=rates)
     bins = lpt.solve(whole, budget).bin
-    _improve(bins, whole, rates, 1.0, clock)
+    _improve(bins, whole, rates, 1.0)
     if (np.bincount(bins, sizes, problem.bins) > caps).any():
         return None
     value = float((np.bincount(bins, problem.weights, problem.bins) / problem.rates).max())
     return Partition(bins, Termination(Status.FEASIBLE, 0.0, value))
 
 
-def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float, clock: Clock) -> bool:
-    """Until no bin's weight over `rates` is above the goal, or nothing helps; in place. Whether the clock let it."""
-    if clock.expired:
-        return False
+def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float) -> None:
+    """Until no bin's weight over `rates` is above the goal, or nothing helps; in place."""
     order = np.lexsort((bins, problem.weights, problem.sizes))
     caps = np.ascontiguousarray(problem.caps, np.int64)
     allowed = _allowed(problem)
     for _ in range(STEPS):
-        if clock.expired:
-            return False
         if not _swaps(bins, order, problem.weights, problem.sizes, caps, rates, allowed, goal):
             break
-    return True
 
 
 def _allowed(problem: PartitionProblem) -> Bools:

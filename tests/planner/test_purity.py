@@ -1,0 +1,97 @@
+"""A plan is a function of its request: not of a clock, of other threads, of the process, nor of its hash seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import pytest
+
+import apportion as ap
+from apportion.planner import options
+from apportion.planner.recipe import registry
+from apportion.planner.recipe.recipes import entries
+from apportion.planner.solvers.registry import SOLVERS
+from apportion.planner.solvers.status import Budget
+
+CLUSTER, MODEL = ap.Cluster(2, 2), ap.Model(4, 4, 16, hidden=64, ffn=64, layers=2, dtype="fp32")
+LENGTHS = [90, 61, 33, 20, 16, 9, 5, 3, 2, 1]
+#: recipes by name, and one more for each solver that a pass of theirs can take
+EXACT = {
+    "lpt ilp": {"shard": {"blocks": {}}, "place": {"lpt": {"solver": "ilp"}}, "schedule": {"matchings": {}}},
+    "swap": {"shard": {"sequences": {}}, "place": {"whole": {"solver": "swap"}}, "schedule": {"gather": {}}},
+    "flow": {"shard": {"blocks": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {"solver": "flow"}}},
+}
+
+
+def planned(name: str) -> str:
+    """The id of the plan, which is a hash of its bytes."""
+    recipe = ap.Recipe(name, EXACT[name]) if name in EXACT else name
+    return ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, recipe=recipe).id.hex()
+
+
+def all_planned() -> dict[str, str]:
+    return {name: planned(name) for name in (*entries(), *EXACT)}
+
+
+@contextmanager
+def load(threads: int) -> Iterator[None]:
+    """A machine on which so many threads plan other requests."""
+    over = Event()
+
+    def plan_on(seed: int) -> None:
+        while not over.is_set():
+            for recipe in ("fcp", "dcp", "blend", "distca"):
+                ap.plan(ap.Batch.from_lengths([50 + seed, 40, 30]), CLUSTER, MODEL, recipe=recipe)
+
+    busy = [Thread(target=plan_on, args=(seed,)) for seed in range(threads)]
+    for thread in busy:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in busy:
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, str]:
+    return all_planned()
+
+
+def test_other_threads_change_no_plan(alone: dict[str, str]) -> None:
+    with load(3), ThreadPoolExecutor(4) as pool:
+        found = dict(zip(alone, pool.map(planned, alone), strict=True))
+    assert found == alone
+
+
+def test_another_process_with_another_hash_seed_has_the_same_plans(alone: dict[str, str]) -> None:
+    code = "import json; from tests.planner.test_purity import all_planned; print(json.dumps(all_planned()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == alone
+
+
+def test_nothing_can_be_told_to_end_on_a_clock() -> None:
+    told = {
+        field
+        for step in registry.STEPS
+        for name in registry.names(step)
+        for field in options.schema(registry.find_pass(step, name))["properties"]
+    }
+    budget = set(options.schema(Budget)["properties"])
+    assert not [name for name in told if name.startswith(("deadline", "timeout"))]
+    assert budget == {"steps", "gap"}
+    assert {limit for entry in SOLVERS.values() for limit in entry.limits} <= budget
