@@ -10,7 +10,7 @@ import pytest
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
-from apportion.ir.masks.windows import Causal, Chunked, SlidingWindow
+from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
 from apportion.ir.request.hf_config import check_dense, head_fields, masks_of, model_of
 from apportion.ir.request.model import Model
 
@@ -40,6 +40,28 @@ LLAMA4 = """{"model_type": "llama4", "text_config": {"model_type": "llama4_text"
   "intermediate_size": 8192, "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8,
   "head_dim": 128, "attention_chunk_size": 8192, "no_rope_layers": [], "torch_dtype": "bfloat16"}}"""
 
+GPT2 = """{"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+  "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "summary_type": "cls_index", "vocab_size": 50257}"""
+OPT = """{"model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12, "num_hidden_layers": 12,
+  "attention_dropout": 0.0, "word_embed_proj_dim": 768, "prefix": "</s>", "torch_dtype": "float16"}"""
+FALCON = """{"model_type": "falcon", "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32,
+  "alibi": false, "multi_query": true, "new_decoder_architecture": false, "parallel_attn": true}"""
+FALCON_40B = """{"model_type": "falcon", "hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8,
+  "num_hidden_layers": 60, "multi_query": true, "new_decoder_architecture": true, "parallel_attn": true}"""
+MPT = """{"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4,
+  "attn_config": {"alibi": true, "alibi_bias_max": 8, "attn_type": "multihead_attention", "prefix_lm": false}}"""
+GPT_NEO = """{"model_type": "gpt_neo", "hidden_size": 2048, "num_heads": 16, "num_layers": 4, "intermediate_size": null,
+  "attention_layers": ["global", "local", "global", "local"], "attention_types": [[["global", "local"], 2]],
+  "window_size": 256}"""
+MODERNBERT = """{"model_type": "modernbert", "hidden_size": 768, "intermediate_size": 1152, "num_attention_heads": 12,
+  "num_hidden_layers": 22, "global_attn_every_n_layers": 3, "local_attention": 128, "global_rope_theta": 160000.0,
+  "local_rope_theta": 10000.0, "torch_dtype": "float32"}"""
+BERT = """{"model_type": "bert", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+  "num_hidden_layers": 12, "attention_probs_dropout_prob": 0.1, "torch_dtype": "float32"}"""
+MINIMAX_M2 = """{"model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48,
+  "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 3, "attn_type_list": [1, 1, 1],
+  "num_local_experts": 256, "use_mtp": true, "num_mtp_modules": 3}"""
+
 TWO = ("full_attention", "sliding_attention")
 
 
@@ -67,6 +89,28 @@ CASES: dict[str, tuple[str, Model, Any]] = {
         slide(128),
     ),
     "mistral": (MISTRAL, Model(32, 8, 128, None, "bf16", 4096, 14336, 32), SlidingWindow(4096)),
+    "gpt2": (GPT2, Model(12, 12, 64, None, "bf16", 768, 3072, 12), None),
+    "opt": (OPT, Model(12, 12, 64, None, "fp16", 768, 3072, 12), None),
+    "falcon": (FALCON, Model(71, 1, 64, None, "bf16", 4544, 18176, 32), None),
+    "falcon 40b": (FALCON_40B, Model(128, 8, 64, None, "bf16", 8192, 32768, 60), None),
+    "mpt": (MPT, Model(32, 32, 128, None, "bf16", 4096, 16384, 32), None),
+    "gpt-neo": (
+        GPT_NEO,
+        Model(16, 16, 128, None, "bf16", 2048, 8192, dict(zip(TWO, (2, 2), strict=True))),
+        slide(256),
+    ),
+    "modernbert": (
+        MODERNBERT,
+        Model(12, 12, 64, None, "fp32", 768, 1152, dict(zip(TWO, (8, 14), strict=True))),
+        dict(zip(TWO, (Full(), SlidingWindow(65, 64)), strict=True)),  # |i - j| <= 64
+    ),
+    "bert": (BERT, Model(12, 12, 64, None, "fp32", 768, 3072, 12), Full()),
+    "bert as a decoder": (
+        BERT[:-1] + ', "is_decoder": true}',
+        Model(12, 12, 64, None, "fp32", 768, 3072, 12),
+        None,
+    ),
+    "minimax m2": (MINIMAX_M2, Model(48, 8, 128, None, "bf16", 3072, 1536, 3), None),
     "deepseek": (DEEPSEEK, Model(128, 128, 192, 128, "bf16", 7168, 18432, 61), None),
     "llama4": (
         LLAMA4,
@@ -116,12 +160,97 @@ def test_heads_and_dtypes_that_are_not_said_have_their_usual_values() -> None:
         (changed(LLAMA, num_attention_heads=None), "num_attention_heads"),
         (changed(LLAMA, torch_dtype="float8_e4m3fn"), "float8_e4m3fn"),
         (changed(DEEPSEEK, model_type="deepseek_v32", index_topk=2048), "index_topk"),
-        ({"model_type": "t5"}, "num_attention_heads"),
+        ({"model_type": "t5"}, "model_type"),
+        ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12}, "must say it or n_head or n_heads"),
+        (
+            {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": "12"},
+            "^n_head = '12': must be an integer",
+        ),
+        (
+            {"model_type": "gpt2", "n_embd": 2**25, "n_layer": 12, "n_head": 12},
+            "^n_embd = 33554432: must be in",
+        ),
+        (
+            changed(LLAMA, num_key_value_heads=5),
+            r"^num_key_value_heads = 5: must divide num_attention_heads \(32\)",
+        ),
+        (changed(LLAMA, layer_types="full_attention"), "^layer_types = 'full_attention': must be a list"),
+        ({"model_type": "gemma3", "text_config": [1]}, "^text_config = .*must be a mapping"),
+        (changed(LLAMA, model_type="deepseek_v3"), "^qk_nope_head_dim = None"),
     ],
 )
 def test_what_cannot_be_planned_is_named(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         model_of(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("qwen3_next", "full_attention_interval", 4),
+        ("kimi_linear", "linear_attn_config", {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]}),
+        ("nemotron_h", "hybrid_override_pattern", "M-M-M-M*-M-M-M-M-M*-M-"),
+        ("minimax_m1", "attn_type_list", [0, 0, 0, 0, 0, 0, 0, 1]),
+        ("jamba", "attn_layer_period", 8),
+        ("recurrent_gemma", "block_types", ["recurrent", "recurrent", "attention"]),
+        ("zamba2", "layers_block_type", ["mamba", "hybrid"]),
+        ("falcon_h1", "mamba_d_state", 256),
+        ("mamba", "state_size", 16),
+        ("lfm2", "conv_L_cache", 3),
+        ("minicpm", "sparse_config", {"topk": 64}),
+        ("hunyuan", "use_cla", True),
+        ("gemma3n_text", "num_kv_shared_layers", 15),
+        ("gemma3n_text", "altup_num_inputs", 4),
+        ("gemma4_text", "global_head_dim", 512),
+        ("nemotron-nas", "block_configs", [{"attention": {"no_op": True}}]),
+        ("mllama_text_model", "cross_attention_layers", [3, 8]),
+        ("mpt", "attn_config.prefix_lm", True),
+        ("diffllama", "lambda_std_dev", 0.1),
+        ("made_up", "yarn_mixer_stride", 3),  # of no type that is known, and of no field that is
+        ("made_up", "multi_query_attention", True),
+    ],
+)
+def test_layers_that_are_no_plain_softmax_attention_are_refused(
+    kind: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    name = field.rpartition(".")[2]
+    data = changed(
+        LLAMA, model_type=kind, **({name: value} if name == field else {"attn_config": {name: value}})
+    )
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=f"^{name} = .*model of type {kind}"):
+        Model.load(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "qwen3_5", "mimo_v2_flash", "longcat_flash", "jetmoe", "xlstm"]
+)
+def test_types_of_such_layers_are_refused_where_no_field_tells(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model_type = '{kind}'"):
+        model_of(changed(LLAMA, model_type=kind))
+
+
+def test_fields_that_are_off_or_without_a_say_are_left_aside() -> None:
+    off = {
+        "sparse_config": None,
+        "cross_attention_hidden_size": None,
+        "chunk_size_feed_forward": 0,
+        "prefix_lm": False,
+    }
+    aside = {
+        "attention_bias": True,
+        "attn_logit_softcapping": 50.0,
+        "num_nextn_predict_layers": 1,
+        "sep_token_id": 5,
+    }
+    assert model_of(changed(LLAMA, **off, **aside)) == CASES["llama"][1]
+
+
+def test_a_pattern_counts_where_there_are_no_layer_types() -> None:
+    pattern = changed(LLAMA, model_type="exaone4", sliding_window_pattern="LLLG")
+    with pytest.raises(ConfigError, match=r"^sliding_window_pattern = 'LLLG'"):
+        model_of(pattern)
+    assert model_of({**pattern, "layer_types": ["full_attention"] * 32}) == CASES["llama"][1]
 
 
 def test_models_that_look_ahead_need_masks_of_their_own() -> None:

@@ -4,7 +4,7 @@
       ──► Model(…, layers={"full_attention": 5, "sliding_attention": 29})
           {"full_attention": causal(), "sliding_attention": sliding_window(1024)}
 
-What a file leaves out is filled in by `ir.hf_fields`.
+What a file leaves out is filled in by `hf_fields`; what is not planned is refused by the tables of `hf_layers`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
-from apportion.ir.masks.windows import Causal, Chunked, SlidingWindow
+from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
 from apportion.ir.request.hf_fields import (
+    CHUNKED,
     FULL,
-    SLIDING,
     WINDOW_OF,
     count,
     layer_types,
     model_fields,
     text_config,
 )
+from apportion.ir.request.hf_layers import ENCODERS
 from apportion.ir.request.model import Model
 
 _TIED = (
@@ -92,7 +93,12 @@ def check_dense(config: Mapping[str, Any]) -> None:
 
 
 def _mask(text: Mapping[str, Any], kind: str) -> Mask:
+    ahead = text["model_type"] in ENCODERS and not text.get("is_decoder")
     if kind == FULL:
-        return Causal()
-    size = count(text, WINDOW_OF[kind])  # tokens up to the query itself; of a chunk
-    return SlidingWindow(size) if kind == SLIDING else Chunked(size)
+        return Full() if ahead else Causal()
+    size = count(
+        text, WINDOW_OF[kind]
+    )  # tokens up to the query itself; of a chunk; of an encoder on each side
+    if kind == CHUNKED:
+        return Chunked(size)
+    return SlidingWindow(size + 1, size) if ahead else SlidingWindow(size)

@@ -11,16 +11,34 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer, suggestion
+from apportion.ir.fields import integer, mapping, sequence, suggestion
+from apportion.ir.request.hf_layers import PATTERNS, check_layers, words
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-WINDOW_OF = MappingProxyType({SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"})
+SLIDING_WINDOW = "sliding_window"
+WINDOW_OF = MappingProxyType({SLIDING: SLIDING_WINDOW, CHUNKED: "attention_chunk_size"})
+_MAX_SIZE = 2**24
 _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"})
-_LEGACY = MappingProxyType({"attention": FULL})  # of layer types, by their name before transformers 5
+# Of layer types, by their name before transformers 5, or in GPT-Neo.
+_LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING})
+#: Other names of a field, as `attribute_map` of configuration classes has them.
+_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+        "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+        "hidden_size": ("n_embd", "n_embed", "d_model"),
+        "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff", "moe_intermediate_size"),
+        "num_key_value_heads": ("num_kv_heads", "kv_n_heads"),
+        "head_dim": ("attention_head_dim", "kv_channels"),
+        "layer_types": ("attention_layers",),
+        SLIDING_WINDOW: ("window_size",),
+    }
+)
 # What a file may leave out, by model_type, as transformers has it. pattern: every so many layers one is full.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+        "falcon": {"multi_query": True},
         "gemma2": {"sliding_window": 4096, "sliding_window_pattern": 2},
         "gemma3_text": {
             "num_attention_heads": 8,
@@ -30,22 +48,42 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 4096,
             "sliding_window_pattern": 6,
         },
+        "gpt_bigcode": {"multi_query": True},
         "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
         "llama4_text": {"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
+        "ministral": {"sliding_window": 4096},
         "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+        "modernbert": {"local_attention": 128, "global_attn_every_n_layers": 3},
+        "modernbert-decoder": {"local_attention": 128, "global_attn_every_n_layers": 3},
         "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
         "qwen3": {"head_dim": 128},
+        "vaultgemma": {"sliding_window": 4096, "sliding_window_pattern": 2},
     }
 )
 _ALL_SLIDE = ("ministral", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # where they have a window
 _SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding_window, from max_window_layers on
-# Fields of models with layers that are no attention, choose their keys as they run, or differ in their heads.
-_STRANGE = ("attn_layer_period", "global_head_dim", "index_topk", "layers_block_type", "mamba_d_state")
+# Types whose classes choose among kinds of layers by rules that are not read here.
+_MUST_SAY = words(
+    """afmoe beam cohere2_moe cohere_compass_text cwm exaone4 exaone_moe flint gpt_neo granite_swa granitemoe_swa
+    kolibri1 mellum"""
+)
+# Types of multi-head latent attention, whose heads are of widths that a file must say.
+_MLA = words("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 youtu")
+# Types whose FFN is so many times as wide as hidden states, unless told.
+_FFN_FACTOR = MappingProxyType(
+    dict.fromkeys(
+        words("bloom codegen falcon gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj mpt openai-gpt"), 4
+    )
+)
 
 
 def is_config(data: Any) -> bool:
     """Whether this is the data of a `config.json` of Hugging Face, and none of this package's own."""
-    return isinstance(data, Mapping) and ("model_type" in data or "num_attention_heads" in data)
+    return isinstance(data, Mapping) and not {
+        "architectures",
+        "model_type",
+        "num_attention_heads",
+    }.isdisjoint(data)
 
 
 class ModelFields(TypedDict):
@@ -75,38 +113,73 @@ def model_fields(config: Mapping[str, Any]) -> ModelFields:
         "v_head_dim": v_head_dim,
         "dtype": _dtype(text, config),
         "hidden": hidden,
-        "ffn": count(text, "intermediate_size"),
+        "ffn": _ffn(text, hidden),
         "layers": dict(sorted(kinds.items())) if len(kinds) > 1 else kinds.total(),
     }
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part about the language model, with what its class fills in."""
+    """The part about the language model, with what its class fills in. Raises ConfigError where it has layers that are
+    not planned."""
     nested = config.get("text_config")
-    own = nested if isinstance(nested, Mapping) else config
-    kind = own.get("model_type") or f"{config.get('model_type')}text_config"
-    found = {**_DEFAULTS.get(str(kind), {}), **own, "model_type": kind}
-    for field in _STRANGE:
-        if found.get(field) is not None:
-            rule = f"a model of type {kind} has layers that are not planned"
-            raise ConfigError(field, found[field], rule, "write a model file for the layers that are")
+    own = config if nested is None else mapping("text_config", nested)
+    kind = str(own.get("model_type") or f"{config.get('model_type')}{'' if own is config else '_text'}")
+    parts = (mapping(field, own.get(field) or {}) for field in ("ffn_config", "attn_config"))  # of MPT, DBRX
+    defaults = _DEFAULTS.get(kind, {})
+    found = {
+        **defaults,
+        **{key: value for part in parts for key, value in part.items()},
+        **own,
+        "model_type": kind,
+    }
+    check_layers(found, defaults if said(found, "layer_types")[1] is None else PATTERNS)
+    if found.get("local_attention") is not None:  # keys on both sides
+        found[SLIDING_WINDOW] = count(found, "local_attention") // 2
     return found
 
 
+def said(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
+    """What a config says by that or another name: the name, the value (None: nothing)."""
+    names = (field, *_ALIASES.get(field, ()))
+    name = next((name for name in names if text.get(name) is not None), field)
+    return name, text.get(name)
+
+
 def count(text: Mapping[str, Any], field: str) -> int:
-    if text.get(field) is None:
-        rule = f"a config of type {text['model_type']} must say it"
+    """The positive number that a config says by that or another name. Raises ConfigError."""
+    name, value = said(text, field)
+    if value is None:
+        others = " or ".join(("it", *_ALIASES.get(field, ())))
+        rule = f"a config of type {text['model_type']} must say {others}"
         raise ConfigError(field, None, rule, "write it down, or write a model file (q_heads, kv_heads, …)")
-    return integer(field, text[field])
+    return integer(name, value, 1, _MAX_SIZE)
+
+
+def _ffn(text: Mapping[str, Any], hidden: int) -> int:
+    factor = _FFN_FACTOR.get(text["model_type"])
+    if factor is None or said(text, "intermediate_size")[1] is not None:
+        return count(text, "intermediate_size")
+    return hidden * count({"expansion_ratio": factor, **text}, "expansion_ratio")
 
 
 def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None]:
     """KV heads, head dim, head dim of V (None: equal)."""
-    if text.get("qk_nope_head_dim") is not None:  # MLA
+    if text.get("qk_nope_head_dim") is not None or text["model_type"] in _MLA:
         both = count(text, "qk_nope_head_dim") + count(text, "qk_rope_head_dim")
         return heads, both, count(text, "v_head_dim")
-    kv_heads = heads if text.get("num_key_value_heads") is None else count(text, "num_key_value_heads")
-    return kv_heads, hidden // heads if text.get("head_dim") is None else count(text, "head_dim"), None
+    dim = hidden // heads if said(text, "head_dim")[1] is None else count(text, "head_dim")
+    return _kv_heads(text, heads), dim, None
+
+
+def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    name, value = said(text, "num_key_value_heads")
+    found = heads if value is None else count(text, "num_key_value_heads")
+    if heads % found:
+        rule = f"must divide {said(text, 'num_attention_heads')[0]} ({heads})"
+        raise ConfigError(name, found, rule, "give each KV head the same number of query heads")
+    return found
 
 
 def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -119,34 +192,51 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 def layer_types(text: Mapping[str, Any]) -> list[str]:
     """One a layer. Raises ConfigError where one is not planned, or it cannot be told."""
-    layers, told = count(text, "num_hidden_layers"), text.get("layer_types")
-    found = _inferred(text, layers) if told is None else [_LEGACY.get(str(kind), str(kind)) for kind in told]
+    layers, (name, told) = count(text, "num_hidden_layers"), said(text, "layer_types")
+    found = (
+        _inferred(text, layers)
+        if told is None
+        else [_LEGACY.get(str(kind), kind) for kind in sequence(name, told)]
+    )
     if len(found) != layers:
         rule = f"there must be one for each of the {layers} layers"
-        raise ConfigError("layer_types", f"{len(found)} types", rule, "correct the config")
+        raise ConfigError(name, f"{len(found)} types", rule, "correct the config")
     for kind in found:
         if kind not in (FULL, SLIDING, CHUNKED):
             remedy = f"there is {FULL}, {SLIDING}, {CHUNKED}; write a model file for the layers that are"
-            raise ConfigError("layer_types", kind, "layers of this type are not planned", remedy)
+            raise ConfigError(name, kind, "layers of this type are not planned", remedy)
     return found
 
 
 def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
     """What the configuration class makes where the file has no `layer_types`."""
-    kind, window = text["model_type"], text.get("sliding_window")
+    kind, (field, window) = text["model_type"], said(text, SLIDING_WINDOW)
+    if kind in _MUST_SAY:
+        rule = f"which layers of a {kind} have a window is not said"
+        raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
     if kind == "llama4_text":
         every = count(text, "no_rope_layer_interval")
         roped = text.get("no_rope_layers") or [(number + 1) % every for number in range(layers)]
-        return [CHUNKED if has_rope else FULL for has_rope in roped]
-    if window is None or (kind in _SWITCHED and not text.get("use_sliding_window")):
+        return [CHUNKED if has_rope else FULL for has_rope in sequence("no_rope_layers", roped)]
+    if window is None or (
+        (kind in _SWITCHED or "use_sliding_window" in text) and not text.get("use_sliding_window")
+    ):
         return [FULL] * layers
     if kind in _SWITCHED:
         below = min(count(text, "max_window_layers"), layers)
         return [FULL] * below + [SLIDING] * (layers - below)
-    if kind in _ALL_SLIDE:
-        return [SLIDING] * layers
-    if "sliding_window_pattern" not in _DEFAULTS.get(kind, {}):
+    return [SLIDING] * layers if kind in _ALL_SLIDE else _spaced(text, layers, field, window)
+
+
+def _spaced(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
+    """Every so many layers one is full, the last of them, or the first as ModernBERT has it."""
+    kind = text["model_type"]
+    own = _DEFAULTS.get(kind, {})
+    if "global_attn_every_n_layers" in own:
+        every = count(text, "global_attn_every_n_layers")
+        return [SLIDING if number % every else FULL for number in range(layers)]
+    if "sliding_window_pattern" not in own:
         rule = f"which layers of a {kind} have this window is not said"
-        raise ConfigError("sliding_window", window, rule, "write layer_types, as transformers 5 saves them")
+        raise ConfigError(field, window, rule, "write layer_types, as transformers 5 saves them")
     every = count(text, "sliding_window_pattern")
     return [SLIDING if (number + 1) % every else FULL for number in range(layers)]

@@ -1,0 +1,187 @@
+"""Configs of all causal language models of transformers, read as data, against the models that are made of them.
+
+Each is tried as transformers saves it, with the defaults of its class, and bare: model type and sizes alone. A model is
+made on the meta device and run once; what its attention is called with is what `model_of` and `masks_of` must say, or
+the config is refused by a field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
+from apportion.ir.request.hf_config import masks_of, model_of
+from apportion.ir.request.hf_fields import _ALIASES
+from apportion.ir.request.model import Model
+
+SIZES = {
+    "num_hidden_layers": 12,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+#: What classes need beside their defaults before a model can be made and run.
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 1408},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48},
+}
+#: Their classes cannot be made with their own defaults, by faults of their own.
+BROKEN = {"cohere_compass_text", "dbrx"}
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+OLD = ("falcon", "git", "gpt_neo", "gptj")  # with tables of their own in place of attention functions
+FAR = 1 << 16
+
+Seen = Counter[tuple[Mask, int, int, int, int]]  # mask, query heads, KV heads, head dims -> layers
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[list[tuple[Any, ...]]]:
+    """What attention functions of models on the meta device are called with."""
+    found: list[tuple[Any, ...]] = []
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+        rule = getattr(mask, "rule", Causal())
+        found.append((rule, query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
+        return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3]), None
+
+    def mask(*args: Any, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Any:
+        found = torch.empty(1, 1, 8, 8, device="meta")
+        found.rule = rule_of(mask_function, local_size)  # type: ignore[attr-defined]
+        return found
+
+    ALL_ATTENTION_FUNCTIONS.register("seen", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("seen", mask)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # grouped products of experts take no other
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masking_utils, "find_packed_sequence_indices", lambda *args, **kwargs: None)
+        yield found
+    torch.set_default_dtype(before)
+
+
+def rule_of(function: Any, size: int | None) -> Mask:
+    """The mask of a function of positions; the one of chunks needs tensors that hold no values here."""
+
+    def sees(query: int, key: int) -> bool:
+        return bool(function(0, 0, torch.tensor(query), torch.tensor(key)))
+
+    try:
+        ahead = sees(1, 2)
+        if size is None:
+            return Full() if ahead else Causal()
+        first = next(back for back in (size - 1, size, size + 1) if not sees(FAR, FAR - back - 1))
+        return SlidingWindow(first + 1, size if ahead else 0)
+    except NotImplementedError:
+        assert size is not None
+        return Chunked(size)
+
+
+def made(config: Any, name: str) -> Any:
+    config._attn_implementation = own = "eager" if config.model_type in OLD else "seen"
+    with torch.device("meta"), transformers.initialization.no_init_weights():
+        return getattr(transformers, name)._from_config(config, attn_implementation=own).eval()
+
+
+def seen(config: Any, name: str, calls: list[tuple[Any, ...]]) -> Seen | int:
+    """What the model's layers do, or of a model that does not call attention functions their number."""
+    model = made(config, name)
+    calls.clear()
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
+    except (NotImplementedError, RuntimeError, ValueError):  # values are wanted, which meta tensors lack
+        calls.clear()
+    return Counter(calls) if calls else sum(map(is_attention, model.modules()))
+
+
+def is_attention(module: Any) -> bool:
+    """Whether it is attention, not a wrapper of that."""
+    inner = [child for child in module.children() if "Attention" in type(child).__name__]
+    return "Attention" in type(module).__name__ and not inner
+
+
+def told(model: Model, data: dict[str, Any]) -> Seen:
+    masks, heads = masks_of(data), (model.q_heads, model.kv_heads, model.head_dim, model.value_dim)
+    if isinstance(masks, dict):
+        return Counter({(mask, *heads): model.layers_of(kind) for kind, mask in masks.items()})
+    assert isinstance(model.layers, int)
+    return Counter({(masks or Causal(), *heads): model.layers})
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """The sizes that a class has fields for, under the names it has for them."""
+    held = config.to_dict()
+    pairs = (
+        (field, next((n for n in (field, *_ALIASES.get(field, ())) if n in held), None)) for field in SIZES
+    )
+    return {name: SIZES[field] for field, name in pairs if name is not None}
+
+
+def of_type(kind: str, how: str) -> tuple[Any, dict[str, Any]]:
+    """The config of a type's class, None where that does not take them, and the file."""
+    try:
+        own = CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
+    except StrictDataclassClassValidationError:
+        return None, {"model_type": kind, **SIZES}
+    text = own.get_text_config(decoder=True)
+    if how == "saved":
+        return text, json.loads(json.dumps(own.to_dict(), default=str))
+    sizes = sizes_of(text)
+    with suppress(StrictDataclassClassValidationError, TypeError):
+        return type(text)(**{**NEEDED.get(kind, {}), **sizes}), {"model_type": text.model_type, **sizes}
+    return None, {"model_type": text.model_type, **sizes}
+
+
+def outcome(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
+    """`right`, or the field by which the config is refused. Fails where the model does something else."""
+    config, data = of_type(kind, how)
+    try:
+        said = told(model_of(data), data)
+    except ConfigError as error:
+        return error.field
+    if kind in BROKEN:
+        return "no model"
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    found = seen(config, name if isinstance(name, str) else name[0], calls)
+    assert found == (said.total() if isinstance(found, int) else said)
+    return "right"
+
+
+@pytest.mark.parametrize("how", ["saved", "bare"])
+def test_configs_of_all_causal_models_are_read_rightly_or_refused_by_name(
+    how: str, calls: list[tuple[Any, ...]]
+) -> None:
+    """Prints which: `pytest -s`."""
+    table, wrong = {}, {}
+    for kind in TYPES:
+        try:
+            table[kind] = outcome(kind, how, calls)
+        except Exception as error:
+            wrong[kind] = f"{type(error).__name__}: {str(error)[:700]}"
+    for result, count in Counter(table.values()).most_common():
+        print(
+            f"{how} {count:4} {result}: {' '.join(kind for kind, found in table.items() if found == result)}"
+        )
+    assert not wrong, "\n".join(f"{kind}: {error}" for kind, error in wrong.items())
