@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
-from apportion.ir.request.hf_config import masks_of, model_of
-from apportion.ir.request.hf_fields import _ALIASES
+from apportion.ir.request.hf_config import head_fields, masks_of, model_of
+from apportion.ir.request.hf_fields import ALIASES
 from apportion.ir.request.model import Model
 
 SIZES = {
@@ -122,7 +122,7 @@ def is_attention(module: Any) -> bool:
     return "Attention" in type(module).__name__ and not inner
 
 
-def told(model: Model, data: dict[str, Any]) -> Seen:
+def layers_read(model: Model, data: dict[str, Any]) -> Seen:
     masks, heads = masks_of(data), (model.q_heads, model.kv_heads, model.head_dim, model.value_dim)
     if isinstance(masks, dict):
         return Counter({(mask, *heads): model.layers_of(kind) for kind, mask in masks.items()})
@@ -134,7 +134,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
     """The sizes that a class has fields for, under the names it has for them."""
     held = config.to_dict()
     pairs = (
-        (field, next((n for n in (field, *_ALIASES.get(field, ())) if n in held), None)) for field in SIZES
+        (field, next((n for n in (field, *ALIASES.get(field, ())) if n in held), None)) for field in SIZES
     )
     return {name: SIZES[field] for field, name in pairs if name is not None}
 
@@ -158,14 +158,16 @@ def outcome(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
     """`right`, or the field by which the config is refused. Fails where the model does something else."""
     config, data = of_type(kind, how)
     try:
-        said = told(model_of(data), data)
+        tied = head_fields(data, {"vocab"})["tied"]
+        read = layers_read(model_of(data), data)
     except ConfigError as error:
         return error.field
     if kind in BROKEN:
         return "no model"
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     found = seen(config, name if isinstance(name, str) else name[0], calls)
-    assert found == (said.total() if isinstance(found, int) else said)
+    assert found == (read.total() if isinstance(found, int) else read)
+    assert tied == config.tie_word_embeddings
     return "right"
 
 

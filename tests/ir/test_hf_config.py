@@ -265,6 +265,7 @@ def test_vocabulary_and_ties_are_the_config_s() -> None:
         "vocab": 256000,
         "tied": True,
     }  # as its class has it
+    assert head_fields(json.loads(GPT2)) == {"vocab": 50257, "tied": True}
     nested = changed(GEMMA3, tie_word_embeddings=False)
     assert head_fields(nested, {"vocab"}) == {"tied": False}
     assert head_fields(nested)["vocab"] == 262_208

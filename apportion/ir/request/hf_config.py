@@ -25,19 +25,15 @@ from apportion.ir.request.hf_fields import (
     model_fields,
     text_config,
 )
-from apportion.ir.request.hf_layers import ENCODERS
+from apportion.ir.request.hf_layers import ENCODERS, words
 from apportion.ir.request.model import Model
 
-_TIED = (
-    "cohere",
-    "cohere2",
-    "ernie4_5",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "starcoder2",
-)  # unless told
+# Types whose head and embedding are one matrix by default.
+_TIED = (ENCODERS - {"rembert"}) | words(
+    """biogpt bloom cohere cohere2 cohere2_moe cohere_compass_text ctrl ernie4_5 ernie4_5_moe falcon gemma gemma2
+    gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox_japanese granite_swa minicpm3 modernbert-decoder mpt openai-gpt opt
+    smollm3 starcoder2 vaultgemma xglm youtu"""
+)
 # What a dense layer has at most of these.
 _EXPERTS = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 1)
 _SPARSE = MappingProxyType({**_EXPERTS, "q_lora_rank": 0, "kv_lora_rank": 0})

@@ -22,7 +22,7 @@ _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "f
 # Of layer types, by their name before transformers 5, or in GPT-Neo.
 _LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING})
 #: Other names of a field, as `attribute_map` of configuration classes has them.
-_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
         "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -38,6 +38,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+        "dbrx": {"kv_n_heads": 1},
         "falcon": {"multi_query": True},
         "gemma2": {"sliding_window": 4096, "sliding_window_pattern": 2},
         "gemma3_text": {
@@ -69,7 +70,7 @@ _MUST_SAY = words(
 )
 # Types of multi-head latent attention, whose heads are of widths that a file must say.
 _MLA = words("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 youtu")
-# Types whose FFN is so many times as wide as hidden states, unless told.
+# Types whose FFN is so many times as wide as hidden states, unless a field says so.
 _FFN_FACTOR = MappingProxyType(
     dict.fromkeys(
         words("bloom codegen falcon gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj mpt openai-gpt"), 4
@@ -132,24 +133,24 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         **own,
         "model_type": kind,
     }
-    check_layers(found, defaults if said(found, "layer_types")[1] is None else PATTERNS)
+    check_layers(found, defaults if field_value(found, "layer_types")[1] is None else PATTERNS)
     if found.get("local_attention") is not None:  # keys on both sides
         found[SLIDING_WINDOW] = count(found, "local_attention") // 2
     return found
 
 
-def said(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
-    """What a config says by that or another name: the name, the value (None: nothing)."""
-    names = (field, *_ALIASES.get(field, ()))
+def field_value(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
+    """Returns the name that a config has for a field, and the value; None where it is left out."""
+    names = (field, *ALIASES.get(field, ()))
     name = next((name for name in names if text.get(name) is not None), field)
     return name, text.get(name)
 
 
 def count(text: Mapping[str, Any], field: str) -> int:
-    """The positive number that a config says by that or another name. Raises ConfigError."""
-    name, value = said(text, field)
+    """Reads a positive integer under the field's own name or another. Raises ConfigError."""
+    name, value = field_value(text, field)
     if value is None:
-        others = " or ".join(("it", *_ALIASES.get(field, ())))
+        others = " or ".join(("it", *ALIASES.get(field, ())))
         rule = f"a config of type {text['model_type']} must say {others}"
         raise ConfigError(field, None, rule, "write it down, or write a model file (q_heads, kv_heads, …)")
     return integer(name, value, 1, _MAX_SIZE)
@@ -157,7 +158,7 @@ def count(text: Mapping[str, Any], field: str) -> int:
 
 def _ffn(text: Mapping[str, Any], hidden: int) -> int:
     factor = _FFN_FACTOR.get(text["model_type"])
-    if factor is None or said(text, "intermediate_size")[1] is not None:
+    if factor is None or field_value(text, "intermediate_size")[1] is not None:
         return count(text, "intermediate_size")
     return hidden * count({"expansion_ratio": factor, **text}, "expansion_ratio")
 
@@ -167,17 +168,17 @@ def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int,
     if text.get("qk_nope_head_dim") is not None or text["model_type"] in _MLA:
         both = count(text, "qk_nope_head_dim") + count(text, "qk_rope_head_dim")
         return heads, both, count(text, "v_head_dim")
-    dim = hidden // heads if said(text, "head_dim")[1] is None else count(text, "head_dim")
+    dim = hidden // heads if field_value(text, "head_dim")[1] is None else count(text, "head_dim")
     return _kv_heads(text, heads), dim, None
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         return 1
-    name, value = said(text, "num_key_value_heads")
+    name, value = field_value(text, "num_key_value_heads")
     found = heads if value is None else count(text, "num_key_value_heads")
     if heads % found:
-        rule = f"must divide {said(text, 'num_attention_heads')[0]} ({heads})"
+        rule = f"must divide {field_value(text, 'num_attention_heads')[0]} ({heads})"
         raise ConfigError(name, found, rule, "give each KV head the same number of query heads")
     return found
 
@@ -191,12 +192,12 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def layer_types(text: Mapping[str, Any]) -> list[str]:
-    """One a layer. Raises ConfigError where one is not planned, or it cannot be told."""
-    layers, (name, told) = count(text, "num_hidden_layers"), said(text, "layer_types")
+    """Lists the type of each layer. Raises ConfigError where one is not planned or not known."""
+    layers, (name, listed) = count(text, "num_hidden_layers"), field_value(text, "layer_types")
     found = (
         _inferred(text, layers)
-        if told is None
-        else [_LEGACY.get(str(kind), kind) for kind in sequence(name, told)]
+        if listed is None
+        else [_LEGACY.get(str(kind), kind) for kind in sequence(name, listed)]
     )
     if len(found) != layers:
         rule = f"there must be one for each of the {layers} layers"
@@ -210,7 +211,7 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
 
 def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
     """What the configuration class makes where the file has no `layer_types`."""
-    kind, (field, window) = text["model_type"], said(text, SLIDING_WINDOW)
+    kind, (field, window) = text["model_type"], field_value(text, SLIDING_WINDOW)
     if kind in _MUST_SAY:
         rule = f"which layers of a {kind} have a window is not said"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
