@@ -10,6 +10,7 @@ import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.search.candidates import Candidate
@@ -66,6 +67,22 @@ def test_it_is_never_worse_than_a_recipe_of_its_own_list(name: str) -> None:
     assert tried[name]["refused"] or milliseconds(found) <= (1 + SAME_TIME) * single
 
 
+@pytest.mark.parametrize(("ranks", "median", "sigma"), [(64, 150, 1.0), (128, 60, 1.3)])
+def test_few_cuts_where_keys_travel_for_longer_than_ranks_compute(
+    ranks: int, median: int, sigma: float
+) -> None:
+    """Some 2,000 tokens a rank, most samples short, a few longer than a rank holds: as calls of tools are."""
+    lengths = lognormal_lengths(0, ranks * 2048, median=median, sigma=sigma)
+    batch, cluster = ap.Batch.from_lengths(lengths), ap.Cluster(ranks // 8, 8)
+    model = ap.Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)
+    found = ap.plan(batch, cluster, model, "auto")
+    assert found.report["imbalance"]["tokens"] <= 0.02
+    for name in ("hybrid_dp", "zeppelin", "mixed", "blend"):
+        single = ap.plan(batch, cluster, model, name)
+        if single.report["imbalance"]["tokens"] <= 0.02:
+            assert milliseconds(found) <= 1.01 * milliseconds(single), name
+
+
 def trial(us: float, imbalance: float) -> Trial:
     return Trial(Candidate(find_recipe("fcp")), price=Price(0.0, 0.0, us, 0.0, 0.0), imbalance=imbalance)
 
@@ -102,7 +119,7 @@ def test_what_cannot_be_the_best_is_dropped_by_a_bound_that_holds() -> None:
     for trial in dropped:
         recipe = Recipe.from_data(trial["recipe"])
         single = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, recipe)
-        assert trial["least_ms"] <= milliseconds(single)
+        assert trial["least_ms"] <= milliseconds(single) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7])

@@ -87,7 +87,7 @@ def test_a_search_starts_from_what_suits_the_mask() -> None:
         for batch in (Batch.from_lengths([65536]), short_documents())
     )
     assert far == ["blend-u1", "mixed-u8", "mixed-u8", "blend-u8"]  # two shares of lone sequences
-    assert near == ["blend-u1", "whole", "mixed-u8", "dcp"]
+    assert near == ["blend-u1", "whole", "mixed-u8", "zones", "dcp"]
 
 
 def test_what_was_not_tried_is_said() -> None:

@@ -9,7 +9,9 @@ from functools import partial
 from math import gcd
 from typing import Any
 
+from apportion.ir.masks.bands import area
 from apportion.ir.request.policy import Recipe
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.problem import Problem
 
 # Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/performance.md): few
@@ -20,10 +22,12 @@ ROUNDS, BUFFERS = 6, 16
 # send twice, so that either route may be better; below the second (windows, chunks, answers to one question) they have
 # few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
 SHORT, SPARSE = 0.6, 0.2
+# Where keys travel for longer than ranks compute.
+FEW_ROUNDS = 4
 # Of tiles that are relayed: they pass through two rounds, so that more of these are on their way.
 RELAYED_ROUNDS = 12
 # What is tried around the best: about so many rounds, and so many buffers.
-MORE_ROUNDS, MORE_BUFFERS = (12, 3, 8, 20, 2, 1), (4,)
+MORE_ROUNDS, MORE_BUFFERS = (12, 3, 4, 8, 20, 2, 1), (4,)
 # Which part of a share of a long document comes from its head.
 HEADS = (0.4, 0.5, 0.33)
 # Of how many rows cuts are multiples: of a tile of most kernels.
@@ -89,12 +93,15 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
         others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
         star, whole, lone = _mixed("blend", "star", 1), _whole(), [*map(_lone, degrees[:1])]
         if reach >= SPARSE:
-            return [star, *lone, whole, _mixed("blend", route, 1)], others
+            return [star, *lone, whole, _zones(), _mixed("blend", route, 1)], others
         # few tiles come, and all of them at once
-        return [replace(star, rounds=1), replace(whole, rounds=1), *lone, _named("dcp")], others
-    makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), partial(_mixed, "blend", "star")
+        return [replace(star, rounds=1), replace(whole, rounds=1), *lone, _zones(), _named("dcp")], others
+    dear = _is_dear(problem)
+    third = partial(_lone, rounds=FEW_ROUNDS) if dear else partial(_mixed, "blend", "star")
+    makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), third
     first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
+    first += [_zones()] if dear else []
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
     others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
@@ -141,6 +148,27 @@ def _whole() -> Candidate:
     return Candidate(recipe, ROUNDS).with_step("place", place, "whole", ROUNDS)
 
 
+def _zones() -> Candidate:
+    """Whole sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut."""
+    return Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
+
+
+def _is_dear(problem: Problem) -> bool:
+    """Whether the keys and values of a rank, and their gradients, travel for longer than a rank computes."""
+    pairs = {kind: float(area(bands).sum()) for kind, bands in problem.bands.items()}
+    heads, cost = problem.model.q_heads, problem.cost
+    busy = sum(
+        problem.layers[kind] * float(cost.ideal_us(phase, held, heads))
+        for kind, held in pairs.items()
+        for phase in PHASES
+    )
+    tokens = problem.batch.tokens / problem.ranks
+    link = problem.cluster.inter_gbs_per_rank if problem.cluster.nodes > 1 else problem.cluster.intra_gbs
+    row = problem.model.sent_bytes
+    moved = sum(problem.layers.values()) * tokens * (2 * row(Tensor.KV) + row(Tensor.DKV))
+    return moved / (link * 1e3) > busy / problem.speeds.sum()
+
+
 def _staged(degree: int) -> Candidate:
     """Heads of a group in stages, whose exchange overlaps the stage before (UPipe, with q, k and v given)."""
     inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
@@ -181,13 +209,13 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
     """Variations of one parameter each, those first that helped most often; some are the best itself."""
     moves = [_longer(best), _weighed(best), _overlapped(best), _headed(best)]
     if best.rounds is not None:
-        moves.insert(0, _in_rounds(best, MORE_ROUNDS[:2]))
+        moves.insert(0, _in_rounds(best, MORE_ROUNDS[:3]))
         moves.append(best.with_schedule(order=order) for order in ORDERS)
     near = max(problem.reach.values()) < SPARSE
     if inner == "auto" and not near:
         moves.append(_split(best, problem))
     if best.rounds is not None:
-        moves.append(_in_rounds(best, MORE_ROUNDS[2:]))
+        moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
         if not best.overlapped:  # which runs these evenly in any case
             moves.append(best.with_schedule(local=local) for local in LOCALS)
         if problem.cluster.nodes > 1:
