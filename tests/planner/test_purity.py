@@ -24,7 +24,7 @@ CLUSTER, MODEL = ap.Cluster(2, 2), ap.Model(4, 4, 16, hidden=64, ffn=64, layers=
 LENGTHS = [90, 61, 33, 20, 16, 9, 5, 3, 2, 1]
 #: recipes by name, and one more for each solver that a pass of theirs can take
 EXACT = {
-    "lpt ilp": {"shard": {"blocks": {}}, "place": {"lpt": {"solver": "ilp"}}, "schedule": {"matchings": {}}},
+    "lpt_ilp": {"shard": {"blocks": {}}, "place": {"lpt": {"solver": "ilp"}}, "schedule": {"matchings": {}}},
     "swap": {"shard": {"sequences": {}}, "place": {"whole": {"solver": "swap"}}, "schedule": {"gather": {}}},
     "flow": {"shard": {"blocks": {}}, "place": {"lpt": {}}, "schedule": {"matchings": {"solver": "flow"}}},
 }
