@@ -13,6 +13,7 @@ from apportion.ir.masks.bands import area
 from apportion.ir.request.policy import Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.problem import Problem
+from apportion.planner.shard.blocks import row_times
 
 # Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/performance.md): few
 # rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
@@ -22,6 +23,8 @@ ROUNDS, BUFFERS = 6, 16
 # send twice, so that either route may be better; below the second (windows, chunks, answers to one question) they have
 # few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
 SHORT, SPARSE = 0.6, 0.2
+# What travels of a key: forward, backward, and back.
+JOURNEYS = (Tensor.KV, Tensor.KV, Tensor.DKV)
 # Where keys travel for longer than ranks compute.
 FEW_ROUNDS = 4
 # Of tiles that are relayed: they pass through two rounds, so that more of these are on their way.
@@ -93,15 +96,21 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
         others += [_blocks("auto", 1), _mixed("contiguous", "star", 1)]
         star, whole, lone = _mixed("blend", "star", 1), _whole(), [*map(_lone, degrees[:1])]
         if reach >= SPARSE:
-            return [star, *lone, whole, _zones(), _mixed("blend", route, 1)], others
+            return [star, *lone, whole, *_zones(problem), _mixed("blend", route, 1)], others
         # few tiles come, and all of them at once
-        return [replace(star, rounds=1), replace(whole, rounds=1), *lone, _zones(), _named("dcp")], others
+        return [
+            replace(star, rounds=1),
+            replace(whole, rounds=1),
+            *lone,
+            *_zones(problem),
+            _named("dcp"),
+        ], others
     dear = _is_dear(problem)
     third = partial(_lone, rounds=FEW_ROUNDS) if dear else partial(_mixed, "blend", "star")
     makers = _lone, partial(_lone, lone=LONE[0], rounds=MORE_ROUNDS[0]), third
     first = [make(degree) for degree in degrees[:1] for make in makers]
     first.insert(len(first) if route == "node" else 0, _mixed("blend", route, 1))
-    first += [_zones()] if dear else []
+    first += _zones(problem) if dear else []
     others = [_mixed("blend", "star", degree) for degree in degrees[1:2]]
     others += [_blocks("auto", 1), *map(_staged, degrees[:1])]
     others += [_mixed("blend", route, degree) for degree in degrees[2:]]
@@ -148,9 +157,22 @@ def _whole() -> Candidate:
     return Candidate(recipe, ROUNDS).with_step("place", place, "whole", ROUNDS)
 
 
-def _zones() -> Candidate:
-    """Whole sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut."""
-    return Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
+def _zones(problem: Problem) -> list[Candidate]:
+    """Sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut; none where a rank would have
+    more above the mean than cut sequences take on their way."""
+    times = row_times(problem, problem.batch.starts) / 1e3
+    heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())
+    if heaviest - float(times.sum() / problem.speeds.sum()) > _travel_us(problem):
+        return []
+    return [Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)]
+
+
+def _travel_us(problem: Problem) -> float:
+    """All layers: the rounds of the keys of a rank, each packed, sent and unpacked, and their bytes inside a node."""
+    cluster, layers = problem.cluster, sum(problem.layers.values())
+    latency = cluster.inter_latency_us if cluster.nodes > 1 else cluster.intra_latency_us
+    a_round = 2 * problem.cost.hardware.rowop_us.value + latency
+    return layers * len(JOURNEYS) * ROUNDS * a_round + _moved_bytes(problem) / (cluster.intra_gbs * 1e3)
 
 
 def _is_dear(problem: Problem) -> bool:
@@ -162,11 +184,14 @@ def _is_dear(problem: Problem) -> bool:
         for kind, held in pairs.items()
         for phase in PHASES
     )
-    tokens = problem.batch.tokens / problem.ranks
     link = problem.cluster.inter_gbs_per_rank if problem.cluster.nodes > 1 else problem.cluster.intra_gbs
-    row = problem.model.sent_bytes
-    moved = sum(problem.layers.values()) * tokens * (2 * row(Tensor.KV) + row(Tensor.DKV))
-    return moved / (link * 1e3) > busy / problem.speeds.sum()
+    return _moved_bytes(problem) / (link * 1e3) > busy / problem.speeds.sum()
+
+
+def _moved_bytes(problem: Problem) -> float:
+    """All layers: the keys and values of a rank's tokens, forward and backward, and their gradients."""
+    a_token = sum(problem.model.sent_bytes(tensor) for tensor in JOURNEYS)
+    return sum(problem.layers.values()) * a_token * problem.batch.tokens / problem.ranks
 
 
 def _staged(degree: int) -> Candidate:
