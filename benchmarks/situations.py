@@ -205,6 +205,8 @@ def _attempt(situation: Situation, batch: Batch, recipe: str) -> dict[str, Any]:
         return {"reason": "out of memory"}
     made: dict[str, Any] = figures(plan, found) | {
         "tokens": plan.report["imbalance"]["tokens"],
+        "pairs": plan.report["imbalance"]["compute"],
+        "time": found.time_imbalance,
         "planning_ms": round(1e3 * took, 1),
     }
     if recipe == "auto":

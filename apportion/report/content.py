@@ -42,7 +42,7 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
         "hardware": simulation.hardware,
         "ranks": plan.header.ranks,
         "ranks_per_node": cluster.ranks_per_node,
-        "summary": summary.plan_rows(plan.report),
+        "summary": [*summary.plan_rows(plan.report), _time_imbalance(simulation)],
         "figures": list(_figures(simulation)),
         "lost_ms": simulation.lost_ms,
         "of_ranks": pack(_of_ranks(simulation)),
@@ -57,6 +57,11 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
         "search": plan.report.get("search"),
         "model": request_data(plan.request)["model"],
     }
+
+
+def _time_imbalance(simulation: Simulation) -> tuple[str, str]:
+    """What placements by time make even; pairs are uneven where short samples are dearer a pair."""
+    return "time imbalance", f"{summary.percent(simulation.time_imbalance)} (simulated work, max/mean - 1)"
 
 
 def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.search.candidates import SHORT, SPARSE, portfolio
 from apportion.planner.shard.blocks import row_times, row_weights
 from apportion.planner.simulate import simulate
+from apportion.report.content import plan_data
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=2)
 
@@ -61,6 +64,30 @@ def test_time_is_more_even_than_with_pairs(place: dict[str, dict[str, str]], mas
         assert plan.report["imbalance"]["tokens"] <= 0.02
         found[weigh] = simulate(plan).time_imbalance
     assert found["time"] <= found["pairs"]
+
+
+def test_auto_makes_time_even_where_answers_are_short_and_pairs_are_not() -> None:
+    """Answers to one question, as of chats and math rollouts: what is simulated is even, and faster than even pairs."""
+    sizes = lognormal_lengths(0, 8 * 16384, median=250, sigma=0.7)
+    groups = [sizes[at : at + 16].tolist() for at in range(0, len(sizes) - 16, 16)]
+    batch = Batch.from_sequences(
+        [Sequence(200 + sum(group), masks.shared_question(200, group)) for group in groups]
+    )
+    found = api.plan(batch, Cluster(1, 8), MODEL, recipe="auto")
+    run, search = simulate(found), found.report["search"]
+    pairs = api.plan(batch, Cluster(1, 8), MODEL, recipe=pairs_even(search["recipe"]))
+    assert found.report["imbalance"]["compute"] > 0.1
+    assert run.time_imbalance < 0.03 < simulate(pairs).time_imbalance
+    assert search["ms"] <= min(trial["ms"] for trial in search["tried"] if trial["ms"]) * 1.001
+    assert run.forward_ms + run.backward_ms < simulate(pairs).forward_ms + simulate(pairs).backward_ms
+    name, value = plan_data(run, "chat", masks=False)["summary"][-1]
+    assert (name, value.split()[0]) == ("time imbalance", f"{100 * run.time_imbalance:.2f}")
+
+
+def pairs_even(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with pairs weighed instead of time."""
+    ((name, held),) = recipe["steps"]["place"].items()
+    return recipe | {"steps": recipe["steps"] | {"place": {name: {**held, "weigh": "pairs"}}}}
 
 
 def test_two_kinds_are_weighed_by_their_layers() -> None:
