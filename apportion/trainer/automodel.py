@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from apportion.ir.errors import MissingDependencyError
+from apportion.trainer.hf import NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.wiring import expect_attention
 
 try:
     from nemo_automodel.components.distributed.context_parallel.sharder import (
@@ -28,11 +30,11 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("nemo-automodel", "automodel", "apportion.trainer.automodel") from error
 
-HANDLE = "apportion"  # the kwarg by which `apportion.trainer.hf` finds the plan
-
 
 def planned(model: Any) -> Any:
-    """The model, with the hook that Automodel's recipes ask for a sharder."""
+    """The model, with the hook that Automodel's recipes ask for a sharder. Raises ConfigError for a model that is not
+    enabled (`hf.enable`)."""
+    require_enabled(model)
     model.prepare_model_inputs_for_cp = lambda batch, **_: {"cp_sharder": planned_sharder(batch["planned"])}
     return model
 
@@ -66,6 +68,7 @@ def _shard(
 ) -> tuple[Any, dict[str, Any], ShardLayout]:
     """Automodel's verb: this rank's rows, labels of the token to predict among them, and the plan."""
     planned.check_unweighted("the recipe's loss")
+    expect_attention(planned.handle)
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
     spare = len(layout.local_token_global_indices) - len(planned.tokens)
     labels = pad(planned.labels, (0, spare), value=IGNORED)
@@ -76,7 +79,7 @@ def _shard(
         "input_ids": pad(planned.tokens, (0, spare), value=padding_token_id)[None],
         "position_ids": pad(planned.position_ids, (0, spare))[None],
         "labels": labels[None],
-        HANDLE: planned.handle,
+        NAME: planned.handle,
     }
     rest = {name: value for name, value in batch.items() if name not in (*own, "planned", "attention_mask")}
     return nullcontext, {**rest, **own}, layout

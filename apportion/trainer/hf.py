@@ -15,40 +15,84 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import one_hot
+from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import PlanHandle, planned_attention
+from apportion.trainer.step.wiring import expect_attention
 
 try:
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, Cache
 except ModuleNotFoundError as error:
     raise MissingDependencyError("transformers", "hf", "apportion.trainer.hf") from error
 
 NAME = "apportion"  # of the attention implementation, and of the kwarg that brings the handle
+
+# kwargs that would change what a row sees: planned attention takes that from the plan
+_MASKING = (
+    "attention_mask",
+    "past_key_values",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+)
 
 
 def enable(model: Any) -> Any:
     """Has the model's attention run under a plan wherever a forward is given a handle; returns the model. Before it is
     wrapped in DDP or FSDP. Raises ConfigError for a model whose layers are not all attention that can be replaced."""
     AttentionInterface.register(NAME, attention)
-    layers = [
-        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
-    ]
-    count = model.config.get_text_config().num_hidden_layers
-    if len({layer.layer_idx for layer in layers}) != count or not model._can_set_attn_implementation():
+    base, layers = model.base_model, _layers(model)
+    indexes, count = (
+        frozenset(layer.layer_idx for layer in layers),
+        model.config.get_text_config().num_hidden_layers,
+    )
+    if len(indexes) != count or not model._can_set_attn_implementation():
         rule = f"{len(layers)} of its {count} layers are attention that can be replaced"
         raise ConfigError("model", type(model).__name__, rule, "plan models of attention layers alone")
-    for module in (model.base_model, *layers):  # layers again: checkpointing runs them a second time, alone
-        module._unplanned = None  # the implementation to go back to
-        module.register_forward_pre_hook(_begin, with_kwargs=True)
-        module.register_forward_hook(_end, always_call=True)
-    model.register_forward_hook(_balance, with_kwargs=True)
+    if not hasattr(base, "_served"):
+        base._planned, base._served = indexes, set()  # layers that must use a handle, and that have
+        model.register_forward_pre_hook(_check_labels, with_kwargs=True)
+        model.register_forward_hook(_balance, with_kwargs=True)
+        base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+        base.register_forward_hook(_check_layers, with_kwargs=True)
+        _choose(base)
+    for layer in layers:  # too: checkpointing runs them a second time, alone
+        if not hasattr(layer, "_served"):  # made since the model was enabled
+            layer._served = base._served
+            _choose(layer)
     return model
+
+
+def _choose(module: Any) -> None:
+    """Has the module choose planned attention for the length of a forward that is given a handle."""
+    module._unplanned = None  # the implementation to go back to
+    module.register_forward_pre_hook(_begin, with_kwargs=True)
+    module.register_forward_hook(_end, always_call=True)
+
+
+def _layers(model: Any) -> list[Any]:
+    """Its attention layers."""
+    return [
+        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
+    ]
+
+
+def require_enabled(model: Any) -> None:
+    """Raises ConfigError for a model that has attention layers without the hooks of `enable`."""
+    layers = _layers(model)
+    without = [layer.layer_idx for layer in layers if not hasattr(layer, "_served")]
+    if without or not layers:
+        rule = f"is not enabled: attention of {f'layers {without}' if layers else 'its layers'} would ignore the plan"
+        remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
+        raise ConfigError("model", type(model).__name__, rule, remedy)
 
 
 def attention(
@@ -65,6 +109,7 @@ def attention(
     """What transformers calls, by name behind the mask: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
     [1, rows, Hq, Dv]. Raises as `planned_attention`, which holds the layer's window against the plan's."""
     handle: PlanHandle = kwargs[NAME]
+    module._served.add(module.layer_idx)
     kind = module.config.layer_types[module.layer_idx] if len(handle.kinds) > 1 else None
     device = query.device.type  # autocast leaves q and k in float32 behind RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
@@ -83,8 +128,11 @@ def loader(
 
     dtype: of q, k and v, "bf16" where autocast or FSDP casts; by default that of the parameters. sent_gradients: as of
     `apportion.Model`. Masks in `options` or of the dataset win. Ranks have at least one row, which layers want, and the
-    stream "train" has no short iteration.
+    stream "train" has no short iteration. Raises ConfigError for a model that is not enabled.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    require_enabled(model)
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
@@ -96,7 +144,9 @@ def loader(
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, as `normalised_loss`. Raises
-    ConfigError for samples with `loss_weights`, which that does not know."""
+    ConfigError for samples with `loss_weights`, which that does not know. A model that is not enabled refuses them, and
+    so does the first optimizer step where no attention has used the plan."""
+    expect_attention(batch.handle)
     batch.check_unweighted("the model's own loss")
     labels = batch.labels[None]  # shifted: the label of a row may be a token of another rank
     return {
@@ -106,11 +156,84 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
         "shift_labels": labels,
         "num_items_in_batch": max(batch.valid_tokens, 1),
         "use_cache": False,
+        "past_key_values": _NoCache(),
         NAME: batch.handle,
     }
 
 
 # ---- hooks of an enabled model
+
+
+class _NoCache:
+    """In the place of a cache: attention that is not planned reads it, and gets the error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Cache, name):
+            raise AttributeError(name)
+        rule = "rows of a plan reached attention that does not know the plan"
+        remedy = f"call hf.enable(model), also for a loaded copy, and hand {NAME!r} on to it with the other arguments"
+        raise ConfigError("model", "its own attention", rule, remedy)
+
+
+def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Labels of a batch are shifted, and losses of a rank are shares of the step's mean. Raises ConfigError."""
+    if kwargs.get(NAME) is None:
+        return None
+    for name in ("shift_labels", "num_items_in_batch"):
+        if kwargs.get("labels") is not None and kwargs.get(name) is None:
+            rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
+            raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
+    return args, _without_guard(kwargs)
+
+
+def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Raises ConfigError for what would change the mask, and for positions that are not the plan's."""
+    handle = kwargs.get(NAME)
+    if handle is None:
+        return None
+    base._served.clear()
+    kwargs = _without_guard(kwargs)
+    for name in _MASKING:
+        if kwargs.get(name) is not None:
+            rule = "stands beside a plan, which has the mask of its rows"
+            raise ConfigError(
+                name, type(kwargs[name]).__name__, rule, "leave it out; give masks= to the loader"
+            )
+    _check_positions(base, handle, kwargs.get("position_ids"))
+    return args, kwargs
+
+
+def _without_guard(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if not isinstance(value, _NoCache)}
+
+
+def _check_positions(base: Any, handle: PlanHandle, given: Tensor | None) -> None:
+    """Values are compared on CPUs, and on other devices in the model's first forward: that waits for the device."""
+    remedy = "give batch.position_ids[None], by name"
+    if given is None:
+        raise ConfigError("position_ids", None, "a model without them counts a rank's rows from 0", remedy)
+    if is_compiling():  # numbers of rows would be a graph for each plan
+        return
+    if given.shape[-1] != handle.padded_rows:
+        rule = f"this rank has {handle.padded_rows} rows"
+        raise ConfigError("position_ids.shape", tuple(given.shape), rule, remedy)
+    if given.numel() != handle.padded_rows or (given.device.type != "cpu" and hasattr(base, "_compared")):
+        return
+    base._compared = True
+    if not torch.equal(given.flatten()[: handle.rows].cpu(), handle.position_ids):
+        raise ConfigError("position_ids", "others", "must be those of the plan's rows", remedy)
+
+
+def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Raises ExecutionError where an attention layer did not use the handle."""
+    if kwargs.get(NAME) is None:
+        return
+    if without := sorted(base._planned - base._served):
+        raise ExecutionError(
+            f"layers {without} of {type(base).__name__} did not use the plan: their attention was replaced, skipped or "
+            "is another implementation's; call hf.enable when the model is whole"
+        )
+    base._served.clear()  # torch.compile finds it as it was
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

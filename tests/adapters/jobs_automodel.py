@@ -9,9 +9,11 @@ from nemo_automodel.components.distributed.context_parallel import ContextParall
 from torch.distributed.device_mesh import init_device_mesh
 
 from apportion.backends.torch.transport import Communicator
+from apportion.trainer import hf
 from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
 from tests.adapters.documents import documents
+from tests.adapters.jobs_hf import made
 from tests.ranks.loading import HereSource, job
 
 
@@ -25,7 +27,8 @@ def verbs(comm: Communicator) -> Any:
     given = {"planned": batch, "attention_mask": None, "note": "kept"}
     full = torch.arange(int(batch.batch.tokens) * 2, dtype=torch.float32).view(1, -1, 2)
     mask = torch.arange(full.shape[1])[None] % 3 > 0
-    sharder = ContextParallelSharder(planned(torch.nn.Module()), mesh, given, loss_mask=mask)
+    model = planned(hf.enable(made("llama")))
+    sharder = ContextParallelSharder(model, mesh, given, loss_mask=mask)
     context, local = sharder.shard(given)
     with context():
         shard = sharder.shard_token_tensor(full, fill=-1.0).requires_grad_()

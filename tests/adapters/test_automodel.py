@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from apportion.ir.errors import ConfigError
+
 pytest.importorskip("nemo_automodel")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("nemo_automodel.components.distributed.context_parallel", exc_type=ImportError)
+    from apportion.trainer.automodel import planned
     from tests.adapters import jobs_automodel
+    from tests.adapters.jobs_hf import made
 
 
 def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool: Any) -> None:
@@ -29,3 +33,8 @@ def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool: Any) -> None:
         assert one["rows"][1] == fullest
         assert one["padding"] == [[-1.0, -1.0]] * (fullest - one["rows"][0])
     assert {one["rows"][0] for one in found} != {fullest}
+
+
+def test_a_model_that_is_not_enabled_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*not enabled.*hf\.enable"):
+        planned(made("llama"))

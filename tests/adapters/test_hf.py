@@ -131,7 +131,7 @@ def test_loss_weights_are_refused_where_the_loss_has_none() -> None:
 
 
 def test_another_model_than_the_job_s_is_refused_when_the_loader_is_made() -> None:
-    small, large = jobs.made("llama"), jobs.made("llama", num_key_value_heads=4)
+    small, large = hf.enable(jobs.made("llama")), hf.enable(jobs.made("llama", num_key_value_heads=4))
     job = jobs.loader(small, 1).job
     with pytest.raises(ConfigError, match=r"model\.kv_heads.*4.*2"):
         hf.loader(jobs.Documents(), large, source=HereSource(job))
@@ -144,16 +144,18 @@ def test_a_compiled_model_is_one_graph_for_all_plans() -> None:
         wanted = [model(**hf.inputs(batch)).logits for batch in batches]
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+        torch._dynamo.utils.counters.clear()
         for batch, logits in zip(batches, wanted, strict=True):
             torch.testing.assert_close(compiled(**hf.inputs(batch)).logits, logits, rtol=1e-5, atol=1e-6)
     assert len(batches) > 2
     assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata calls it
 def test_torchdata_s_stateful_loader_goes_on_where_it_was() -> None:
     """Its conventions: a state taken in the middle of a pass, loaded into another one before it is iterated."""
-    model = jobs.made("llama")
+    model = hf.enable(jobs.made("llama"))
     whole = [batch.tokens.tolist() for batch in jobs.loader(model, 1, tokens=140)]
     first = StatefulDataLoader(_Passes(jobs.loader(model, 1, tokens=140)), batch_size=None)
     taken = []

@@ -40,6 +40,7 @@ def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
     """The machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
     handle.agree()
+    handle.calls += phase == "forward"
     device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
     _require_current(device)

@@ -36,8 +36,8 @@ class PlanHandle:
     communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
     any number of layers and of microbatches in flight. padding: rows without tokens behind the others, in all that
-    layers are given and give back: their results and gradients are 0. Raises ExecutionError where the slice is not this
-    rank's, UnknownNameError for another engine.
+    layers are given and give back: their results and gradients are 0. calls: forward calls of attention so far,
+    recomputed ones too. Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
+        self.calls = 0
         self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self

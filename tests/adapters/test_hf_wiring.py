@@ -1,0 +1,155 @@
+"""Models of transformers whose attention would not use the plan, and arguments that would change it, are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer import hf
+from apportion.trainer.step import wiring
+from tests.adapters import jobs_hf as jobs
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own."""
+    monkeypatch.setattr(wiring, "_watch", wiring.Watch())
+    monkeypatch.setattr(import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks", OrderedDict())
+
+
+@pytest.fixture
+def model() -> Any:
+    return hf.enable(jobs.made("llama"))
+
+
+@pytest.fixture
+def batch(model: Any) -> Any:
+    return next(iter(jobs.loader(model, 1)))
+
+
+def test_a_loader_for_a_model_that_is_not_enabled_is_refused(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for other in (jobs.made("llama"), loaded):
+        with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*not enabled.*layers \[0, 1\].*hf\.enable"):
+            jobs.loader(other, 1)
+
+
+@pytest.mark.parametrize("name", jobs.MODELS)
+@pytest.mark.parametrize("head", [True, False])
+def test_attention_of_a_model_that_is_not_enabled_refuses_a_plan(name: str, head: bool) -> None:
+    plain = jobs.made(name)
+    given = hf.inputs(next(iter(jobs.loader(hf.enable(jobs.made(name)), 1))))
+    with pytest.raises(ConfigError, match=r"rows of a plan reached attention.*hf\.enable\(model\)"):
+        (plain if head else plain.model)(**given)
+
+
+def test_a_handle_that_a_wrapper_drops_is_an_error_of_the_enabled_model(model: Any, batch: Any) -> None:
+    given = {name: value for name, value in hf.inputs(batch).items() if name != hf.NAME}
+    with pytest.raises(ConfigError, match="hand 'apportion' on"):
+        model(**given)
+
+
+class Narrow(nn.Module):
+    """A wrapper that knows some arguments."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Any, position_ids: Any, labels: Any, **_: Any) -> Any:
+        return self.model(input_ids=input_ids, position_ids=position_ids, labels=labels)
+
+
+def test_no_optimizer_steps_before_attention_has_used_a_plan(model: Any, batch: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [value.clone() for value in model.parameters()]
+    optimizer.step()  # no batch was given yet
+    Narrow(model)(**hf.inputs(batch)).loss.backward()
+    with pytest.raises(ExecutionError, match=r"no attention has used its plan.*'apportion' of hf.inputs"):
+        optimizer.step()
+    for value, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(value, old)
+
+
+def test_batches_may_be_fetched_ahead_of_optimizer_steps(model: Any, batch: Any) -> None:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
+    later = [hf.inputs(one) for one in list(jobs.loader(model, 1)) * 2]
+    model(**hf.inputs(batch)).loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert later
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"attention_mask": torch.ones(1, 397)}, "attention_mask.*beside a plan"),
+        ({"attention_mask": torch.zeros(1, 1, 397, 397)}, "attention_mask.*beside a plan"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values.*beside a plan"),
+        ({"cu_seq_lens_q": torch.tensor([0, 397])}, "cu_seq_lens_q.*beside a plan"),
+        ({"position_ids": None}, r"position_ids.*counts a rank's rows from 0.*batch\.position_ids"),
+        ({"position_ids": torch.arange(397)[None]}, "position_ids.*those of the plan's rows"),
+        ({"position_ids": torch.arange(20)[None]}, "position_ids.shape.*397 rows"),
+        ({"shift_labels": None}, r"shift_labels.*shifted.*hf\.inputs"),
+        ({"num_items_in_batch": None}, "num_items_in_batch.*mean is over all ranks"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_plan_are_refused(
+    model: Any, batch: Any, changed: dict[str, Any], says: str
+) -> None:
+    given = hf.inputs(batch)
+    assert given["input_ids"].shape == (1, 397)
+    with pytest.raises(ConfigError, match=says):
+        model(**{**given, **changed})
+    wanted = model(**given).loss
+    assert torch.equal(model(**{**given, "use_cache": True}).loss, wanted)
+
+
+def test_layers_that_did_not_use_the_plan_are_named(model: Any, batch: Any) -> None:
+    given = hf.inputs(batch)
+    wanted = model(**given).loss
+    model.model.layers[1].self_attn.load_state_dict(jobs.made("llama").model.layers[1].self_attn.state_dict())
+    replaced = jobs.made("llama").model.layers[1].self_attn
+    replaced.load_state_dict(model.model.layers[1].self_attn.state_dict())
+    model.model.layers[1].self_attn = replaced
+    with pytest.raises(ExecutionError, match=r"layers \[1\] of LlamaModel did not use the plan"):
+        model(**given)
+    with pytest.raises(ConfigError, match=r"not enabled: attention of layers \[1\]"):
+        jobs.loader(model, 1)
+    assert torch.equal(hf.enable(model)(**given).loss, wanted)
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ExecutionError, match=r"layers \[1\] of LlamaModel did not use the plan"):
+        model(**given)
+
+
+def test_enabled_models_are_enabled_once_and_their_copies_too(model: Any, batch: Any) -> None:
+    given = hf.inputs(batch)
+    wanted = model(**given).loss
+    hooks = len(model.model._forward_pre_hooks)
+    hf.enable(model)
+    assert len(model.model._forward_pre_hooks) == hooks
+    model.set_attn_implementation("eager")  # what it runs without a plan
+    copied = copy.deepcopy(model)
+    assert jobs.loader(copied, 1).job == jobs.loader(torch.compile(copied, backend="eager"), 1).job
+    assert torch.equal(copied(**given).loss, wanted)
+
+
+def test_calls_are_counted_where_attention_runs(model: Any) -> None:
+    """With layers that are recomputed in backward, too."""
+    batch = next(iter(jobs.loader(model, 1)))
+    assert batch.handle.calls == 0
+    loss = checkpoint(lambda: model(**hf.inputs(batch)).loss, use_reentrant=False)
+    assert batch.handle.calls == 2
+    loss.backward()
+    assert batch.handle.calls == 4
