@@ -25,6 +25,7 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.epochs import Epochs
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.wiring import require_calls
 
 try:
     import lightning  # noqa: F401
@@ -90,7 +91,11 @@ class Planned:
         """What a step returns of `share`, this rank's part of the mean loss (`normalised_loss`): times what Lightning
         divides by, microbatches and the ranks over which gradients are averaged. Logs the mean over all tokens of the
         iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
-        tokens. Every rank calls it. Raises ConfigError where a step is not an iteration."""
+        tokens. Every rank calls it. Raises ConfigError where a step is not an iteration, ExecutionError where attention
+        has not used the batch's plan."""
+        require_calls(
+            batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
+        )
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and steps != batch.is_last:

@@ -22,6 +22,7 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import endless, require
+from apportion.trainer.step.wiring import require_calls
 
 try:
     from megatron.core import parallel_state
@@ -33,6 +34,7 @@ from apportion.trainer.megatron_attention import (
     PlannedCoreAttention,
     PlannedRotary,
     PlannedSeqParams,
+    count_layers,
     masks_of,
     model_of,
 )
@@ -43,8 +45,9 @@ __all__ = ["endless", "forward_step", "model_of", "planned_loader", "planned_spe
 
 
 def planned_spec(spec: Any) -> Any:
-    """The layer spec, with planned core attention."""
-    spec.submodules.self_attention.submodules.core_attention = PlannedCoreAttention
+    """The spec of a layer, or of a block of layers, with planned core attention."""
+    for layer in getattr(spec, "layer_specs", [spec]):
+        layer.submodules.self_attention.submodules.core_attention = PlannedCoreAttention
     return spec
 
 
@@ -74,7 +77,8 @@ def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
     """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch. Raises
-    ConfigError where nothing would divide by the tokens, and for positions that are not planned (yarn, mrope, MLA)."""
+    ConfigError where nothing would divide by the tokens, for layers without planned attention, and for what is not
+    planned (yarn, mrope, MLA, multi-token prediction); ExecutionError where a layer has not used the plan."""
     module = unwrap_model(model)
     _check(module)
     if module.position_embedding_type == "rope" and not isinstance(module.rotary_pos_emb, PlannedRotary):
@@ -93,7 +97,10 @@ def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Ten
     labels = batch.labels.clamp(min=0)  # its cross entropy knows no -100
     given = (batch.tokens[None], batch.position_ids[None], None)
     params = PlannedSeqParams(batch=batch, positions=positions)
-    return model(*given, labels=labels[None], packed_seq_params=params), partial(loss_of, batch)
+    before = batch.handle.calls
+    output = model(*given, labels=labels[None], packed_seq_params=params)
+    require_calls(batch.handle, before, module.planned_layers, "each layer must call its core attention")
+    return output, partial(loss_of, batch)
 
 
 def _check(module: Any) -> None:
@@ -107,6 +114,11 @@ def _check(module: Any) -> None:
     if module.config.multi_latent_attention:
         rule = "multi-latent attention is not planned by this adapter"
         raise ConfigError("multi_latent_attention", True, rule, "use another one")
+    if module.config.mtp_num_layers:
+        rule = "its next rows are not the next tokens: multi-token prediction is not planned by this adapter"
+        raise ConfigError("mtp_num_layers", module.config.mtp_num_layers, rule, "leave it out")
+    if not hasattr(module, "planned_layers"):
+        module.planned_layers = count_layers(module)
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from apportion.ir.errors import ExecutionError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.specs import causal, sliding_window
 from apportion.ir.request.model import Model
 from apportion.trainer.step.attention import planned_attention
@@ -50,6 +50,16 @@ class PlannedCoreAttention(DotProductAttention):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **says)
         return out.flatten(1).unsqueeze(1)
+
+
+def count_layers(model: Any) -> int:
+    """How many layers of this stage have planned core attention. Raises ConfigError where one has another."""
+    own = {name: one.core_attention for name, one in model.named_modules() if hasattr(one, "core_attention")}
+    others = [name for name, core in own.items() if not isinstance(core, PlannedCoreAttention)]
+    if others:
+        remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
+        raise ConfigError("core_attention", others, "would not know the plan", remedy)
+    return len(own)
 
 
 class PlannedRotary(torch.nn.Module):

@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ApportionError
 from apportion.trainer import hf
 from apportion.trainer.lightning import Planned, PlannedBatches
 from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.step.loss import normalised_loss
 from tests.adapters import jobs_hf as hf_jobs
 from tests.adapters.jobs_hf import LENGTHS, made, packed
 
@@ -40,6 +41,16 @@ class Net(Planned, LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Deaf(Net):
+    """Its model does not get the plan."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        logits = self.net(batch.tokens[None], position_ids=batch.position_ids[None]).logits
+        return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens))
+
+    validation_step = training_step
 
 
 class Plain(LightningModule):
@@ -104,10 +115,11 @@ def fit(
     resumed: Any = None,
     dies: Any = None,
     accumulated: Any = 2,
+    kind: Any = Net,
 ) -> Any:
     """(losses, validation losses, gradient norms), samples of the microbatches, or why it does not train."""
     os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    net, noting = Net(), Noting(dies)
+    net, noting = kind(), Noting(dies)
     common = {"shuffle": shuffle, "tokens": 60}
     loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
     tested = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, stream="eval", **common)
@@ -115,7 +127,7 @@ def fit(
     try:
         batches = PlannedBatches(loader), PlannedBatches(tested, training=False)
         trainer.fit(net, *batches, ckpt_path=resumed)
-    except ConfigError as error:
+    except ApportionError as error:
         return str(error)
     return (noting.losses, noting.validated, noting.norms), [
         group for pair in loader._draw() for group in pair

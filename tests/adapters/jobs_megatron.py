@@ -23,7 +23,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
@@ -61,6 +61,8 @@ class Case:
     longest: int = 256  # positions
     divided: bool = True  # gradients, by the tokens of all ranks
     options: dict = field(default_factory=dict)  # of the TransformerConfig
+    spec: str = "layer"  # or "block", of a spec for each layer; "own" is not planned
+    deaf: bool = False  # whether a layer passes its core attention by
     folder: str = ""  # where a run is saved, and goes on from
 
 
@@ -92,14 +94,25 @@ def config_of(case: Any) -> Any:
     return TransformerConfig(**{**told, **MODELS[case.model], **case.options})
 
 
+def _block_spec(config: Any) -> Any:
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
+SPECS = {
+    "layer": lambda config: get_gpt_layer_local_spec(),
+    "own": lambda config: get_gpt_layer_local_spec(),
+    "block": _block_spec,
+}
+
+
 def model_from(case: Any, config: Any, own: Any) -> Any:
     """The same weights on any number of ranks."""
-    spec = get_gpt_layer_local_spec()
+    spec = SPECS[case.spec](config)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     model = GPTModel(
         config,
-        spec if own else planned_spec(spec),
+        spec if own or case.spec == "own" else planned_spec(spec),
         vocab_size=VOCABULARY,
         max_sequence_length=case.longest,
         position_embedding_type=case.positions,
@@ -214,6 +227,9 @@ def refused(comm: Communicator, case: Any) -> Any:
         config = config_of(case)
         try:
             model = model_from(case, config, own=False)
+            if case.deaf:
+                core = model.module.decoder.layers[1].self_attention.core_attention
+                core.forward = lambda query, *_, **given: query.flatten(2)
             loader = planned_data(replace(case, options={}), config_of(replace(case, options={})), comm.ranks)
             changed = planned_loader(documents(), config, source=HereSource(loader.job), seed=SEED)
             forward_step(endless(changed), model)

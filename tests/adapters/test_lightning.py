@@ -40,6 +40,12 @@ def test_steps_that_are_no_iterations_are_refused(pool: Any, tmp_path: Path) -> 
         assert "accumulate_grad_batches" in why
 
 
+def test_a_step_whose_model_does_not_get_the_plan_is_refused(pool: Any, tmp_path: Path) -> None:
+    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Deaf):
+        assert "attention used the plan 0 times" in why
+        assert "batch.handle" in why
+
+
 @pytest.mark.parametrize("given", [[1], None, lambda: [1]])
 def test_what_makes_no_loader_is_refused(given: Any) -> None:
     with pytest.raises(

@@ -47,7 +47,7 @@ def test_the_version_is_the_one_tried() -> None:
     ("size", "case"),
     [
         (2, Case(microbatches=2, options=FULL)),
-        (2, Case(positions="learned_absolute")),
+        (2, Case(positions="learned_absolute", spec="block")),
         (2, Case(model="gpt_oss", options=CORE)),
         (4, Case(model="gpt_oss", microbatches=2)),
         (4, Case(model="gpt_oss", tp=2)),
@@ -92,6 +92,9 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
         (Case(divided=False), "finalize_model_grads_func = None"),
         (Case(positions="mrope", options={"mrope_section": [1, 1, 2]}), "position_embedding_type = 'mrope'"),
         (Case(positions="learned_absolute", longest=32), "sequence length = "),
+        (Case(spec="own"), "'decoder.layers.1.self_attention']: would not know the plan"),
+        (Case(deaf=True), "attention used the plan 1 times in 2 layers or more"),
+        (Case(options={"mtp_num_layers": 1}), "mtp_num_layers = 1"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:
