@@ -19,6 +19,7 @@ from torch import Tensor
 
 from apportion.ir.errors import MissingDependencyError
 from apportion.trainer.shared import communicator_of, configured_loader, endless, require
+from apportion.trainer.step.wiring import require_calls
 
 try:
     import tyro
@@ -29,7 +30,13 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
 
-from apportion.trainer.torchtitan_attention import PlannedMasks, PlannedSelectiveAC, masks_of, model_of
+from apportion.trainer.torchtitan_attention import (
+    PlannedMasks,
+    PlannedSelectiveAC,
+    layers_of,
+    masks_of,
+    model_of,
+)
 
 _OWN = ("dataset", "dataset_path", "infinite", "_seat")  # of the loader's fields, not the planned loader's
 _TOLD = ("tokens_per_s", "waited_s", "sent_bytes_per_layer", "fallbacks")
@@ -96,6 +103,7 @@ class PlannedTrainer(Trainer):
         job = self.dataloader.loader.job
         taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         require("microbatches of global_batch_size", taken, job.microbatches, "a step is an iteration")
+        self.planned_layers = len(layers_of(self.model_parts))
 
     def init_distributed(self) -> Any:
         config, dims = self.config, super().init_distributed()
@@ -114,6 +122,17 @@ class PlannedTrainer(Trainer):
             if isinstance(owner.dataloader, PlannedDataLoader.Config):
                 owner.dataloader = replace(owner.dataloader, _seat=seat)
         return dims
+
+    def forward_backward_step(self, *, input_dict: Any, **given: Any) -> Tensor:
+        batches = input_dict if isinstance(input_dict, list) else [input_dict]
+        handles = [one["attention_masks"].handle for one in batches]
+        before = [handle.calls for handle in handles]
+        loss: Tensor = super().forward_backward_step(input_dict=input_dict, **given)
+        for handle, calls in zip(handles, before, strict=True):
+            require_calls(
+                handle, calls, self.planned_layers, "the model must hand attention_masks on to every layer"
+            )
+        return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         super().train_step(data_iterator)

@@ -15,15 +15,20 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
+from apportion.ir.errors import ConfigError
 from apportion.ir.masks.specs import causal, sliding_window
 from apportion.ir.request.model import Model
-from apportion.trainer.step.attention import planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Titan calls them
 
 
-class PlannedMasks(dict[str, Any]):
+class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
     """kind -> (handle, kind), where Titan's models look for their masks; its validator moves what loaders give."""
+
+    @property
+    def handle(self) -> PlanHandle:
+        return next(iter(self.values()))[0]
 
     def to(self, *_: Any) -> PlannedMasks:
         return self
@@ -51,6 +56,21 @@ class PlannedAttention(Module):
             attention_masks = attention_masks.get(name) or next(iter(attention_masks.values()))
         call = partial(planned_attention, q_BLNH, k_BLNH, v_BLNH, *attention_masks, **self.says, **kw)
         return call() if transform is None else transform(*call(return_lse=True))
+
+
+def layers_of(parts: Any) -> list[PlannedAttention]:
+    """Planned attention of the model's parts on this stage. Raises ConfigError where a layer has another."""
+    own = {
+        name: module.inner_attention
+        for part in parts
+        for name, module in part.named_modules()
+        if hasattr(module, "inner_attention")
+    }
+    for name, attention in own.items():
+        if not isinstance(attention, PlannedAttention):
+            rule, remedy = "would not know the plan", 'build the layers with attn_backend="flex" or "varlen"'
+            raise ConfigError(f"{name}.inner_attention", type(attention).__name__, rule, remedy)
+    return list(own.values())
 
 
 @override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")

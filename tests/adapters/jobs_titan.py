@@ -27,6 +27,7 @@ from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import gpt_oss, llama3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
 from apportion.backends.torch.transport import Communicator
@@ -157,6 +158,7 @@ class Case:
     validate: bool = False
     folder: str = ""
     killed_at: int = -1  # behind this step and its checkpoint
+    broken: str = ""  # "own": attention of a layer is not planned; "deaf": a layer passes it by
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
 
 
@@ -247,8 +249,15 @@ def refused(comm: Communicator, case: Any) -> Any:
     config = planned_config(case, comm.ranks)
     for section, changes in case.changes.items():
         setattr(config, section, replace(getattr(config, section), **changes))
+    if case.broken == "own":
+        config.model_spec.model.layers[1].attention.inner_attention = ScaledDotProductAttention.Config()
     try:
-        config.build().close()
+        trainer = config.build()
+        if case.broken == "deaf":
+            titan_alone.own_attention()
+            trainer.model_parts[0].layers["1"].attention.inner_attention.forward = lambda q, *_, **given: q
+            trainer.train()
+        trainer.close()
     except ApportionError as error:
         return str(error)
     return ""

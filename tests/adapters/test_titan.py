@@ -125,3 +125,15 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two: Any, tmp_path: Path) 
 def test_what_cannot_be_is_refused_before_training(two: Any, changes: Any, says: Any) -> None:
     for told in two.run(jobs_titan.refused, 2, Case(changes=changes)):
         assert says in told
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ("own", "layers.1.attention.inner_attention = 'ScaledDotProductAttention': would not know the plan"),
+        ("deaf", "attention used the plan 1 times in 2 layers or more"),
+    ],
+)
+def test_layers_that_would_not_use_the_plan_are_refused(two: Any, broken: str, says: str) -> None:
+    for told in two.run(jobs_titan.refused, 2, Case(broken=broken)):
+        assert says in told
