@@ -17,7 +17,6 @@ from apportion.planner.search.candidates import Candidate
 from apportion.planner.search.loop import SAME_TIME, Portfolio, Trial, _Search
 from apportion.planner.search.price import Price
 from apportion.planner.simulate import simulate
-from apportion.planner.solvers.status import Budget
 
 CLUSTER = ap.Cluster(nodes=2, ranks_per_node=4)
 MODEL = ap.Model(q_heads=8, kv_heads=2, head_dim=64, layers=2)
@@ -99,7 +98,7 @@ def trial(us: float, imbalance: float) -> Trial:
 )
 def test_balance_decides_where_times_are_the_same(best: Any, other: Any, taken: bool) -> None:
     problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
-    search = _Search(problem, Portfolio(), 8, Budget().start())
+    search = _Search(problem, Portfolio(), 8)
     search.best, search.fastest_us = trial(*best), min(best[0], other[0])
     assert search._is_better(trial(*other)) is taken
 
@@ -107,7 +106,7 @@ def test_balance_decides_where_times_are_the_same(best: Any, other: Any, taken: 
 def test_the_best_stays_near_the_fastest() -> None:
     """A slower one that is more even may be taken, and then a slower one than that, but never far from the fastest."""
     problem = Problem(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, ap.Policy(auto()))
-    search = _Search(problem, Portfolio(), 8, Budget().start())
+    search = _Search(problem, Portfolio(), 8)
     search.best, search.fastest_us = trial(1000.9, 0.01), 999.0
     assert search._is_better(trial(999.0, 0.05))
 

@@ -177,7 +177,7 @@ def _travel_us(problem: Problem) -> float:
 
 def _is_dear(problem: Problem) -> bool:
     """Whether the keys and values of a rank, and their gradients, travel for longer than a rank computes."""
-    pairs = {kind: float(area(bands).sum()) for kind, bands in problem.bands.items()}
+    pairs = {kind: int(area(bands).sum()) for kind, bands in problem.bands.items()}
     heads, cost = problem.model.q_heads, problem.cost
     busy = sum(
         problem.layers[kind] * float(cost.ideal_us(phase, held, heads))
@@ -185,7 +185,7 @@ def _is_dear(problem: Problem) -> bool:
         for phase in PHASES
     )
     link = problem.cluster.inter_gbs_per_rank if problem.cluster.nodes > 1 else problem.cluster.intra_gbs
-    return _moved_bytes(problem) / (link * 1e3) > busy / problem.speeds.sum()
+    return _moved_bytes(problem) / (link * 1e3) > busy / float(problem.speeds.sum())
 
 
 def _moved_bytes(problem: Problem) -> float:

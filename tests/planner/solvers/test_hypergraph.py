@@ -17,7 +17,7 @@ from apportion.planner.solvers.hypergraph.moves import board_of, refine, regroup
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.kit.hypergraph import HypergraphCases
 from apportion.planner.solvers.registry import SOLVERS
-from apportion.planner.solvers.status import NEVER, Budget, Limit, Status
+from apportion.planner.solvers.status import Budget, Limit, Status
 
 ENGINES = ["greedy", "mtkahypar"]
 
@@ -114,7 +114,7 @@ def test_polishing_moves_nothing_that_is_fixed_and_never_adds_bytes() -> None:
     problem = long_sequence(nodes=2, per_node=4, slack=0.3)
     homes = np.where(problem.tokens > 0, np.arange(len(problem.flops)) % 8, -1)
     fixed = replace(problem, fixed=homes)
-    rank = hypergraph.quick(fixed, NEVER)
+    rank = hypergraph.quick(fixed)
     found = hypergraph.polished(fixed, rank, None)
     assert hypergraph.holds(fixed, found.rank)
     assert (found.rank // 4 == rank // 4).all()

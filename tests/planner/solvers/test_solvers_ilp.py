@@ -16,7 +16,7 @@ from apportion.planner.solvers.grouping import ilp, mixing
 from apportion.planner.solvers.highs import SolverRun
 from apportion.planner.solvers.kit.grouping import GroupingCases
 from apportion.planner.solvers.partition.lpt import makespan_bound, solve as solve_lpt
-from apportion.planner.solvers.status import Budget, Clock, Limit, Status
+from apportion.planner.solvers.status import Budget, Limit, Status
 
 
 def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingProblem:
@@ -124,7 +124,7 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.Mon
     programs, spreads = [], []
     solve_model, spread = mixed_programs.solve_model, mixing.spread  # type: ignore[attr-defined]
 
-    def counted(model: Any, *args: float | Clock, **options: float) -> SolverRun:
+    def counted(model: Any, *args: float, **options: float) -> SolverRun:
         programs.append(model.numVariables())
         return solve_model(model, *args, **options)
 
@@ -144,13 +144,13 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.Mon
 def test_kinds_of_sequences_never_refute_what_can_be_done(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.planner.solvers.grouping import programs as mixed_programs
 
-    problem, clock = drawn(seed, 60, 16), Budget().start()
+    problem = drawn(seed, 60, 16)
     start = ilp.greedy(problem).termination
     best = ilp.solve(problem, Budget(gap=0.02, steps=5)).termination.value
     for kinds in (1, 4, 12, 40):
         monkeypatch.setattr(mixed_programs, "_MOST_KINDS", kinds)
-        assert not mixed_programs.mix_for(problem, best * (1 + 1e-9), clock, 20).refuted
-    assert mixed_programs.mix_for(problem, 0.9 * start.bound, clock, 20).refuted
+        assert not mixed_programs.mix_for(problem, best * (1 + 1e-9), 20).refuted
+    assert mixed_programs.mix_for(problem, 0.9 * start.bound, 20).refuted
 
 
 def test_bound_grows_with_what_is_refuted() -> None:
