@@ -2,10 +2,10 @@
 
     python -m benchmarks.fuzz_plans --count 100000 --json
 
-Every iteration starts from a golden plan (or one given) and either damages its bytes or changes what they mean: a
-number or a row of a table, a value, a type, a key. Changed plans get the id of their new bytes, so that the checks
-behind it are reached; those that decode go to the verifier. Exit status 1 if anything but an ApportionError came out,
-or if an iteration took longer than `--limit-ms`.
+Every iteration starts from a golden plan, a small one of several recipes, or one given, and either damages its bytes
+or changes what they mean: a number, a row or all of a table, a program, a mask, a value, a type, a key. Changed plans
+get the id of their new bytes, so that the checks behind it are reached; those that decode go to the verifier. Exit
+status 1 if anything but an ApportionError came out, or if an iteration took longer than `--limit-ms`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,16 @@ from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import Sections, section_id
 from apportion.ir.errors import ApportionError, DecodeError
-from apportion.ir.isa import LIMIT
-from apportion.ir.plan.tables import Layout, Move, Table
+from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
+from apportion.ir.masks import specs as masks
+from apportion.ir.plan import plain
+from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table, joined
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.ir.verify import check
+from apportion.planner import api
+from benchmarks.fuzz_judge import repaired
 
 GOLDEN = Path(__file__).resolve().parents[1] / "apportion/schemas/golden"
 
@@ -74,6 +80,18 @@ VALUES: tuple[Any, ...] = (
     [],
     {},
     [[[]]],
+)
+
+MASKS = (
+    masks.causal(),
+    masks.full(),
+    masks.bands([]),
+    masks.bands([[0, 1, 0, 1, 0, 0]]),
+    masks.sliding_window(3),
+    masks.sliding_window(1, 5),
+    masks.chunked(7),
+    masks.block_causal(4, 2),
+    masks.prefix_lm(5),
 )
 
 
@@ -203,6 +221,82 @@ def change_rows(rng: random.Random, sections: Sections) -> Sections:
     return _with_tables(sections, plan)
 
 
+def change_programs(rng: random.Random, sections: Sections) -> Sections:
+    """One program in place of another, of all ranks or of one, or with one table of another; or without rows."""
+    plan = codec.decode(codec.encode_wire(sections), check_id=False)
+    programs = {key: dict(program.tables) for key, program in plan.programs.items()}
+    to, source = rng.choice(list(programs)), rng.choice(list(programs))
+    names = rng.choice((list(TABLES), list(TABLES), [rng.choice(list(TABLES))]))
+    given = {
+        name: rng.choice((programs[source][name], empty_table(TABLES[name], plan.header.ranks)))
+        for name in names
+    }
+    what = rng.random()
+    if what < 0.3:
+        programs[to], programs[source] = programs[source], programs[to]
+    elif what < 0.6:
+        programs[to] |= given
+    else:
+        rank, other = rng.randrange(plan.header.ranks), rng.randrange(plan.header.ranks)
+        programs[to] |= {name: _with_rank(programs[to][name], rank, given[name], other) for name in names}
+    made = {key: ProgramSet(tables) for key, tables in programs.items()}
+    return _with_tables(sections, repaired(replace(plan, programs=made)))
+
+
+def _with_rank(table: Table, rank: int, source: Table, other: int) -> Table:
+    """The table with the rows that `source` has of `other` in place of those of `rank`."""
+    ranks = range(table.ranks)
+    return joined([source.rank(other) if one == rank else table.rank(one) for one in ranks])
+
+
+def change_layouts(rng: random.Random, sections: Sections) -> Sections:
+    """Two layouts exchanged, or the rows of a rank in one given to another rank, or to none."""
+    plan = codec.decode(codec.encode_wire(sections), check_id=False)
+    layouts = dict(plan.layouts)
+    a, b = rng.choice(list(layouts)), rng.choice(list(layouts))
+    layouts[a], layouts[b] = replace(layouts[b], name=a), replace(layouts[a], name=b)
+    if rng.random() < 0.7:
+        rank, other = rng.randrange(plan.header.ranks), rng.randrange(plan.header.ranks)
+        spans = rng.choice((layouts[b].spans, empty_table(SPAN_COLUMNS, plan.header.ranks)))
+        layouts[a] = replace(layouts[a], spans=_with_rank(layouts[a].spans, rank, spans, other))
+    return _with_tables(sections, replace(plan, layouts=layouts))
+
+
+def change_request(rng: random.Random, sections: Sections) -> Sections:
+    """Another mask of a kind, other lengths, speeds, policy, heads or widths; the header says the same."""
+    plan = codec.decode(codec.encode_wire(sections), check_id=False)
+    request, header = plan.request, plan.header
+    what = rng.random()
+    if what < 0.4:
+        specs = {kind: held.specs[0] for kind, held in request.batch.masks.items()}
+        specs[rng.choice(list(specs))] = rng.choice(MASKS)
+        request = replace(request, batch=Batch.from_lengths(request.batch.lengths, specs))
+    elif what < 0.6:
+        tokens = request.batch.tokens
+        cut = rng.randrange(1, max(tokens, 2))
+        lengths = [one for one in rng.choice(((cut, tokens - cut), (tokens,), (cut,))) if one > 0]
+        request = replace(request, batch=Batch.from_lengths(lengths, dict.fromkeys(header.kinds, MASKS[0])))
+    elif what < 0.7:
+        speeds = tuple(rng.choice((1e-3, 1.0, 1.0, 2.0)) for _ in range(header.ranks))
+        request = replace(request, cluster=replace(request.cluster, speeds=speeds))
+    elif what < 0.85:
+        field, value = rng.choice(
+            (("token_cap", 1), ("tolerance", 0.0), ("memory_cap_gib", 1e-9), ("seed", 7))
+        )
+        request = replace(request, policy=replace(request.policy, **{field: value}))
+    else:
+        field = rng.choice(("q_heads", "kv_heads", "head_dim", "v_head_dim"))
+        request = replace(
+            request, model=replace(request.model, **{field: rng.choice((1, 2, 3, 8, 64, 4096))})
+        )
+    facts = plain.model_facts(request.model) | {"diagonals": plain.diagonals_of(request.batch, header.kinds)}
+    made = codec.encode_sections(
+        replace(plan, request=request, header=replace(header, **facts)), list(sections.parts)
+    )
+    tokens = request.batch.tokens
+    return made if tokens == plan.request.batch.tokens else replace(made, layouts=sections.layouts)
+
+
 def _some_table(rng: random.Random, plan: Plan) -> Table:
     tables = [layout.spans for layout in plan.layouts.values()] + [move.table for move in plan.moves]
     return rng.choice(tables + [table for p in plan.programs.values() for table in p.tables.values()])
@@ -237,10 +331,20 @@ def change_part(rng: random.Random, sections: Sections) -> Sections:
     return replace(sections, parts=parts)
 
 
+CHANGES = (
+    *[change_numbers] * 3,
+    change_rows,
+    change_programs,
+    change_programs,
+    change_layouts,
+    change_request,
+)
+
+
 def change_tables(rng: random.Random, sections: Sections) -> Sections:
     """Sections as they are where an earlier mutation broke them."""
     try:
-        return rng.choice((change_numbers, change_numbers, change_numbers, change_rows))(rng, sections)
+        return rng.choice(CHANGES)(rng, sections)
     except ApportionError:
         return sections
 
@@ -316,6 +420,25 @@ def golden_plans() -> list[Plan]:
     return [Plan.decode(path.read_bytes()) for path in sorted(GOLDEN.glob("*.plan"))]
 
 
+KINDS = {"a": masks.causal(), "b": masks.bands([]), "c": masks.sliding_window(9)}
+
+
+RECIPES = ("ring", "usp", "upipe", "fcp", "distca", "dcp", "zeppelin", "flexsp")
+
+
+def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
+    """Small plans of several recipes: kinds without a pair, ranks without a token, heads that are split, projections,
+    moves to a second layout."""
+    for name in recipes:
+        for lengths in ([3], [40, 24, 9]):
+            for kinds in (KINDS, {"a": KINDS["a"]}):
+                model = Model(q_heads=4, kv_heads=4, head_dim=8, hidden=32, layers=1)
+                try:
+                    yield api.plan(Batch.from_lengths(lengths, kinds), Cluster(2, 2), model, name)
+                except ApportionError:
+                    continue
+
+
 def one_rank(plans: Sequence[Plan]) -> list[Plan]:
     """Their first ranks, as plans of one rank: what all ranks must have alike is one change away."""
     found = []
@@ -340,7 +463,9 @@ def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Re
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("plans", nargs="*", type=Path, help="plans to mutate (default: the golden ones)")
+    parser.add_argument(
+        "plans", nargs="*", type=Path, help="plans to mutate (default: golden ones and small ones)"
+    )
     parser.add_argument("--count", type=int, default=100_000, help="mutated plans to try")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-ms", type=float, default=2_000.0, help="longest time that one plan may take")
@@ -349,6 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plans = [Plan.decode(path.read_bytes()) for path in options.plans] or [
         *golden_plans(),
         *one_rank(golden_plans()),
+        *planned(),
     ]
     data = fuzz(plans, options.count, options.seed, show=True).to_data()
     print(json.dumps(data) if options.json else json.dumps(data, indent=2))

@@ -27,7 +27,14 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.parts import encode_table, encoder
 from apportion.ir.bytes.sections import Sections, section_id
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.errors import ApportionError, ConfigError, DecodeError, UnknownNameError, VersionError
+from apportion.ir.errors import (
+    ApportionError,
+    CapacityError,
+    ConfigError,
+    DecodeError,
+    UnknownNameError,
+    VersionError,
+)
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.loops.jit import COMPILES
 from apportion.ir.plan.tables import Layout, ProgramSet, Table, empty_table
@@ -864,6 +871,15 @@ def test_deep_nesting_and_size_caps(plan: Plan, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {"part": 40, "report": 1 << 20})
     refused(plan.encode(), "at most 40 are read")
     refused(rebuilt(plan, report=bytes(1 << 21)), "at most 1048576 are read")
+
+
+@pytest.mark.parametrize("section", sorted({*wire.MAX_BYTES} - {"report"}))
+def test_no_plan_is_made_that_readers_refuse(
+    plan: Plan, section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {section: 0})
+    with pytest.raises(CapacityError, match=rf"bytes of {section}, readers take 0: use more ranks"):
+        codec.seal(plan)
 
 
 def test_too_many_parts(plan: Plan) -> None:

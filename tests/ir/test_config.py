@@ -236,6 +236,7 @@ WRONG_MODELS = [
     ({"q_heads": 12}, "model.q_heads"),
     ({"kv_heads": -8}, "model.kv_heads"),
     ({"head_dim": 128.0}, "model.head_dim"),
+    ({"head_dim": 65537}, "model.head_dim"),
     ({"head_dim": True}, "model.head_dim"),
     ({"v_head_dim": 0}, "model.v_head_dim"),
     ({"hidden": NAN}, "model.hidden"),

@@ -24,6 +24,14 @@ def test_only_typed_errors_come_out(seed: int) -> None:
     assert result.slowest_ms < 20_000  # nothing runs away; numba may compile inside
 
 
+def test_small_plans_of_many_kinds_and_recipes_too() -> None:
+    """Kinds without a pair, ranks without a token: programs, layouts and requests exchanged."""
+    names = ("ring", "usp", "upipe")
+    result = fuzz_plans.fuzz(list(fuzz_plans.planned(names)), 500, 11)
+    assert result.escaped == {}
+    assert result.outcomes["violations"] > 50
+
+
 def test_mutations_reach_the_deep_checks() -> None:
     result = fuzz_plans.fuzz(fuzz_plans.golden_plans(), 300, 99)
     assert result.outcomes["DecodeError"] > 50

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,6 +166,19 @@ def test_zeros_behind_a_tile_of_several_runs_are_sent_on(
     policy = ap.Policy(ap.Recipe("reshuffled", steps))
     made = ap.plan(batch, ap.Cluster(1, 4), model, policy=policy, verify=False)
     assert Subject(made).judge()
+
+
+def test_a_program_without_tasks_beside_one_with_tasks_is_judged() -> None:
+    """No head has a list of tasks in backward, though forward made some."""
+    kinds = {"a": ap.masks.causal(), "b": ap.masks.bands([])}
+    plan = ap.plan(
+        ap.Batch.from_lengths([64, 40], kinds), ap.Cluster(1, 2), ap.Model(4, 2, 8, layers=1), "ring"
+    )
+    programs = {**plan.programs, ("a", "backward"): plan.programs["b", "backward"]}
+    broken = replace(plan, programs=programs, sections=None)
+    assert not Subject(broken).judge()
+    found = {(one.rule, one.kind, one.phase) for one in check(broken)}
+    assert found == {("coverage", "a", "backward"), ("heads", "a", "backward")}
 
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))

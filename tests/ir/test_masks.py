@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from apportion.ir.errors import ApportionError, ConfigError, UnknownNameError
 from apportion.ir.masks import bands as algebra, specs as masks
 from apportion.ir.masks.bands import INF
-from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.spec import MAX_NESTING, Mask
 
 DATA = Path(__file__).parent.parent / "data"
 property_test = settings(max_examples=60, derandomize=True, deadline=None, database=None)
@@ -392,9 +392,21 @@ def test_an_unknown_mask_lists_what_there_is() -> None:
         masks.from_data({"zzz": {}})
 
 
+def test_masks_nest_as_deep_where_they_are_made_as_where_they_are_read() -> None:
+    mask: Mask = masks.causal()
+    for _ in range(MAX_NESTING):
+        mask = masks.documents([8], mask)
+    assert masks.from_data(masks.to_data(mask)) == mask
+    for outer in (lambda: masks.documents([8], mask), lambda: masks.image_spans([[0, 1]], mask)):
+        with pytest.raises(ConfigError, match=rf"mask = .*masks nest at most {MAX_NESTING} deep"):
+            outer()
+    with pytest.raises(ConfigError, match=f"masks nest at most {MAX_NESTING} deep"):
+        masks.from_data({"documents": {"lengths": [8], "mask": masks.to_data(mask)}})
+
+
 def test_deep_nesting_is_refused() -> None:
     data: dict = {"causal": {}}
-    for _ in range(100):
+    for _ in range(2000):
         data = {"documents": {"lengths": [4], "mask": data}}
     with pytest.raises(ConfigError, match="nest at most"):
         masks.from_data(data)

@@ -25,7 +25,7 @@ from apportion.ir.bytes.sections import (
 )
 from apportion.ir.bytes.slices import Slice, slice_plan
 from apportion.ir.bytes.table_bytes import encode_parts, read_tables
-from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
+from apportion.ir.errors import CapacityError, ConfigError, DecodeError, UnknownNameError
 from apportion.ir.fields import choice
 from apportion.ir.isa import FORMAT, MAX_RANKS, VERSION
 from apportion.ir.plan import plain
@@ -117,7 +117,7 @@ def encode_sections(
 
     parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
     that is to be kept. Raises ConfigError for a report and numbers that no plan can hold, and where the header names
-    other layouts or kinds, or in another order: parts name neither.
+    other layouts or kinds, or in another order: parts name neither. Raises CapacityError for more bytes than are read.
     """
     _check_order("layouts", tuple(plan.layouts), plan.header.layouts)
     _check_order("kinds", tuple(dict.fromkeys(kind for kind, _ in plan.programs)), plan.header.kinds)
@@ -133,7 +133,19 @@ def encode_sections(
         report=report,
         parts=parts,
     )
+    _check_sizes(sections)
     return sections.with_id(section_id(sections))
+
+
+def _check_sizes(sections: Sections) -> None:
+    """Readers refuse sections beyond `wire.MAX_BYTES`: no such plan is made."""
+    sizes = {name: len(getattr(sections, name)) for name in wire.MAX_BYTES if name != "part"}
+    for name, size in {**sizes, "part": max(map(len, sections.parts), default=0)}.items():
+        if size > wire.MAX_BYTES[name]:
+            raise CapacityError(
+                f"the plan has {size} bytes of {name}, readers take {wire.MAX_BYTES[name]}: use more ranks, larger "
+                "blocks, or several batches"
+            )
 
 
 def _check_order(field: str, held: tuple[str, ...], named: tuple[str, ...]) -> None:

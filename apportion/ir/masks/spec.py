@@ -33,6 +33,7 @@ Diagonals = tuple[tuple[int, int], ...]  # distinct (dmin, dmax), in any order
 
 MAX_PARTS = 2**22  # answers, nodes, spans, documents, raw bands or slices of one sequence
 MAX_BANDS = 2**22  # bands of one sequence
+MAX_NESTING = 8  # masks inside a mask, one in another
 ZERO = np.zeros(1, np.int64)
 CAUSAL, FULL = (0, INF), (-INF, INF)
 
@@ -53,6 +54,12 @@ class Mask(ABC):
     def diagonals(self) -> Diagonals:
         """What it declares, also where a sequence is too short to show it. A rectangle whose keys all come before its
         queries looks back, and counts with dmin = 0 at least."""
+
+    @property
+    def nesting(self) -> int:
+        """How many masks lie inside it, one in another."""
+        inner = getattr(self, "mask", None)
+        return 0 if inner is None else 1 + inner.nesting
 
     def parts(self) -> int:
         """What it makes of one sequence, nested ones multiplied: documents, nodes, answers, spans. Of the spec alone,
@@ -243,6 +250,13 @@ def check_sum(field: str, what: str, total: int, length: int) -> None:
 def check_inner(field: str, mask: Any) -> None:
     if not isinstance(mask, Mask):
         raise ConfigError(field, mask, "must be a mask", "write masks.causal()")
+    check_nesting(field, mask.nesting)
+
+
+def check_nesting(field: str, inside: int) -> None:
+    """`inside`: how many masks the mask at `field`, which lies in another, has inside."""
+    if inside >= MAX_NESTING:
+        raise ConfigError(field, "...", f"masks nest at most {MAX_NESTING} deep", "flatten the packs")
 
 
 def lengths_of(field: str, values: Any) -> tuple[int, ...]:

@@ -11,9 +11,7 @@ from numpy.typing import ArrayLike
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import known, suggestion
-from apportion.ir.masks.spec import (
-    Mask,
-)
+from apportion.ir.masks.spec import Mask, check_nesting
 from apportion.ir.masks.structures import Bands, Documents, ImageSpans, SharedQuestion, Slices, Tree
 from apportion.ir.masks.windows import (
     BlockCausal,
@@ -25,9 +23,6 @@ from apportion.ir.masks.windows import (
     SinkWindow,
     SlidingWindow,
 )
-
-_MAX_NESTING = 8
-
 
 # ---- constructors
 
@@ -159,8 +154,7 @@ def _names_mask(data: Any) -> bool:
 
 def from_data(data: Any, field: str = "mask", depth: int = 0) -> Mask:
     """The spec of plain data {"name": {parameter: value}}. Raises ConfigError, UnknownNameError."""
-    if depth > _MAX_NESTING:
-        raise ConfigError(field, "...", f"masks nest at most {_MAX_NESTING} deep", "flatten the packs")
+    check_nesting(field, depth - 1)
     if not isinstance(data, Mapping) or len(data) != 1:
         raise ConfigError(
             field, data, "must name one mask", f'write {{"causal": {{}}}}; there is {", ".join(SPECS)}'

@@ -20,9 +20,9 @@ from apportion.ir.isa import ALL_TO_ALL, LIMIT, MAX_RANKS, OP_NAMES, OPERAND_COL
 from apportion.ir.masks.bands import INF, MAX_DIAGONALS
 from apportion.ir.plan.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.plan.tables import Header, Table
+from apportion.ir.request.model import MAX_HEADS
 from apportion.ir.tensors import SENT_GRADIENTS, Space, Tensor
 
-MAX_HEADS = 2**16
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
 #: those narrower than accumulators
 HALF_NAMES = DTYPE_NAMES[:2]

@@ -43,7 +43,7 @@ _COMPACT_FIELDS = ("lengths", "mask", "home_ranks")
 class Batch:
     """Sequences in order; build with the `from_` functions, which validate.
 
-    lengths: int64 [n], each at least 1. masks: attention kind -> its `Kind`. home_ranks, own_positions and
+    lengths: int64 [n], each at least 1. masks: attention kind -> its `Kind`, sorted. home_ranks, own_positions and
     own_labels: what single sequences carry, by sequence index. Errors are ConfigError (UnknownNameError for a
     kind that is not there).
     """
@@ -56,6 +56,7 @@ class Batch:
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", dict(sorted(self.masks.items())))
         check_lengths(self.lengths)
         for kind, held in self.masks.items():
             check_fit(kind, held, self.lengths)
@@ -214,7 +215,7 @@ class Batch:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The attention kinds, in the order given."""
+        """The attention kinds, sorted: the order of headers, programs and parts."""
         return tuple(self.masks)
 
     @property

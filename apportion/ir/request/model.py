@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import choice, integer, known, load, mapping, name, suggestion
+from apportion.ir.fields import choice, integer, keep, known, load, mapping, name, suggestion
 from apportion.ir.request.hf_fields import is_config, model_fields
 from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 
+MAX_HEADS = 2**16  # and widths of a head, as in the header of a plan
 _MAX_SIZE = 2**24
 
 
@@ -23,7 +24,7 @@ _MAX_SIZE = 2**24
 class Model:
     """Heads are those of one tensor-parallel rank; `v_head_dim` differs from `head_dim` in MLA (None: equal).
 
-    `layers` is the number of attention layers, or one number for each attention kind. `sent_gradients` says how
+    `layers` is the number of attention layers, or one number for each attention kind, sorted. `sent_gradients` says how
     gradients that are no results travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
     a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. Raises
     ConfigError.
@@ -42,8 +43,10 @@ class Model:
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        for size in ("q_heads", "kv_heads", "head_dim", "v_head_dim", "hidden", "ffn"):
-            object.__setattr__(self, size, integer(f"model.{size}", getattr(self, size), 1, _MAX_SIZE))
+        for size in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
+            keep(self, f"model.{size}", integer, 1, MAX_HEADS)
+        for size in ("hidden", "ffn"):
+            keep(self, f"model.{size}", integer, 1, _MAX_SIZE)
         choice("model.dtype", self.dtype, ELEMENT_BYTES)
         if self.q_heads % self.kv_heads:
             raise ConfigError(
@@ -157,5 +160,5 @@ def _layers(layers: Any) -> int | dict[str, int]:
     kinds = mapping("model.layers", layers)
     return {
         name("model.layers", kind): integer(f"model.layers.{kind}", kinds[kind], 1, _MAX_SIZE)
-        for kind in kinds
+        for kind in sorted(kinds)
     }

@@ -25,9 +25,10 @@ class Step:
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """A strategy as data: the passes of each step, in order.
+    """A strategy as data: the pass of each step. The order of steps is that given, and has no meaning: a plan sorts
+    them, and recipes that differ in it alone are equal.
 
     steps: a mapping step -> {pass: parameters}, or true or false for a step that is only switched, as in
 
@@ -45,6 +46,12 @@ class Recipe:
 
     def __iter__(self) -> Any:
         return iter(self.steps)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self.to_data() == other.to_data()
+
+    def __hash__(self) -> int:
+        return hash((self.name, frozenset(self)))
 
     def step(self, step: str) -> Step | None:
         """What the recipe says of a step, None where it says nothing."""
@@ -70,8 +77,8 @@ class Recipe:
 class Policy:
     """What a plan must hold.
 
-    token_cap: most tokens of a rank, one number for all; None is 1.02 x each rank's share, rounded down, but no less
-    than the share rounded up. Shares are by the cluster's speeds: the mean where ranks are alike.
+    token_cap: most tokens of a rank, one number for all; None is 1.02 x each rank's share, rounded up. Shares are by
+    the cluster's speeds: the mean where ranks are alike.
     memory_cap_gib: None is the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None promises
     nothing. budget (most steps; None is the recipe's own): for recipes that search, which `fcp` does
     not. seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.

@@ -49,7 +49,6 @@ def _home_ranks(subject: Subject) -> Iterator[Violation]:
 def _token_caps(subject: Subject) -> Iterator[Violation]:
     """Rows of the layout that computes attention: the loader's own may be as uneven as its batches."""
     rows, given = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
-    # the planner rounds its default down; a whole token more is still the share that was promised
     caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if given is None else np.full(len(rows), given)
     for rank in np.flatnonzero(rows > caps).tolist():
         cap = int(caps[rank])

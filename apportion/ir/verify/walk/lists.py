@@ -128,8 +128,8 @@ class Lists:
         """int64 [6, pieces] of some lists, by token."""
         if numbers == (0,) and self._marks[LISTS] == 1:
             return self._cut[:NEXT]
-        chosen = [np.flatnonzero(self._cut[OF_LIST] == number) for number in numbers]
-        return np.ascontiguousarray(self._cut[:NEXT, np.concatenate(chosen)])
+        chosen = [self._cut[:NEXT, self._cut[OF_LIST] == number] for number in numbers]
+        return np.concatenate([self._cut[:NEXT, :0], *chosen], axis=1)
 
     def tasks(self) -> Tasks:
         """The pieces of all lists, which heads have in turn."""

@@ -1,0 +1,108 @@
+"""Plans verify again behind bytes and text, whatever the kinds are called and in which order they are given."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import apportion as ap
+from apportion.ir.masks.spec import Mask
+from apportion.ir.parse import parse
+from apportion.planner.recipe.recipes import entries
+
+CLUSTER = ap.Cluster(2, 2)
+MASKS = {
+    "causal": ap.masks.causal(),
+    "window": ap.masks.sliding_window(8),
+    "nothing": ap.masks.bands([]),
+    "full": ap.masks.full(),
+}
+#: recipes that plan the masks above on four ranks
+RECIPES = [name for name, entry in entries().items() if name not in ("auto", "flexsp", "megatron_hybrid")]
+NAMES = st.text("azAZ09_-.", min_size=1, max_size=4)
+
+
+def batch_of(masks: dict[str, Mask]) -> ap.Batch:
+    return ap.Batch.from_lengths([64, 40, 17], masks)
+
+
+def planned(masks: dict[str, Mask], recipe: str | ap.Recipe) -> ap.Plan:
+    """A plan of these kinds, each with layers of its own."""
+    layers = {kind: 1 + number for number, kind in enumerate(masks)}
+    return ap.plan(batch_of(masks), CLUSTER, ap.Model(4, 4, 8, layers=layers), recipe)
+
+
+def check_trip(plan: ap.Plan) -> None:
+    for again in (ap.Plan.decode(plan.encode()), parse(plan.text())):
+        ap.verify(again)
+        assert again == plan
+        assert again.request == plan.request
+        assert again.header == plan.header
+        assert list(again.programs) == list(plan.programs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kinds_in_any_order_make_the_same_plan(recipe: str) -> None:
+    local, whole = MASKS["window"], MASKS["causal"]
+    plan = ap.plan(
+        batch_of({"local": local, "global": whole}),
+        CLUSTER,
+        ap.Model(4, 4, 8, layers={"local": 3, "global": 1}),
+        recipe,
+    )
+    assert plan.header.kinds == ("global", "local")
+    check_trip(plan)
+    other = ap.plan(
+        batch_of({"global": whole, "local": local}),
+        CLUSTER,
+        ap.Model(4, 4, 8, layers={"global": 1, "local": 3}),
+        recipe,
+    )
+    assert other.encode() == plan.encode()
+
+
+@given(st.dictionaries(NAMES, st.sampled_from(sorted(MASKS)), min_size=1, max_size=4), st.data())
+@settings(max_examples=40)
+def test_plans_of_any_kinds_verify_again(masks: dict[str, str], data: st.DataObject) -> None:
+    recipe = data.draw(st.sampled_from(["fcp", "ring", "distca", "usp"]))
+    check_trip(planned({kind: MASKS[mask] for kind, mask in masks.items()}, recipe))
+
+
+def test_sequences_with_kinds_in_another_order_are_of_the_same_kinds() -> None:
+    first: dict[str, Any] = {"b": MASKS["causal"], "a": MASKS["window"]}
+    batch = ap.Batch.from_sequences([ap.Sequence(8, first), ap.Sequence(9, dict(reversed(first.items())))])
+    assert batch.kinds == ("a", "b")
+    assert [type(spec).__name__ for kind in batch.masks.values() for spec in kind.specs] == [
+        "SlidingWindow",
+        "Causal",
+    ]
+    assert ap.Batch.from_data(batch.to_data()) == batch
+    assert batch.take([1]).kinds == ("a", "b")
+
+
+def test_steps_in_any_order_are_the_same_recipe() -> None:
+    steps = {
+        "shard": {"blocks": {"block": 16}},
+        "place": {"lpt": {}},
+        "schedule": {"matchings": {}},
+        "reshuffle": True,
+    }
+    recipes = [ap.Recipe("mine", dict(order)) for order in permutations(steps.items())]
+    assert len(set(recipes)) == 1
+    assert all(recipe == recipes[0] for recipe in recipes)
+    plans = [planned({"b": MASKS["causal"], "a": MASKS["window"]}, recipe) for recipe in recipes[::7]]
+    assert len({plan.id for plan in plans}) == 1
+    check_trip(plans[0])
+    assert recipes[0] != ap.Recipe("mine", {**steps, "reshuffle": False})
+
+
+def test_an_iteration_of_unsorted_kinds_verifies_again() -> None:
+    kinds = {"local": MASKS["window"], "global": MASKS["causal"]}
+    made = ap.plan_iteration(batch_of(kinds), CLUSTER, ap.Model(4, 4, 8), "ring")
+    again = ap.IterationPlan.decode(made.encode())
+    assert again.id == made.id
+    for plan in again.plans:
+        ap.verify(plan)
