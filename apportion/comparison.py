@@ -26,7 +26,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
-from apportion.planner.recipe.recipes import entries, find_recipe
+from apportion.planner.recipe.recipes import entries, find_recipe, find_recipes
 from apportion.planner.simulate import Simulation, simulate
 
 #: called after each plan with what was planned
@@ -231,7 +231,7 @@ def compare(
     in any case. hardware: what is simulated, the built-in H100 where none is given. A recipe that cannot serve a batch
     keeps its row, with the reason. Raises ConfigError, UnknownNameError."""
     given = instances("batches", [batches] if isinstance(batches, Batch) else batches, Batch)
-    chosen = list(map(find_recipe, entries() if recipes is None else recipes))
+    chosen = find_recipes("recipes", list(entries()) if recipes is None else recipes)
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
     seed, verify = integer("seed", seed, 0), flag("verify", verify)

@@ -22,6 +22,12 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
 
+def gib(size: float) -> str:
+    """Bytes in GiB, with three digits where two behind the point would not show them."""
+    amount = size / 2**30
+    return f"{amount:.2f} GiB" if amount >= 1 else f"{amount:.3g} GiB"
+
+
 class ApportionError(Exception):
     """Root of all errors that Apportion raises on purpose."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,21 +21,32 @@ from apportion.ir.errors import ConfigError, UnknownNameError
 MAX_INT = 2**62  # what fits 64-bit arithmetic with room for one addition
 MAX_COUNT = 2**31 - 1  # what fits the columns that counts end up in
 MAX_FILE_BYTES = 2**30
-_LARGEST = 10**300
+#: of numbers that only count above 0, and of all: sums and products of a few stay finite
+LEAST, MOST = 1e-15, 1e15
 _MAX_DEPTH = 32
 _SHOWN = 120  # characters of a line that does not parse
+
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 Checked = TypeVar("Checked")
 
 
+def scalar(value: Any) -> Any:
+    """A Python number or boolean of a numpy one and of an array without dimensions; anything else as it is."""
+    if not isinstance(value, np.generic | np.ndarray) or value.ndim or value.dtype.kind not in "biuf":
+        return value
+    return float(value) if value.dtype.kind == "f" else value.item()
+
+
 def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
     """`value` as an int in [low, high]. Booleans, floats and strings are refused, numpy integers accepted."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+    whole = scalar(value)
+    if isinstance(whole, bool) or not isinstance(whole, int):
         raise ConfigError(field, value, "must be an integer", f"write a whole number of at least {low}")
-    if not low <= value <= high:
-        rule = f"must be at least {low}" if high == MAX_INT and value < low else f"must be in [{low}, {high}]"
-        raise ConfigError(field, value, rule, "write a number in that range")
-    return int(value)
+    if not low <= whole <= high:
+        rule = f"must be at least {low}" if high == MAX_INT and whole < low else f"must be in [{low}, {high}]"
+        raise ConfigError(field, whole, rule, "write a number in that range")
+    return int(whole)
 
 
 def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> None:
@@ -45,32 +57,36 @@ def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> Non
 
 
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
-    """`value` as a finite float, at least `low` (above: greater). Booleans and strings are refused."""
-    if not _is_number(value):
+    """`value` as a float in [low, MOST] (above: above `low`, and LEAST at least); with `low` minus infinity any that is
+    finite. Booleans and strings are refused."""
+    given = scalar(value)
+    if isinstance(given, bool) or not isinstance(given, int | float):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
         raise ConfigError(field, value, "must be a number", remedy)
-    try:
-        real = float(value)
-    except OverflowError:
-        real = math.inf
-    if not abs(real) < _LARGEST:
-        raise ConfigError(field, value, "must be finite", "write a finite number")
-    if real < low or (above and real == low):
-        rule = f"must be {'greater than' if above else 'at least'} {low:g}"
-        raise ConfigError(field, value, rule, "write a number in that range")
-    return real
+    if isinstance(given, float) and not math.isfinite(given):
+        raise ConfigError(field, given, "must be finite", "write a finite number")
+    rule = _broken(given, low, above)
+    if rule is not None:
+        raise ConfigError(field, given, rule, "write a number in that range")
+    return float(given)
 
 
-def _is_number(value: Any) -> bool:
-    numbers = (int, float, np.integer, np.floating)
-    return isinstance(value, numbers) and not isinstance(value, bool)
+def _broken(given: float, low: float, above: bool) -> str | None:
+    """Which rule of `number` a finite number breaks."""
+    most = sys.float_info.max if low == -math.inf else MOST
+    if given > most or given < -most:
+        return f"must be at most {most:g}"
+    if given < low or (above and given == low):
+        return f"must be {'greater than' if above else 'at least'} {low:g}"
+    return f"must be at least {LEAST:g}" if above and given - low < LEAST else None
 
 
 def flag(field: str, value: Any) -> bool:
     """`value` if it is true or false."""
-    if not isinstance(value, bool | np.bool_):
+    held = scalar(value)
+    if not isinstance(held, bool):
         raise ConfigError(field, value, "must be true or false", "write true or false")
-    return bool(value)
+    return held
 
 
 def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = None) -> Checked:
@@ -83,21 +99,33 @@ def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = N
 
 def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]:
     """`values` one after another, each when its turn comes, if it is of that class."""
-    if not isinstance(values, Iterable):
+    try:
+        every = iter(values)
+    except TypeError:
         rule = f"must be a list, each a {kind.__name__}"
-        raise ConfigError(field, values, rule, f"make each with {kind.__name__}(...)")
-    return (instance(f"{field}[{i}]", value, kind) for i, value in enumerate(values))
+        raise ConfigError(field, values, rule, f"make each with {kind.__name__}(...)") from None
+    return (instance(f"{field}[{i}]", value, kind) for i, value in enumerate(every))
 
 
 def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:
-    """`values` (a flat list, tuple or integer array) as int64, each in [low, high]."""
-    if isinstance(values, np.ndarray):
-        return _array(field, values, low, high)
-    if not isinstance(values, list | tuple | range):
-        raise ConfigError(field, values, "must be a list of integers", "write [1, 2, 3]")
+    """`values` (flat, as `sequence` takes them; arrays of an integer dtype) as int64, each in [low, high]."""
+    found = as_array(field, values)
+    if found is not None:
+        return _array(field, found, low, high)
+    values = sequence(field, values)
     if all(kind is int for kind in map(type, values)):
         return _in_range(field, _int64(field, values), low, high)
     return np.array([integer(f"{field}[{i}]", v, low, high) for i, v in enumerate(values)], np.int64)
+
+
+def as_array(field: str, values: Any) -> NDArray[Any] | None:
+    """`values` as an array, where they are one or say how they become one; None where they do neither."""
+    if isinstance(values, np.generic | type) or not hasattr(values, "__array__"):
+        return None
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(field, values, f"is no array: {error}", "pass a numpy array, or a list") from None
 
 
 def _int64(field: str, values: Iterable[int]) -> Ints:
@@ -127,17 +155,25 @@ def _in_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
 
 def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
     """`values` as a list of lists of `width` items each."""
+    found = []
     for i, row in enumerate(sequence(field, values)):
-        if not isinstance(row, list | tuple) or len(row) != width:
+        found.append(list(row if isinstance(row, list | tuple) else sequence(f"{field}[{i}]", row)))
+        if len(found[-1]) != width:
             raise ConfigError(f"{field}[{i}]", row, f"must be [{names}]", f"write {width} numbers")
-    return [list(row) for row in values]
+    return found
 
 
-def sequence(field: str, value: Any) -> list[Any] | tuple[Any, ...]:
-    """`value` if it is a list or tuple."""
-    if not isinstance(value, list | tuple):
+def sequence(field: str, value: Any) -> Sequence[Any]:
+    """`value` as a list, if it is a list, tuple, range, array or iterator. What has no order of items, or none that are
+    values, is refused: sets, mappings, texts and bytes."""
+    if isinstance(value, list | tuple | range):
+        return value
+    array = as_array(field, value)
+    if array is not None and array.ndim:
+        return array.tolist()  # type: ignore[no-any-return]
+    if array is not None or not isinstance(value, Iterable) or isinstance(value, _NO_LISTS):
         raise ConfigError(field, value, "must be a list", "write [...]")
-    return value
+    return list(value)
 
 
 def mapping(field: str, value: Any) -> Mapping[str, Any]:
@@ -178,7 +214,7 @@ def choice(field: str, value: Any, allowed: Iterable[str]) -> str:
         raise UnknownNameError(
             field, value, "there is nothing of that name", suggestion(str(value)[:64], allowed)
         )
-    return value
+    return str(value)
 
 
 def suggestion(key: str, allowed: Iterable[str]) -> str:
@@ -205,6 +241,7 @@ def plain(field: str, value: Any, depth: int = 0) -> Any:
     and mappings of these, at most 32 deep."""
     if depth > _MAX_DEPTH:
         raise ConfigError(field, "...", f"must be at most {_MAX_DEPTH} levels deep", "flatten it")
+    value = scalar(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -213,8 +250,9 @@ def plain(field: str, value: Any, depth: int = 0) -> Any:
         return integer(field, value, -MAX_INT)
     if isinstance(value, float):
         return number(field, value, -math.inf)
-    if isinstance(value, list | tuple):
-        return [plain(f"{field}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, list | tuple | range | np.ndarray):
+        items = enumerate(sequence(field, value))
+        return [plain(f"{field}[{i}]", item, depth + 1) for i, item in items]
     return {
         text(field, key): plain(f"{field}.{key}", item, depth + 1)
         for key, item in mapping(field, value).items()

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, inspect
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import MAX_COUNT, MAX_INT, suggestion
+from apportion.ir.fields import MAX_COUNT, MAX_INT, mapping, scalar, suggestion
 
 T = TypeVar("T")
 
@@ -66,12 +66,19 @@ def read(cls: type[T], where: str, given: Mapping[str, Any], base: T | None = No
     where: its name in errors. base: has what is not given, else the defaults. Raises ConfigError, UnknownNameError.
     """
     hints, values = _hints(cls), {} if base is None else {name: getattr(base, name) for name in _hints(cls)}
-    for name, value in given.items():
+    for name, value in mapping(where, given).items():
         if name not in hints:
             rule = f"has the parameters {', '.join(hints)}" if hints else "has no parameters"
             raise ConfigError(where, name, rule, "leave it out or correct it")
         values[name] = _value(cls, f"{where}.{name}", name, value)
     return cls(**values)
+
+
+def keep(options: Any, where: str) -> None:
+    """Holds the fields of an instance of a dataclass of options to their annotations. Raises as `read`."""
+    for name in _hints(type(options)):
+        held = _value(type(options), f"{where}.{name}", name, getattr(options, name))
+        object.__setattr__(options, name, held)
 
 
 def parameters(cls: type[Any]) -> Iterator[Parameter]:
@@ -101,12 +108,12 @@ def _hints(cls: type[Any]) -> Mapping[str, tuple[Any, Any]]:
 
 
 def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
-    hint, default = _hints(cls)[name]
+    (hint, default), value = _hints(cls)[name], scalar(value)
     if isinstance(default, Option):
         return default.reads(where, value)
     try:
         return msgspec.convert(value, hint)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, TypeError, UnicodeEncodeError):
         pass
     known = inspect.type_info(hint)
     if isinstance(value, str) and (listed := _listed(known)):

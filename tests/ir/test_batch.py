@@ -270,7 +270,7 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
         (lambda: Batch.from_lengths([10**30]), "lengths", "64 bits"),
         (lambda: Batch.from_lengths([2**30, 2**30]), "lengths", "add up"),
         (lambda: Batch.from_lengths(np.array([1.0])), "lengths", "integer dtype"),
-        (lambda: Batch.from_lengths(7), "lengths", "list of integers"),
+        (lambda: Batch.from_lengths(7), "lengths", "must be a list"),
         (lambda: Batch.from_lengths([4], {}), "mask", "{kind: mask}"),
         (lambda: Batch.from_lengths([4], {"a b": masks.full()}), "mask", "must be a name"),
         (lambda: Batch.from_lengths([4], {"a": 3}), "mask.a", "must be a mask"),  # type: ignore[dict-item]
@@ -391,7 +391,7 @@ def test_many_sequences_of_one_spec_are_checked_once_a_length(monkeypatch: pytes
 
 
 def test_parts_are_counted_before_anything_is_built() -> None:
-    deep = masks.documents([1])
+    deep: masks.Mask = masks.causal()
     for level in range(8):
         deep = masks.documents([8**level] * 8, deep)
     assert deep.parts() == 8**8

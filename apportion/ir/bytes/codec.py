@@ -88,7 +88,7 @@ class Plan:
 
     def layout(self, name: str) -> Layout:
         """The layout of that name. Raises UnknownNameError."""
-        if name not in self.layouts:
+        if not isinstance(name, str) or name not in self.layouts:
             raise UnknownNameError(
                 "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
             )

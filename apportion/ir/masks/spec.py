@@ -23,7 +23,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer, integers, rows
+from apportion.ir.fields import integer, integers, rows, sequence
 from apportion.ir.masks import bands as algebra
 from apportion.ir.masks.bands import INF, MAX_TOKENS
 
@@ -260,8 +260,6 @@ def check_nesting(field: str, inside: int) -> None:
 
 
 def lengths_of(field: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
     lengths = integers(field, values, 1, MAX_TOKENS)
     check_parts(field, len(lengths))
     if not len(lengths):
@@ -279,9 +277,8 @@ def check_parts(field: str, count: int) -> None:
 
 
 def read_rows(field: str, values: Any, width: int, names: str) -> list[list[int]]:
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    check_parts(field, len(values) if isinstance(values, list | tuple) else 0)
+    values = sequence(field, values)
+    check_parts(field, len(values))
     listed = rows(field, values, width, names)
     flat = [x for row in listed for x in row]
     if not all(kind is int for kind in map(type, flat)) or (

@@ -74,7 +74,7 @@ def chunked(chunk: int) -> Chunked:
 
 def image_spans(spans: Sequence[Sequence[int]], mask: Mask | None = None) -> ImageSpans:
     """`mask` (causal), with the spans [start, end) bidirectional."""
-    return ImageSpans(spans, mask or causal())  # type: ignore[arg-type]
+    return ImageSpans(spans, causal() if mask is None else mask)  # type: ignore[arg-type]
 
 
 def tree(nodes: Sequence[Sequence[int]]) -> Tree:
@@ -84,7 +84,7 @@ def tree(nodes: Sequence[Sequence[int]]) -> Tree:
 
 def documents(lengths: Sequence[int], mask: Mask | None = None) -> Documents:
     """A pack of documents, each under `mask` (causal)."""
-    return Documents(lengths, mask or causal())  # type: ignore[arg-type]
+    return Documents(lengths, causal() if mask is None else mask)  # type: ignore[arg-type]
 
 
 def bands(rows: ArrayLike) -> Bands:

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, offsets, within
-from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer
 from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -131,10 +131,7 @@ class Layout:
 
 def checked_rank(rank: int, ranks: int) -> int:
     """The rank. Raises ConfigError where there is none of that number."""
-    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-    if not whole or not 0 <= rank < ranks:
-        raise ConfigError("rank", rank, f"must be in [0, {ranks})", "name a rank that is there")
-    return int(rank)
+    return integer("rank", rank, 0, ranks - 1)
 
 
 def _expand(spans: Table, column: str) -> Ints:

@@ -19,7 +19,6 @@ from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, low
 from apportion.ir.request.sequences import (
     Kind,
     Sequence,
-    as_list,
     carried,
     check_count,
     check_fit,
@@ -75,7 +74,7 @@ class Batch:
 
         home_ranks: for each sequence the ranks where it must live, or None.
         """
-        array = integers("lengths", as_list(lengths), 1, MAX_TOKENS)
+        array = integers("lengths", lengths, 1, MAX_TOKENS)
         index = np.zeros(len(array), np.int64)
         kinds = {kind: Kind((spec,), index) for kind, spec in masks_by_kind("mask", mask).items()}
         return Batch(array, kinds, read_homes(home_ranks, len(array)))
@@ -97,7 +96,7 @@ class Batch:
     @staticmethod
     def from_cu_seqlens(cu_seqlens: ArrayLike, mask: Mask | Mapping[str, Mask] | None = None) -> Batch:
         """Sequences between cumulative lengths [n + 1], as varlen attention kernels take them."""
-        cu = integers("cu_seqlens", as_list(cu_seqlens), 0, MAX_TOKENS)
+        cu = integers("cu_seqlens", cu_seqlens, 0, MAX_TOKENS)
         if len(cu) < 2 or cu[0] != 0:
             raise ConfigError(
                 "cu_seqlens", cu.tolist()[:8], "must begin with 0 and have two numbers", "write [0, n]"
@@ -255,7 +254,9 @@ class Batch:
 
     def position_at(self, tokens: ArrayLike) -> Ints:
         """int64, shaped like `tokens`: the position ids of these global tokens."""
-        tokens = np.asarray(tokens, np.int64)
+        tokens = np.asarray(tokens)
+        tokens = tokens if tokens.size else tokens.astype(np.int64)
+        tokens = integers("tokens", tokens.ravel(), 0, self.tokens - 1).reshape(tokens.shape)
         starts, positions = self._runs()
         run = np.searchsorted(starts, tokens, side="right") - 1
         found: Ints = positions[run] + tokens - starts[run]
@@ -264,7 +265,8 @@ class Batch:
     def labels(self, first: int = 0, stop: int | None = None) -> Ints:
         """[stop - first] int64: the global token that each token of [first, stop) predicts, -1 where there is none; by
         default of all tokens."""
-        stop = self.tokens if stop is None else stop
+        first = integer("first", first, 0, self.tokens)
+        stop = self.tokens if stop is None else integer("stop", stop, first, self.tokens)
         labels = np.arange(first + 1, stop + 1)
         tokens, ends = self._ends()
         low, high = np.searchsorted(tokens, (first, stop))
@@ -306,7 +308,7 @@ class Batch:
         return self._cache[key]  # type: ignore[no-any-return]
 
     def _kind(self, kind: str) -> str:
-        if kind not in self.masks:
+        if not isinstance(kind, str) or kind not in self.masks:
             rule = "the batch has no attention kind of that name"
             raise UnknownNameError("kind", kind, rule, suggestion(str(kind), self.kinds))
         return kind

@@ -52,7 +52,7 @@ class Cluster:
 
     def check_ranks(self, most: int = MAX_RANKS) -> None:
         """Raises ConfigError where there are more ranks than a plan can have, or than `most`."""
-        if self.ranks > most:
+        if self.ranks > integer("most", most):
             field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {most}"
             raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
 
@@ -113,10 +113,7 @@ class Cluster:
     @staticmethod
     def from_data(data: Any) -> Cluster:
         """The cluster of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
-        data = dict(known("cluster", data, [field.name for field in fields(Cluster)]))
-        if data.get("speeds") is not None:
-            data["speeds"] = tuple(sequence("cluster.speeds", data["speeds"]))
-        return Cluster(**data)
+        return Cluster(**known("cluster", data, [field.name for field in fields(Cluster)]))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""

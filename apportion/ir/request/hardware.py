@@ -212,15 +212,15 @@ class Hardware:
         """The hardware, loaded where it is a name or the path of a file. Raises ConfigError."""
         if hardware is None or isinstance(hardware, Hardware):
             return hardware
-        if not isinstance(hardware, str | Path):
-            rule = "must be a Hardware, a name or a file"
-            raise ConfigError("hardware", hardware, rule, f"use one of {', '.join(Hardware.builtin())}")
         return Hardware.load(hardware)
 
     @staticmethod
     def load(source: str | Path) -> Hardware:
         """The built-in hardware of that name, or that of a JSON (or YAML) file. Raises ConfigError, also
         UnknownNameError for what is neither a name nor the path of a file."""
+        if not isinstance(source, str | Path):
+            rule = "must be a Hardware, a name or a file"
+            raise ConfigError("hardware", source, rule, f"use one of {', '.join(Hardware.builtin())}")
         if isinstance(source, str) and source in CHIPS:
             return _of_chip(CHIPS[source])
         if not Path(source).suffix:

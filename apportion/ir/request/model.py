@@ -47,7 +47,7 @@ class Model:
             keep(self, f"model.{size}", integer, 1, MAX_HEADS)
         for size in ("hidden", "ffn"):
             keep(self, f"model.{size}", integer, 1, _MAX_SIZE)
-        choice("model.dtype", self.dtype, ELEMENT_BYTES)
+        keep(self, "model.dtype", choice, ELEMENT_BYTES)
         if self.q_heads % self.kv_heads:
             raise ConfigError(
                 "model.q_heads",
@@ -56,7 +56,7 @@ class Model:
                 "give each KV head the same number of query heads",
             )
         object.__setattr__(self, "layers", _layers(self.layers))
-        choice("model.sent_gradients", self.sent_gradients, SENT_GRADIENTS)
+        keep(self, "model.sent_gradients", choice, SENT_GRADIENTS)
         if self.sent_gradients == "model" and self.element_bytes == self.accumulator_bytes:
             raise ConfigError(
                 "model.sent_gradients",
@@ -67,11 +67,14 @@ class Model:
 
     def layers_of(self, kind: str) -> int:
         """The number of layers of one attention kind. Raises UnknownNameError."""
-        if isinstance(self.layers, int):
+        if isinstance(self.layers, int) and isinstance(kind, str):
             return self.layers
-        if kind not in self.layers:
+        if isinstance(self.layers, int) or not isinstance(kind, str) or kind not in self.layers:
             raise UnknownNameError(
-                "model.layers", kind, "no attention kind of that name", suggestion(kind, self.layers)
+                "model.layers",
+                kind,
+                "no attention kind of that name",
+                suggestion(str(kind), () if isinstance(self.layers, int) else self.layers),
             )
         return self.layers[kind]
 

@@ -41,7 +41,7 @@ class Recipe:
     steps: tuple[Step, ...] | Mapping[str, Any] = ()
 
     def __post_init__(self) -> None:
-        name("recipe.name", self.name)
+        keep(self, "recipe.name", name)
         object.__setattr__(self, "steps", _steps(self.steps))
 
     def __iter__(self) -> Any:

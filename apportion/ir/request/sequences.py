@@ -60,14 +60,6 @@ class Kind:
             yield spec, order[low:high]
 
 
-def as_list(values: ArrayLike) -> Any:
-    return (
-        list(values)
-        if isinstance(values, Iterable) and not isinstance(values, np.ndarray | str | dict)
-        else values
-    )
-
-
 def check_count(count: int) -> None:
     if not 1 <= count <= MAX_SEQUENCES:
         raise ConfigError(
@@ -135,7 +127,7 @@ def _distinct(specs: list[Mask]) -> Kind:
 def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
     if home_ranks is None:
         return {}
-    listed = sequence("home_ranks", as_list(home_ranks))
+    listed = sequence("home_ranks", home_ranks)
     if len(listed) != count:
         raise ConfigError(
             "home_ranks", len(listed), f"must have one entry a sequence ({count})", "write null for any"
@@ -144,7 +136,7 @@ def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
 
 
 def _home(where: str, ranks: Any) -> tuple[int, ...]:
-    home = tuple(integers(where, as_list(ranks), 0, MAX_RANKS - 1).tolist())
+    home = tuple(integers(where, ranks, 0, MAX_RANKS - 1).tolist())
     if not home or len(set(home)) != len(home):
         raise ConfigError(
             where, home, "must name at least one rank, each once", "write null where any rank will do"
@@ -154,7 +146,7 @@ def _home(where: str, ranks: Any) -> tuple[int, ...]:
 
 def checked_places(indexes: ArrayLike, count: int) -> Ints:
     """Indexes of some of `count` sequences, checked."""
-    places = integers("indexes", as_list(indexes), 0, count - 1)
+    places = integers("indexes", indexes, 0, count - 1)
     if len(np.unique(places)) < len(places):
         values, times = np.unique(places, return_counts=True)
         raise ConfigError(
@@ -182,7 +174,7 @@ def own_columns(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[
     for i, column in enumerate(columns):
         if column is not None:
             where, length = f"sequences[{i}].{what}", int(lengths[i])
-            held[i] = integers(where, as_list(column), low, length - 1 if what == "labels" else MAX_TOKENS)
+            held[i] = integers(where, column, low, length - 1 if what == "labels" else MAX_TOKENS)
             if len(held[i]) != length:
                 raise ConfigError(
                     where, len(held[i]), f"must have one a token ({length})", "correct the list"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from apportion.ir.errors import ConfigError
 from apportion.ir.isa import (
     ALL_TO_ALL,
     FORMAT,
@@ -23,7 +22,7 @@ from apportion.ir.isa import (
 )
 from apportion.ir.plan import plain
 from apportion.ir.plan.ops import starts_of
-from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.plan.tables import ProgramSet, Table, checked_rank
 from apportion.ir.tensors import TENSOR_NAMES, Space, Tensor
 from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Operand, Row
 
@@ -39,10 +38,8 @@ def format_plan(plan: Plan, rank: int | None = None, around: int | None = None) 
     if rank is None:
         blocks = [_head_lines(plan)]
         blocks += [list(_rank_lines(plan, number, around)) for number in range(plan.header.ranks)]
-    elif 0 <= rank < plan.header.ranks:
-        blocks = [list(_rank_lines(plan, rank, around))]
     else:
-        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
+        blocks = [list(_rank_lines(plan, checked_rank(rank, plan.header.ranks), around))]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apportion.ir.errors import ConfigError
+from apportion.ir.fields import instance
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
 from apportion.planner.forecast.parallelism import PACKINGS, Degrees, Parallelism
-from apportion.planner.recipe.recipes import entries, find_recipe
+from apportion.planner.recipe.recipes import entries, find_recipes
 
 #: recipes that a team without a planner runs, at every degree, as static grids
 GRID_RECIPES = ("ring", "allgather", "ulysses", "usp")
@@ -19,8 +20,9 @@ def recipe_parallelisms(
     recipes: Sequence[Recipe | str] | None = None, degrees: Degrees | None = None
 ) -> list[Parallelism]:
     """One plan over all data × context ranks, by each recipe (None: all that there are). Raises ConfigError."""
-    chosen = entries() if recipes is None else recipes
-    return [Parallelism(find_recipe(recipe), degrees or Degrees()) for recipe in chosen]
+    chosen = find_recipes("recipes", list(entries()) if recipes is None else recipes)
+    held = Degrees() if degrees is None else degrees
+    return [Parallelism(recipe, held) for recipe in chosen]
 
 
 def static_grids(
@@ -29,7 +31,8 @@ def static_grids(
     """Static grids of every context degree that divides the data × context ranks of a stage, by each recipe, under both
     packings. recipes: by default ring, all-gather, Ulysses and USP, which are one where nothing is to be shared. Raises
     ConfigError."""
-    chosen, held = [find_recipe(recipe) for recipe in recipes], degrees or Degrees()
+    instance("cluster", cluster, Cluster)
+    chosen, held = find_recipes("recipes", recipes), Degrees() if degrees is None else degrees
     stage = Parallelism(chosen[0], held).stage(cluster)
     found: list[Parallelism] = []
     for context in _degrees(stage):

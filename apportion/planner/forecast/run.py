@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from apportion.ir.errors import ApportionError, ConfigError
+from apportion.ir.fields import instance, instances, integer
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
@@ -42,6 +43,9 @@ def forecast(
     the name of the parallelism that gains refer to, by default the fastest static grid that fits. progress: called with
     the name of each that is done. One that cannot serve a batch keeps its row, with the reason. Raises ConfigError.
     """
+    instance("cluster", cluster, Cluster)
+    instance("model", model, Model)
+    seed = integer("seed", seed, 0)
     drawn = _listed("batches", batches, Batch, "give Batch.from_lengths(...), or several")
     usual = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms
     chosen = _listed(
@@ -64,12 +68,9 @@ def forecast(
 
 def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
     """What is given, one or several, all of that kind. Raises ConfigError."""
-    held = list(given) if isinstance(given, Iterable) else [given]
+    held = [given] if isinstance(given, kind) else list(instances(field, given, kind))
     if not held:
         raise ConfigError(field, [], "there is nothing to forecast", remedy)
-    for one in held:
-        if not isinstance(one, kind):
-            raise ConfigError(field, one, f"must be of type {kind.__name__}", remedy)
     return held
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
+from apportion.ir.fields import mapping
 from apportion.ir.request.hf_config import check_dense, head_fields
 from apportion.planner import options
 from apportion.planner.options import Bytes, Count
@@ -47,6 +48,7 @@ class Training:
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        options.keep(self, "training")
         if self.chunks > 1 and not (self.offload and self.recompute == "full"):
             rule, remedy = "chunks live on the host and are made anew", "write offload: true, recompute: full"
             raise ConfigError("training.chunks", self.chunks, rule, remedy)
@@ -61,8 +63,8 @@ class Training:
         """The training of plain data, all fields optional. config: the data of a Hugging Face `config.json`, which says
         `vocab` and `tied` where `data` do not. Raises ConfigError, also where layers of the config are not priced."""
         if config is not None:
-            check_dense(config)
-            data = {**head_fields(config, data), **data}
+            check_dense(mapping("config", config))
+            data = {**head_fields(config, data), **mapping("training", data)}
         return options.read(Training, "training", data)
 
     def to_data(self) -> dict[str, Any]:

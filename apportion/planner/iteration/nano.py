@@ -16,7 +16,7 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, instance
+from apportion.ir.fields import MAX_COUNT, choice, instance, integer, mapping
 from apportion.ir.loops.jit import jit
 from apportion.ir.request.batch import Batch
 from apportion.planner.shard.blocks import row_areas
@@ -52,6 +52,8 @@ def nano_batches(batch: Batch, layers: Mapping[str, int] | None = None, by: str 
     """
     instance("batch", batch, Batch)
     choice("by", by, ("both", "tokens"))
+    held = {} if layers is None else mapping("layers", layers)
+    layers = {kind: integer(f"layers.{kind}", held[kind], 1, MAX_COUNT) for kind in held}
     if len(batch.lengths) < 2:
         raise ConfigError(
             "batch.lengths",
@@ -59,7 +61,7 @@ def nano_batches(batch: Batch, layers: Mapping[str, int] | None = None, by: str 
             "a sequence stays whole, so that one sequence has no halves",
             "pack more sequences into the microbatch, or run it without taking turns",
         )
-    shares = _shares(batch, layers or {})
+    shares = _shares(batch, layers)
     sizes = shares if by == "both" else shares * (1.0, 0.0)
     side = _improved(sizes, _greedy(sizes, np.argsort(-sizes.max(1), kind="stable")))
     side *= side[0]

@@ -26,7 +26,8 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import integer
+from apportion.ir.fields import instance, instances, integer, name, sequence
+from apportion.ir.isa import MAX_RANKS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -50,6 +51,8 @@ RECIPE = Recipe(
         "schedule": {"gather": {"local": "first"}},
     },
 )
+
+MOST_PLACES = 2**20  # of a table in each phase: chunks of microbatches on stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +113,7 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
     stages = integer("ticks.stages", stages)
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
     most = virtual * microbatches
+    integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * most, 1, MOST_PLACES)
     room = most if cap is None else min(integer("ticks.cap", cap), most)
     if room < virtual:
         raise CapacityError(
@@ -227,7 +231,9 @@ def tick_batch(
     kinds: the attention kind of the layer that each virtual stage runs, which may differ (None: the only kind there
     is). The batch has one kind, in which every sequence has the mask of its stage's. Raises ConfigError.
     """
-    tick, replicas = integer("tick", tick, 0, table.ticks - 1), integer("replicas", replicas)
+    instance("table", table, TickTable)
+    microbatches = list(instances("microbatches", microbatches, Batch))
+    tick, replicas = integer("tick", tick, 0, table.ticks - 1), integer("replicas", replicas, 1, MAX_RANKS)
     kinds = _kinds(table, microbatches, kinds)
     parts, pieces, sequences, tokens = [], [], 0, 0
     for stage in range(table.stages):
@@ -255,6 +261,7 @@ def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str]
             rule = "must say which attention kind each stage runs, where there are several"
             raise ConfigError("kinds", None, rule, f"list one of {', '.join(sorted(names))} for each stage")
         return [*names] * count
+    kinds = [name("kinds", kind) for kind in sequence("kinds", kinds)]
     if len(kinds) != count:
         rule = f"must name the attention kind of each of the {count} virtual stages"
         raise ConfigError("kinds", list(kinds), rule, "list one for each, chunk after chunk")
@@ -313,18 +320,22 @@ def plan_tick(
     cluster: Cluster,
     model: Model,
     kinds: Sequence[str] | None = None,
-    recipe: str | Mapping[str, Any] | Recipe = RECIPE,
+    recipe: str | Mapping[str, Any] | Recipe | None = None,
     *,
     hardware: Hardware | str | None = None,
     verify: bool = True,
 ) -> tuple[Plan, TickBatch]:
     """The plan of one attention layer in one tick over the ranks of all stages, `cluster.ranks` = stages x replicas.
 
-    A tick runs the program of its phase. Arguments as in `tick_batch` and `plan`. Raises ConfigError, CapacityError.
+    A tick runs the program of its phase. recipe: DistCA's where none is given. Others as in `tick_batch`, `plan`. Raises ConfigError, CapacityError.
     """
+    instance("table", table, TickTable)
+    instance("cluster", cluster, Cluster)
+    instance("model", model, Model)
     if cluster.ranks % table.stages:
         rule = f"must be a multiple of the {table.stages} stages"
         raise ConfigError("cluster.ranks", cluster.ranks, rule, "give every stage the same number of ranks")
     made = tick_batch(table, tick, microbatches, cluster.ranks // table.stages, kinds)
     once = replace(model, layers=1)
-    return plan(made.batch, cluster, once, recipe, hardware=hardware, verify=verify), made
+    chosen = RECIPE if recipe is None else recipe
+    return plan(made.batch, cluster, once, chosen, hardware=hardware, verify=verify), made

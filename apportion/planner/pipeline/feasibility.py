@@ -9,7 +9,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.errors import CapacityError, ConfigError, gib
 from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout, ProgramSet
 from apportion.ir.request.model import Model
@@ -44,7 +44,7 @@ def _check_memory(problem: Problem) -> None:
     need = rows * _home_row_bytes(problem.model, "backward", projects)
     if need > cap * 2**30:
         raise CapacityError(
-            f"{rows} tokens, the least that the fullest rank can hold, need {need / 2**30:.2f} GiB of home rows for "
+            f"{rows} tokens, the least that the fullest rank can hold, need {gib(need)} of home rows for "
             f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
         )
 
@@ -70,7 +70,7 @@ def check_promises(
         peak = int(_call_bytes(problem.model, rows, phase, program).max())
         if peak > cap * 2**30:
             raise CapacityError(
-                f"the {phase} of kind {kind} needs {peak / 2**30:.2f} GiB of home and work rows on its fullest rank, "
+                f"the {phase} of kind {kind} needs {gib(peak)} of home and work rows on its fullest rank, "
                 f"the cap is {cap} GiB: use more ranks, smaller blocks, fewer buffers or a higher memory_cap_gib"
             )
 

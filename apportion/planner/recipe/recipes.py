@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import sequence
 from apportion.ir.request.policy import Recipe, Step
 from apportion.planner import options, plugins
 from apportion.planner.inner.groups import InnerPass
@@ -78,6 +79,14 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
         )
     found = known[recipe].recipe
     return Recipe(found.name, found.steps)  # a copy: whoever changes its parameters changes no other plan
+
+
+def find_recipes(field: str, recipes: Any) -> list[Recipe]:
+    """The recipes of a list of names, Recipes and data, one at least. Raises ConfigError."""
+    found = [find_recipe(recipe) for recipe in sequence(field, recipes)]
+    if not found:
+        raise ConfigError(field, [], "must not be empty", "name one at least")
+    return found
 
 
 def check(recipe: Recipe) -> None:

@@ -116,6 +116,7 @@ def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
     own = plan.request.cluster
     if cluster is None:
         return own
+    instance("cluster", cluster, Cluster)
     shape, given = (own.nodes, own.ranks_per_node), (cluster.nodes, cluster.ranks_per_node)
     if given != shape:
         rule = f"must have the {shape[0]} x {shape[1]} ranks that the plan was made for"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
+from apportion.ir.errors import gib
 from apportion.ir.plan.ops import IS_HEADLESS
 from apportion.ir.plan.totals import loads
 from apportion.ir.tensors import PHASES, Tensor
@@ -66,7 +67,7 @@ def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Viol
     size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
     total = np.bincount(arenas.rank, size, program.ranks)
     for rank in np.flatnonzero(total > cap * _GIB).tolist():
-        message = f"needs {total[rank] / _GIB:.2f} GiB of work rows, the memory cap is {cap} GiB"
+        message = f"needs {gib(total[rank])} of work rows, the memory cap is {cap} GiB"
         yield Violation(RULE, rank, program.kind, program.phase, None, message)
 
 

@@ -59,7 +59,7 @@ def simulate_pair(
     half has one for each of its channels. whole: a plan of the undivided microbatch, to compare with. Equal arguments
     give equal times. Raises ConfigError where plans differ in ranks or kinds, VerifyError for one that cannot run.
     """
-    for name, plan in (("ping", ping), ("pong", pong)):
+    for name, plan in (("ping", ping), ("pong", pong), *([] if whole is None else [(WHOLE, whole)])):
         instance(name, plan, Plan, "make one with plan(...)")
     used = Hardware.named(hardware) or Hardware.load("h100")
     costs = CostModel(used, ping.request.model)
