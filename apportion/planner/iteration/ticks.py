@@ -327,7 +327,8 @@ def plan_tick(
 ) -> tuple[Plan, TickBatch]:
     """The plan of one attention layer in one tick over the ranks of all stages, `cluster.ranks` = stages x replicas.
 
-    A tick runs the program of its phase. recipe: DistCA's where none is given. Others as in `tick_batch`, `plan`. Raises ConfigError, CapacityError.
+    A tick runs the program of its phase. recipe: DistCA's where none is given. Others as in `tick_batch` and `plan`.
+    Raises ConfigError, CapacityError.
     """
     instance("table", table, TickTable)
     instance("cluster", cluster, Cluster)
