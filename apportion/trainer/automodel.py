@@ -49,7 +49,7 @@ def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextPara
 
 def _layout(batch: PlannedBatch) -> ShardLayout:
     handle = batch.handle
-    held = handle.communicator.all_gather([len(batch.tokens), handle.rows])
+    held = handle.communicator.all_gather([len(batch.tokens), handle.rows], "rows")
     rows, tokens = max(row[0] for row in held), sum(row[1] for row in held)
     before = sum(rows - row[1] for row in held[: handle.communicator.rank])
     padding = torch.arange(rows - handle.rows) + tokens + before

@@ -260,11 +260,12 @@ def _balance(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None
 def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:
     """E · sum over experts of (share of the tokens sent there) · (mean probability), Switch Transformers (arXiv
     2101.03961), eq. 4 to 6: shares of all ranks, and of the mean what this rank's rows add. A collective."""
-    probabilities = torch.stack([layer[: handle.rows] for layer in logits]).softmax(-1).float()
+    probabilities = torch.stack([layer[: handle.rows] for layer in logits]).softmax(-1)
+    probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     experts = probabilities.shape[-1]
     sent = one_hot(probabilities.topk(top_k).indices, experts).sum((0, 1, 2))
     here = [*sent.tolist(), probabilities[..., 0].numel()]
-    *everywhere, rows = torch.tensor(handle.communicator.all_gather(here)).sum(0).tolist()
+    *everywhere, rows = torch.tensor(handle.communicator.all_gather(here, "routed tokens")).sum(0).tolist()
     weights = probabilities.new_tensor(everywhere) / rows
     share: Tensor = experts * (weights * probabilities.sum((0, 1)) / rows).sum()
     return share

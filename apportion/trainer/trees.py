@@ -207,6 +207,8 @@ def _whole(values: Tensor, forest: Forest, sample: int) -> Tensor:
 
 def _to_all(transport: Transport, count: int) -> Exchange:
     """Each rank's entries to every rank, those of rank 0 first. count: of this one's. A collective among hosts."""
-    counts = [row[0] for row in transport.all_gather([count])]
+    counts = [row[0] for row in transport.all_gather([count], "predictions")]
     take, into = torch.arange(count).repeat(transport.ranks), torch.arange(sum(counts))
-    return Exchange(transport, take, [count] * transport.ranks, into, counts, len(into))
+    return Exchange(
+        transport, "gather of predictions", take, [count] * transport.ranks, into, counts, len(into)
+    )

@@ -160,7 +160,7 @@ def total(loss: Any, comm: Communicator) -> Any:
 def numbers(comm: Communicator, *values: Any) -> Any:
     """Floats of every rank."""
     rows = comm.all_gather(
-        [np.float64(float(torch.as_tensor(value).detach())).view(np.int64) for value in values]
+        [np.float64(float(torch.as_tensor(value).detach())).view(np.int64) for value in values], "losses"
     )
     return [[float(np.int64(bits).view(np.float64)) for bits in row] for row in rows]
 

@@ -88,3 +88,14 @@ def apart(comm: Communicator, source: HereSource) -> Any:
         return len(list(loader))
     except ApportionError as error:
         return str(error)
+
+
+def drawn(comm: Communicator, source: HereSource, samplers: list[Any]) -> tuple[int, str]:
+    """How many microbatches a rank gets of its own sampler, and the error that ends its pass. samplers: of each."""
+    loader, got = PlannedLoader(Recorded(), source=source, communicator=comm, sampler=samplers[comm.rank]), 0
+    try:
+        for _ in loader:
+            got += 1
+    except ApportionError as error:
+        return got, f"{type(error).__name__}: {error}"
+    return got, ""

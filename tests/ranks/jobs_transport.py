@@ -38,5 +38,5 @@ def channels(comm: Communicator) -> tuple[int, bool, bool]:
     """Groups of all ranks after three channels were asked for, whether that is kept, and an agreement among hosts."""
     shared = Communicator.shared()
     shared.start(3)
-    rows = shared.all_gather([shared.rank, 7])
+    rows = shared.all_gather([shared.rank, 7], "numbers")
     return len(shared._groups), Communicator.shared() is shared, rows == [[rank, 7] for rank in range(8)]

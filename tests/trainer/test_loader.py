@@ -414,7 +414,7 @@ def test_a_rank_whose_plan_is_refused_ends_all(pool: Pool) -> None:
     sources = [HereSource(job(2)), HereSource(job(2), broken=frozenset([1]))]
     (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, sources, {})
     assert len(ids) == 1
-    assert first == "ExecutionError: iteration 1: ranks [1] have no plan: their own errors say why"
+    assert first == "ExecutionError: iteration 1: ranks [1] have no plan: " + second + " on rank 1"
     assert second.startswith("ConfigError: batches = 1: are refused")
 
 
@@ -427,3 +427,38 @@ def test_ranks_that_hold_different_plans_all_say_so(pool: Pool) -> None:
 def test_ranks_begin_the_same_pass(pool: Pool) -> None:
     results = pool.run(jobs_loader.apart, 2, HereSource(job(2)))
     assert all("ranks begin different passes" in error for error in results)
+
+
+@pytest.mark.parametrize(
+    ("other", "got", "says"),
+    [
+        ([[[0], [1, 3]]], 0, "2 microbatches, samples [0] of [40] tokens, [1, 3] of [9, 1] tokens under"),
+        (
+            [[[0], [1], [3]]],
+            0,
+            "3 microbatches, samples [0] of [40] tokens, [1] of [9] tokens, [3] of [1] tokens",
+        ),
+        ([[[0]]], 0, "1 microbatches, samples [0] of [40] tokens under"),
+    ],
+)
+def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
+    pool: Pool, other: Any, got: int, says: str
+) -> None:
+    samplers = [[[[0], [1]]], other, [[[0], [1]]]]
+    results = pool.run(jobs_loader.drawn, 3, HereSource(job(3, 66, 3)), samplers)
+    assert [found for found, _ in results] == [got] * 3
+    errors = {error for _, error in results}
+    assert len(errors) == 1
+    error = errors.pop()
+    assert error.startswith("ExecutionError: ranks hold different plans: ")
+    assert says in error
+    assert error.count("on rank 1") == error.count("on ranks 0, 2") == 1
+
+
+def test_a_rank_whose_pass_ends_first_is_told_apart(pool: Pool) -> None:
+    samplers = [[[[0]], [[1]]], [[[0]]], [[[0]], [[1]]]]
+    results = pool.run(jobs_loader.drawn, 3, HereSource(job(3, 66)), samplers)
+    assert [found for found, _ in results] == [1, 1, 1]
+    for _, error in results:
+        assert "all_gather of plans on ranks 0, 2" in error
+        assert "all_gather of the end of a pass on rank 1" in error

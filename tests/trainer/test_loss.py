@@ -68,3 +68,13 @@ def test_other_shapes_are_refused(
     given = None if weights is None else torch.ones(weights)
     with pytest.raises(ConfigError, match=message):
         normalised_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), 5, weights=given)
+
+
+def test_float64_logits_keep_their_digits() -> None:
+    logits, weights = logits_of().double().requires_grad_(), torch.rand(5, dtype=torch.float64)
+    logs, kept = logits.log_softmax(-1), [0, 2, 3, 4]
+    losses = -logs[kept, LABELS[kept]]
+    for given, want in ((None, losses.sum() / 4), (weights, (losses * weights[kept]).sum() / 4)):
+        got = normalised_loss(logits, LABELS, 4, weights=given)
+        torch.testing.assert_close(got, want, atol=1e-15, rtol=1e-15)
+    assert normalised_loss(logits.bfloat16(), LABELS, 4).dtype == torch.float32

@@ -11,6 +11,7 @@ breaks, and no new graph for a new plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from apportion.backends.torch.calls import Attending
 from apportion.backends.torch.executor import Gradients, Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -35,6 +37,14 @@ def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> 
     machine.run()
     machine.close()
     return machine
+
+
+def attending(
+    handle: PlanHandle, kind: str, phase: str, score: Score, sinks: Tensor | None, lse: bool = False
+) -> AbstractContextManager[None]:
+    """The call of one program on all ranks. lse: whether LSE may have a gradient."""
+    rule = score.scale, score.softcap, sinks is not None, lse
+    return handle.call(Attending(handle.name, kind, phase, *rule))
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
@@ -104,6 +114,12 @@ def _checked_sinks(handle: PlanHandle, sinks: Tensor | None, device: torch.devic
     return sinks.detach().contiguous()
 
 
+def _check_hidden(handle: PlanHandle, hidden: Tensor, position_ids: Tensor) -> None:
+    check_shape("hidden", hidden, (handle.padded_rows, hidden.shape[-1]))
+    _check_dtype("hidden", hidden, handle)
+    check_shape("position_ids", position_ids, (handle.padded_rows,))
+
+
 def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ExecutionError(
@@ -152,7 +168,9 @@ class PlannedBlock(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:
         layer = replace(layer, sinks=sinks, params=())
-        machine = run(handle, kind, "forward", {Name.X: (hidden, position_ids)}, layer)
+        with attending(handle, kind, "forward", layer.score, sinks):
+            _check_hidden(handle, hidden, position_ids)
+            machine = run(handle, kind, "forward", {Name.X: (hidden, position_ids)}, layer)
         memory, (out, lse) = machine.memory, machine.output(hidden.dtype)
         # only a plan that keeps projected rows at home has them here
         ctx.kept = tuple((name, len(memory.home[name])) for name in (Name.Q, Name.KV) if name in memory.home)
@@ -170,7 +188,8 @@ class PlannedBlock(torch.autograd.Function):
         rest = iter(rows)
         kept: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
         home = backward_home({**kept, Name.X: (hidden, position_ids)}, out, lse, do)
-        machine = run(ctx.handle, ctx.kind, "backward", home, layer)
+        with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
+            machine = run(ctx.handle, ctx.kind, "backward", home, layer)
         (dx,), gradients = machine.memory.home_rows(Name.DX), machine.gradients
         found = iter(gradients.params)
         dparams = [next(found).to(p.dtype) if p.requires_grad else None for p in ctx.params]
@@ -218,10 +237,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number."""
     handle = PlanHandle.of_number(number)
-    handle.check(kind, window, causal, layer)
-    check_qkv(handle, q, k, v)
-    home: Home = {Name.Q: (q,), Name.KV: (k, v)}
-    return run(handle, kind, "forward", home, Layer(Score(scale, softcap), sinks)).output(q.dtype)
+    score = Score(scale, softcap)
+    with attending(handle, kind, "forward", score, sinks, return_lse):
+        handle.check(kind, window, causal, layer)
+        check_qkv(handle, q, k, v)
+        home: Home = {Name.Q: (q,), Name.KV: (k, v)}
+        return run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
 
 
 @torch.library.register_fake("apportion::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
@@ -248,7 +269,9 @@ def _attend_grad(
     """dq, dk, dv, dsinks (empty without sinks)."""
     layer = Layer(Score(scale, softcap, any_delta=return_lse), sinks, dlse=dlse)
     home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
-    machine = run(PlanHandle.of_number(number), kind, "backward", home, layer)
+    handle = PlanHandle.of_number(number)
+    with attending(handle, kind, "backward", layer.score, sinks, return_lse):
+        machine = run(handle, kind, "backward", home, layer)
     dsinks = sink_gradient(layer, machine.gradients)
     return *machine.input_gradients(q.dtype), q.new_empty(0) if dsinks is None else dsinks
 
@@ -323,9 +346,6 @@ def attend_block(
     score: Score,
 ) -> Tensor:
     """Planned attention of hidden states, differentiable in hidden, sinks and params."""
-    check_shape("hidden", hidden, (handle.padded_rows, hidden.shape[-1]))
-    _check_dtype("hidden", hidden, handle)
-    check_shape("position_ids", position_ids, (handle.padded_rows,))
     layer = Layer(score, project=project)
     inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
     result: Tensor = PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call]

@@ -18,10 +18,12 @@ from apportion.backends.torch.transport import Transport
 
 @dataclass(frozen=True)
 class Exchange:
-    """Which rows go where. take: int64, rows of x for rank 0, 1, …; sent: how many for each. into: int64, where the
-    rows from rank 0, 1, … go, each once; received: how many from each; rows: of the result."""
+    """Which rows go where. name: in errors, equal on all ranks. take: int64, rows of x for rank 0, 1, …; sent: how many
+    for each. into: int64, where the rows from rank 0, 1, … go, each once; received: how many from each; rows: of the
+    result."""
 
     transport: Transport
+    name: str
     take: Tensor
     sent: list[int]
     into: Tensor
@@ -45,14 +47,14 @@ class _Exchanged(torch.autograd.Function):
         ctx.exchange, ctx.shape = exchange, x.shape
         take, into = exchange.on(x.device)
         out = x.new_full((exchange.rows, *x.shape[1:]), fill)
-        out[into] = _swapped(exchange.transport, x[take], exchange.sent, exchange.received)
+        out[into] = _swapped(exchange, "", x[take], exchange.sent, exchange.received)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: Exchange = ctx.exchange
         take, into = exchange.on(grad.device)
-        back = _swapped(exchange.transport, grad[into], exchange.received, exchange.sent)
+        back = _swapped(exchange, "gradient of ", grad[into], exchange.received, exchange.sent)
         total = grad.new_zeros(ctx.shape, dtype=accumulator_dtype(grad.dtype))
         total.index_put_(
             (take,), back.to(total.dtype), accumulate=True
@@ -60,14 +62,16 @@ class _Exchanged(torch.autograd.Function):
         return total.to(grad.dtype), None, None
 
 
-def _swapped(transport: Transport, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def _swapped(exchange: Exchange, of: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
     """[sum of received, ...]: the rows from rank 0, 1, … for this one."""
+    transport, form = exchange.transport, f"{rows.dtype} {list(rows.shape[1:])}"
     if transport.ranks == 1:
         return rows
     out = rows.new_empty(sum(received), *rows.shape[1:])
     row_bytes = rows.element_size() * math.prod(rows.shape[1:])
     sizes = [count * row_bytes for count in sent], [count * row_bytes for count in received]
-    transport.all_to_all(0, _bytes(rows), _bytes(out), sizes).wait()
+    with transport.call(f"{of}{exchange.name}, rows of {form}"):
+        transport.all_to_all(0, _bytes(rows), _bytes(out), sizes).wait()
     return out
 
 

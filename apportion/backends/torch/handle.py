@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import count
 from typing import NoReturn
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Program, Segments, compile_program
+from apportion.backends.torch.calls import by_value
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
+from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
@@ -86,6 +88,11 @@ class PlanHandle:
     @property
     def id(self) -> bytes:
         return self.slice.id
+
+    @cached_property
+    def name(self) -> str:
+        """The beginning of the plan's id."""
+        return self.id.hex()[:12]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -176,7 +183,8 @@ class PlanHandle:
         if not self._segments:
             keys = self._keys()
             own = [cut for key in keys for cut in self.program(*key).cuts]
-            cuts = zip(*(_pairs(row) for row in self.communicator.all_gather(own)), strict=True)
+            rows = self.communicator.all_gather(own, f"segments of plan {self.name}")
+            cuts = zip(*map(_pairs, rows), strict=True)
             agreed = {key: agreed_cuts(ranks) for key, ranks in zip(keys, cuts, strict=True)}
             self._segments = {key: self.program(*key).segments(cut) for key, cut in agreed.items()}
         return self._segments[kind, phase]
@@ -190,6 +198,11 @@ class PlanHandle:
         ExecutionError."""
         if not self._agreed:
             agree([self])
+
+    def call(self, what: Hashable) -> AbstractContextManager[None]:
+        """One call under this plan, as `Transport.call`, after ranks were found to hold it."""
+        self.agree()
+        return self.communicator.call(what)
 
     def sent_bytes(self, device: torch.device | str) -> int:
         """Bytes that this rank sends in a layer of each kind, forward and backward, by the programs that attention on
@@ -210,16 +223,23 @@ class PlanHandle:
         return [key for key in keys if key in self.slice.programs]
 
 
-def agree(handles: Sequence[PlanHandle], facts: Sequence[int] = ()) -> list[list[int]]:
+def agree(
+    handles: Sequence[PlanHandle], facts: Sequence[int] = (), holds: Callable[[], str] | None = None
+) -> list[list[int]]:
     """Makes sure that all ranks hold these plans, and starts the channels that they need: one collective among hosts,
-    which waits for no device, best ahead of time. Gives the facts of every rank, equally many. Raises
-    ExecutionError."""
+    which waits for no device, best ahead of time. Gives the facts of every rank. holds: says what this rank holds, in
+    the error of all ranks where that differs. Raises ExecutionError."""
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
-    rows = transport.all_gather([max(handle.channels for handle in handles), *ids, *facts])
-    size, told = len(ids) // len(handles), 1 + len(ids)
-    for first in range(1, told, size):
-        require_one_plan([np.array(row[first : first + size], "<i8").tobytes() for row in rows])
+    told = 2 + len(ids)
+    own = [max(handle.channels for handle in handles), len(ids), *ids, *facts]
+    rows = transport.all_gather(own, "plans")
+    if any(row[1:told] != own[1:told] for row in rows):
+        mine = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
+        held = by_value(dict(enumerate(transport.gather_texts(mine, "what ranks hold"))))
+        raise ExecutionError(
+            f"ranks hold different plans: {held}. Give every rank its slice of the same plan"
+        )
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True

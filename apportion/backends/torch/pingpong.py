@@ -12,6 +12,7 @@ of both halves are launched in one order everywhere: two programs may share proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
@@ -29,6 +30,7 @@ from apportion.backends.torch.autograd import (
     prepare,
     sink_gradient,
 )
+from apportion.backends.torch.calls import Attending
 from apportion.backends.torch.executor import Layer, Projection
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -40,6 +42,8 @@ from apportion.ir.tensors import PHASES, Tensor as Name
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (the layer's hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]
 Post = Callable[[Tensor, Tensor], Tensor]
+#: of a layer: kind, score, sinks
+Rule = tuple[str, Score, Tensor | None]
 
 
 class HalfCall:
@@ -93,6 +97,16 @@ def take_turns(halves: Iterable[Iterator[None]]) -> None:
         pass
 
 
+def paired(handles: Sequence[PlanHandle], phase: str, rules: Iterable[Rule]) -> AbstractContextManager[None]:
+    """The call of both halves on all ranks, of a layer or several."""
+    plans = " and ".join(handle.name for handle in handles)
+    layers = (
+        Attending(plans, kind, f"ping-pong {phase}", score.scale, score.softcap, sinks is not None)
+        for kind, score, sinks in rules
+    )
+    return handles[0].call("; ".join(map(str, layers)))
+
+
 def agree(handles: Iterable[PlanHandle], kind: str) -> None:
     """All collectives that a handle's first use takes, before any turn. Raises ExecutionError where ranks differ."""
     for handle in handles:
@@ -133,9 +147,12 @@ class PairedAttention(torch.autograd.Function):
         *qkv: Tensor,
     ) -> tuple[Tensor, ...]:
         parts, layer = (qkv[:3], qkv[3:]), Layer(score, sinks)
-        homes = [qkv_home(handle, part) for handle, part in zip(handles, parts, strict=True)]
-        calls = [HalfCall(h, kind, "forward", home, layer) for h, home in zip(handles, homes, strict=True)]
-        take_turns(call.turns() for call in calls)
+        with paired(handles, "forward", [(kind, score, sinks)]):
+            homes = [qkv_home(handle, part) for handle, part in zip(handles, parts, strict=True)]
+            calls = [
+                HalfCall(h, kind, "forward", home, layer) for h, home in zip(handles, homes, strict=True)
+            ]
+            take_turns(call.turns() for call in calls)
         results = [call.output(qkv[0].dtype) for call in calls]
         ctx.save_for_backward(sinks, *parts[0], *results[0], *parts[1], *results[1])
         ctx.handles, ctx.kind, ctx.score = handles, kind, score
@@ -150,10 +167,12 @@ class PairedAttention(torch.autograd.Function):
             backward_home(qkv_home(handle, half[:3]), half.out, half.lse, do)
             for handle, half, do in zip(ctx.handles, kept, dos, strict=True)
         ]
-        calls = [
-            HalfCall(h, ctx.kind, "backward", home, layer) for h, home in zip(ctx.handles, homes, strict=True)
-        ]
-        take_turns(call.turns() for call in calls)
+        with paired(ctx.handles, "backward", [(ctx.kind, ctx.score, sinks)]):
+            calls = [
+                HalfCall(h, ctx.kind, "backward", home, layer)
+                for h, home in zip(ctx.handles, homes, strict=True)
+            ]
+            take_turns(call.turns() for call in calls)
         grads = [call.input_gradients(half.q.dtype) for call, half in zip(calls, kept, strict=True)]
         return None, None, None, _total(call.sink_gradient for call in calls), *grads[0], *grads[1]
 
@@ -182,6 +201,10 @@ class Piece:
     score: Score
     sinks: Tensor | None = None
     project: Projection | None = None
+
+    @property
+    def rule(self) -> Rule:
+        return self.kind, self.score, self.sinks
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
@@ -333,7 +356,8 @@ class PairedLayers(torch.autograd.Function):
         hidden: list[list[Tensor]] = [[ping], [pong]]
         kept: list[list[Kept] | None] = [[] if keep else None for _ in handles]
         halves = zip(handles, hidden, kept, strict=True)
-        take_turns(forward_turns(handle, pieces, mine, own) for handle, mine, own in halves)
+        with paired(handles, "forward", [piece.rule for piece in pieces]):
+            take_turns(forward_turns(handle, pieces, mine, own) for handle, mine, own in halves)
         ctx.handles, ctx.pieces, ctx.kept, ctx.params = handles, pieces, kept, params
         return tuple(half[0] for half in hidden)
 
@@ -346,7 +370,8 @@ class PairedLayers(torch.autograd.Function):
             )
         sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.kept, grads, strict=True)
-        take_turns(backward_turns(handle, ctx.pieces, own, mine, sums) for handle, own, mine in halves)
+        with paired(ctx.handles, "backward", [piece.rule for piece in ctx.pieces]):
+            take_turns(backward_turns(handle, ctx.pieces, own, mine, sums) for handle, own, mine in halves)
         return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)
 
 

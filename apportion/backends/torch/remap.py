@@ -67,8 +67,14 @@ def _where_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
 
 
 def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
+    source, target = (move.target, move.source) if inverse else (move.source, move.target)
+    form = f"{x.dtype} {list(x.shape[1:])}"
+    with handle.call(f"rows of {form} from layout {source} to {target}, plan {handle.name}"):
+        return _moved_rows(x, handle, move, inverse)
+
+
+def _moved_rows(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
     handle.require_unpadded("layouts are moved")
-    handle.agree()
     source, target = (move.target, move.source) if inverse else (move.source, move.target)
     given, wanted = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
     if len(x) != given:

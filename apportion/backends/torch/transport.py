@@ -10,15 +10,17 @@ launches its rounds in rising order over all channels together, so one group is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apportion.backends.torch.calls import Calls, by_value, calls_of
 from apportion.backends.torch.memory.arenas import Pool, Post
 from apportion.ir.errors import ConfigError, ExecutionError
 
@@ -57,19 +59,47 @@ class Transport(ABC):
         """Starts an exchange that every rank enters. sizes: bytes for each peer, and from each."""
 
     @abstractmethod
-    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, equally many, a collective among hosts."""
+    def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
+        """The numbers of every rank, of any count each, a collective among hosts. about: what they are, in errors.
+        Raises ExecutionError where ranks gather different things, or have made different calls before."""
+
+    def call(self, what: Hashable) -> AbstractContextManager[None]:
+        """All messages of one call, which every rank makes; `str(what)` says which, and is equal on all ranks. Where
+        it raises, the calls of the other ranks raise too. Raises ExecutionError where another thread is in one."""
+        return _UNWATCHED
+
+    def gather_texts(self, text: str, about: str) -> list[str]:
+        """The text of every rank, a collective among hosts."""
+        return [_text(row) for row in self.all_gather(_numbers(text), about)]
+
+
+def _numbers(text: str) -> list[int]:
+    """Its length in bytes, and these as integers of 8."""
+    data = text.encode()
+    return [len(data), *np.frombuffer(data + bytes(-len(data) % 8), "<i8").tolist()]
+
+
+def _text(numbers: Sequence[int]) -> str:
+    """The inverse of `_numbers`."""
+    return np.array(numbers[1:], "<i8").tobytes()[: numbers[0]].decode()
+
+
+#: of a single rank, which has nobody to tell
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
+#: numbers of a rank that one exchange among hosts takes, with its lists' length
+_FIRST = 63
 
 
 class Works(Flight):
-    """What torch.distributed returned."""
+    """What torch.distributed returned for messages between this rank and `peers`."""
 
-    def __init__(self, works: Sequence[Any], kept: Sequence[Tensor]) -> None:
-        self._works, self._kept = works, kept
+    def __init__(
+        self, works: Sequence[Any], kept: Sequence[Tensor], calls: Calls, group: Any, peers: Collection[int]
+    ) -> None:
+        self._works, self._kept, self._calls, self._group, self._peers = works, kept, calls, group, peers
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        self._calls.wait(self._works, self._group, self._peers)
 
 
 class Alone(Flight):
@@ -99,6 +129,7 @@ class Communicator(Transport):
         self.ranks = dist.get_world_size(groups[0]) if groups else 1
         self.rank = dist.get_rank(groups[0]) if groups else 0
         self._global: list[int] = dist.get_process_group_ranks(groups[0]) if groups else [0]
+        self._calls = calls_of(groups[0]) if self.ranks > 1 else None
         self._started = 0
 
     @staticmethod
@@ -122,32 +153,66 @@ class Communicator(Transport):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._started += 1
 
+    def call(self, what: Hashable) -> AbstractContextManager[None]:
+        return _UNWATCHED if self._calls is None else self._calls.call(what)
+
     def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
-        if self.ranks == 1 or not posts:
+        if self._calls is None or not posts:
             return Alone()
-        group = self._group(channel)
+        group, tag = self._group(channel), self._calls.tag
         ops = [
-            dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group)
+            dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group, tag)
             for send, peer, data in posts
         ]
-        return Works(dist.batch_isend_irecv(ops), [post.data for post in posts])
+        works, kept = dist.batch_isend_irecv(ops), [post.data for post in posts]
+        return Works(works, kept, self._calls, group, {post.peer for post in posts})
 
     def all_to_all(
         self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
     ) -> Flight:
-        if self.ranks == 1:
+        if self._calls is None:
             return Alone()
-        work = dist.all_to_all_single(
-            received, sent, sizes[1], sizes[0], group=self._group(channel), async_op=True
-        )
-        return Works([work], [sent, received])
+        if sent.device.type == "cpu":  # messages of gloo's own exchange have no tags
+            return self._exchanged(channel, sent, received, sizes)
+        group = self._group(channel)
+        work = dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group, async_op=True)
+        return Works([work], [sent, received], self._calls, group, range(self.ranks))
 
-    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        if self.ranks == 1:
+    def _exchanged(
+        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
+    ) -> Flight:
+        """An exchange, message by message."""
+        into, out = torch.split(received, sizes[1]), torch.split(sent, sizes[0])
+        into[self.rank].copy_(out[self.rank])
+        sides = ((False, into), (True, out))
+        posts = [Post(send, peer, part) for send, parts in sides for peer, part in enumerate(parts)]
+        return self.batch(channel, [post for post in posts if post.peer != self.rank and len(post.data)])
+
+    def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
+        if self._calls is None:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(everyone, mine, group=self._host_group())
+        with self.call(f"all_gather of {about}"):
+            rows = self._lists(self._calls, [self._calls.history, *numbers])
+            if len({row[0] for row in rows}) > 1:
+                told = self._lists(self._calls, _numbers(self._calls.told()))
+                raise self._calls.met(list(map(_text, told)))
+            return [row[1:] for row in rows]
+
+    def _lists(self, calls: Calls, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, of any count: a second exchange where one has many."""
+        rows = self._gathered(calls, [len(numbers), *numbers[:_FIRST]], 1 + _FIRST)
+        longest = max(row[0] for row in rows) - _FIRST
+        if longest > 0:
+            rest = self._gathered(calls, numbers[_FIRST:], longest)
+            rows = [row + more for row, more in zip(rows, rest, strict=True)]
+        return [row[1 : 1 + row[0]] for row in rows]
+
+    def _gathered(self, calls: Calls, numbers: Sequence[int], count: int) -> list[list[int]]:
+        """`count` numbers of every rank, zeros behind its own."""
+        mine = torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64, device="cpu")
+        everyone, group = [torch.empty_like(mine) for _ in range(self.ranks)], self._host_group()
+        work = dist.all_gather(everyone, mine, group=group, async_op=True)
+        Works([work], [mine, *everyone], calls, group, range(self.ranks)).wait()
         return [row.tolist() for row in everyone]
 
     def _group(self, channel: int) -> Any:
@@ -186,11 +251,8 @@ def _options(like: Any) -> Any:
 
 def require_one_plan(ids: Sequence[bytes]) -> None:
     """ids: of the plan on each rank. Raises ExecutionError where they differ."""
-    if len(set(ids)) == 1:
-        return
-    by_id = sorted((plan_id.hex()[:12], rank) for rank, plan_id in enumerate(ids))
-    held = "; ".join(
-        f"plan {name} on ranks {', '.join(str(rank) for _, rank in rows)}"
-        for name, rows in groupby(by_id, key=lambda row: row[0])
-    )
-    raise ExecutionError(f"ranks hold different plans: {held}. Give every rank its slice of the same plan")
+    if len(set(ids)) > 1:
+        held = by_value({rank: f"plan {plan_id.hex()[:12]}" for rank, plan_id in enumerate(ids)})
+        raise ExecutionError(
+            f"ranks hold different plans: {held}. Give every rank its slice of the same plan"
+        )

@@ -6,9 +6,11 @@ One collective an iteration where all is well: has this rank the plan, and which
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
+from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.transport import Communicator, require_one_plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
@@ -62,16 +64,21 @@ class Agreement:
 
     def _states(self, number: int, held: Held) -> list[int]:
         """Of every rank; a collective. Raises on all ranks where one failed or two hold different plans."""
-        rows = self.communicator.all_gather([held.state, *held.id])
+        rows = self.communicator.all_gather([held.state, *held.id], "states of plans")
         states = [row[0] for row in rows]
-        if held.state == FAILED and held.error is not None:
-            raise held.error
         if FAILED in states:
-            failed = [rank for rank, state in enumerate(states) if state == FAILED]
-            raise ExecutionError(f"iteration {number}: ranks {failed} have no plan: their own errors say why")
+            self._raise(number, held, states)
         if MISSING not in states:
             require_one_plan([bytes(row[1:]) for row in rows])
         return states
+
+    def _raise(self, number: int, held: Held, states: Sequence[int]) -> NoReturn:
+        """Where some rank failed; a collective."""
+        told = self.communicator.gather_texts(shown(held.error), "errors of plans")
+        if held.state == FAILED and held.error is not None:
+            raise held.error
+        failed = {rank: told[rank] for rank, state in enumerate(states) if state == FAILED}
+        raise ExecutionError(f"iteration {number}: ranks {[*failed]} have no plan: {by_value(failed)}")
 
 
 def _attempt(make: Callable[[], Fetched]) -> Held:

@@ -120,18 +120,17 @@ class Places:
         """A collective among hosts."""
         handle.agree()
         own, transport = handle.tokens.tolist(), handle.communicator
-        counts = [row[0] for row in transport.all_gather([len(own)])]
-        longest = max(counts)
-        rows = transport.all_gather([*own, *[0] * (longest - len(own))])
-        held = [row[:count] for row, count in zip(rows, counts, strict=True)]
-        return Places(np.concatenate([np.asarray(row, np.int64) for row in held]), np.asarray(counts))
+        held = transport.all_gather(own, f"places of tokens of plan {handle.name}")
+        tokens = np.concatenate([np.asarray(row, np.int64) for row in held])
+        return Places(tokens, np.array([len(row) for row in held]))
 
     def gathering(self, handle: PlanHandle) -> Exchange:
         """Own rows to every rank."""
         ranks, own = len(self.counts), handle.rows
         take = torch.arange(own).repeat(ranks)
         into, received = torch.from_numpy(self.tokens), self.counts.tolist()
-        return Exchange(handle.communicator, take, [own] * ranks, into, received, len(self.tokens))
+        name = f"gather_tokens under plan {handle.name}"
+        return Exchange(handle.communicator, name, take, [own] * ranks, into, received, len(self.tokens))
 
     def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
         """Of each row the one that its token leads to in `shift` steps."""
@@ -150,7 +149,8 @@ class Places:
         take = torch.from_numpy(row_of[target[wanted]][sent])
         into = torch.from_numpy(here[received][order])
         counts = (np.bincount(which, minlength=ranks).tolist() for which in (to[sent], source[received]))
-        return Exchange(transport, take, next(counts), into, next(counts), len(batch.tokens))
+        name = f"roll by {shift} under plan {batch.handle.name}"
+        return Exchange(transport, name, take, next(counts), into, next(counts), len(batch.tokens))
 
     def _homes(self) -> tuple[Ints, Ints]:
         """(rank, row) of each token."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.loading.iterations import Deal
@@ -45,11 +46,15 @@ class Groups:
         """Labels and their weight, of all groups; a collective of theirs. place: epoch, iteration, microbatches.
         Raises `error`, which ends the other groups too, and ExecutionError where they are apart."""
         given = [*place, valid, as_bits(weight), int(error is not None)]
-        groups = [given] if self.replicas is None else self.replicas.all_gather(given)
+        groups = [given] if self.replicas is None else self.replicas.all_gather(given, "totals of groups")
+        failed = [group for group, row in enumerate(groups) if row[-1]]
+        if failed and self.replicas is not None:
+            told = self.replicas.gather_texts(shown(error), "errors of groups")
         if error is not None:
             raise error
-        if failed := [group for group, row in enumerate(groups) if row[-1]]:
-            raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: their own errors say why")
+        if failed:
+            says = by_value({group: told[group] for group in failed}, "group")
+            raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
         if any(row[:3] != [*place] for row in groups):
             told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
             raise ExecutionError(

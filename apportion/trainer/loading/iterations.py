@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from reprlib import Repr
 from threading import Condition
 from typing import Any
 
@@ -18,6 +19,9 @@ from apportion.ir.fields import integers
 from apportion.ir.isa import VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
+
+_SHORT = Repr()
+_SHORT.maxlist = 64  # samples of a microbatch that an error names
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,16 @@ class Wanted:
             return
         for own in indexes:
             yield self.batches[0].take(own), samples[own]
+
+    def describe(self) -> str:
+        """Samples and their lengths, microbatch by microbatch, as the error of ranks that hold others says it."""
+        lengths = np.concatenate([batch.lengths for batch in self.batches])
+        ends = np.cumsum([len(samples) for samples in self.samples])
+        groups = zip(self.samples, np.split(lengths, ends[:-1]), strict=True)
+        parts = (
+            f"{_SHORT.repr(own.tolist())} of {_SHORT.repr(tokens.tolist())} tokens" for own, tokens in groups
+        )
+        return f"{len(self.samples)} microbatches, samples {', '.join(parts)}"
 
     def check(self, piece: IterationSlice) -> None:
         """Raises ExecutionError where the plan is not of these batches: other lengths, masks, positions, labels or

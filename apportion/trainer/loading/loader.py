@@ -19,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch.nn.functional import pad
 
+from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
@@ -244,6 +245,7 @@ class PlannedLoader:
                         yield batch
                 iterations.forget(wanted.number + 1)
                 progress.reach(wanted.number + 1)
+        self._communicator.all_gather([], "the end of a pass")
         self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
 
     def _left(self) -> None:
@@ -290,7 +292,7 @@ class PlannedLoader:
         self._passes += 1
         place = [self._passes, self._begin.epoch, start, self._begin.microbatch]
         drawn = int.from_bytes(secrets.token_bytes(7))
-        rows = self._communicator.all_gather([*place, drawn])
+        rows = self._communicator.all_gather([*place, drawn], "passes")
         if any(row[:-1] != place for row in rows):
             told = "; ".join(f"rank {rank}: {row[:-1]}" for rank, row in enumerate(rows))
             raise ExecutionError(
@@ -331,7 +333,7 @@ class PlannedLoader:
 
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._handles(fetched.piece)
-        rows, valid, weight = self._agreed(wanted.number, handles, self._read(wanted, fetched))
+        rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             yield PlannedBatch(
@@ -361,38 +363,50 @@ class PlannedLoader:
             return error
 
     def _agreed(
-        self, number: int, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
+        self, wanted: Wanted, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
         """The rows, and labels of the iteration and their weight over all ranks and groups; a collective, also where it
         raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows or
         other fields, or groups are not in step."""
         own = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
         try:
-            ranks = [Facts.read(numbers) for numbers in agree(handles, own.numbers())]
-            error = rows if isinstance(rows, Exception) else self._apart(number, rows, own, ranks)
+            told = agree(handles, own.numbers(), partial(_holding, wanted, handles))
+            ranks = [Facts.read(numbers) for numbers in told]
+            error = self._apart(wanted.number, rows, ranks)
         except ExecutionError as unequal:
             ranks, error = [], unequal
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
-        place = self._place.epoch, number, len(handles)
+        place = self._place.epoch, wanted.number, len(handles)
         totals = self._groups.totals(place, valid, weight, error)
         assert not isinstance(rows, Exception)
         self._meters.add(ranks, timed=not self._place.microbatch)
         return rows, *totals
 
     def _apart(
-        self, number: int, rows: Sequence[Rows], own: Facts, ranks: Sequence[Facts]
-    ) -> ExecutionError | None:
-        """What is wrong with other ranks."""
+        self, number: int, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
+    ) -> Exception | None:
+        """What is wrong with this rank or another; a collective where something is."""
         failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
-        if failed:
-            return ExecutionError(
-                f"iteration {number}: ranks {failed} have no rows: their own errors say why"
-            )
-        others = [rank for rank, one in enumerate(ranks) if one.form != own.form]
-        if not others:
+        if not failed and len({one.form for one in ranks}) == 1:
             return None
-        own_form = " and ".join(dict.fromkeys(one.form for one in rows))
+        says = shown(rows) if isinstance(rows, Exception) else _fields(rows)
+        told = self._communicator.gather_texts(says, "what is wrong with samples")
+        if isinstance(rows, Exception):
+            return rows
+        if failed:
+            errors = by_value({rank: told[rank] for rank in failed})
+            return ExecutionError(f"iteration {number}: ranks {failed} have no rows: {errors}")
         return ExecutionError(
-            f"iteration {number}: samples of ranks {others} have other fields than those of rank {self._rank}, "
-            f"{own_form}: give all samples the same, of one dtype and width"
+            f"iteration {number}: samples have different fields: {by_value(dict(enumerate(told)))}. Give all samples "
+            "the same, of one dtype and width"
         )
+
+
+def _fields(rows: Sequence[Rows]) -> str:
+    return " and ".join(dict.fromkeys(one.form for one in rows))
+
+
+def _holding(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:
+    """The microbatches of an iteration, for ranks that hold others: samples as they were drawn, and plans."""
+    plans = ", ".join(handle.name for handle in handles)
+    return f"{wanted.describe()} under plans {plans}"

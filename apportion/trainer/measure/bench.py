@@ -211,13 +211,13 @@ class Bench:
 
     def _together(self, work: Callable[[], T]) -> tuple[T, Took]:
         """All ranks of the job begin at once."""
-        self.communicator.all_gather([0])
+        self.communicator.all_gather([0], "a measurement")
         return self.clock(work)
 
     def _gathered(self, times: Sequence[Sequence[float]]) -> Floats:
         """[ranks, ...] of every rank, to the nanosecond."""
         nanoseconds = np.rint(np.array(times) * 1e6).astype(np.int64)
-        rows = self.communicator.all_gather(nanoseconds.ravel().tolist())
+        rows = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
         return np.array(rows).reshape(-1, *nanoseconds.shape) / 1e6
 
     # --- bare kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -22,19 +23,21 @@ def normalised_loss(
 
     logits [rows, vocabulary], labels [rows] (IGNORED where there is nothing to predict), both already in this
     rank's row order; weights [rows]: what each row's loss is multiplied by, None for 1. Each may have a leading batch
-    dimension of 1. valid_tokens: `PlannedBatch.valid_tokens`, of all ranks and all microbatches of the optimizer
-    step, or what else the sum is to be divided by, such as the sum of all weights. averaged_over: the ranks over
+    dimension of 1. The loss is in float32, of float64 logits in float64. valid_tokens: `PlannedBatch.valid_tokens`, of
+    all ranks and all microbatches of the optimizer step, or what else the sum is to be divided by, such as the sum of
+    all weights. averaged_over: the ranks over
     which the trainer averages gradients (DDP and FSDP do); 1 where it sums them. A rank without tokens gets 0 with a
     gradient path, and runs backward like the others. Raises ConfigError for other shapes.
     """
     logits, labels = _rows("logits", logits, 2), _rows("labels", labels, 1)
     _check_count("labels", labels, logits)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if weights is None:
-        total = cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+        total = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
     else:
         weights = _rows("weights", weights, 1)
         _check_count("weights", weights, logits)
-        losses = cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+        losses = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
         total = (losses * weights.to(losses.dtype)).sum()
     return total * (averaged_over / (valid_tokens or 1))
 

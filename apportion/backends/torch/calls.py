@@ -1,0 +1,300 @@
+"""Calls that all ranks make together: which one this rank is in, and how it ends where another rank makes another one
+or fails.
+
+    begin ──number, digest──► tag of the call's messages            messages of two calls never meet
+    wait  ──half a second──► store of the group: failures · what stalled ranks are in      errors that name both
+
+Nothing is sent but messages while all is well. A thread looks after waits: it reads the store where one takes long.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from itertools import groupby
+from threading import Lock, Thread, get_ident
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+from apportion.ir.errors import ExecutionError
+
+LOOK_S = 0.5  # between two looks at a wait
+KEPT = 64  # calls that a rank remembers
+_ENDS = 2**31 - 1  # the largest tag, which no call has
+_TEXT = 2000  # characters of an error that other ranks quote
+
+_log = logging.getLogger(__name__)
+
+
+class Attending(NamedTuple):
+    """A call of planned attention: what all ranks must agree on. plan: beginning of its id; lse: whether LSE may have
+    a gradient."""
+
+    plan: str
+    kind: str
+    phase: str
+    scale: float
+    softcap: float | None
+    sinks: bool
+    lse: bool = False
+
+    def __str__(self) -> str:
+        softcap = "" if self.softcap is None else f", softcap {self.softcap:g}"
+        more = ", sinks" * self.sinks + ", return_lse" * self.lse
+        return f"{self.phase} of kind {self.kind}, plan {self.plan}, scale {self.scale!r}{softcap}{more}"
+
+
+class Wait(NamedTuple):
+    """A wait of the host. group: process group of the messages; peers: ranks that they come from or go to."""
+
+    since: float
+    group: Any
+    peers: Collection[int]
+
+
+class Calls:
+    """The calls of this rank in a process group, numbered from 1. tag: of the messages of the call that runs, 0 where
+    none does; history: digest of all calls so far."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.number = self.tag = self.history = 0
+        self._recent: deque[tuple[int, Hashable]] = deque(maxlen=KEPT)
+        self._lock, self._owner = Lock(), 0
+        store = _get_process_group_store(group)
+        self._board = Board(PrefixStore("apportion", store), self.rank)
+        self._wait: Wait | None = None
+        self._fault: ExecutionError | None = None
+        self._watched = False
+
+    @contextmanager
+    def call(self, what: Hashable) -> Iterator[None]:
+        """One call; `str(what)` says which, equal on all ranks. Where it raises, the others raise too, with its error.
+        Raises ExecutionError where another thread is in one."""
+        nested = self._enter(what)
+        before = self.tag
+        self._begin(what)
+        try:
+            yield
+        except BaseException as error:
+            if error is not self._fault:
+                self._board.fail(self.number, str(what), error)
+            raise
+        finally:
+            self.tag = before
+            if not nested:
+                self._owner = 0
+                self._lock.release()
+
+    def _enter(self, what: Hashable) -> bool:
+        """Whether this thread is in a call already."""
+        if self._lock.acquire(blocking=False):
+            self._owner = get_ident()
+            return False
+        if self._owner == get_ident():
+            return True
+        raise ExecutionError(
+            f"rank {self.rank}: two threads call at once: {what}, while another one is in call {self._told()}. All "
+            "ranks make the calls of a communicator in one order: call from one thread at a time, or give each a "
+            "communicator of its own groups"
+        )
+
+    def _begin(self, what: Hashable) -> None:
+        if self._board.failed_at:
+            self._board.resume()
+        self.number += 1
+        self._recent.append((self.number, what))
+        name = _digest(what)
+        self.tag = crc32(name, self.number) % (_ENDS - 1) + 1
+        self.history = crc32(name, self.history)
+
+    # --- waits
+
+    def wait(self, works: Sequence[Any], group: Any, peers: Collection[int]) -> None:
+        """Waits for works. Raises ExecutionError where they fail, with another rank's error if it has one."""
+        if not self._watched:
+            self._watched = True
+            Thread(target=_watch, args=(ref(self),), name="apportion-calls", daemon=True).start()
+        self._wait = Wait(time.monotonic(), group, peers)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._explained(error, peers) from error
+        finally:
+            self._wait = None
+
+    def _explained(self, error: RuntimeError, peers: Collection[int]) -> ExecutionError:
+        if self._fault is None and (told := self._board.failure()):
+            self._fault = ExecutionError(f"{told}. Rank {self.rank} waited in call {self._told()}")
+        if self._fault is None:
+            ranks = ", ".join(map(str, sorted(peers)))
+            self._fault = ExecutionError(
+                f"rank {self.rank} waited for ranks {ranks} in call {self._told()}: {error}"
+            )
+        return self._fault
+
+    def look(self, turn: int) -> bool:
+        """What the thread does: whether a wait is long, `turn` looks by now."""
+        wait = self._wait
+        if wait is None or time.monotonic() - wait.since < LOOK_S:
+            return False
+        fault = self._board.failure()
+        if not fault and turn & (turn - 1) == 0:  # ever less often: other ranks may just be late
+            fault = self._mismatch(wait.peers)
+        if fault and self._wait is wait:
+            self._fault = ExecutionError(f"{fault}. Rank {self.rank} waited in call {self._told()}")
+            _abort(wait.group, self.rank)
+        return True
+
+    def _mismatch(self, peers: Collection[int]) -> str:
+        """Where a rank is in another call than this one; others are told before this one ends."""
+        own = {number: str(what) for number, what in tuple(self._recent)}
+        self._board.show(own)
+        for peer in sorted(peers):
+            if fault := _difference({self.rank: own, peer: self._board.shown(peer)}):
+                self._board.fail(self.number, own[self.number], ExecutionError(fault))
+                return fault
+        return ""
+
+    def told(self) -> str:
+        """The latest calls, for other ranks."""
+        return json.dumps({number: str(what) for number, what in self._recent})
+
+    def met(self, told: Sequence[str]) -> ExecutionError:
+        """Why all ranks end this call; they go on from here together. told: the latest calls of each rank."""
+        ranks = {
+            rank: {int(n): what for n, what in json.loads(text).items()} for rank, text in enumerate(told)
+        }
+        self.number, self.history = max(map(max, ranks.values())), 0
+        self._recent.clear()
+        return ExecutionError(_difference(ranks) or f"ranks made different calls, more than {KEPT} calls ago")
+
+    def _told(self) -> str:
+        number, what = self._recent[-1] if self._recent else (0, "none")
+        return f"{number} ({what})"
+
+
+class Board:
+    """What ranks say in their group's store: failures in the order in which they came, and calls of stalled ranks."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._read = self._shown = self.failed_at = 0
+        self._failed: dict[int, tuple[int, str]] = {}
+
+    def fail(self, number: int, what: str, error: BaseException) -> None:
+        self.failed_at = number
+        says = f"rank {self._rank} failed in call {number} ({what}): {shown(error)}"
+        self._write([self._rank, number, says])
+
+    def resume(self) -> None:
+        """This rank goes on after a failure."""
+        self.failed_at = 0
+        self._write([self._rank, 0, ""])
+
+    def failure(self) -> str:
+        """The first failure of another rank that has not gone on since, and where this one has not failed too."""
+        try:
+            for index in range(self._read, self._store.add("failures", 0)):
+                rank, number, says = json.loads(self._store.get(f"failure/{index}"))
+                self._failed.pop(rank, None)
+                if number and rank != self._rank:
+                    self._failed[rank] = number, says
+                self._read = index + 1
+        except RuntimeError as error:  # the store's rank is gone: its group says so too
+            _log.debug("no look at other ranks' calls: %s", error)
+        return next((says for number, says in self._failed.values() if number != self.failed_at), "")
+
+    def show(self, calls: dict[int, str]) -> None:
+        latest = max(calls, default=0)
+        if latest != self._shown:
+            self._store.set(f"calls/{self._rank}", json.dumps(calls))
+            self._shown = latest
+
+    def shown(self, rank: int) -> dict[int, str]:
+        key = f"calls/{rank}"
+        found = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+        return {int(number): says for number, says in found.items()}
+
+    def _write(self, record: list[Any]) -> None:
+        try:
+            index = self._store.add("written", 1) - 1
+            self._store.set(f"failure/{index}", json.dumps(record))
+            self._store.add("failures", 1)
+        except RuntimeError as error:  # the rank's own error is what its caller gets
+            _log.debug("other ranks are not told: %s", error)
+
+
+def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
+    """Where ranks first make different calls, "" where they do not. ranks: number -> call, of each rank."""
+    known = set.intersection(*({*calls} for calls in ranks.values()))
+    for number in sorted(known):
+        here = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}
+        if len(set(here.values())) > 1:
+            return f"ranks make different calls: {by_value(here)}. All ranks make the same calls in one order"
+    return ""
+
+
+def by_value(values: Mapping[int, str], of: str = "rank") -> str:
+    """Says which ranks have each value: "x on ranks 0, 2; y on rank 1". values: of each rank."""
+    rows = sorted((value, rank) for rank, value in values.items())
+    grouped = [(value, [rank for _, rank in found]) for value, found in groupby(rows, key=lambda row: row[0])]
+    return "; ".join(
+        f"{value} on {of}{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in grouped
+    )
+
+
+def shown(error: BaseException | None) -> str:
+    """An error as other ranks quote it."""
+    return "" if error is None else f"{type(error).__name__}: {error}"[:_TEXT]
+
+
+@lru_cache(maxsize=1024)
+def _digest(what: Hashable) -> bytes:
+    return crc32(str(what).encode()).to_bytes(4, "little")
+
+
+def _watch(found: Callable[[], Calls | None]) -> None:
+    turn = 1
+    while True:
+        time.sleep(LOOK_S)
+        calls = found()
+        if calls is None:
+            return
+        try:
+            turn = turn + 1 if calls.look(turn) else 1
+        except RuntimeError as error:  # the store is gone: the wait ends by itself
+            _log.debug("no look at other ranks' calls: %s", error)
+        del calls
+
+
+def _abort(group: Any, rank: int) -> None:
+    """Ends all that waits in a gloo group, with an error: a receive that times out closes the group's connections."""
+    peer = dist.get_global_rank(group, (rank + 1) % dist.get_world_size(group))
+    work: Any = dist.irecv(torch.zeros(1, device="cpu"), peer, group=group, tag=_ENDS)
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        _log.debug("group closed: %s", error)
+
+
+_CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()
+
+
+def calls_of(group: Any) -> Calls:
+    """Of a process group: one for all communicators that use it."""
+    if group not in _CALLS:
+        _CALLS[group] = Calls(group)
+    return _CALLS[group]

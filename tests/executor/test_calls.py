@@ -1,0 +1,88 @@
+"""Ranks that do not make the same calls, and ranks that fail in one."""
+
+from __future__ import annotations
+
+import pytest
+
+from apportion.backends.torch.calls import Attending
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.planner import api
+from tests.ranks import cases, jobs_calls
+from tests.ranks.jobs import Shard
+from tests.ranks.rank_pool import Pool
+
+KINDS = {"a": masks.causal(), "b": masks.sliding_window(8)}
+
+
+def plans(recipe: str, ranks: int = 2) -> list[Plan]:
+    model = cases.model(2)
+    return [
+        api.plan(Batch.from_lengths(lengths, KINDS), Cluster(1, ranks), model, recipe)
+        for lengths in ([1100], [1000, 100])
+    ]
+
+
+def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
+    return list(
+        zip(*(cases.shards(plan, cases.problem_of(plan)) for plan in plans(recipe, ranks)), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe", "mine", "other"),
+    [
+        ("kinds", "ring", "forward of kind a", "forward of kind b"),
+        ("kinds", "ulysses", "forward of kind a", "forward of kind b"),
+        ("handles", "ring", "forward of kind a, plan ", "forward of kind a, plan "),
+        ("handles", "ulysses", "forward of kind a, plan ", "forward of kind a, plan "),
+        ("scale", "ring", "scale 0.25", "scale 0.5"),
+        ("softcap", "ring", "scale", "softcap 2"),
+        ("sinks", "ring", "scale", ", sinks"),
+        ("lse", "ring", "scale", ", return_lse"),
+        ("recompute", "ring", "backward of kind a", "forward of kind a"),
+        ("skipped", "ring", "forward of kind a", "backward of kind a"),
+        ("skipped_at_the_end", "ring", "forward of kind a", "all_gather of metrics"),
+        ("pair", "ring", "ping-pong forward of kind a", "forward of kind a"),
+    ],
+)
+def test_another_call_ends_both_ranks_and_names_both(
+    pool: Pool, case: str, recipe: str, mine: str, other: str
+) -> None:
+    for error, seconds in pool.run(jobs_calls.apart, 2, case, 1, each=shards(recipe)):
+        assert error.startswith("ExecutionError: ")
+        assert "ranks make different calls" in error
+        first, second = sorted(
+            error.split("ranks make different calls: ")[1].split(". All ranks")[0].split("; "),
+            key=lambda part: "rank 1" in part,
+        )
+        assert (mine in first, first.endswith("on rank 0")) == (True, True)
+        assert (other in second, second.endswith("on rank 1")) == (True, True)
+        assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")],
+)
+def test_a_rank_that_fails_ends_the_others_with_its_error(pool: Pool, case: str, says: str) -> None:
+    (first, seconds), (second, _) = pool.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
+    assert second.startswith(says)
+    assert "rank 1 failed in call" in first
+    assert says in first
+    assert "Rank 0 waited in call" in first
+    assert seconds < 30
+
+
+def test_a_second_thread_is_refused_while_a_call_runs(pool: Pool) -> None:
+    for during, after in pool.run(jobs_calls.threads, 2, each=shards("ring")):
+        assert "two threads call at once: forward of kind a" in during
+        assert "(a step)" in during
+        assert after == ""
+
+
+def test_a_call_says_all_that_ranks_must_agree_on() -> None:
+    call = Attending("0123456789ab", "local", "forward", 0.125, 30.0, sinks=True)
+    assert str(call) == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"

@@ -1,0 +1,148 @@
+"""What ranks do that do not make the same calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from apportion.ir.errors import ApportionError
+from apportion.trainer.step.attention import Communicator, planned_attention, planned_remap
+from apportion.trainer.step.pingpong import ping_pong_attention
+from tests.ranks.jobs import Shard, handle_of, leaf
+
+
+class Rank:
+    """One rank's part: two handles and inputs of two microbatches."""
+
+    def __init__(self, comm: Communicator, shards: tuple[Shard, Shard]) -> None:
+        self.comm, self.shards = comm, shards
+        self.handles = [handle_of(comm, shard.piece) for shard in shards]
+        self.rows = [
+            [leaf(x, h.dtype) for x in (s.q, s.k, s.v)] for s, h in zip(shards, self.handles, strict=True)
+        ]
+        for handle in self.handles:
+            handle.agree()
+
+    def attend(self, which: int = 0, kind: str | None = None, **options: Any) -> torch.Tensor:
+        return planned_attention(*self.rows[which], self.handles[which], kind, **options)
+
+    def wrong(self) -> torch.Tensor:
+        q, k, v = self.rows[0]
+        return planned_attention(q[:, :1], k, v, self.handles[0], "a")
+
+    def pair(self) -> Any:
+        return ping_pong_attention(*self.rows, *self.handles, "a")
+
+    def verb(self) -> torch.Tensor:
+        move = self.handles[0].slice.moves[0]
+        x = torch.zeros(int(self.handles[0].slice.layout(move.source).rows_per_rank[0]), 3)
+        return planned_remap(x, self.handles[0], move.source, move.target)
+
+
+def _kinds(one: Rank, odd: bool) -> None:
+    for kind in "ba" if odd else "ab":
+        one.attend(0, kind)
+
+
+def _handles(one: Rank, odd: bool) -> None:
+    for which in (1, 0) if odd else (0, 1):
+        one.attend(which, "a")
+
+
+def _scale(one: Rank, odd: bool) -> None:
+    one.attend(0, "a", scale=0.5 if odd else 0.25)
+
+
+def _softcap(one: Rank, odd: bool) -> None:
+    one.attend(0, "a", softcap=2.0 if odd else None)
+
+
+def _sinks(one: Rank, odd: bool) -> None:
+    heads = one.handles[0].slice.header.q_heads
+    one.attend(0, "a", sinks=torch.zeros(heads, dtype=one.handles[0].dtype) if odd else None)
+
+
+def _lse(one: Rank, odd: bool) -> None:
+    one.attend(0, "a", return_lse=odd)
+
+
+def _recompute(one: Rank, odd: bool) -> None:
+    out = one.attend(0, "a")
+    if odd:
+        one.attend(0, "a")
+    out.sum().backward()
+
+
+def _skipped(one: Rank, odd: bool) -> None:
+    outs = [one.attend(0, "a") for _ in range(1 if odd else 2)]
+    sum(out.sum() for out in outs).backward()
+
+
+def _skipped_at_the_end(one: Rank, odd: bool) -> None:
+    if not odd:
+        one.attend(0, "a")
+    one.comm.all_gather([1], "metrics")
+
+
+def _pair(one: Rank, odd: bool) -> None:
+    one.attend(0, "a") if odd else one.pair()
+
+
+def _shape(one: Rank, odd: bool) -> None:
+    one.wrong() if odd else one.attend(0, "a")
+
+
+def _late_failure(one: Rank, odd: bool) -> None:
+    with one.comm.call("a step"):
+        if odd:
+            time.sleep(1.5)
+            raise MemoryError("out of memory")
+    one.attend(0, "a")
+
+
+CASES: dict[str, Callable[[Rank, bool], None]] = {
+    name[1:]: case for name, case in dict(globals()).items() if name[0] == "_" and callable(case)
+}
+
+
+def apart(comm: Communicator, case: str, odd: int, shards: tuple[Shard, Shard]) -> tuple[str, float]:
+    """The error of a case in which one rank does something else, and seconds until it came."""
+    group = dist.new_group([*range(comm.ranks)], use_local_synchronization=True)  # ends with the first fault
+    one = Rank(Communicator(group), shards)
+    begin = time.monotonic()
+    try:
+        CASES[case](one, comm.rank == odd)
+    except (ApportionError, MemoryError) as error:
+        said = f"{type(error).__name__}: {error}", time.monotonic() - begin
+    else:
+        said = "", time.monotonic() - begin
+    time.sleep(2.0)  # a rank that failed lives on: nobody is ended by its connections
+    return said
+
+
+def threads(comm: Communicator, shards: tuple[Shard, Shard]) -> list[str]:
+    """Errors of a second thread that calls while a call runs; of one that calls after it."""
+    one, errors = Rank(comm, shards), list[str]()
+
+    def second() -> None:
+        try:
+            one.attend(0, "a")
+        except ApportionError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+
+    def run() -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    with comm.call("a step"):
+        run()
+    run()
+    return errors
