@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from apportion.backends.torch.calls import Attending
@@ -15,6 +17,14 @@ from tests.ranks.jobs import Shard
 from tests.ranks.rank_pool import Pool
 
 KINDS = {"a": masks.causal(), "b": masks.sliding_window(8)}
+
+
+@pytest.fixture
+def own() -> Iterator[Pool]:
+    """Ranks of one test: their groups end with the first fault."""
+    ranks = Pool(size=2)
+    yield ranks
+    ranks.close()
 
 
 def plans(recipe: str, ranks: int = 2) -> list[Plan]:
@@ -49,9 +59,9 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
     ],
 )
 def test_another_call_ends_both_ranks_and_names_both(
-    pool: Pool, case: str, recipe: str, mine: str, other: str
+    own: Pool, case: str, recipe: str, mine: str, other: str
 ) -> None:
-    for error, seconds in pool.run(jobs_calls.apart, 2, case, 1, each=shards(recipe)):
+    for error, seconds in own.run(jobs_calls.apart, 2, case, 1, each=shards(recipe)):
         assert error.startswith("ExecutionError: ")
         assert "ranks make different calls" in error
         first, second = sorted(
@@ -67,8 +77,8 @@ def test_another_call_ends_both_ranks_and_names_both(
     ("case", "says"),
     [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")],
 )
-def test_a_rank_that_fails_ends_the_others_with_its_error(pool: Pool, case: str, says: str) -> None:
-    (first, seconds), (second, _) = pool.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
+def test_a_rank_that_fails_ends_the_others_with_its_error(own: Pool, case: str, says: str) -> None:
+    (first, seconds), (second, _) = own.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))
     assert second.startswith(says)
     assert "rank 1 failed in call" in first
     assert says in first

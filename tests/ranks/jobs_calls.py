@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apportion.ir.errors import ApportionError
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_remap
@@ -112,8 +111,7 @@ CASES: dict[str, Callable[[Rank, bool], None]] = {
 
 def apart(comm: Communicator, case: str, odd: int, shards: tuple[Shard, Shard]) -> tuple[str, float]:
     """The error of a case in which one rank does something else, and seconds until it came."""
-    group = dist.new_group([*range(comm.ranks)], use_local_synchronization=True)  # ends with the first fault
-    one = Rank(Communicator(group), shards)
+    one = Rank(comm, shards)
     begin = time.monotonic()
     try:
         CASES[case](one, comm.rank == odd)
