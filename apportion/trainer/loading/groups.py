@@ -49,11 +49,11 @@ class Groups:
         groups = [given] if self.replicas is None else self.replicas.all_gather(given, "totals of groups")
         failed = [group for group, row in enumerate(groups) if row[-1]]
         if failed and self.replicas is not None:
-            told = self.replicas.gather_texts(shown(error), "errors of groups")
+            errors = self.replicas.gather_texts(shown(error), "errors of groups")
         if error is not None:
             raise error
         if failed:
-            says = by_value({group: told[group] for group in failed}, "group")
+            says = by_value({group: errors[group] for group in failed}, "group")
             raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
         if any(row[:3] != [*place] for row in groups):
             told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
