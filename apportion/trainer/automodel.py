@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from apportion.ir.errors import MissingDependencyError
-from apportion.trainer.hf import NAME, require_enabled
+from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step.loss import IGNORED
 from apportion.trainer.step.wiring import expect_attention
@@ -80,6 +80,7 @@ def _shard(
         "position_ids": pad(planned.position_ids, (0, spare))[None],
         "labels": labels[None],
         NAME: planned.handle,
+        LAST: planned.position_ids.new_tensor([planned.batch.last_position]),
     }
     rest = {name: value for name, value in batch.items() if name not in (*own, "planned", "attention_mask")}
     return nullcontext, {**rest, **own}, layout

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyEr
 from apportion.ir.request.hf_config import masks_of, model_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.row_independence import Rehearsal, check_rows
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.wiring import expect_attention
 
@@ -33,6 +35,7 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError("transformers", "hf", "apportion.trainer.hf") from error
 
 NAME = "apportion"  # of the attention implementation, and of the kwarg that brings the handle
+LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
 _MASKING = (
@@ -45,9 +48,11 @@ _MASKING = (
 )
 
 
-def enable(model: Any) -> Any:
+def enable(model: Any, *, check: bool = True) -> Any:
     """Has the model's attention run under a plan wherever a forward is given a handle; returns the model. Before it is
-    wrapped in DDP or FSDP. Raises ConfigError for a model whose layers are not all attention that can be replaced."""
+    wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; where the weights are not in
+    this process yet, `loader` does. Raises ConfigError for a model whose layers are not all attention that can be
+    replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
     AttentionInterface.register(NAME, attention)
     base, layers = model.base_model, _layers(model)
     indexes, count = (
@@ -68,14 +73,21 @@ def enable(model: Any) -> Any:
         if not hasattr(layer, "_served"):  # made since the model was enabled
             layer._served = base._served
             _choose(layer)
+    model._rows_checked = not check or check_rows(model, _arguments)
     return model
 
 
 def _choose(module: Any) -> None:
     """Has the module choose planned attention for the length of a forward that is given a handle."""
     module._unplanned = None  # the implementation to go back to
+    module._rotary = [one for one in module.modules() if _is_rotary(one)]
     module.register_forward_pre_hook(_begin, with_kwargs=True)
     module.register_forward_hook(_end, always_call=True)
+    for rotary in module._rotary:
+        if not hasattr(rotary, "_last"):
+            rotary._last = None
+            rotary.register_forward_pre_hook(_append_last, with_kwargs=True)
+            rotary.register_forward_hook(_drop_last)
 
 
 def _layers(model: Any) -> list[Any]:
@@ -108,8 +120,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls, by name behind the mask: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
     [1, rows, Hq, Dv]. Raises as `planned_attention`, which holds the layer's window against the plan's."""
-    handle: PlanHandle = kwargs[NAME]
+    handle: PlanHandle | Rehearsal = kwargs[NAME]
     module._served.add(module.layer_idx)
+    if isinstance(handle, Rehearsal):
+        return handle.attend(f"layer {module.layer_idx}", query, key, value), None
     kind = module.config.layer_types[module.layer_idx] if len(handle.kinds) > 1 else None
     device = query.device.type  # autocast leaves q and k in float32 behind RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
@@ -133,6 +147,8 @@ def loader(
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
+    if not getattr(model, "_rows_checked", True):
+        model._rows_checked = check_rows(model, _arguments)
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
@@ -148,16 +164,24 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
     so does the first optimizer step where no attention has used the plan."""
     expect_attention(batch.handle)
     batch.check_unweighted("the model's own loss")
-    labels = batch.labels[None]  # shifted: the label of a row may be a token of another rank
+    rows = batch.tokens, batch.position_ids, batch.labels
+    return _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
+
+
+def _arguments(
+    tokens: Tensor, positions: Tensor, labels: Tensor, valid: float, last: int, handle: Any
+) -> dict[str, Any]:
+    labels = labels[None]  # shifted: the label of a row may be a token of another rank
     return {
-        "input_ids": batch.tokens[None],
-        "position_ids": batch.position_ids[None],
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
         "labels": labels,
         "shift_labels": labels,
-        "num_items_in_batch": max(batch.valid_tokens, 1),
+        "num_items_in_batch": valid,
         "use_cache": False,
         "past_key_values": _NoCache(),
-        NAME: batch.handle,
+        NAME: handle,
+        LAST: positions.new_tensor([last]),
     }
 
 
@@ -199,7 +223,8 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise ConfigError(
                 name, type(kwargs[name]).__name__, rule, "leave it out; give masks= to the loader"
             )
-    _check_positions(base, handle, kwargs.get("position_ids"))
+    if not isinstance(handle, Rehearsal):
+        _check_positions(base, handle, kwargs.get("position_ids"))
     return args, kwargs
 
 
@@ -240,11 +265,41 @@ def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     config = module.config.get_text_config()
     if kwargs.get(NAME) is not None and config._attn_implementation != NAME:
         module._unplanned, config._attn_implementation = config._attn_implementation, NAME
+    if kwargs.get(NAME) is not None and kwargs.get(LAST) is None:
+        rule = "rotary embeddings may look at the largest position of the whole microbatch"
+        raise ConfigError(LAST, None, rule, "call the model with hf.inputs(batch)")
+    for rotary in module._rotary:
+        rotary._last = kwargs.get(LAST)
 
 
 def _end(module: Any, args: Any, output: Any) -> None:
+    for rotary in module._rotary:
+        rotary._last = None
     if module._unplanned is not None:
         module.config.get_text_config()._attn_implementation, module._unplanned = module._unplanned, None
+
+
+def _is_rotary(module: Any) -> bool:
+    """A table of angles by position id: `dynamic` and `longrope` choose frequencies by the largest of a call."""
+    takes = signature(type(module).forward).parameters
+    return "position_ids" in takes and not any(True for _ in module.parameters())
+
+
+def _append_last(rotary: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Lets a rotary embedding see the largest position of the microbatch, in a row behind this rank's."""
+    if rotary._last is None:
+        return None
+    found = signature(rotary.forward).bind(*args, **kwargs)
+    ids = found.arguments["position_ids"]
+    found.arguments["position_ids"] = torch.cat((ids, rotary._last.expand(*ids.shape[:-1], 1)), -1)
+    return found.args, found.kwargs
+
+
+def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
+    """Of cos and sin [..., rows + 1, width], or of one tensor of complex numbers, this rank's rows."""
+    if rotary._last is None:
+        return output
+    return output[..., :-1, :] if isinstance(output, Tensor) else tuple(one[..., :-1, :] for one in output)
 
 
 def _balance(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

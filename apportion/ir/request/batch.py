@@ -252,6 +252,12 @@ class Batch:
         """[r] int64, rising: the tokens where a sequence starts or the position is not the last one + 1."""
         return self._runs()[0]
 
+    @property
+    def last_position(self) -> int:
+        """The largest position id. Takes no memory for each token."""
+        starts, positions = self._runs()
+        return int((positions + np.diff(starts, append=self.tokens)).max()) - 1
+
     def position_at(self, tokens: ArrayLike) -> Ints:
         """int64, shaped like `tokens`: the position ids of these global tokens."""
         tokens = np.asarray(tokens)
