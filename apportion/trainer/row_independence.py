@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ Arguments = Callable[[Tensor, Tensor, Tensor, float, int, Any], dict[str, Any]]
 
 _TOLERANCE = 1e-4  # of a row's norm; models of 16 bits are run in 32
 _SHORT = (9, 6, 4)  # lengths of documents
-_PARTS = (1, 6)  # rows of all parts but the last
+_PARTS = (6, 12)  # rows of all parts but the last, which has one
 _LENGTH = re.compile("position|window|chunk|length|context|original|floor|seq")
 _LONGEST = 1 << 24  # float32 tells positions apart up to here
 _LOW = (torch.bfloat16, torch.float16)
@@ -164,11 +165,13 @@ def _compare(
 
 def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
     """The loss. Raises ConfigError for a model that has none, or no logits a row."""
-    with _recorded(model, held), _Exact():
+    with _recorded(model, held), _Exact(), catch_warnings():
+        simplefilter("ignore")
         try:
             output = model(**kwargs)
         except Exception as error:
-            rule = f"cannot run on packed rows as a causal language model ({type(error).__name__}: {error})"
+            what = f"{held.rows} packed rows with position_ids, shift_labels and num_items_in_batch"
+            rule = f"cannot run on {what} ({type(error).__name__}: {error})"
             raise ConfigError("model", type(model).__name__, rule, _HEAD) from error
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
     if isinstance(logits, Tensor) and logits.shape[:-1] != (1, held.rows):
@@ -324,8 +327,8 @@ _MEANS: Mapping[Any, Callable[..., float]] = {
 
 
 class _Exact(TorchDispatchMode):
-    """Draws give their mean: dropout and jitter are noise, no look at other rows. Tensors of 16 bits are widened to 32:
-    the rounding of a product depends on how many rows it has, and a router's choice on that."""
+    """Draws give their mean: dropout and jitter are noise, not a look at other rows. Computes with tensors of 16 bits in
+    32: the rounding of a product depends on how many rows it has, and a router's choice on that."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

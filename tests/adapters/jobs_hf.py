@@ -55,12 +55,38 @@ MODELS = {
         },
     ),
 }
+ROPE = {"rope_theta": 1e4, "factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+#: rotary embeddings that choose frequencies by the longest position of a call
+ROPES = {
+    "dynamic": {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 64},
+    "longrope": {
+        "rope_parameters": {
+            **ROPE,
+            **FACTORS,
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+#: models that the guard takes, tried on ranks too
+FURTHER = {
+    "granite": ("Granite", "sdpa", {"embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
+    "olmo2": ("Olmo2", "sdpa", {}),
+    "phi3": ("Phi3", "sdpa", {"pad_token_id": 0, "sliding_window": None}),
+    "qwen2": ("Qwen2", "sdpa", {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        "sdpa",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
 CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 
 def made(name: str, **changes: Any) -> Any:
     """A small model of that kind, the same on all ranks."""
-    kind, own, options = MODELS[name]
+    kind, own, options = {**MODELS, **FURTHER}[name]  # type: ignore[dict-item]
     config, model = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
     torch.manual_seed(0)
     config = getattr(transformers, config)(**{**SIZES, **options, **changes})  # type: ignore[dict-item]
@@ -93,12 +119,13 @@ def loader(
     tokens: Any = None,
     microbatches: int = 1,
     dtype: Any = "fp32",
+    recipe: Any = "fcp",
     **options: Any,
 ) -> Any:
     """An `hf.loader` whose plans are made in this process."""
     tokens = -(-sum(lengths) // ranks) if tokens is None else tokens
     shape = replace(model_of(model.config.to_dict()), dtype=dtype)
-    job = Job(ap.Cluster(1, ranks), shape, Policy(find_recipe("fcp")), tokens, microbatches)
+    job = Job(ap.Cluster(1, ranks), shape, Policy(find_recipe(recipe)), tokens, microbatches)
     options = {"shuffle": False, "communicator": comm, **options}
     return hf.loader(Documents(lengths), model, dtype=dtype, source=HereSource(job), **options)
 
