@@ -327,7 +327,7 @@ _MEANS: Mapping[Any, Callable[..., float]] = {
 
 
 class _Exact(TorchDispatchMode):
-    """Draws give their mean: dropout and jitter are noise, not a look at other rows. Computes with tensors of 16 bits in
+    """Draws give their mean: dropout and jitter are noise, not a look at other rows. Computes with 16-bit tensors in
     32: the rounding of a product depends on how many rows it has, and a router's choice on that."""
 
     def __torch_dispatch__(

@@ -38,10 +38,33 @@ SMALL = {
     "eos_token_id": 2,
 }
 #: of all families that differ in what a layer does; the whole table takes minutes
-TRIED = (
-    "bart bloom cohere2 deepseek_v3 doge ernie4_5 gemma2 glm4 gpt2 gpt_neox granitemoeshared kimi_linear llama4_text "
-    "ministral3 mixtral mpt nemotron olmoe opt phi phi3 phimoe qwen2_moe qwen3_next rwkv"
-).split()
+TRIED = [
+    "bart",
+    "bloom",
+    "cohere2",
+    "deepseek_v3",
+    "doge",
+    "ernie4_5",
+    "gemma2",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "granitemoeshared",
+    "kimi_linear",
+    "llama4_text",
+    "ministral3",
+    "mixtral",
+    "mpt",
+    "nemotron",
+    "olmoe",
+    "opt",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_next",
+    "rwkv",
+]
 
 
 def table() -> dict[str, str]:
