@@ -165,7 +165,7 @@ def _compare(
 
 def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
     """The loss. Raises ConfigError for a model that has none, or no logits a row."""
-    with _recorded(model, held), _Exact(), catch_warnings():
+    with _recorded(model, held), _Exact(), catch_warnings():  # type: ignore[no-untyped-call]
         simplefilter("ignore")
         try:
             output = model(**kwargs)
@@ -326,7 +326,7 @@ _MEANS: Mapping[Any, Callable[..., float]] = {
 }
 
 
-class _Exact(TorchDispatchMode):
+class _Exact(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws give their mean: dropout and jitter are noise, not a look at other rows. Computes with 16-bit tensors in
     32: the rounding of a product depends on how many rows it has, and a router's choice on that."""
 

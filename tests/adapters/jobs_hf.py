@@ -86,7 +86,7 @@ CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 def made(name: str, **changes: Any) -> Any:
     """A small model of that kind, the same on all ranks."""
-    kind, own, options = {**MODELS, **FURTHER}[name]  # type: ignore[dict-item]
+    kind, own, options = {**MODELS, **FURTHER}[name]
     config, model = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
     torch.manual_seed(0)
     config = getattr(transformers, config)(**{**SIZES, **options, **changes})  # type: ignore[dict-item]

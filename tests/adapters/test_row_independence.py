@@ -228,14 +228,14 @@ def test_heads_that_predict_no_next_token_are_refused(head: str, rule: str) -> N
         hf.enable(own(config))
 
 
-class OwnMean(transformers.LlamaForCausalLM):  # type: ignore[misc]
+class OwnMean(transformers.LlamaForCausalLM):
     """Its loss ignores num_items_in_batch."""
 
     def forward(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class OwnShift(transformers.LlamaForCausalLM):  # type: ignore[misc]
+class OwnShift(transformers.LlamaForCausalLM):
     """Its loss ignores shift_labels."""
 
     def forward(self, *args: Any, shift_labels: Any = None, **kwargs: Any) -> Any:
