@@ -54,7 +54,7 @@ def forecast(
     trained = Training() if training is None else training
     _listed("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
     names = [str(form) for form in chosen]
-    if baseline is not None and baseline not in names:
+    if baseline is not None and (not isinstance(baseline, str) or baseline not in names):
         raise ConfigError(
             "baseline", baseline, "is none of the parallelisms", f"use one of {'; '.join(names)}"
         )
