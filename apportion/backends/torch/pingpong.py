@@ -104,7 +104,7 @@ def paired(handles: Sequence[PlanHandle], phase: str, rules: Iterable[Rule]) -> 
         Attending(plans, kind, f"ping-pong {phase}", score.scale, score.softcap, sinks is not None)
         for kind, score, sinks in rules
     )
-    return handles[0].call("; ".join(map(str, layers)))
+    return handles[0].call(", then ".join(map(str, layers)))
 
 
 def agree(handles: Iterable[PlanHandle], kind: str) -> None:
