@@ -1,7 +1,9 @@
 """Hugging Face's Trainer on planned batches.
 
     trainer = PlannedTrainer(model=enable(model), args=args, train_dataset=loader(dataset, model, …))
-    class Mine(PlannedTrainer, SFTTrainer): ...          mixed into another Trainer
+
+    class Mine(PlannedTrainer, SFTTrainer): ...          mixed into another Trainer, which prepares its data itself
+    Mine(model=enable(model), args=args, train_dataset=dataset, planned={"cluster": …, "tokens_per_rank": …})
 
 An optimizer step is an iteration of the loader; its microbatches are accumulated (`gradient_accumulation_steps`).
 """
@@ -9,7 +11,7 @@ An optimizer step is an iteration of the loader; its microbatches are accumulate
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.request.hf_config import masks_of
 from apportion.trainer.epochs import Epochs
-from apportion.trainer.hf import NAME, inputs
+from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.samples import Samples
 
 try:
     import accelerate  # noqa: F401
@@ -33,18 +37,51 @@ except ModuleNotFoundError as error:
 STATE = "planned.json"  # in a checkpoint: where the loader was
 
 
+#: whose loss is a sum over rows divided by num_items_in_batch: (top package, class)
+_SUMS = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
+
+
 class PlannedTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); any other it treats as Trainer does.
 
+    planned: options of `hf.loader`, which then makes loaders of the datasets as the Trainer has prepared them (trl's
+    SFTTrainer tokenizes, masks, cuts and packs); an iteration has `gradient_accumulation_steps` microbatches.
+
     Evaluation on a loader, of a stream of its own, gives the mean over tokens. A checkpoint holds the loader's state,
     and a resumed run gets the batches that would have come. Raises ConfigError for arguments that would make the loss
-    another one.
+    another one, and for a Trainer whose `compute_loss` is not known to be a sum over tokens: one that is says so by
+    `sums_tokens = True`.
     """
 
+    sums_tokens = False
     _planned: PlannedLoader | None = None  # what is trained on
     _evaluated: Any = 0.0  # loss x tokens, so far
 
+    def __init__(self, *args: Any, planned: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._options, self._loaders = planned, dict[int, tuple[Any, PlannedLoader]]()
+        given = [*args, *kwargs.values()]
+        if planned is not None or any(isinstance(one, PlannedLoader) for one in given):
+            self._check_loss(has_loader=planned is None)
+        super().__init__(*args, **kwargs)
+
+    def _check_loss(self, has_loader: bool) -> None:
+        """Raises ConfigError for a loss that is not token-wise, a loader for a Trainer that prepares its data."""
+        mixed = type(self).__mro__
+        owner = next(one for one in mixed if one is not PlannedTrainer and "compute_loss" in vars(one))
+        known = (owner.__module__.partition(".")[0], owner.__name__)
+        if known not in _SUMS and not self.sums_tokens:
+            rule = (
+                f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks could share"
+            )
+            remedy = "train preferences and rollouts with ap.trees in a loop of your own, or set sums_tokens = True"
+            raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
+        if has_loader and any(hasattr(one, "_prepare_dataset") for one in mixed):
+            rule = "this Trainer tokenizes, masks and cuts the samples itself, before they are planned"
+            raise ConfigError("train_dataset", "a loader", rule, "give the dataset, and planned={...}")
+
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        if self._options is not None and kwargs.get("description") != "test":  # predictions keep their order
+            dataset = self._loader(dataset, is_training)
         if not isinstance(dataset, PlannedLoader):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         self._check(predicts=not is_training and self.compute_metrics is not None)
@@ -53,6 +90,25 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         held = _Numbered(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
         numbered: Any = held  # map-style, without being told so
         return DataLoader(numbered, batch_sampler=numbered, collate_fn=itemgetter(0))
+
+    def _loader(self, dataset: Any, is_training: bool) -> PlannedLoader:
+        """Of a dataset as it was prepared, made once."""
+        if id(dataset) not in self._loaders:
+            self._set_signature_columns_if_needed()
+            mask = masks_of(self.model.config.get_text_config().to_dict())
+            samples = Samples(dataset, columns={*self._signature_columns, "labels"}, mask=mask)
+            accumulated = {"microbatches": self.args.gradient_accumulation_steps}
+            own = accumulated if is_training else {"stream": "eval", "shuffle": False, "drop_last": False}
+            made = loader(samples, self.model, **{**(self._options or {}), **own})
+            self._loaders[id(dataset)] = dataset, made
+        return self._loaders[id(dataset)][1]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if NAME in inputs and num_items_in_batch is None:  # in evaluation, not every Trainer counts
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _check(self, predicts: bool) -> None:
         """Raises ConfigError."""
@@ -73,6 +129,13 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
                 "use the model's own loss",
             ),
             ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
+            (
+                "router_aux_loss_coef",
+                getattr(self, "router_aux_loss_coef", 0),
+                getattr(self, "aux_loss_enabled", False),
+                "trl adds the router's loss of a rank's rows",
+                "set it to 0",
+            ),
             (
                 "model",
                 type(self.model).__name__,

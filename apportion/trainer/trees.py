@@ -125,6 +125,11 @@ class Predictions:
             place, values = everywhere(place), everywhere(values)
         return torch.split(values.new_zeros(sum(lengths)).index_copy(0, place, values), lengths)
 
+    def sums(self, values: Tensor) -> Tensor:
+        """[samples] of each sample the sum of the values [n] of all ranks, such as the log-probability of an answer; 0
+        in samples of other microbatches. A collective, differentiable, as `gather`."""
+        return torch.stack([one.sum() for one in self.gather(values)])
+
 
 def unfold(
     forest: Forest, batch: PlannedBatch | None = None, loss_mask: Tensor | Sequence[Tensor] | None = None

@@ -29,13 +29,31 @@ Sample = ArrayLike | Tensor | Mapping[str, Any]
 TOKENS, LABELS, WEIGHTS = "input_ids", "labels", "loss_weights"
 SHIFTED = (LABELS, WEIGHTS)
 NOWHERE = -1  # sample, and place in it, of padding
-_BY_MASK = ("position_ids", "attention_mask", "cu_seqlens")
+#: 1 for tokens that are to be learnt, 0 for others; the masks of a sample all apply
+LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+#: fields that say nothing where every entry is this
+_SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
+_PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_BY_MASK = "the mask of the plan says it: samples come without padding and without positions of their own"
+#: fields that would change the result and that no batch brings to the model: (rule, remedy)
+_REFUSED = {
+    "attention_mask": (_BY_MASK, "cut padding off, and give the loader `masks`"),
+    **dict.fromkeys(_PACKED, (_BY_MASK, "give the loader ap.Samples(dataset), which makes documents of it")),
+    "token_type_ids": ("no layer would be given it", "leave it out where the model can do without"),
+    "prompt_mask": ("is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
+    "inputs_embeds": ("rows are looked up by token id", "leave it out"),
+    "pixel_values": (
+        "images belong to no token",
+        "give rows of embeddings in a loop of your own, as `image`",
+    ),
+}
 
 
 class Dataset(Protocol):
     """Map-style. A sample is a 1-d array or tensor of token ids, or a mapping: `input_ids`, and any field that has an
     entry for each token, [length, ...]; `labels` lie as Hugging Face has them, beside the tokens that they are, with
-    -100 where nothing is to be learnt. A dataset may have `lengths`, integers [n], and `masks`."""
+    -100 where nothing is to be learnt, and so do `completion_mask`, `assistant_masks` and `loss_mask`: a label is left
+    out where one of them is 0. A dataset may have `lengths`, integers [n], and `masks`."""
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
@@ -221,15 +239,31 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
     tokens = _whole(f"{where}: {TOKENS}", given[TOKENS])
     if tokens.shape != (length,):
         raise ExecutionError(f"{where} has shape {tuple(tokens.shape)}, it was planned with length {length}")
-    fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name != TOKENS}
-    labels = _whole(f"{where}: {LABELS}", fields.pop(LABELS, tokens))
-    for name in _BY_MASK:
-        if name in fields and not (name == "attention_mask" and bool(fields.pop(name).all())):
-            rule = "the mask of the plan says it: samples come without padding and without positions of their own"
-            raise ConfigError(
-                f"{where}: {name}", "a field", rule, "leave it out, and give the loader `masks`"
-            )
+    _check_known(where, given, length)
+    dropped = (TOKENS, LABELS, *_SAYS_NOTHING, *LOSS_MASKS)
+    fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name not in dropped}
+    labels = _field(f"{where}: {LABELS}", _whole(f"{where}: {LABELS}", given.get(LABELS, tokens)), length)
+    for name in filter(given.__contains__, LOSS_MASKS):
+        labels = labels.where(_ones(f"{where}: {name}", given[name], length), IGNORED)
     return _Sample(tokens, labels, fields)
+
+
+def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
+    """Raises ConfigError for a field that would change the result, and would not be applied."""
+    for name in filter(given.__contains__, _REFUSED):
+        told = f"{where}: {name}"
+        if name in _SAYS_NOTHING and (_field(told, given[name], length) == _SAYS_NOTHING[name]).all():
+            continue
+        raise ConfigError(told, "a field", *_REFUSED[name])
+
+
+def _ones(name: str, given: Any, length: int) -> Tensor:
+    """bool [length], of a mask of ones and zeros. Raises ConfigError."""
+    found = _field(name, given, length)
+    if found.dim() != 1 or not bool(((found == 0) | (found == 1)).all()):
+        rule = "must be 1 where the token is to be learnt, else 0"
+        raise ConfigError(name, "other entries", rule, "give other weights as loss_weights")
+    return found == 1
 
 
 def _whole(name: str, given: Any) -> Tensor:

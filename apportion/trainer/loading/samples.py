@@ -1,0 +1,148 @@
+"""Datasets in front of the loader: lengths and masks from their columns, and samples that are too long.
+
+    Hugging Face Dataset, or any map-style one ──Samples──► samples, `lengths`, `masks` ──► PlannedLoader
+
+A packed row says where its documents begin by `seq_lengths` (trl) or by `position_ids` that restart (axolotl,
+transformers); the documents become a mask of the row, and the columns are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.fields import choice, integer
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.specs import causal, documents
+from apportion.ir.request.sampling import MaskSpec
+from apportion.trainer.loading.rows import TOKENS, Dataset
+
+LENGTHS, POSITIONS, ATTENTION = "seq_lengths", "position_ids", "attention_mask"
+_READ = 1000  # samples at a time
+
+
+class Sized(Protocol):
+    """What `Samples` reads."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class Samples(Dataset):
+    """A map-style dataset that a loader plans without more: `lengths` and `masks` are read from its columns.
+
+        ap.PlannedLoader(ap.Samples(dataset, limit=8 * 8192, too_long="cut"), cluster, model, 8192)
+
+    dataset: a Hugging Face `Dataset`, or what has `[i]` and `len`; samples as `Dataset` of the loader has them, and
+    packed rows with `seq_lengths` or `position_ids`. columns: those that samples keep, by default all but these two.
+    mask: of each document, or one of each attention kind; causal by default. limit: tokens of a sample, such as what a
+    microbatch of all ranks takes; too_long: what becomes of longer ones: "refuse" raises CapacityError, "cut" keeps
+    their first tokens, "drop" leaves them out. `cut` and `dropped` count them; `kept`: int64, the dataset's number of
+    each sample. Raises ConfigError where documents do not make up their row.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        columns: Collection[str] | None = None,
+        mask: MaskSpec | None = None,
+        limit: int | None = None,
+        too_long: str = "refuse",
+    ) -> None:
+        self._dataset, self._columns = dataset, columns
+        packs = list(_packs(dataset))
+        longest = np.array([sum(pack) for pack in packs], np.int64)
+        limit = None if limit is None else integer("limit", limit)
+        over = np.zeros(len(packs), bool) if limit is None else longest > limit
+        rule = choice("too_long", too_long, ("refuse", "cut", "drop"))
+        if rule == "refuse" and over.any():
+            first = int(over.argmax())
+            raise CapacityError(
+                f"sample {first} has {longest[first]} tokens, the limit is {limit}: ask for too_long='cut' or 'drop'"
+            )
+        self.dropped, self.cut = (int(over.sum()) * (rule == one) for one in ("drop", "cut"))
+        self.kept: Ints = np.flatnonzero(~over) if rule == "drop" else np.arange(len(packs))
+        packs = [_cut(packs[i], limit) for i in self.kept.tolist()]
+        self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
+        several = any(len(pack) > 1 for pack in packs)
+        self.masks = [_over(pack, mask) for pack in packs] if several else mask
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> Any:
+        sample, length = self._dataset[int(self.kept[index])], int(self.lengths[index])
+        if not isinstance(sample, Mapping):
+            return sample[:length]
+        names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
+        found = {name: sample[name] for name in sample if name in names}
+        if sample.keys() & {LENGTHS, POSITIONS} and np.asarray(found.get(ATTENTION, 1)).all():
+            found.pop(ATTENTION, None)  # some number the documents
+        return {name: value[:length] if np.ndim(value) else value for name, value in found.items()}
+
+
+def _packs(dataset: Sized) -> Iterator[list[int]]:
+    """The lengths of each sample's documents."""
+    names = getattr(dataset, "column_names", None)
+    if names is None or not hasattr(dataset, "with_format"):
+        for i in range(len(dataset)):
+            sample = dataset[i]
+            yield _pack(i, sample if isinstance(sample, Mapping) else {TOKENS: sample})
+        return
+    used = [name for name in (TOKENS, LENGTHS, POSITIONS) if name in names]
+    if TOKENS not in used:
+        raise ConfigError(
+            "dataset", names, f"must have a column {TOKENS}, the token ids", "tokenize it first"
+        )
+    number = 0
+    for table in dataset.select_columns(used).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
+        columns = {name: table[name].combine_chunks() for name in used}
+        sizes = columns[TOKENS].value_lengths().to_pylist()
+        for place, size in enumerate(sizes):
+            rest = {name: columns[name][place].values.to_numpy() for name in used if name != TOKENS}
+            yield _pack(number, {TOKENS: range(size), **rest})
+            number += 1
+
+
+def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
+    """The lengths of its documents; its own, where it does not tell of any. Raises ConfigError."""
+    tokens = len(sample[TOKENS])
+    if LENGTHS in sample:
+        lengths = np.asarray(sample[LENGTHS]).tolist()
+        if min(lengths, default=0) < 1 or sum(lengths) != tokens:
+            rule = f"must be lengths from 1 on that add up to its {tokens} tokens"
+            raise ConfigError(f"sample {number}: {LENGTHS}", lengths, rule, "pack it again")
+        return list(lengths)
+    if POSITIONS not in sample:
+        return [tokens]
+    positions = np.asarray(sample[POSITIONS])
+    starts = np.flatnonzero(positions == 0) if positions.shape == (tokens,) else np.zeros(0, np.int64)
+    lengths = np.diff(starts, append=tokens)
+    counted = np.arange(tokens) - np.repeat(starts, lengths) if len(starts) and not starts[0] else None
+    if counted is None or not np.array_equal(counted, positions):
+        rule = f"must count from 0 in each document of its {tokens} tokens"
+        raise ConfigError(f"sample {number}: {POSITIONS}", "other positions", rule, "give ap.masks instead")
+    return list(lengths.tolist())
+
+
+def _cut(pack: Sequence[int], limit: int | None) -> list[int]:
+    """The documents of the first `limit` tokens."""
+    if limit is None or sum(pack) <= limit:
+        return list(pack)
+    stops = np.minimum(np.cumsum(pack), limit)
+    return [size for size in np.diff(stops, prepend=0).tolist() if size]
+
+
+def _over(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
+    """`mask` on each document."""
+    if len(pack) == 1:
+        return mask
+    if isinstance(mask, Mapping):
+        return {kind: documents(pack, one) for kind, one in mask.items()}
+    return documents(pack, mask if isinstance(mask, Mask) else causal())

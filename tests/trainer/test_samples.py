@@ -1,0 +1,181 @@
+"""Datasets in front of the loader: what masks and packed rows become, samples that are too long, streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.trainer.step.loss import IGNORED
+from tests.ranks.loading import HereSource, job
+
+TOKENS = list(range(10, 18))
+
+
+def batch_of(*samples: Any, **options: Any) -> ap.PlannedBatch:
+    (batch,) = ap.PlannedLoader(ap.Samples(samples), source=HereSource(job()), shuffle=False, **options)
+    return batch
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_a_mask_of_what_is_learnt_leaves_labels_out_at_the_token_that_is_predicted(name: str) -> None:
+    batch = batch_of({"input_ids": TOKENS, name: [0, 0, 0, 1, 1, 0, 1, 0]})
+    assert batch.labels.tolist() == [IGNORED, IGNORED, 13, 14, IGNORED, 16, IGNORED, IGNORED]
+    assert batch.valid_tokens == 3
+    assert not batch.fields
+
+
+def test_masks_and_labels_of_a_sample_all_apply() -> None:
+    masks = {"completion_mask": [False] * 4 + [True] * 4, "assistant_masks": [1] * 6 + [0] * 2}
+    batch = batch_of({"input_ids": TOKENS, "labels": [*TOKENS[:4], -100, *TOKENS[5:]], **masks})
+    assert batch.labels[batch.labels != IGNORED].tolist() == [15]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_mask", [1, 1, 1, 0]),
+        ("attention_mask", [1, 1, 2, 2]),
+        ("position_ids", [0, 1, 0, 1]),
+        ("seq_lengths", [2, 2]),
+        ("cu_seqlens", [0, 2, 4]),
+        ("seq_idx", [0, 0, 1, 1]),
+        ("token_type_ids", [0, 0, 1, 1]),
+        ("prompt_mask", [1, 1, 0, 0]),
+        ("completion_mask", [0.5, 1, 1, 1]),
+        ("pixel_values", [[1.0]] * 4),
+        ("inputs_embeds", [[1.0]] * 4),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused_by_name(name: str, value: Any) -> None:
+    dataset = Plain([{"input_ids": TOKENS[:4], name: value}], [4])
+    with pytest.raises(ConfigError, match=rf"sequence 0: {name}"):
+        list(ap.PlannedLoader(dataset, source=HereSource(job())))
+
+
+class Plain(list[Any]):
+    """Samples and their lengths."""
+
+    def __init__(self, samples: list[Any], lengths: list[int]) -> None:
+        super().__init__(samples)
+        self.lengths = lengths
+
+
+PACKED = [
+    {"seq_lengths": [3, 4, 1]},
+    {"position_ids": [0, 1, 2, 0, 1, 2, 3, 0]},
+    {"position_ids": np.array([0, 1, 2, 0, 1, 2, 3, 0]), "attention_mask": [1, 1, 1, 2, 2, 2, 2, 3]},
+]
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_a_packed_row_is_documents(packed: Any) -> None:
+    samples = [{"input_ids": TOKENS, **packed}]
+    found = ap.Samples(samples)
+    assert found.masks == [ap.masks.documents([3, 4, 1])]
+    assert set(ap.Samples(samples, columns=["input_ids", *packed])[0]) == {"input_ids"}
+    batch = batch_of(*samples)
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
+    assert batch.labels.tolist() == [11, 12, IGNORED, 14, 15, 16, IGNORED, IGNORED]
+
+
+def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:
+    kinds = {"full": ap.masks.causal(), "window": ap.masks.sliding_window(2)}
+    found = ap.Samples([{"input_ids": TOKENS, "seq_lengths": [3, 5]}, {"input_ids": TOKENS}], mask=kinds)
+    assert found.masks == [{name: ap.masks.documents([3, 5], one) for name, one in kinds.items()}, kinds]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seq_lengths", [3, 4]),
+        ("seq_lengths", []),
+        ("position_ids", [1, 2, 3, 0, 1, 2, 3, 4]),
+        ("position_ids", [0, 1, 3, 0, 1, 2, 3, 4]),
+        ("position_ids", [0, 1, 2]),
+    ],
+)
+def test_documents_that_do_not_make_up_their_row_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"sample 0: {name}"):
+        ap.Samples([{"input_ids": TOKENS, name: value}])
+
+
+def test_samples_that_are_too_long_are_refused_cut_or_dropped_and_counted() -> None:
+    samples = [
+        {"input_ids": TOKENS, "seq_lengths": [3, 5]},
+        [1, 2],
+        {"input_ids": TOKENS, "loss_mask": [1] * 8},
+    ]
+    with pytest.raises(CapacityError, match=r"sample 0 has 8 tokens, the limit is 5.*too_long"):
+        ap.Samples(samples, limit=5)
+    cut = ap.Samples(samples, limit=5, too_long="cut")
+    assert (cut.cut, cut.dropped, cut.lengths.tolist()) == (2, 0, [5, 2, 5])
+    assert cut.masks == [ap.masks.documents([3, 2]), None, None]
+    assert cut[2] == {"input_ids": TOKENS[:5], "loss_mask": [1] * 5}
+    dropped = ap.Samples(samples, limit=5, too_long="drop")
+    assert (dropped.cut, dropped.dropped, dropped.lengths.tolist()) == (0, 2, [2])
+    assert (dropped[0], dropped.kept.tolist()) == ([1, 2], [1])
+
+
+# ---- streams
+
+
+class Stream:
+    """Sample i of an epoch has 3 + i % 5 tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return (np.full(3 + i % 5, 1000 * self.epoch + i) for i in range(self.count))
+
+
+def streamed(**options: Any) -> ap.StreamedLoader:
+    return ap.StreamedLoader(Stream(40), source=HereSource(job(tokens=30)), buffer=16, **options)
+
+
+def contents(batches: Any) -> list[list[int]]:
+    return [sorted(set(batch.tokens.tolist())) for batch in batches]
+
+
+def test_a_stream_gives_every_sample_once_an_epoch_a_buffer_at_a_time() -> None:
+    loader = streamed()
+    for epoch in (0, 2):
+        loader.set_epoch(epoch)
+        seen = [sample - 1000 * epoch for batch in contents(loader) for sample in batch]
+        assert sorted(seen) == list(range(40))
+        assert sorted(seen[:16]) == list(range(16)) != seen[:16]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+def test_a_stream_goes_on_behind_the_last_batch(stop: int) -> None:
+    first, whole = streamed(), contents(streamed())
+    passing = iter(first)
+    for _ in range(stop):
+        next(passing)
+    state, second = json.loads(json.dumps(first.state_dict())), streamed()
+    second.load_state_dict(state)
+    assert contents(second) == whole[stop:]
+
+
+def test_a_stream_drops_what_is_too_long_and_counts_it() -> None:
+    loader = streamed(limit=5, too_long="drop")
+    kept = [sample for batch in contents(loader) for sample in batch]
+    assert sorted(kept) == [i for i in range(40) if i % 5 < 3]
+    assert loader.dropped == 16
+
+
+def test_what_a_stream_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lengths"):
+        streamed(lengths=[1])
+    with pytest.raises(ConfigError, match="begin anew"):
+        ap.StreamedLoader(iter([]), source=HereSource(job()), buffer=2)
+    with pytest.raises(ConfigError, match="size"):
+        streamed().load_state_dict({**streamed().state_dict(), "size": 3})
