@@ -81,7 +81,8 @@ test: $(READY)
 	@$(MAKE) --no-print-directory -j 2 lint warm
 	$(TESTS) -m "not slow"
 
-test-slow: warm
+test-slow: warm $(TRAINERS)/.ready
+	$(TRAINERS)/bin/pytest tests/adapters -m slow
 	$(TESTS) -m slow
 
 coverage: warm
@@ -113,7 +114,7 @@ $(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt
 
 test-trainers: $(TRAINERS)/.ready
 	@$(TRAINERS)/bin/apportion warmup
-	$(TRAINERS)/bin/pytest tests/adapters
+	$(TRAINERS)/bin/pytest tests/adapters -m "not slow"
 
 $(PLAIN)/.ready: pyproject.toml
 	@echo "Setting up $(PLAIN) ..."

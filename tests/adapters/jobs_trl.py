@@ -38,15 +38,15 @@ TEMPLATE = (
 )
 
 
-class PlannedSFT(PlannedTrainer, SFTTrainer):  # type: ignore[misc]
+class PlannedSFT(PlannedTrainer, SFTTrainer):
     """As docs/trainers.md has it."""
 
 
-class PlannedDPO(PlannedTrainer, DPOTrainer):  # type: ignore[misc]
+class PlannedDPO(PlannedTrainer, DPOTrainer):
     """Refused: its loss is no sum over tokens."""
 
 
-class Batches(SFTTrainer):  # type: ignore[misc]
+class Batches(SFTTrainer):
     """trl's own Trainer, whose batches are these samples of its prepared dataset."""
 
     groups: Any = ()

@@ -29,7 +29,14 @@ def test_the_verbs_of_a_sharder_are_those_of_the_plan(pool: Any) -> None:
         assert one["labels"]
         assert one["plan"]
         assert one["ignored"] <= {-100}
-        assert one["keys"] == ["apportion", "input_ids", "labels", "note", "position_ids"]
+        assert one["keys"] == [
+            "apportion",
+            "apportion_last_position",
+            "input_ids",
+            "labels",
+            "note",
+            "position_ids",
+        ]
         assert one["rows"][1] == fullest
         assert one["padding"] == [[-1.0, -1.0]] * (fullest - one["rows"][0])
     assert {one["rows"][0] for one in found} != {fullest}

@@ -7,6 +7,7 @@ the config is refused by a field.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -61,8 +62,10 @@ def calls() -> Iterator[list[tuple[Any, ...]]]:
     """What attention functions of models on the meta device are called with."""
     found: list[tuple[Any, ...]] = []
 
-    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
-        rule = getattr(mask, "rule", Causal())
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Any, None]:
+        rule = getattr(attention_mask, "rule", Causal())
         found.append((rule, query.shape[1], key.shape[1], query.shape[3], value.shape[3]))
         return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -171,6 +174,7 @@ def outcome(kind: str, how: str, calls: list[tuple[Any, ...]]) -> str:
     return "right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["saved", "bare"])
 def test_configs_of_all_causal_models_are_read_rightly_or_refused_by_name(
     how: str, calls: list[tuple[Any, ...]]
@@ -182,6 +186,7 @@ def test_configs_of_all_causal_models_are_read_rightly_or_refused_by_name(
             table[kind] = outcome(kind, how, calls)
         except Exception as error:
             wrong[kind] = f"{type(error).__name__}: {str(error)[:700]}"
+        gc.collect()  # models are cycles of references, and hold gigabytes together
     for result, count in Counter(table.values()).most_common():
         print(
             f"{how} {count:4} {result}: {' '.join(kind for kind, found in table.items() if found == result)}"

@@ -86,7 +86,7 @@ class StreamedLoader:
     def _planned(self, samples: Samples) -> PlannedLoader | None:
         """A pass over a buffer; None where all of it was dropped. A collective."""
         own = digest(samples.lengths.astype("<i8").tobytes())
-        rows = self._communicator.all_gather(list(own))
+        rows = self._communicator.all_gather(list(own), "lengths of a buffer")
         if any(bytes(row) != own for row in rows):
             apart = [rank for rank, row in enumerate(rows) if bytes(row) != own]
             raise ExecutionError(
