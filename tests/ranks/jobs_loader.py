@@ -7,11 +7,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.sources.service import ServiceFeed, ServiceSource
+from apportion.trainer.step.gradients import sum_gradients
 from tests.ranks.loading import HereSource, Recorded, seen
 
 
@@ -99,3 +103,30 @@ def drawn(comm: Communicator, source: HereSource, samplers: list[Any]) -> tuple[
     except ApportionError as error:
         return got, f"{type(error).__name__}: {error}"
     return got, ""
+
+
+def equally_long(comm: Communicator, source: HereSource, how: str) -> str:
+    """Why a pass over samples of one length ends, of which ranks have others: of their seeds, samplers or datasets."""
+    dataset, options = Recorded([64] * 8), dict[str, Any]()
+    if how == "seed":
+        options["seed"] = comm.rank
+    elif how == "sampler":
+        options["sampler"] = [[comm.rank, comm.rank + 1]]
+    else:
+        dataset.first = comm.rank
+        options["shuffle"] = False
+    loader = PlannedLoader(dataset, source=source, communicator=comm, **options)
+    try:
+        return str(len(list(loader)))
+    except ApportionError as error:
+        return str(error)
+
+
+def summed_twice(comm: Communicator) -> str:
+    """Why gradients of DDP are not made sums of sums."""
+    model = sum_gradients(DistributedDataParallel(nn.Linear(2, 2), process_group=comm._base))
+    try:
+        sum_gradients(model)
+    except ApportionError as error:
+        return str(error)
+    return ""

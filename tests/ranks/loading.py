@@ -27,7 +27,9 @@ MODEL = Model(2, 1, 8, dtype="fp32")
 
 
 class Recorded:
-    """A dataset that remembers what was read; sample i is 100 i, 100 i + 1, …"""
+    """A dataset that remembers what was read; sample i is first + 100 i, first + 100 i + 1, …"""
+
+    first = 0
 
     def __init__(self, lengths: list[int] = LENGTHS) -> None:
         self.lengths, self.read = lengths, []
@@ -37,7 +39,7 @@ class Recorded:
 
     def __getitem__(self, index: int) -> NDArray[Any]:
         self.read.append(index)
-        return np.arange(self.lengths[index]) + 100 * index
+        return np.arange(self.lengths[index]) + 100 * index + self.first
 
 
 def job(

@@ -455,6 +455,28 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
     assert error.count("on rank 1") == error.count("on ranks 0, 2") == 1
 
 
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("seed", "iteration 0: ranks draw different samples: "),
+        (
+            "sampler",
+            "iteration 0: ranks draw different samples: 1 microbatches, samples [0, 1] of [64, 64] tokens",
+        ),
+        ("dataset", "iteration 0: ranks hold parts of sample 0, whose tokens differ: "),
+    ],
+)
+def test_samples_of_equal_lengths_are_the_same_on_all_ranks(pool: Pool, how: str, says: str) -> None:
+    errors = pool.run(jobs_loader.equally_long, 2, HereSource(job(2, 128)), how)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(says)
+
+
+def test_gradients_of_ddp_are_made_sums_once(pool: Pool) -> None:
+    for error in pool.run(jobs_loader.summed_twice, 2):
+        assert "sums its gradients already" in error
+
+
 def test_a_rank_whose_pass_ends_first_is_told_apart(pool: Pool) -> None:
     samplers = [[[[0]], [[1]]], [[[0]]], [[[0]], [[1]]]]
     results = pool.run(jobs_loader.drawn, 3, HereSource(job(3, 66)), samplers)

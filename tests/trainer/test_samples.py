@@ -46,6 +46,8 @@ def test_masks_and_labels_of_a_sample_all_apply() -> None:
         ("seq_idx", [0, 0, 1, 1]),
         ("token_type_ids", [0, 0, 1, 1]),
         ("prompt_mask", [1, 1, 0, 0]),
+        ("shift_labels", [2, 3, 4, -100]),
+        ("label_ids", [1, 2, 3, 4]),
         ("completion_mask", [0.5, 1, 1, 1]),
         ("pixel_values", [[1.0]] * 4),
         ("inputs_embeds", [[1.0]] * 4),
@@ -59,6 +61,8 @@ def test_fields_that_would_be_ignored_are_refused_by_name(name: str, value: Any)
 
 class Plain(list[Any]):
     """Samples and their lengths."""
+
+    masks: Any = None
 
     def __init__(self, samples: list[Any], lengths: list[int]) -> None:
         super().__init__(samples)
@@ -102,6 +106,13 @@ def test_documents_have_the_masks_of_the_kinds_of_a_model() -> None:
 def test_documents_that_do_not_make_up_their_row_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"sample 0: {name}"):
         ap.Samples([{"input_ids": TOKENS, name: value}])
+
+
+def test_masks_of_the_dataset_are_not_left_out() -> None:
+    dataset = Plain([TOKENS], [len(TOKENS)])
+    dataset.masks = ap.masks.sliding_window(2)
+    with pytest.raises(ConfigError, match=r"masks.*would be left out"):
+        ap.Samples(dataset)
 
 
 def test_samples_that_are_too_long_are_refused_cut_or_dropped_and_counted() -> None:

@@ -56,7 +56,7 @@ from apportion.trainer.loading.fetching import (
 )
 from apportion.trainer.loading.groups import Groups
 from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
-from apportion.trainer.loading.metrics import NOTHING, Facts, Meters
+from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.resume import Place, fingerprint, place_of, state_of
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import open_source
@@ -366,13 +366,14 @@ class PlannedLoader:
         self, wanted: Wanted, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
         """The rows, and labels of the iteration and their weight over all ranks and groups; a collective, also where it
-        raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows or
-        other fields, or groups are not in step."""
-        own = NOTHING if isinstance(rows, Exception) else Facts.of(handles, rows, self._device)
+        raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows,
+        other fields, samples or tokens, or groups are not in step."""
+        failed = isinstance(rows, Exception)
+        own = NOTHING if failed else Facts.of(handles, rows, wanted.samples, self._device)
         try:
             told = agree(handles, own.numbers(), partial(_holding, wanted, handles))
             ranks = [Facts.read(numbers) for numbers in told]
-            error = self._apart(wanted.number, rows, ranks)
+            error = self._apart(wanted, rows, ranks)
         except ExecutionError as unequal:
             ranks, error = [], unequal
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
@@ -383,12 +384,13 @@ class PlannedLoader:
         return rows, *totals
 
     def _apart(
-        self, number: int, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
+        self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
     ) -> Exception | None:
         """What is wrong with this rank or another; a collective where something is."""
+        number = wanted.number
         failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
         if not failed and len({one.form for one in ranks}) == 1:
-            return None
+            return self._other_samples(wanted, ranks)
         says = shown(rows) if isinstance(rows, Exception) else _fields(rows)
         told = self._communicator.gather_texts(says, "what is wrong with samples")
         if isinstance(rows, Exception):
@@ -400,6 +402,21 @@ class PlannedLoader:
             f"iteration {number}: samples have different fields: {by_value(dict(enumerate(told)))}. Give all samples "
             "the same, of one dtype and width"
         )
+
+    def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
+        """Equal lengths make equal plans, whichever samples have them."""
+        if len({one.drawn for one in ranks}) > 1:
+            told = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
+            return ExecutionError(
+                f"iteration {wanted.number}: ranks draw different samples: {told}. Give all ranks the same seed, or "
+                "samplers of one order"
+            )
+        if (found := apart(ranks)) is not None:
+            return ExecutionError(
+                f"iteration {wanted.number}: ranks hold parts of sample {found[0]}, whose tokens differ: "
+                f"{by_value(found[1])}. Give all ranks the same dataset, whole and in one order"
+            )
+        return None
 
 
 def _fields(rows: Sequence[Rows]) -> str:

@@ -11,14 +11,15 @@ from zlib import crc32
 import numpy as np
 
 from apportion.backends.torch.handle import PlanHandle
+from apportion.ir.arrays import Ints
 from apportion.ir.plan.totals import pairs
 from apportion.trainer.loading.rows import Rows
 
 
 class Facts(NamedTuple):
     """What ranks tell each other of an iteration, all microbatches together: labels and their weight, tokens, pairs of
-    (query, key) over heads that a layer of each kind computes forward, bytes that it sends; a checksum of the names,
-    dtypes and widths of the samples' fields."""
+    (query, key) over heads that a layer of each kind computes forward, bytes that it sends; checksums of the names,
+    dtypes and widths of the samples' fields, and of the numbers of all samples; `Rows.shared`."""
 
     valid: int
     weight: float
@@ -26,10 +27,14 @@ class Facts(NamedTuple):
     pairs: float
     bytes: int
     form: int
+    drawn: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def of(handles: Sequence[PlanHandle], rows: Sequence[Rows], device: Any) -> Facts:
-        """This rank's."""
+    def of(
+        handles: Sequence[PlanHandle], rows: Sequence[Rows], samples: Sequence[Ints], device: Any
+    ) -> Facts:
+        """This rank's. samples: of each microbatch, as they were drawn."""
         return Facts(
             sum(one.valid for one in rows),
             sum(one.weight for one in rows),
@@ -37,17 +42,30 @@ class Facts(NamedTuple):
             sum(_pairs(handle) for handle in handles),
             sum(handle.sent_bytes(device) for handle in handles),
             crc32("; ".join(one.form for one in rows).encode()),
+            crc32(str([own.tolist() for own in samples]).encode()),
+            tuple(pair for one in rows for pair in one.shared),
         )
 
     def numbers(self) -> list[int]:
         """As int64, which is what ranks can exchange."""
-        return [as_bits(value) if isinstance(value, float) else value for value in self]
+        own = [as_bits(value) if isinstance(value, float) else value for value in self[:-1]]
+        return [*own, *(number for pair in self.shared for number in pair)]
 
     @staticmethod
     def read(numbers: Sequence[int]) -> Facts:
         """The inverse of `numbers`."""
-        valid, weight, tokens, work, sent, form = numbers
-        return Facts(valid, as_float(weight), tokens, as_float(work), sent, form)
+        valid, weight, tokens, work, sent, form, drawn, *rest = numbers
+        shared = tuple(zip(rest[::2], rest[1::2], strict=True))
+        return Facts(valid, as_float(weight), tokens, as_float(work), sent, form, drawn, shared)
+
+
+def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
+    """A sample that has other tokens on some ranks than on others, and the checksum of each rank that has it."""
+    found = dict[int, dict[int, str]]()
+    for rank, one in enumerate(ranks):
+        for sample, checksum in one.shared:
+            found.setdefault(sample, {})[rank] = f"checksum {checksum:08x}"
+    return next((item for item in found.items() if len({*item[1].values()}) > 1), None)
 
 
 #: of a rank that could not read its samples

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ Sample = ArrayLike | Tensor | Mapping[str, Any]
 TOKENS, LABELS, WEIGHTS = "input_ids", "labels", "loss_weights"
 SHIFTED = (LABELS, WEIGHTS)
 NOWHERE = -1  # sample, and place in it, of padding
+_COMPARED = 16  # samples that ranks share, of a microbatch
 #: 1 for tokens that are to be learnt, 0 for others; the masks of a sample all apply
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 #: fields that say nothing where every entry is this
@@ -40,6 +42,9 @@ _REFUSED = {
     "attention_mask": (_BY_MASK, "cut padding off, and give the loader `masks`"),
     **dict.fromkeys(_PACKED, (_BY_MASK, "give the loader ap.Samples(dataset), which makes documents of it")),
     "token_type_ids": ("no layer would be given it", "leave it out where the model can do without"),
+    **dict.fromkeys(
+        ("shift_labels", "label_ids"), ("labels of this name would be ignored", "name them labels")
+    ),
     "prompt_mask": ("is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
     "inputs_embeds": ("rows are looked up by token id", "leave it out"),
     "pixel_values": (
@@ -75,13 +80,15 @@ class Form:
 
 class Rows(NamedTuple):
     """A rank's rows of a microbatch, [rows] int64 each; fields: the others that its samples have, [rows, ...]. Padding
-    lies behind: token 0 without label, of sample -1."""
+    lies behind: token 0 without label, of sample -1. shared: of the longest samples of which other ranks hold a part
+    too, the number and a checksum of all tokens."""
 
     tokens: Tensor
     labels: Tensor
     sample_ids: Tensor
     local_to_sample: Tensor
     fields: dict[str, Tensor]
+    shared: tuple[tuple[int, int], ...] = ()
 
     @property
     def valid(self) -> int:
@@ -122,7 +129,7 @@ def local_rows(
         targets = np.where(targets >= 0, targets - start, NOWHERE)
         made.fill(slice(row, row + length), held.of(sequence), token - start, targets)
         made.ids[row : row + length] = int(numbers[sequence])
-    return made.rows
+    return made.rows._replace(shared=_shared(spans, batch, held, numbers))
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
@@ -131,6 +138,13 @@ def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form)
     wanted.check(piece)
     for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
         yield local_rows(own, batch, partial(_read, dataset, samples), samples, form)
+
+
+def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tuple[tuple[int, int], ...]:
+    here = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
+    parts = np.flatnonzero((here > 0) & (here < batch.lengths))
+    longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
+    return tuple((int(numbers[i]), crc32(held.of(i).tokens.contiguous().numpy())) for i in longest)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Samples(Dataset):
     mask: of each document, or one of each attention kind; causal by default. limit: tokens of a sample, such as what a
     microbatch of all ranks takes; too_long: what becomes of longer ones: "refuse" raises CapacityError, "cut" keeps
     their first tokens, "drop" leaves them out. `cut` and `dropped` count them; `kept`: int64, the dataset's number of
-    each sample. Raises ConfigError where documents do not make up their row.
+    each sample. Raises ConfigError where documents do not make up their row, and for a dataset with `masks` of its own.
     """
 
     def __init__(
@@ -55,6 +55,11 @@ class Samples(Dataset):
         limit: int | None = None,
         too_long: str = "refuse",
     ) -> None:
+        if getattr(dataset, "masks", None) is not None:
+            rule = "would be left out: these samples have the mask that is given here"
+            raise ConfigError(
+                "masks", "of the dataset", rule, "give mask=, or the dataset itself to the loader"
+            )
         self._dataset, self._columns = dataset, columns
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)

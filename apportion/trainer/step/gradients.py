@@ -24,7 +24,7 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
     where they were averaged, with and without `no_sync`. Any other module: call it on every rank after the last
     backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a rank
-    that has none. Raises ConfigError for FSDP1, which can only average.
+    that has none. Raises ConfigError for FSDP1, which can only average, and for DDP a second time.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile
     sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
@@ -42,6 +42,10 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
 
 def _multiply(model: nn.Module, ranks: int) -> None:
     """What DDP averages is times the ranks, microbatch by microbatch: what was reduced before is left alone."""
+    if hasattr(model, "_summed"):
+        rule = "sums its gradients already, and would multiply them by the ranks once more"
+        raise ConfigError("model", type(model).__name__, rule, "call sum_gradients once, after wrapping")
+    model._summed = True  # type: ignore[assignment]
     for param in model.parameters():
         if param.requires_grad:
             param.register_hook(lambda grad: grad * ranks)  # type: ignore[no-untyped-call]
