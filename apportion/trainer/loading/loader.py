@@ -368,8 +368,9 @@ class PlannedLoader:
         """The rows, and labels of the iteration and their weight over all ranks and groups; a collective, also where it
         raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows,
         other fields, samples or tokens, or groups are not in step."""
-        failed = isinstance(rows, Exception)
-        own = NOTHING if failed else Facts.of(handles, rows, wanted.samples, self._device)
+        own = NOTHING
+        if not isinstance(rows, Exception):
+            own = Facts.of(handles, rows, wanted.samples, self._device)
         try:
             told = agree(handles, own.numbers(), partial(_holding, wanted, handles))
             ranks = [Facts.read(numbers) for numbers in told]

@@ -144,7 +144,7 @@ def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tu
     here = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
     parts = np.flatnonzero((here > 0) & (here < batch.lengths))
     longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
-    return tuple((int(numbers[i]), crc32(held.of(i).tokens.contiguous().numpy())) for i in longest)
+    return tuple((int(numbers[i]), crc32(held.of(i).tokens.numpy().tobytes())) for i in longest)
 
 
 @dataclass(frozen=True)
