@@ -24,6 +24,7 @@ from apportion.ir.request.hf_config import masks_of
 from apportion.trainer.epochs import Epochs
 from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.rows import LOSS_MASKS, WEIGHTS
 from apportion.trainer.loading.samples import Samples
 
 try:
@@ -95,6 +96,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         """Of a dataset as it was prepared, made once."""
         if id(dataset) not in self._loaders:
             self._set_signature_columns_if_needed()
+            self._check_columns(dataset)
             mask = masks_of(self.model.config.get_text_config().to_dict())
             samples = Samples(dataset, columns={*self._signature_columns, "labels"}, mask=mask)
             accumulated = {"microbatches": self.args.gradient_accumulation_steps}
@@ -102,6 +104,19 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             made = loader(samples, self.model, **{**(self._options or {}), **own})
             self._loaders[id(dataset)] = dataset, made
         return self._loaders[id(dataset)][1]
+
+    def _check_columns(self, dataset: Any) -> None:
+        """Raises ConfigError for masks and weights of the loss that this Trainer leaves out."""
+        if hasattr(self, "_prepare_dataset"):  # it has made labels of them
+            return
+        own = getattr(dataset, "column_names", None) or ()
+        for name in (*LOSS_MASKS, WEIGHTS):
+            if name in own and name not in self._signature_columns:
+                rule, remedy = (
+                    "is a column that this Trainer leaves out",
+                    "give a loader as train_dataset, or drop it",
+                )
+                raise ConfigError(name, "a column of the dataset", rule, remedy)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -113,13 +128,20 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     def _check(self, predicts: bool) -> None:
         """Raises ConfigError."""
         args, smoothing = self.args, self.args.label_smoothing_factor
-        scaled = args.average_tokens_across_devices
+        scaled, noise = args.average_tokens_across_devices, args.neftune_noise_alpha
         order = "predictions would be in the plan's order, and labels are shifted"
         own, counted = self.compute_loss_func, "its loss does not take num_items_in_batch"
         averages = "DDP and FSDP average gradients, and the loss would not make up for it"
         for name, value, refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
             ("average_tokens_across_devices", scaled, not scaled, averages, "leave it True"),
+            (
+                "neftune_noise_alpha",
+                noise,
+                bool(noise),
+                "noise is by the rows of a call, not of a text",
+                "leave it out",
+            ),
             ("compute_metrics", self.compute_metrics, predicts, order, "give a plain eval_dataset"),
             (
                 "compute_loss_func",

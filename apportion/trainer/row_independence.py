@@ -59,6 +59,7 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
         return False
     device = next(model.parameters()).device
     with _undisturbed(model, device) as reset:
+        _check_first(model, arguments, reset, device)
         for positions, documents, parts in _microbatches(model):
             _compare(model, arguments, reset, (positions.to(device), documents.to(device)), parts)
     return True
@@ -161,6 +162,30 @@ def _compare(
             f"{loss:.5g} of all rows, {shares:.5g} of their parts"
         )
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
+
+
+def _check_first(model: Any, arguments: Arguments, reset: Callable[[], None], device: torch.device) -> None:
+    """Positions of a plan count from 0: so must those that the model gives a text by itself. Raises ConfigError."""
+    count, config = _SHORT[0], model.config.get_text_config()
+    padding = getattr(config, "pad_token_id", None)  # RoBERTa counts behind it, and not over it
+    tokens = torch.full((count,), next(i for i in (1, 0) if i != padding), device=device)
+    rows = torch.arange(count, device=device)
+    found = list[Rehearsal]()
+    for named in (True, False):
+        held = Rehearsal(rows, torch.zeros_like(rows))
+        kwargs = arguments(tokens, rows, tokens, count, count - 1, held)
+        reset()
+        try:
+            _forward(model, kwargs if named else {**kwargs, "position_ids": None}, held)
+        except ConfigError:
+            return  # nothing to compare with; what is wrong with a model is said by `_compare`
+        found.append(held)
+    given, own = found
+    if not all(
+        _close(own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive
+    ):
+        rule = "does not count the positions of a text from 0, as plans do"
+        raise ConfigError("model", type(model).__name__, rule, _REMEDY)
 
 
 def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:

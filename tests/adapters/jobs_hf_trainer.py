@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
+from apportion.ir.request.cluster import Cluster
 from apportion.trainer import hf
 from apportion.trainer.hf_trainer import PlannedTrainer
 from tests.adapters import jobs_hf as hf_jobs
@@ -141,6 +143,17 @@ def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
     trainer = PlannedTrainer(model=model, args=arguments(folder, **options), **more)
     try:
         trainer._get_dataloader(data, is_training=metrics is None)
+    except ConfigError as error:
+        return str(error)
+
+
+def with_column(comm: Communicator, folder: Path, column: str) -> Any:
+    """Why a Trainer does not plan a dataset with that column."""
+    data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], column: [0, 0, 1, 1]}])
+    options = {"cluster": Cluster(1, comm.ranks), "tokens_per_rank": 64}
+    trainer = PlannedTrainer(hf.enable(made("llama")), arguments(folder), train_dataset=data, planned=options)
+    try:
+        trainer.get_train_dataloader()
     except ConfigError as error:
         return str(error)
 

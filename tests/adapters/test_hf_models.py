@@ -63,6 +63,7 @@ TRIED = [
     "phimoe",
     "qwen2_moe",
     "qwen3_next",
+    "roberta",
     "rwkv",
 ]
 
