@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
-from apportion.ir.request.hf_config import masks_of, model_of
+from apportion.ir.request.hf_config import masks_of, model_of, windows_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import Rehearsal, check_rows
@@ -69,6 +69,8 @@ def enable(model: Any, *, check: bool = True) -> Any:
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         base.register_forward_hook(_check_layers, with_kwargs=True)
         _choose(base)
+    for layer, window in zip(layers, _windows(model, layers), strict=True):
+        layer._window = window
     for layer in layers:  # too: checkpointing runs them a second time, alone
         if not hasattr(layer, "_served"):  # made since the model was enabled
             layer._served = base._served
@@ -95,6 +97,16 @@ def _layers(model: Any) -> list[Any]:
     return [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
     ]
+
+
+def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
+    """The window of each layer by the config, for layers that know it by their mask alone (PhiMoE); None, which nothing
+    is held against, where the config cannot be read."""
+    try:
+        windows = windows_of(model.config.get_text_config().to_dict())
+    except ConfigError:
+        return [None] * len(layers)
+    return [windows[layer.layer_idx] for layer in layers]
 
 
 def require_enabled(model: Any) -> None:
@@ -128,8 +140,8 @@ def attention(
     device = query.device.type  # autocast leaves q and k in float32 behind RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
-    window, dropout = kwargs.get("sliding_window") or -1, kwargs.get("dropout", 0.0)
-    own = {"window": window, "layer": module.layer_idx, "dropout": dropout}
+    window = kwargs["sliding_window"] or -1 if "sliding_window" in kwargs else module._window
+    own = {"window": window, "layer": module.layer_idx, "dropout": kwargs.get("dropout", 0.0)}
     looks_ahead = not (module.is_causal and getattr(module.config, "is_causal", True))
     own["causal"] = False if looks_ahead else None  # a causal model may be given masks that look ahead
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None

@@ -42,6 +42,11 @@ MODELS = {
     "mistral": ("Mistral", "sdpa", {"sliding_window": 24}),
     "gemma2": ("Gemma2", "eager", {"sliding_window": 24, "layer_types": LOCAL, "query_pre_attn_scalar": 8}),
     "gemma3": ("Gemma3", "sdpa", {"sliding_window": 24, "layer_types": LOCAL, "query_pre_attn_scalar": 8}),
+    "phimoe": (
+        "Phimoe",
+        "sdpa",
+        {"sliding_window": 24, "num_local_experts": 4},
+    ),  # a window in its mask alone
     "gpt_oss": (
         "GptOss",
         "eager",

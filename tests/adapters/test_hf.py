@@ -27,7 +27,9 @@ def agrees(pool: Any, ranks: int, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", jobs.MODELS)
+@pytest.mark.parametrize(
+    "name", sorted(jobs.MODELS.keys() - {"phimoe"})
+)  # which draws its experts in training
 def test_losses_and_gradients_are_those_of_one_process(pool: Any, name: str, ranks: int) -> None:
     agrees(pool, ranks, name)
 
@@ -73,8 +75,9 @@ def test_without_a_plan_an_enabled_model_is_as_it_was() -> None:
         assert enabled(**hf.inputs(batch)).loss.isfinite()
 
 
-def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind() -> None:
-    model = hf.enable(jobs.made("mistral"))
+@pytest.mark.parametrize("name", ["mistral", "phimoe"])
+def test_a_window_layer_on_a_causal_plan_is_refused_by_layer_and_kind(name: str) -> None:
+    model = hf.enable(jobs.made(name))
     batch = next(iter(jobs.loader(model, 1, masks=ap.masks.causal())))
     with pytest.raises(
         ConfigError, match=r"window = 24.*kind 'default' in layer 0: causal.*sliding_window\(24\)"

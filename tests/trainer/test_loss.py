@@ -70,6 +70,11 @@ def test_other_shapes_are_refused(
         normalised_loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64), 5, weights=given)
 
 
+def test_a_negative_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"valid_tokens = -4: .*give batch\.valid_tokens"):
+        normalised_loss(logits_of(), LABELS, -4)
+
+
 def test_float64_logits_keep_their_digits() -> None:
     logits, weights = logits_of().double().requires_grad_(), torch.rand(5, dtype=torch.float64)
     logs, kept = logits.log_softmax(-1), [0, 2, 3, 4]

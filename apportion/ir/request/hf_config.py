@@ -64,6 +64,14 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     return None if isinstance(only, Causal) else only
 
 
+def windows_of(config: Mapping[str, Any]) -> list[int | None]:
+    """Of each layer how many tokens a row sees up to itself: -1 without a limit, None in layers of chunks. Raises
+    ConfigError."""
+    text = text_config(config)
+    fixed = {FULL: -1, CHUNKED: None}
+    return [fixed[kind] if kind in fixed else count(text, WINDOW_OF[kind]) for kind in layer_types(text)]
+
+
 def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
     """`vocab` and `tied` of a training, but for those that are given. Raises ConfigError."""
     text = text_config(config)

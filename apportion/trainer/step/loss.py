@@ -27,8 +27,11 @@ def normalised_loss(
     all ranks and all microbatches of the optimizer step, or what else the sum is to be divided by, such as the sum of
     all weights. averaged_over: the ranks over
     which the trainer averages gradients (DDP and FSDP do); 1 where it sums them. A rank without tokens gets 0 with a
-    gradient path, and runs backward like the others. Raises ConfigError for other shapes.
+    gradient path, and runs backward like the others. Raises ConfigError for other shapes and a negative number.
     """
+    if valid_tokens < 0:
+        rule, remedy = "is what the sum is divided by", "give batch.valid_tokens, or batch.total_weight"
+        raise ConfigError("valid_tokens", valid_tokens, rule, remedy)
     logits, labels = _rows("logits", logits, 2), _rows("labels", labels, 1)
     _check_count("labels", labels, logits)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
