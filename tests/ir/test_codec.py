@@ -544,7 +544,7 @@ def test_a_rank_that_is_not_there_is_named(plan: Plan, rank: object) -> None:
     layout, (kind, phase) = plan.layout("attention"), next(iter(plan.programs))
     asks = (layout.to_cu_seqlens, layout.tokens, layout.position_ids, plan.for_rank)
     for ask in (*asks, lambda rank: plan.program(rank, kind, phase)):
-        with pytest.raises(ConfigError, match=r"rank = .*must be in \[0, 5\)") as caught:
+        with pytest.raises(ConfigError, match=r"rank = .*must be (in \[0, 4\]|an integer)") as caught:
             ask(rank)
         assert caught.value.value is rank
 
