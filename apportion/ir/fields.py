@@ -40,7 +40,7 @@ def scalar(value: Any) -> Any:
 
 def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
     """`value` as an int in [low, high]. Booleans, floats and strings are refused, numpy integers accepted."""
-    whole = scalar(value)
+    whole = value if type(value) is int else scalar(value)
     if isinstance(whole, bool) or not isinstance(whole, int):
         raise ConfigError(field, value, "must be an integer", f"write a whole number of at least {low}")
     if not low <= whole <= high:
@@ -59,7 +59,7 @@ def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> Non
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
     """`value` as a float in [low, MOST] (above: above `low`, and LEAST at least); with `low` minus infinity any that is
     finite. Booleans and strings are refused."""
-    given = scalar(value)
+    given = value if type(value) is float else scalar(value)
     if isinstance(given, bool) or not isinstance(given, int | float):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
         raise ConfigError(field, value, "must be a number", remedy)
@@ -83,7 +83,7 @@ def _broken(given: float, low: float, above: bool) -> str | None:
 
 def flag(field: str, value: Any) -> bool:
     """`value` if it is true or false."""
-    held = scalar(value)
+    held = value if type(value) is bool else scalar(value)
     if not isinstance(held, bool):
         raise ConfigError(field, value, "must be true or false", "write true or false")
     return held

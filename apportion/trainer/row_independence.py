@@ -305,20 +305,20 @@ def _is_here(model: Any) -> bool:
 def _undisturbed(model: Any, device: torch.device) -> Iterator[Callable[[], None]]:
     """Training mode without noise, in float32 or wider. Gives what puts the state of modules and config back, which is
     done at the end as well."""
-    precision, before = torch.get_float32_matmul_precision(), _State.of(model)
+    precision, before = torch.get_float32_matmul_precision(), _Snapshot.of(model)
     cuda = [device] if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision("highest")
         model.train()
         with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield _State.of(model).put_back
+            yield _Snapshot.of(model).put_back
     finally:
         torch.set_float32_matmul_precision(precision)
         before.put_back()
 
 
 @dataclass(frozen=True)
-class _State:
+class _Snapshot:
     """What a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts (buffers, and
     hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
 
@@ -326,10 +326,10 @@ class _State:
     values: list[tuple[Tensor, Tensor]]
 
     @staticmethod
-    def of(model: Any) -> _State:
+    def of(model: Any) -> _Snapshot:
         held = [vars(one) for one in (*model.modules(), model.config, model.config.get_text_config())]
         held += [value for one in held for value in one.values() if isinstance(value, dict)]
-        return _State([(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()])
+        return _Snapshot([(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()])
 
     def put_back(self) -> None:
         for held, before in self.attributes:

@@ -73,7 +73,7 @@ class Calls:
         self._recent: deque[tuple[int, Hashable]] = deque(maxlen=KEPT)
         self._lock, self._owner = Lock(), 0
         store = _get_process_group_store(group)
-        self._board = Board(PrefixStore("apportion", store), self.rank)
+        self._notices = Notices(PrefixStore("apportion", store), self.rank)
         self._wait: Wait | None = None
         self._fault: ExecutionError | None = None
         self._watched = False
@@ -89,7 +89,7 @@ class Calls:
             yield
         except BaseException as error:
             if error is not self._fault:
-                self._board.fail(self.number, str(what), error)
+                self._notices.fail(self.number, str(what), error)
             raise
         finally:
             self.tag = before
@@ -111,8 +111,8 @@ class Calls:
         )
 
     def _begin(self, what: Hashable) -> None:
-        if self._board.failed_at:
-            self._board.resume()
+        if self._notices.failed_at:
+            self._notices.resume()
         self.number += 1
         self._recent.append((self.number, what))
         name = _digest(what)
@@ -136,7 +136,7 @@ class Calls:
             self._wait = None
 
     def _explained(self, error: RuntimeError, peers: Collection[int]) -> ExecutionError:
-        if self._fault is None and (told := self._board.failure()):
+        if self._fault is None and (told := self._notices.failure()):
             self._fault = ExecutionError(f"{told}. Rank {self.rank} waited in call {self._told()}")
         if self._fault is None:
             ranks = ", ".join(map(str, sorted(peers)))
@@ -150,7 +150,7 @@ class Calls:
         wait = self._wait
         if wait is None or time.monotonic() - wait.since < LOOK_S:
             return False
-        fault = self._board.failure()
+        fault = self._notices.failure()
         if not fault and turn & (turn - 1) == 0:  # ever less often: other ranks may just be late
             fault = self._mismatch(wait.peers)
         if fault and self._wait is wait:
@@ -161,10 +161,10 @@ class Calls:
     def _mismatch(self, peers: Collection[int]) -> str:
         """Where a rank is in another call than this one; others are told before this one ends."""
         own = {number: str(what) for number, what in tuple(self._recent)}
-        self._board.show(own)
+        self._notices.show(own)
         for peer in sorted(peers):
-            if fault := _difference({self.rank: own, peer: self._board.shown(peer)}):
-                self._board.fail(self.number, own[self.number], ExecutionError(fault))
+            if fault := _difference({self.rank: own, peer: self._notices.shown(peer)}):
+                self._notices.fail(self.number, own[self.number], ExecutionError(fault))
                 return fault
         return ""
 
@@ -186,7 +186,7 @@ class Calls:
         return f"{number} ({what})"
 
 
-class Board:
+class Notices:
     """What ranks say in their group's store: failures in the order in which they came, and calls of stalled ranks."""
 
     def __init__(self, store: Any, rank: int) -> None:
