@@ -176,6 +176,8 @@ def _planned(
     from apportion.planner.forecast.choices import recipe_parallelisms, search_space
     from apportion.planner.forecast.step import all_layers
 
+    if not recipes:
+        return []
     if not search:
         return recipe_parallelisms(recipes, degrees)
     for name in ("tensor", "pipeline", "virtual"):

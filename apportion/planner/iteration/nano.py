@@ -53,7 +53,7 @@ def nano_batches(batch: Batch, layers: Mapping[str, int] | None = None, by: str 
     instance("batch", batch, Batch)
     choice("by", by, ("both", "tokens"))
     held = {} if layers is None else mapping("layers", layers)
-    layers = {kind: integer(f"layers.{kind}", held[kind], 1, MAX_COUNT) for kind in held}
+    layers = {kind: integer(f"layers.{kind}", held[kind], 0, MAX_COUNT) for kind in held}
     if len(batch.lengths) < 2:
         raise ConfigError(
             "batch.lengths",
