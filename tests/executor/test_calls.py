@@ -55,7 +55,7 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
         ("recompute", "ring", "backward of kind a", "forward of kind a"),
         ("skipped", "ring", "forward of kind a", "backward of kind a"),
         ("skipped_at_the_end", "ring", "forward of kind a", "all_gather of metrics"),
-        ("pair", "ring", "ping-pong forward of kind a", "forward of kind a"),
+        ("pair", "ring", "all_gather of segments", "forward of kind a"),
     ],
 )
 def test_another_call_ends_both_ranks_and_names_both(
