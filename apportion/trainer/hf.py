@@ -132,7 +132,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls, by name behind the mask: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
     [1, rows, Hq, Dv]. Raises as `planned_attention`, which holds the layer's window against the plan's."""
-    handle: PlanHandle | Rehearsal = kwargs[NAME]
+    handle: PlanHandle | Rehearsal | None = kwargs.get(NAME)
+    if handle is None:
+        rule = "does not pass the keyword arguments of forward on, so that the plan does not reach it"
+        raise ConfigError("attention", type(module).__name__, rule, "train without context parallelism")
     module._served.add(module.layer_idx)
     if isinstance(handle, Rehearsal):
         return handle.attend(f"layer {module.layer_idx}", query, key, value), None

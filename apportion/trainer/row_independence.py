@@ -195,6 +195,8 @@ def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
         simplefilter("ignore")
         try:
             output = model(**kwargs)
+        except ConfigError:
+            raise
         except Exception as error:
             what = f"{held.rows} packed rows with position_ids, shift_labels and num_items_in_batch"
             rule = f"cannot run on {what} ({type(error).__name__}: {error})"

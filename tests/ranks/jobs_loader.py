@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,6 +121,21 @@ def equally_long(comm: Communicator, source: HereSource, how: str) -> str:
         return str(len(list(loader)))
     except ApportionError as error:
         return str(error)
+
+
+def summed_again(comm: Communicator) -> tuple[float, str]:
+    """The gradient of the second of two steps of a plain module, zeroed in between in place; why it is summed once."""
+    model = nn.Linear(1, 1, bias=False)
+    for step in range(2):
+        model.zero_grad(set_to_none=False)
+        model(torch.full((1, 1), 1.0 + comm.rank + step)).sum().backward()
+        sum_gradients(model, comm._base)
+    grad = float(model.weight.grad)
+    try:
+        sum_gradients(model, comm._base)
+    except ApportionError as error:
+        return grad, str(error)
+    return grad, ""
 
 
 def summed_twice(comm: Communicator) -> str:

@@ -1,5 +1,5 @@
-"""Calls that all ranks make together: which one this rank is in, and how it ends where another rank makes another one
-or fails.
+"""Matches the calls of ranks: tags messages with their call, and ends waits where ranks make different calls or one
+fails.
 
     begin ──number, digest──► tag of the call's messages            messages of two calls never meet
     wait  ──half a second──► store of the group: failures · what stalled ranks are in      errors that name both

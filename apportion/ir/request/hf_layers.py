@@ -1,4 +1,4 @@
-"""Which fields and model types of a Hugging Face config say that its layers are no plain softmax attention.
+"""Refuses Hugging Face configs whose layers are not plain softmax attention, by field and by model type.
 
 A field is refused if its name speaks of attention, kinds of layers or state, unless it is listed here as one that
 planning reads or may leave aside, or its value switches it off. Model types whose classes of transformers 5.23 do

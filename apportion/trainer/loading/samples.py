@@ -25,7 +25,7 @@ LENGTHS, POSITIONS, ATTENTION = "seq_lengths", "position_ids", "attention_mask"
 _READ = 1000  # samples at a time
 
 
-class Sized(Protocol):
+class MapStyle(Protocol):
     """What `Samples` reads."""
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -48,7 +48,7 @@ class Samples(Dataset):
 
     def __init__(
         self,
-        dataset: Sized,
+        dataset: MapStyle,
         *,
         columns: Collection[str] | None = None,
         mask: MaskSpec | None = None,
@@ -92,7 +92,7 @@ class Samples(Dataset):
         return {name: value[:length] if np.ndim(value) else value for name, value in found.items()}
 
 
-def _packs(dataset: Sized) -> Iterator[list[int]]:
+def _packs(dataset: MapStyle) -> Iterator[list[int]]:
     """The lengths of each sample's documents."""
     names = getattr(dataset, "column_names", None)
     if names is None or not hasattr(dataset, "with_format"):

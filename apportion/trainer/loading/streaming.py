@@ -1,4 +1,4 @@
-"""Samples whose lengths nobody knows ahead: planned from a buffer of those that come next.
+"""Plans a stream of samples, whose lengths are not known in advance, from a buffer of the next ones.
 
 iterable ──`buffer` samples──► Samples ──► PlannedLoader, one pass ──► the next buffer
 """

@@ -24,7 +24,7 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
     where they were averaged, with and without `no_sync`. Any other module: call it on every rank after the last
     backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a rank
-    that has none. Raises ConfigError for FSDP1, which can only average, and for DDP a second time.
+    that has none. Raises ConfigError for FSDP1, which can only average, and for gradients that are sums already.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile
     sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
@@ -63,11 +63,26 @@ def _add_up(model: nn.Module, group: Any) -> None:
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         return
+    _refuse_sums(model, params)
     held = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, held.tolist())]
     for work in works:
         work.wait()
+    for param in params:
+        if param.grad is not None:
+            param.grad._summed_at = param.grad._version  # type: ignore[attr-defined]
+
+
+def _refuse_sums(model: nn.Module, params: list[nn.Parameter]) -> None:
+    """Raises ConfigError where all gradients are what the last call left: backward and zero_grad make others, or change
+    their versions."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and all(getattr(grad, "_summed_at", None) == grad._version for grad in grads):
+        rule = "has gradients that are sums already: nothing was added since the last call"
+        raise ConfigError(
+            "model", type(model).__name__, rule, "call sum_gradients once, after the last backward"
+        )
 
 
 def _grads(params: list[nn.Parameter], held: list[int]) -> Iterator[Tensor]:
