@@ -299,8 +299,8 @@ def _positions_known(model: Any) -> int:
 
 def _is_here(model: Any) -> bool:
     held = [*model.parameters(), *model.buffers()]
-    sharded = any(isinstance(tensor, DTensor) for tensor in held)
-    return not sharded and all(not tensor.is_meta and tensor.numel() for tensor in model.parameters())
+    elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in held)
+    return not elsewhere and all(tensor.numel() for tensor in model.parameters())
 
 
 @contextmanager
