@@ -21,7 +21,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
-from apportion.planner.iteration.jobs import lower_job, plan_job
+from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe import recipes
 from apportion.planner.simulate import simulate
 
@@ -101,12 +101,10 @@ def _masks() -> dict[str, masks.Mask | dict[str, masks.Mask]]:
 
 
 def through(case: Case) -> None:
-    """All that is done with a plan: made and checked, sent and read, stored and lowered, executed, simulated."""
+    """All that is done with a plan: made and checked, sent and read, executed, simulated."""
     planned = plan_job(case.job, [case.batch])
-    bodies = encode_slices(planned.plan)
+    bodies = encode_slices(planned)
     for piece in IterationSlice.decode(bodies[0]).slices:
         for programs in piece.programs.values():
             find_messages(programs, piece.header)
-    if planned.assignment is not None:
-        lower_job(planned.assignment)
-    simulate(planned.plan.plans[0])
+    simulate(planned.plans[0])

@@ -24,7 +24,6 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.version import __version__
 
 FORMAT = "apportion.request"
 
@@ -101,8 +100,8 @@ class Job:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, of all that plans depend on, the planner's release included."""
-        return digest(wire.encode_section([FORMAT, VERSION, __version__, self._planned()]))
+        """32 bytes, of everything in the job that plans depend on."""
+        return digest(wire.encode_section([FORMAT, self._planned()]))
 
     def _planned(self) -> dict[str, Any]:
         data = self.to_data() | {"hardware": None if self.hardware is None else self.hardware.digest()}
@@ -137,7 +136,7 @@ class Job:
         return "" if self.hardware is None else self.hardware.digest()
 
     def request_key(self, batches: Sequence[Batch]) -> bytes:
-        """32 bytes, the content address of an iteration's plan: equal requests to one release have equal keys."""
+        """32 bytes, the content address of an iteration's request: equal requests have equal keys, in every release."""
         return digest(self.digest + wire.encode_section([batch.to_data() for batch in batches]))
 
     def check(self, batches: Sequence[Batch]) -> None:
@@ -179,17 +178,6 @@ _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
 def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
     """The request for an iteration's plan as bytes: equal requests give equal bytes."""
     return _encode(wire.encode_section(job.to_data()), _sections(batches))
-
-
-def encode_batches(batches: Sequence[Batch]) -> bytes:
-    """A request without its job, for who has that elsewhere: `with_job` makes it whole."""
-    return _encode(b"", _sections(batches))
-
-
-def with_job(job: Job, data: bytes) -> bytes:
-    """A request as bytes, of this job where `data` has none. Raises DecodeError, VersionError."""
-    found = wire.read_envelope(data, _RequestWire, "iteration request", FORMAT)
-    return data if found.job else _encode(wire.encode_section(job.to_data()), found.batches)
 
 
 def _sections(batches: Sequence[Batch]) -> list[bytes]:

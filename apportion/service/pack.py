@@ -1,0 +1,156 @@
+"""Pack: the plan of one request as one immutable file, of which one rank's slice can be read and checked alone.
+
+    magic 8 · size of the head u32 · head (msgpack) · digest of the head 32 · request · slice of rank 0, 1, …
+
+The head has the key, the plan's id and report, and of every body its size and digest. Bodies are zstd frames. Equal
+requests to one release give equal bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Annotated, Any
+
+import msgspec
+import zstandard
+
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.wire import encode_section, encode_struct, unpack
+from apportion.ir.errors import DecodeError
+from apportion.ir.fields import integer
+from apportion.ir.hashing import SIZE, digest
+from apportion.ir.isa import MAX_RANKS
+
+MAGIC = b"APPLAN1\n"
+MAX_HEAD = 8 << 20
+MAX_BODY = 256 << 20  # of a slice, decompressed
+_FIRST = 64 << 10  # bytes read at once: a head of some 1,500 ranks
+_SIZE = struct.Struct("<8sI")
+
+Read = Callable[[int, int], bytes]  # (offset, size) -> at most `size` bytes from there
+Digest = Annotated[bytes, msgspec.Meta(min_length=SIZE, max_length=SIZE)]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What a pack says before its bodies. key, id: 32 bytes, of the request and of the plan; report: msgpack; sizes,
+    digests: of the request and of each rank's slice, compressed."""
+
+    key: Digest
+    id: Digest
+    report: bytes
+    sizes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BODY)]], msgspec.Meta(max_length=MAX_RANKS + 1)]
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_RANKS + 1)]
+
+
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_report = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """data: the whole file. Made by `encode` or `decode`, which check it."""
+
+    head: Head
+    start: int
+    data: bytes
+
+    @property
+    def key(self) -> bytes:
+        return self.head.key
+
+    @property
+    def ranks(self) -> int:
+        return len(self.head.sizes) - 1
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """Plain data, see `IterationPlan.report`."""
+        found: dict[str, Any] = unpack(_decode_report, self.head.report, "report of a pack")
+        return found
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return list(accumulate(self.head.sizes, initial=self.start))
+
+    @property
+    def request(self) -> bytes:
+        """The encoded request (`ir.bytes.job`). Raises DecodeError."""
+        return expanded(self.data[self.start : self.start + self.head.sizes[0]])
+
+    def slice(self, rank: int) -> bytes:
+        """The rank's slice, compressed. Raises ConfigError where there is no such rank."""
+        at = integer("rank", rank, 0, self.ranks - 1) + 1
+        return self.data[self._offsets[at] : self._offsets[at + 1]]
+
+    def digest(self, rank: int) -> bytes:
+        """Of the rank's slice, compressed."""
+        return self.head.digests[rank + 1]
+
+    @staticmethod
+    def encode(key: bytes, id: bytes, report: Any, request: bytes, slices: Sequence[bytes]) -> Pack:
+        """Compresses the encoded request and the encoded `IterationSlice` of each rank."""
+        press = zstandard.ZstdCompressor(level=3).compress
+        bodies = [press(body) for body in (request, *slices)]
+        head = Head(key, id, encode_section(report), [*map(len, bodies)], [*map(digest, bodies)])
+        first = encode_struct(head)
+        data = b"".join([_SIZE.pack(MAGIC, len(first)), first, digest(first), *bodies])
+        return Pack(head, _SIZE.size + len(first) + SIZE, data)
+
+    @staticmethod
+    def decode(data: bytes, key: bytes | None = None) -> Pack:
+        """The pack in `data`, every byte checked. Raises DecodeError, also where it is another key's."""
+        head, start = read_head(lambda offset, size: data[offset : offset + size], key)
+        pack = Pack(head, start, data)
+        if pack._offsets[-1] != len(data):
+            raise DecodeError(f"pack: {len(data)} bytes, its head says {pack._offsets[-1]}: it was cut or added to")
+        for begin, size, told in zip(pack._offsets, head.sizes, head.digests, strict=False):
+            if digest(data[begin : begin + size]) != told:
+                raise DecodeError("pack: a body differs from its digest: it was damaged")
+        return pack
+
+
+def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
+    """The head, and where the bodies begin. Raises DecodeError, also where it is another key's."""
+    data = read(0, _FIRST)
+    if len(data) < _SIZE.size or data[:8] != MAGIC:
+        raise DecodeError(f"not a pack: begins with {data[:8]!r}, expected {MAGIC!r}")
+    size = _SIZE.unpack_from(data)[1]
+    start = _SIZE.size + size + SIZE
+    if size > MAX_HEAD:
+        raise DecodeError(f"pack: a head of {size} bytes, at most {MAX_HEAD}")
+    if start > len(data) == _FIRST:
+        data += read(_FIRST, start - _FIRST)
+    first = data[_SIZE.size : _SIZE.size + size]
+    if digest(first) != data[_SIZE.size + size : start]:
+        raise DecodeError("pack: its head differs from its digest: it was cut or damaged")
+    head: Head = unpack(_decode_head, first, "head of a pack")
+    if not 2 <= len(head.sizes) == len(head.digests):
+        raise DecodeError(f"pack: {len(head.sizes)} sizes of {len(head.digests)} bodies")
+    if key is not None and head.key != key:
+        raise DecodeError(f"pack: it is of the key {head.key.hex()[:16]}, not of {key.hex()[:16]}: it was renamed")
+    return head, start
+
+
+def read_slice(read: Read, key: bytes, rank: int) -> IterationSlice:
+    """One rank's slice of a pack; reads nothing else of it but the head. Raises ConfigError where it has no such rank,
+    DecodeError."""
+    head, start = read_head(read, key)
+    at = integer("rank", rank, 0, len(head.sizes) - 2) + 1
+    body = read(start + sum(head.sizes[:at]), head.sizes[at])
+    if digest(body) != head.digests[at]:
+        raise DecodeError(f"pack: the slice of rank {rank} differs from its digest: it was damaged")
+    return IterationSlice.decode(expanded(body))
+
+
+def expanded(body: bytes) -> bytes:
+    """Decompresses a zstd frame of at most `MAX_BODY` bytes. Raises DecodeError."""
+    try:
+        if zstandard.frame_content_size(body) > MAX_BODY:
+            raise DecodeError(f"a compressed body of more than {MAX_BODY} bytes")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_BODY)
+    except zstandard.ZstdError as error:
+        raise DecodeError(f"a compressed body: {error}") from None

@@ -1,0 +1,211 @@
+"""Folder of packs: ROOT/RELEASE/AB/KEY.plan, each there whole or not at all.
+
+A pack is written under another name, flushed and renamed, so a reader sees no half of one, and several processes may
+share the folder. The oldest are evicted where the folder grows beyond its size; reading a pack makes it young.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from logging import getLogger
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.version import __version__
+from apportion.service.pack import Pack, Read, read_slice
+from apportion.service.store.protocol import Store, StoreError
+
+SUFFIX, PART = ".plan", ".part"
+STALE_S = 3600.0  # a part that nobody has finished by then is a dead process's
+YOUNG_S = 600.0  # a pack is made younger by reading at most so often
+MAX_PACK = 4 << 30
+FULL = 0.9  # evicted down to this share of the most
+_number = count()
+LOG = getLogger(__name__)
+T = TypeVar("T")
+
+
+class File(NamedTuple):
+    """A pack's file. used: when it was written or read last, seconds since 1970."""
+
+    path: str
+    size: int
+    used: float
+
+
+@dataclass
+class Folder:
+    """root: made where it is missing. max_bytes, max_age_s: None keeps packs for ever. Raises StoreError."""
+
+    root: Path
+    max_bytes: int | None = None
+    max_age_s: float | None = None
+    _held: int | None = field(default=None, init=False)  # bytes; None: not counted yet
+    _counted: float = field(default=0.0, init=False)
+    _failed: str | None = field(default=None, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
+
+    @property
+    def _release(self) -> Path:
+        return self.root / __version__
+
+    def path(self, key: bytes) -> Path:
+        """The file of a key, whether it is there or not."""
+        name = key.hex()
+        return self._release / name[:2] / f"{name}{SUFFIX}"
+
+    def get(self, key: bytes) -> Pack | None:
+        return self._read(key, lambda read: Pack.decode(read(0, MAX_PACK), key))
+
+    def slice(self, key: bytes, rank: int) -> IterationSlice | None:
+        return self._read(key, lambda read: read_slice(read, key, rank))
+
+    def put(self, pack: Pack) -> None:
+        path = self.path(pack.key)
+        try:
+            write_whole(path, pack.data)
+            self._failed = None
+        except OSError as error:
+            self._failed = f"{path}: {error.strerror or error} ({_free(self.root)})"
+            raise StoreError(f"cannot keep a plan: {self._failed}; make room, or name another folder") from error
+        self._evict(len(pack.data))
+
+    def problem(self) -> str | None:
+        return self._failed
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def files(self) -> Iterator[File]:
+        """Every pack of this release, in no order."""
+        for shelf in _entries(self._release):
+            for entry in _entries(shelf.path):
+                with suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(SUFFIX) and stat.S_ISREG(found.st_mode):
+                        yield File(entry.path, found.st_size, found.st_mtime)
+                    elif entry.name.endswith(PART) and time.time() - found.st_mtime > STALE_S:
+                        os.unlink(entry.path)
+
+    def prune(self, max_bytes: int | None = None, max_age_s: float | None = None) -> tuple[int, int]:
+        """Evicts packs beyond an age, then the longest unused beyond a size; (packs, bytes) evicted."""
+        files = sorted(self.files(), key=lambda file: file.used)
+        held, evicted, freed = sum(file.size for file in files), 0, 0
+        oldest = -1.0 if max_age_s is None else time.time() - max_age_s
+        for file in files:
+            if file.used >= oldest and (max_bytes is None or held - freed <= max_bytes):
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(file.path)
+            evicted, freed = evicted + 1, freed + file.size
+        self._held, self._counted = held - freed, time.monotonic()
+        return evicted, freed
+
+    def _evict(self, added: int) -> None:
+        """After a pack came: counts the folder when it has not been for a while, as others may write it, too."""
+        if self.max_bytes is None and self.max_age_s is None:
+            return
+        with self._lock:
+            if self._held is not None:
+                self._held += added
+            stale = self._held is None or time.monotonic() - self._counted > STALE_S
+            if stale or (self.max_bytes is not None and (self._held or 0) > self.max_bytes):
+                most = None if self.max_bytes is None else int(self.max_bytes * FULL)
+                self.prune(None if stale and not self._over() else most, self.max_age_s)
+
+    def _over(self) -> bool:
+        return self.max_bytes is not None and sum(file.size for file in self.files()) > self.max_bytes
+
+    def _read(self, key: bytes, use: Callable[[Read], T]) -> T | None:
+        """What `use` makes of a key's file, None where it is not there or damaged; damage is logged and removed."""
+        path = self.path(key)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        try:
+            _refresh(file)
+            return use(partial(_pread, file))
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        except DecodeError as error:
+            LOG.warning("%s: %s; it is planned again", path, error)
+            with suppress(OSError):
+                os.unlink(path)
+            return None
+        finally:
+            os.close(file)
+
+
+def _pread(file: int, offset: int, size: int) -> bytes:
+    """Up to `size` bytes, fewer at the end of the file."""
+    pieces: list[bytes] = []
+    while size > 0 and (piece := os.pread(file, min(size, 1 << 30), offset)):
+        pieces.append(piece)
+        offset, size = offset + len(piece), size - len(piece)
+    return b"".join(pieces)
+
+
+def _refresh(file: int) -> None:
+    """Makes a file young. Raises DecodeError where it is no file."""
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise DecodeError("pack: it is no regular file")
+    if time.time() - found.st_mtime > YOUNG_S:
+        with suppress(OSError):  # another user's, or read only
+            os.utime(file)
+
+
+def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file and makes it last, or leaves nothing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}-{next(_number)}{PART}")
+    try:
+        with open(part, "xb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _free(path: Path) -> str:
+    with suppress(OSError):
+        place = next(folder for folder in (path, *path.parents) if folder.exists())
+        return f"{shutil.disk_usage(place).free >> 20} MiB are free"
+    return "free space unknown"
+
+
+def open_store(target: str | Path, max_bytes: int | None = None, max_age_s: float | None = None) -> Store:
+    """A folder, or redis://HOST:PORT/N or rediss://. Raises ConfigError, StoreError, MissingDependencyError."""
+    if not str(target):
+        raise ConfigError("store", target, "must be a folder or the URL of a Redis", "name one")
+    if str(target).startswith(("redis://", "rediss://", "unix://")):
+        from apportion.service.store.redis import RedisStore
+
+        return RedisStore(str(target), max_age_s)
+    return Folder(Path(target), max_bytes, max_age_s)

@@ -1,0 +1,63 @@
+"""Workers of a Ray cluster, where one machine is not enough.
+
+Ray's own settings hold: RAY_ADDRESS says where the cluster is, RAY_AUTH_MODE=token with RAY_AUTH_TOKEN opens it. Its
+nodes need this release of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+from apportion.ir.errors import MissingDependencyError
+from apportion.service.workers.local import WorkerDiedError
+
+try:
+    # Ray takes the machine's outer address in place of 127.0.0.1 unless it is told not to
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import exceptions
+except ImportError as error:
+    raise MissingDependencyError("ray", "ray", "planning on a Ray cluster") from error
+
+T = TypeVar("T")
+_DIED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError, exceptions.RaySystemError)
+
+
+class RayExecutor(Executor):
+    """address: of the cluster, None for RAY_ADDRESS, "local" to start one on this machine with `workers` cores. task_s:
+    a task that takes longer once it was given to Ray is ended, with `TimeoutError`."""
+
+    def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:
+        self._task_s = task_s
+        where = address or os.environ.get("RAY_ADDRESS", "local")
+        local = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": 256 << 20}
+        ray.init(address=where, log_to_driver=False, **(local if where == "local" else {}))
+        self.workers = int(ray.cluster_resources().get("CPU", workers)) if where != "local" else workers
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """As `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`."""
+        found: Future[T] = Future()
+        reference = ray.remote(num_cpus=1, max_retries=0)(fn).remote(*args, **kwargs)
+        threading.Thread(target=self._wait, args=[reference, found], daemon=True).start()
+        return found
+
+    def _wait(self, reference: Any, found: Future[Any]) -> None:
+        found.set_running_or_notify_cancel()
+        try:
+            found.set_result(ray.get(reference, timeout=self._task_s))
+        except exceptions.GetTimeoutError:
+            ray.cancel(reference, force=True)
+            found.set_exception(TimeoutError(f"planning took longer than {self._task_s} s"))
+        except _DIED as error:
+            found.set_exception(WorkerDiedError(str(error).splitlines()[0]))
+        except BaseException as error:
+            found.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Leaves the cluster."""
+        ray.shutdown()

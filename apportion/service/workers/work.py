@@ -1,0 +1,88 @@
+"""What a worker does: from an encoded request to bytes. Whatever it refuses is a value, not an exception."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import NamedTuple
+
+from apportion.ir.bytes.iteration import encode_slices
+from apportion.ir.bytes.job import Job, decode_request, encode_request
+from apportion.ir.errors import ApportionError, CapacityError, ConfigError
+from apportion.ir.loops.jit import compiling
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.service.pack import Pack
+
+
+class Done(NamedTuple):
+    """seconds: of the worker; compiled_s: that its process has spent compiling loops so far."""
+
+    data: bytes
+    seconds: float
+    compiled_s: float
+
+
+class Refusal(NamedTuple):
+    """A request that cannot be planned. type: of the problem, see `problems.KINDS`; field: of the request."""
+
+    type: str
+    detail: str
+    field: str | None = None
+
+
+Work = Callable[[bytes], Done | Refusal]
+
+
+def _refusing(make: Callable[[bytes], bytes]) -> Work:
+    @wraps(make)
+    def work(request: bytes) -> Done | Refusal:
+        began = time.perf_counter()
+        try:
+            return Done(make(request), time.perf_counter() - began, compiling.seconds)
+        except MemoryError:
+            return Refusal("memory", "planning this request takes more memory than a worker has")
+        except ApportionError as error:
+            return Refusal("refused", str(error), error.field if isinstance(error, ConfigError) else None)
+
+    return work
+
+
+@_refusing
+def plan_pack(request: bytes) -> bytes:
+    """The pack of a request's plan, verified."""
+    job, batches = decode_request(request)
+    plan = plan_job(job, batches, verify=True)
+    return Pack.encode(job.request_key(batches), plan.id, plan.report, request, encode_slices(plan)).data
+
+
+@_refusing
+def plan_file(request: bytes) -> bytes:
+    """The plan of all ranks, verified: a plan file where the request has one microbatch, else that of an iteration."""
+    plan = plan_job(*decode_request(request), verify=True)
+    return plan.plans[0].encode() if len(plan.plans) == 1 else plan.encode()
+
+
+@_refusing
+def plan_page(request: bytes) -> bytes:
+    """The report page of a request's plan, HTML; made in a process that imports no more than it needs."""
+    plan = plan_job(*decode_request(request), verify=False)
+    command = [sys.executable, "-P", "-m", "apportion.report", plan.id.hex()]
+    ended = subprocess.run(command, input=request, capture_output=True, check=False)
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace").strip().splitlines() or ["it ended without a word"]
+        raise CapacityError(f"no report: {said[-1]}")
+    return ended.stdout
+
+
+def warm_up() -> None:
+    """Imports and compiles what most requests need."""
+    job = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("fcp")), 512)
+    plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))
