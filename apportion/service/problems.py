@@ -2,7 +2,10 @@
 by the client.
 
     ServiceError (RuntimeError)          type, status, detail, field, remedy
-    └── UnknownPlanError (LookupError)   404: submit the request, then ask again
+    ├── UnknownPlanError (LookupError)   404: submit the request, then ask again
+    └── BadAnswerError                   an answer that is none of this protocol
+    NotReadyError (TimeoutError)         the plan is not there yet
+    UnreachableError (ConnectionError)   no answer came
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "bad-answer": Kind(502, "Not an answer of this protocol", "see what answers at this URL"),
     "unauthorized": Kind(401, "A token is needed", "send the header Authorization: Bearer TOKEN"),
     "unknown-plan": Kind(404, "No request has this key", "submit the request, then ask again"),
     "not-found": Kind(404, "There is nothing at this address", "see /docs"),
@@ -29,11 +33,17 @@ KINDS = {
     "wrong-key": Kind(409, "The key is not that of the request", "compute the key with Job.request_key"),
     "length": Kind(411, "The request has no Content-Length", "send the body in one piece, not chunked"),
     "too-large": Kind(413, "The request is larger than this server takes", "send fewer sequences at once"),
-    "media-type": Kind(415, "The body is of another media type", "send application/json or application/msgpack"),
+    "media-type": Kind(
+        415, "The body is of another media type", "send application/json or application/msgpack"
+    ),
     "invalid": Kind(422, "A field of the request is wrong", "correct the field"),
     "refused": Kind(422, "The request cannot be planned", "change the batch or the job as the detail says"),
-    "too-long": Kind(422, "Planning took too long", "choose a cheaper recipe, or raise --plan-s of the server"),
-    "memory": Kind(422, "Planning takes too much memory", "take larger blocks, or raise --worker-gb of the server"),
+    "too-long": Kind(
+        422, "Planning took too long", "choose a cheaper recipe, or raise --plan-s of the server"
+    ),
+    "memory": Kind(
+        422, "Planning takes too much memory", "take larger blocks, or raise --worker-gb of the server"
+    ),
     "quarantined": Kind(422, "The request kills the planner", "leave the batch out, and report it"),
     "queue-full": Kind(429, "This server has enough requests queued", "fetch plans before submitting more"),
     "failed": Kind(500, "The server made a mistake", "see the log of the server"),
@@ -47,7 +57,13 @@ class ServiceError(ApportionError, RuntimeError):
     wrong, None where there is none; retry_after: seconds after which to try again, None where that is of no use."""
 
     def __init__(
-        self, type: str, detail: str, *, field: str | None = None, status: int = 0, retry_after: float | None = None
+        self,
+        type: str,
+        detail: str,
+        *,
+        field: str | None = None,
+        status: int = 0,
+        retry_after: float | None = None,
     ) -> None:
         kind = KINDS.get(type, Kind(status or 500, "The request failed", "see the log of the server"))
         self.type, self.detail, self.field, self.retry_after = type, detail, field, retry_after
@@ -63,6 +79,28 @@ class ServiceError(ApportionError, RuntimeError):
         return _rebuilt, (self.type, self.detail, self.field, self.status, self.retry_after)
 
 
+class BadAnswerError(ServiceError):
+    """An answer that is none of this protocol: of another program, or changed on its way."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("bad-answer", detail, status=502)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadAnswerError, (self.detail,)
+
+    @property
+    def transient(self) -> bool:
+        return False
+
+
+class NotReadyError(ApportionError, TimeoutError):
+    """A plan that is not there after the time that its caller waits."""
+
+
+class UnreachableError(ApportionError, ConnectionError):
+    """No answer came in time: nobody listens there, or the other side does not speak HTTP."""
+
+
 class UnknownPlanError(ServiceError, LookupError):
     """The server does not know the key: it was never submitted there, or dropped since."""
 
@@ -74,5 +112,7 @@ class UnknownPlanError(ServiceError, LookupError):
         return UnknownPlanError, (self.key,)
 
 
-def _rebuilt(type: str, detail: str, field: str | None, status: int, retry_after: float | None) -> ServiceError:
+def _rebuilt(
+    type: str, detail: str, field: str | None, status: int, retry_after: float | None
+) -> ServiceError:
     return ServiceError(type, detail, field=field, status=status, retry_after=retry_after)
