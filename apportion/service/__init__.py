@@ -1,5 +1,5 @@
 """Planning as a service: a cache in front of a pure function from requests to plans.
 
-    http ──► engine ──► workers ──► planner
-               └──────► store
+http ──► engine ──► workers ──► planner
+           └──────► store
 """

@@ -42,7 +42,9 @@ class Head(msgspec.Struct, frozen=True):
     key: Digest
     id: Digest
     report: bytes
-    sizes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BODY)]], msgspec.Meta(max_length=MAX_RANKS + 1)]
+    sizes: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BODY)]], msgspec.Meta(max_length=MAX_RANKS + 1)
+    ]
     digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_RANKS + 1)]
 
 
@@ -106,7 +108,9 @@ class Pack:
         head, start = read_head(lambda offset, size: data[offset : offset + size], key)
         pack = Pack(head, start, data)
         if pack._offsets[-1] != len(data):
-            raise DecodeError(f"pack: {len(data)} bytes, its head says {pack._offsets[-1]}: it was cut or added to")
+            raise DecodeError(
+                f"pack: {len(data)} bytes, its head says {pack._offsets[-1]}: it was cut or added to"
+            )
         for begin, size, told in zip(pack._offsets, head.sizes, head.digests, strict=False):
             if digest(data[begin : begin + size]) != told:
                 raise DecodeError("pack: a body differs from its digest: it was damaged")
@@ -131,7 +135,9 @@ def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
     if not 2 <= len(head.sizes) == len(head.digests):
         raise DecodeError(f"pack: {len(head.sizes)} sizes of {len(head.digests)} bodies")
     if key is not None and head.key != key:
-        raise DecodeError(f"pack: it is of the key {head.key.hex()[:16]}, not of {key.hex()[:16]}: it was renamed")
+        raise DecodeError(
+            f"pack: it is of the key {head.key.hex()[:16]}, not of {key.hex()[:16]}: it was renamed"
+        )
     return head, start
 
 

@@ -78,7 +78,9 @@ class Folder:
             self._failed = None
         except OSError as error:
             self._failed = f"{path}: {error.strerror or error} ({_free(self.root)})"
-            raise StoreError(f"cannot keep a plan: {self._failed}; make room, or name another folder") from error
+            raise StoreError(
+                f"cannot keep a plan: {self._failed}; make room, or name another folder"
+            ) from error
         self._evict(len(pack.data))
 
     def problem(self) -> str | None:

@@ -39,7 +39,8 @@ class RedisStore:
         try:
             return None if data is None else Pack.decode(data, key)
         except DecodeError as error:
-            return self._damaged(key, error)
+            self._damaged(key, error)
+            return None
 
     def slice(self, key: bytes, rank: int) -> IterationSlice | None:
         def read(offset: int, size: int) -> bytes:
@@ -51,7 +52,8 @@ class RedisStore:
         try:
             return read_slice(read, key, rank)
         except DecodeError as error:
-            return self._damaged(key, error)
+            self._damaged(key, error)
+            return None
 
     def put(self, pack: Pack) -> None:
         self._call("SET", _name(pack.key), pack.data, "EX", self._age_s)
@@ -64,7 +66,7 @@ class RedisStore:
 
     def _call(self, *command: Any) -> Any:
         try:
-            answer: Any = self._redis.execute_command(*command)
+            answer: Any = self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
             self._failed = f"Redis: {error}"
             raise StoreError(f"cannot {command[0]}: {self._failed}") from error

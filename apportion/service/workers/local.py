@@ -35,7 +35,7 @@ class ProcessExecutor(Executor):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
         self._task_s = task_s
-        self._pool = ProcessPool(
+        self._pool: Any = ProcessPool(
             max_workers=workers, initializer=_begin, initargs=[os.getpid(), memory_bytes], context=context
         )
 
@@ -43,7 +43,7 @@ class ProcessExecutor(Executor):
         """As `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`. Cancelling it ends a task that
         runs."""
         ours: Future[T] = Future()
-        theirs = self._pool.schedule(fn, args=args, kwargs=kwargs, timeout=self._task_s)
+        theirs: Any = self._pool.schedule(fn, args=args, kwargs=kwargs, timeout=self._task_s)
         ours.add_done_callback(lambda done: theirs.cancel() if done.cancelled() else None)
         theirs.add_done_callback(lambda done: _copy(done, ours))
         return ours
@@ -71,7 +71,9 @@ def _copy(done: Future[Any], ours: Future[Any]) -> None:
 def _begin(parent: int, memory_bytes: int | None) -> None:
     """In a new worker: signals of the terminal are for the parent, whose end is this process's, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # of the fork server, which ends with our parent
+    ctypes.CDLL(None).prctl(
+        _DIES_WITH_PARENT, signal.SIGKILL
+    )  # of the fork server, which ends with our parent
     threading.Thread(target=_watch, args=[parent], daemon=True).start()
     with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_KILLED_FIRST)

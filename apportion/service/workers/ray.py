@@ -25,7 +25,12 @@ except ImportError as error:
     raise MissingDependencyError("ray", "ray", "planning on a Ray cluster") from error
 
 T = TypeVar("T")
-_DIED = (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError, exceptions.NodeDiedError, exceptions.RaySystemError)
+_DIED = (
+    exceptions.WorkerCrashedError,
+    exceptions.OutOfMemoryError,
+    exceptions.NodeDiedError,
+    exceptions.RaySystemError,
+)
 
 
 class RayExecutor(Executor):
@@ -35,9 +40,14 @@ class RayExecutor(Executor):
     def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:
         self._task_s = task_s
         where = address or os.environ.get("RAY_ADDRESS", "local")
-        local = {"num_cpus": workers, "include_dashboard": False, "object_store_memory": 256 << 20}
+        local: dict[str, Any] = {
+            "num_cpus": workers,
+            "include_dashboard": False,
+            "object_store_memory": 256 << 20,
+        }
         ray.init(address=where, log_to_driver=False, **(local if where == "local" else {}))
-        self.workers = int(ray.cluster_resources().get("CPU", workers)) if where != "local" else workers
+        resources: Any = ray.cluster_resources
+        self.workers = int(resources().get("CPU", workers)) if where != "local" else workers
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """As `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`."""

@@ -1,0 +1,294 @@
+"""The engine: requests in, packs out, each planned once. Lives on one event loop.
+
+submit ──► store has it? ──► queue ──► worker ──► memory ──► store
+pack   ──► memory, store, or wait for the worker
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+
+from apportion.ir.errors import DecodeError
+from apportion.service.engine.entry import Entry, State
+from apportion.service.engine.metrics import Metrics
+from apportion.service.engine.schedule import Schedule
+from apportion.service.pack import Pack
+from apportion.service.problems import ServiceError, UnknownPlanError
+from apportion.service.store import Store, StoreError
+from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
+from apportion.service.workers.work import Work
+
+DEATHS = 3  # of workers, before a request is set aside
+GRACE_S = 1.0  # who asks before the request is submitted waits so long for it
+WAITING = 1 << 14  # keys that are waited for and not known
+LOG = getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """queued: requests; queued_bytes: of requests; cached_bytes: of packs in memory; known: requests that are
+    remembered with their state."""
+
+    queued: int = 8192
+    queued_bytes: int = 64 << 20
+    cached_bytes: int = 128 << 20
+    known: int = 16384
+
+
+class Engine:
+    """executor: runs `plan_pack` and the like in other processes; workers: at once, and one more, see `Schedule`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        workers: int,
+        store: Store | None,
+        metrics: Metrics,
+        limits: Limits | None = None,
+    ) -> None:
+        self.metrics, self.store = metrics, store
+        self._limits, self._executor = limits or Limits(), executor
+        self._schedule = Schedule(workers, asyncio.get_running_loop().time)
+        self._entries = OrderedDict[bytes, Entry]()
+        self._packs = OrderedDict[bytes, Pack]()
+        self._running, self._arriving = set[Entry](), dict[bytes, asyncio.Event]()
+        self._tasks = set[asyncio.Future[object]]()
+        self._queued_bytes = self._cached_bytes = 0
+
+    # ---- what handlers ask
+
+    async def submit(
+        self, key: bytes, request: bytes, job: bytes, ranks: int, tenant: str, ahead: int = 0
+    ) -> Entry:
+        """Has a request planned, once however often it comes. Raises ServiceError where it is refused, now or before,
+        and where the queue is full."""
+        due = self._schedule.due(job, ahead)
+        entry = self._entries.get(key) or self._restored(await self._stored(key), job, tenant)
+        entry = self._entries.get(key) or entry  # another call may have come first
+        if entry is None:
+            entry = self._queue(key, plan_pack, request, job, ranks, tenant, due)
+            self._know(entry)
+        entry.due = min(entry.due, due)
+        if entry.problem is not None:
+            raise entry.problem
+        return entry
+
+    def hot(self, key: bytes) -> Pack | None:
+        """The pack of a key where it is in memory."""
+        pack = self._packs.get(key)
+        if pack is not None:
+            self._packs.move_to_end(key)
+        return pack
+
+    async def pack(self, key: bytes, wait_s: float) -> Pack | None:
+        """The pack of a key, None where it is not ready after `wait_s` seconds. Raises UnknownPlanError, and
+        ServiceError where the request is refused."""
+        pack = self.hot(key)
+        if pack is not None:
+            return pack
+        entry = self._entries.get(key)
+        if entry is None or entry.state is State.READY:
+            pack = await self._stored(key)
+            if pack is not None:
+                return pack
+            entry = self._entries.get(key)
+        if entry is None or (entry.state is State.READY and self.hot(key) is None):
+            self._entries.pop(key, None)  # its pack is gone from memory, and no store has it
+            entry = await self._arrival(key, min(wait_s, GRACE_S))
+        if entry.state is State.QUEUED and wait_s:
+            entry.due = min(entry.due, entry.since)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await entry.done.wait()
+        if entry.problem is not None:
+            raise entry.problem
+        return self.hot(key) or (await self._stored(key) if entry.state is State.READY else None)
+
+    async def make(
+        self, work: Work, key: bytes, request: bytes, job: bytes, ranks: int, tenant: str
+    ) -> bytes:
+        """What a worker makes of a request; kept by nobody. Raises ServiceError."""
+        entry = self._queue(key, work, request, job, ranks, tenant, self._schedule.due(job, 0))
+        await entry.done.wait()
+        if entry.problem is not None:
+            raise entry.problem
+        return entry.data
+
+    def known(self, key: bytes) -> Entry | None:
+        """The state of a request that came since the start."""
+        return self._entries.get(key)
+
+    def latest(self, count: int) -> Iterator[Entry]:
+        """The requests that came last, newest first."""
+        return (entry for entry, _ in zip(reversed(self._entries.values()), range(count), strict=False))
+
+    async def close(self) -> None:
+        """Ends workers and what runs in them; packs that were made are stored."""
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=10.0)
+        if self.store is not None:
+            self.store.close()
+
+    # ---- queue and workers
+
+    def _queue(
+        self, key: bytes, work: Work, request: bytes, job: bytes, ranks: int, tenant: str, due: float
+    ) -> Entry:
+        waiting = len(self._schedule)
+        if waiting >= self._limits.queued or self._queued_bytes + len(request) > self._limits.queued_bytes:
+            raise ServiceError("queue-full", f"{waiting} requests wait for a worker", retry_after=1.0)
+        now = asyncio.get_running_loop().time()
+        entry = Entry(key, work, request, job, ranks, tenant, due, now)
+        self._queued_bytes += len(request)
+        self._schedule.add(entry)
+        self._dispatch()
+        return entry
+
+    def _dispatch(self) -> None:
+        while (entry := self._schedule.next(self._running)) is not None:
+            self._running.add(entry)
+            entry.state = State.PLANNING
+            self._queued_bytes -= len(entry.request)
+            planning = asyncio.wrap_future(self._executor.submit(entry.work, entry.request))
+            planning.add_done_callback(partial(self._ended, entry))
+        self.metrics.queued.set(len(self._schedule))
+        self.metrics.running.set(len(self._running))
+
+    def _ended(self, entry: Entry, planning: asyncio.Future[Done | Refusal]) -> None:
+        self._running.discard(entry)
+        try:
+            self._take(entry, planning.result())
+        except WorkerDiedError as error:
+            self._died(entry, error)
+        except TimeoutError:
+            self._refuse(
+                entry, ServiceError("too-long", "planning did not end in the time that this server gives")
+            )
+        except asyncio.CancelledError:
+            self._refuse(entry, ServiceError("failed", "the server stops"))
+        except Exception as error:
+            LOG.exception("planning %s failed", entry.key.hex()[:16])
+            self._refuse(entry, ServiceError("failed", f"{type(error).__name__}: {error}"))
+        self._dispatch()
+
+    def _take(self, entry: Entry, outcome: Done | Refusal) -> None:
+        if isinstance(outcome, Refusal):
+            self._refuse(entry, ServiceError(outcome.type, outcome.detail, field=outcome.field))
+            return
+        entry.seconds = outcome.seconds
+        self._schedule.ended(entry, outcome.seconds)
+        if entry.work is plan_pack:
+            pack = Pack.decode(outcome.data, entry.key)
+            entry.plan = pack.head.id
+            self._cache(pack)
+            self._start(self._keep(pack))
+        else:
+            entry.data = outcome.data
+        self.metrics.planning.observe(outcome.seconds)
+        self.metrics.readiness.observe(asyncio.get_running_loop().time() - entry.since)
+        self._finish(entry, State.READY)
+
+    def _died(self, entry: Entry, error: WorkerDiedError) -> None:
+        self.metrics.deaths.inc()
+        entry.deaths += 1
+        if entry.deaths >= DEATHS:
+            self._refuse(
+                entry, ServiceError("quarantined", f"{DEATHS} workers died of it, the last so: {error}")
+            )
+            return
+        LOG.warning("%s: %s; it is planned again", entry.key.hex()[:16], error)
+        entry.state = State.QUEUED
+        self._queued_bytes += len(entry.request)
+        self._schedule.add(entry)
+
+    def _refuse(self, entry: Entry, problem: ServiceError) -> None:
+        entry.problem = problem
+        if problem.transient or problem.status == 500:
+            self._entries.pop(entry.key, None)  # the same request may be planned later
+        self._finish(entry, State.REFUSED)
+
+    def _finish(self, entry: Entry, state: State) -> None:
+        self.metrics.plans.labels(state).inc()
+        entry.finish(state)
+
+    # ---- memory and store
+
+    def _know(self, entry: Entry) -> None:
+        self._entries[entry.key] = entry
+        arriving = self._arriving.pop(entry.key, None)
+        if arriving is not None:
+            arriving.set()
+        while len(self._entries) > self._limits.known and next(iter(self._entries.values())).done.is_set():
+            self._entries.popitem(last=False)
+
+    async def _arrival(self, key: bytes, wait_s: float) -> Entry:
+        """The request of a key, once it is submitted."""
+        entry = self._entries.get(key)
+        if entry is None and wait_s and len(self._arriving) < WAITING:
+            arriving = self._arriving.setdefault(key, asyncio.Event())
+            try:
+                async with asyncio.timeout(wait_s):
+                    await arriving.wait()
+            except TimeoutError:
+                if self._arriving.get(key) is arriving:
+                    del self._arriving[key]
+            entry = self._entries.get(key)
+        if entry is None:
+            raise UnknownPlanError(key)
+        return entry
+
+    def _cache(self, pack: Pack) -> None:
+        if pack.key in self._packs:
+            return
+        self._packs[pack.key] = pack
+        self._cached_bytes += len(pack.data)
+        while self._cached_bytes > self._limits.cached_bytes and len(self._packs) > 1:
+            self._cached_bytes -= len(self._packs.popitem(last=False)[1].data)
+        self.metrics.cached.set(self._cached_bytes)
+
+    async def _stored(self, key: bytes) -> Pack | None:
+        """The pack of a key in the store; a store that fails has none."""
+        pack = None
+        if self.store is not None:
+            with self._tolerant():
+                pack = await asyncio.to_thread(self.store.get, key)
+        if pack is not None:
+            self._cache(pack)
+            self.metrics.stored.inc()
+        return pack
+
+    async def _keep(self, pack: Pack) -> None:
+        if self.store is not None:
+            with self._tolerant():
+                await asyncio.to_thread(self.store.put, pack)
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        try:
+            yield
+        except (StoreError, DecodeError) as error:
+            self.metrics.store_errors.inc()
+            LOG.error("%s", error)
+
+    def _restored(self, pack: Pack | None, job: bytes, tenant: str) -> Entry | None:
+        """The entry of a pack that the store had, if it did."""
+        if pack is None:
+            return None
+        now = asyncio.get_running_loop().time()
+        entry = Entry(pack.key, plan_pack, b"", job, pack.ranks, tenant, now, now, plan=pack.head.id)
+        entry.finish(State.READY)
+        self._know(entry)
+        return entry
+
+    def _start(self, task: object) -> None:
+        started = asyncio.ensure_future(task)  # type: ignore[call-overload]
+        self._tasks.add(started)
+        started.add_done_callback(self._tasks.discard)

@@ -1,0 +1,45 @@
+"""Entry: one request and how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from apportion.service.problems import ServiceError
+from apportion.service.workers.work import Work
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    PLANNING = "planning"
+    READY = "ready"
+    REFUSED = "refused"
+
+
+@dataclass(eq=False)
+class Entry:
+    """work: what is made of the encoded request; job: digest of the request's job; ranks: of its cluster; tenant: who
+    submitted it first; due: when it is needed, on the loop's clock; deaths: workers that died of it; seconds: that the
+    worker took; data: what was made; plan: 32 bytes, its id; problem: why nothing was made."""
+
+    key: bytes
+    work: Work
+    request: bytes
+    job: bytes
+    ranks: int
+    tenant: str
+    due: float
+    since: float
+    state: State = State.QUEUED
+    deaths: int = 0
+    seconds: float = 0.0
+    data: bytes = b""
+    plan: bytes = b""
+    problem: ServiceError | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    def finish(self, state: State) -> None:
+        """Wakes everybody who waits; the request is needed no more."""
+        self.state, self.request = state, b""
+        self.done.set()

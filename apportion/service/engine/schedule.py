@@ -1,0 +1,83 @@
+"""Order of queued requests: fair in worker time between tenants, nearest deadline first within one.
+
+lanes   one a worker, and one more that takes light requests only, so that a light one never waits behind heavy ones
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from apportion.service.engine.entry import Entry
+
+T = TypeVar("T")
+LIGHT_S = 1.0
+HALF_LIFE_S = 60.0  # of the time that a tenant has had
+FIRST_STEP_S, STEPS_S = 1.0, (0.05, 60.0)  # of a job whose steps have not been seen; of any
+REMEMBERED = 1024  # jobs
+
+
+class Schedule:
+    """workers: requests of any weight that run at once. clock: seconds, rising."""
+
+    def __init__(self, workers: int, clock: Callable[[], float]) -> None:
+        self._workers, self._clock = workers, clock
+        self._queued = dict[str, dict[Entry, None]]()
+        self._spent = dict[str, tuple[float, float]]()  # of a tenant: seconds of workers, as of a time
+        self._seconds = OrderedDict[bytes, float]()  # of a job: a plan takes
+        self._steps = OrderedDict[
+            bytes, tuple[float, float]
+        ]()  # of a job: last submission, seconds between two
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queued.values()))
+
+    def due(self, job: bytes, ahead: int) -> float:
+        """When a request is needed that its trainer comes to after `ahead` further steps."""
+        now = self._clock()
+        last, step = self._steps.get(job, (now, FIRST_STEP_S))
+        step = min(max(0.8 * step + 0.2 * (now - last), STEPS_S[0]), STEPS_S[1]) if last != now else step
+        _remember(self._steps, job, (now, step))
+        return now + ahead * step
+
+    def add(self, entry: Entry) -> None:
+        self._queued.setdefault(entry.tenant, {})[entry] = None
+
+    def next(self, running: Collection[Entry]) -> Entry | None:
+        """Takes out what is to be planned now, None where nothing can be."""
+        if len(running) > self._workers:
+            return None
+        only_light = len(running) == self._workers
+        for tenant in sorted(self._queued, key=self._had):
+            fitting = [entry for entry in self._queued[tenant] if not only_light or self._is_light(entry)]
+            if fitting:
+                found = min(fitting, key=lambda entry: entry.due)
+                self._take(found)
+                return found
+        return None
+
+    def ended(self, entry: Entry, seconds: float) -> None:
+        """Counts the worker time of a request."""
+        _remember(self._seconds, entry.job, seconds)
+        self._spent[entry.tenant] = self._had(entry.tenant) + seconds, self._clock()
+
+    def _take(self, entry: Entry) -> None:
+        queued = self._queued[entry.tenant]
+        del queued[entry]
+        if not queued:
+            del self._queued[entry.tenant]
+
+    def _had(self, tenant: str) -> float:
+        spent, since = self._spent.get(tenant, (0.0, 0.0))
+        return float(spent * 0.5 ** ((self._clock() - since) / HALF_LIFE_S))
+
+    def _is_light(self, entry: Entry) -> bool:
+        return self._seconds.get(entry.job, 0.0) < LIGHT_S
+
+
+def _remember(values: OrderedDict[bytes, T], key: bytes, value: T) -> None:
+    values[key] = value
+    values.move_to_end(key)
+    while len(values) > REMEMBERED:
+        values.popitem(last=False)

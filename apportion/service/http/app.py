@@ -1,0 +1,213 @@
+"""The FastAPI application of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from logging import getLogger
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from apportion.ir.version import __version__
+from apportion.service.engine import Engine, Entry, State
+from apportion.service.http.delivery import Delivery, key_of
+from apportion.service.http.guard import PROBLEM, Guard, body_of, rendered
+from apportion.service.http.models import Health, Planned, Plans, PlanState, Problem, Submitted
+from apportion.service.http.openapi import BODY, DELIVERY
+from apportion.service.http.requests import PlanRequest, parse
+from apportion.service.http.tokens import Tokens
+from apportion.service.pack import Pack
+from apportion.service.problems import ServiceError, UnknownPlanError
+from apportion.service.workers.work import plan_file, plan_page
+from apportion.web import WATCH
+
+PLAN_FILE = "application/vnd.apportion.plan"
+LOG = getLogger(__name__)
+
+Start = Callable[[], AbstractAsyncContextManager[Engine]]
+
+
+def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
+    """start: makes the engine, on the application's event loop."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with start() as engine:
+            app.state.engine = engine
+            delivery = Delivery(engine)
+            app.router.routes.insert(0, Route("/v1/plans/{key}/ranks/{rank}", delivery))
+            app.router.routes.insert(1, Route("/v1/ranks/{rank}/stream", delivery))
+            yield
+
+    app = FastAPI(
+        title="Apportion",
+        version=__version__,
+        description="Plans of context-parallel attention, by content address.",
+        lifespan=lifespan,
+        redoc_url=None,
+        responses={422: {"model": Problem, "content": {PROBLEM: {}}}},
+    )
+    app.add_middleware(Guard, tokens=tokens, metrics=metrics)
+    app.exception_handler(ServiceError)(partial(_problem, metrics))
+    app.exception_handler(HTTPException)(partial(_http_problem, metrics))
+    app.exception_handler(RequestValidationError)(partial(_invalid, metrics))
+    app.exception_handler(Exception)(partial(_failed, metrics))
+    for add in (_plan_routes, _other_routes):
+        add(app)
+    openapi = app.openapi
+    app.openapi = lambda: _with_delivery(openapi())  # type: ignore[method-assign]
+    return app
+
+
+def _plan_routes(app: FastAPI) -> None:
+    @app.put("/v1/plans/{key}", status_code=202, openapi_extra=BODY)
+    async def submit(
+        key: str, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
+    ) -> Submitted:
+        """Submits a request, to be planned once. 200 where its plan is ready. ahead: the trainer's steps until then."""
+        asked, named = await _asked(request), key_of(key)
+        if asked.key != named:
+            raise ServiceError("wrong-key", f"the request has the key {asked.key.hex()}", field="key")
+        entry = await _engine(request).submit(
+            asked.key, asked.data, asked.job, asked.ranks, request.state.tenant, ahead
+        )
+        if entry.state is State.READY:
+            response.status_code = 200
+        return Submitted(key=key, state=entry.state)
+
+    @app.get("/v1/plans/{key}", responses={200: {"content": {"text/html": {}}}})
+    async def state(key: str, request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanState:
+        """State and report of a request; as text/html the page of its plan."""
+        engine, named = _engine(request), key_of(key)
+        pack = await engine.pack(named, 0.0) if (entry := engine.known(named)) is None or entry.plan else None
+        if _prefers(accept, "text/html") and pack is not None:
+            page = await _made(request, plan_page, await parse("application/msgpack", pack.request))
+            return HTMLResponse(page)  # type: ignore[return-value]
+        if entry is None and pack is None:
+            raise UnknownPlanError(named)
+        return _state(entry, pack)
+
+    @app.get("/v1/plans")
+    async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
+        """The requests that came last, newest first."""
+        return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
+
+    @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
+    async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> Planned:
+        """Plans a request at once: a report, or as application/vnd.apportion.plan the plan, or as text/html a page."""
+        asked = await _asked(request)
+        if _prefers(accept, PLAN_FILE):
+            data = await _made(request, plan_file, asked)
+            return Response(data, media_type=PLAN_FILE)  # type: ignore[return-value]
+        if _prefers(accept, "text/html"):
+            return HTMLResponse(await _made(request, plan_page, asked))  # type: ignore[return-value]
+        engine = _engine(request)
+        await engine.submit(asked.key, asked.data, asked.job, asked.ranks, request.state.tenant)
+        pack = await engine.pack(asked.key, 3600.0)
+        if pack is None:
+            raise ServiceError("too-long", "the plan is still being made: get it by its key", field="key")
+        return Planned(key=asked.key.hex(), id=pack.head.id.hex(), report=pack.report)
+
+
+def _other_routes(app: FastAPI) -> None:
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> str:
+        return WATCH.assemble("Apportion", {"release": __version__})
+
+    @app.get("/healthz")
+    async def alive() -> Health:
+        """Whether the server answers."""
+        return Health()
+
+    @app.get("/readyz", responses={503: {"model": Health}})
+    async def ready(request: Request, response: Response) -> Health:
+        """Whether the server plans and keeps plans; degraded where it does not keep them."""
+        store = _engine(request).store
+        reason = store.problem() if store is not None else None
+        return Health() if reason is None else Health(status="degraded", reason=reason)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics(request: Request) -> Response:
+        """In the text format of Prometheus."""
+        registry = _engine(request).metrics.registry
+        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _engine(request: Request) -> Engine:
+    found: Engine = request.app.state.engine
+    return found
+
+
+async def _asked(request: Request) -> PlanRequest:
+    return await parse(request.headers.get("content-type", ""), await body_of(request.receive))
+
+
+async def _made(request: Request, work: Any, asked: PlanRequest) -> bytes:
+    tenant = request.state.tenant
+    return await _engine(request).make(work, asked.key, asked.data, asked.job, asked.ranks, tenant)
+
+
+def _prefers(accept: str, media: str) -> bool:
+    return media in [part.partition(";")[0].strip() for part in accept.split(",")]
+
+
+def _state(entry: Entry | None, pack: Pack | None) -> PlanState:
+    """entry: None where only the store knows the request."""
+    if entry is None:
+        assert pack is not None
+        return PlanState(
+            key=pack.key.hex(), state=State.READY, ranks=pack.ranks, id=pack.head.id.hex(), report=pack.report
+        )
+    return PlanState(
+        key=entry.key.hex(),
+        state=entry.state,
+        ranks=entry.ranks,
+        job=entry.job.hex()[:16],
+        tenant=entry.tenant,
+        seconds=entry.seconds,
+        id=entry.plan.hex(),
+        detail="" if entry.problem is None else entry.problem.detail,
+        report=None if pack is None else pack.report,
+    )
+
+
+# ---- problems
+
+
+async def _problem(metrics: Any, request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ServiceError)
+    metrics.problems.labels(problem.type).inc()
+    status, media, body = rendered(problem)
+    headers = {} if problem.retry_after is None else {"retry-after": f"{problem.retry_after:.0f}"}
+    return Response(body, status, headers, media.decode())
+
+
+async def _http_problem(metrics: Any, request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "method" if error.status_code == 405 else "not-found"
+    return await _problem(metrics, request, ServiceError(kind, f"{request.method} {request.url.path}"))
+
+
+async def _invalid(metrics: Any, request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = str(first["loc"][-1])
+    return await _problem(metrics, request, ServiceError("invalid", f"{field}: {first['msg']}", field=field))
+
+
+async def _failed(metrics: Any, request: Request, error: Exception) -> Response:
+    LOG.error("%s %s", request.method, request.url.path, exc_info=error)
+    return await _problem(metrics, request, ServiceError("failed", type(error).__name__))
+
+
+def _with_delivery(schema: dict[str, Any]) -> dict[str, Any]:
+    schema["paths"] |= DELIVERY
+    return schema

@@ -1,0 +1,90 @@
+"""Guard: the ASGI middleware before every route. Whoever has no token, and whatever has no known size, is refused
+before a byte of the body is read, and the connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from apportion.service.engine import Metrics
+from apportion.service.http.tokens import Tokens
+from apportion.service.problems import ServiceError
+
+MAX_BODY = 4 << 20  # 16 MB of memory a byte at worst: a list of empty lists
+BODY_S = 20.0
+OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
+PROBLEM = "application/problem+json"
+
+
+class Guard:
+    """Adds `tenant` to the scope's state. A body is read only in full, in `BODY_S` seconds and at most `MAX_BODY`
+    bytes, by `body`; of large ones one at a time."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
+        self._app, self._tokens, self._metrics = app, tokens, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        authorization, length, problem = b"", b"", None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"content-length":
+                length = value
+            elif name == b"transfer-encoding":  # may have trailers without end
+                problem = ServiceError("length", "the body is sent in chunks")
+        tenant = self._tokens.tenant(authorization)
+        if tenant is None and scope["path"] not in OPEN:
+            problem = ServiceError("unauthorized", "the token is missing, or none of this server")
+        elif length and (not length.isdigit() or len(length) > 12 or int(length) > MAX_BODY):
+            problem = ServiceError("too-large", f"the body has more than {MAX_BODY} bytes")
+        if problem is not None:
+            await self._refuse(problem, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
+
+    async def _refuse(self, problem: ServiceError, send: Send) -> None:
+        self._metrics.problems.labels(problem.type).inc()
+        await answer(send, *rendered(problem), ((b"connection", b"close"),))
+
+
+async def answer(
+    send: Send, status: int, kind: bytes, body: bytes, more: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    """Sends a whole response."""
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def rendered(problem: ServiceError) -> tuple[int, bytes, bytes]:
+    """Status, media type and body of a problem (RFC 9457)."""
+    return problem.status, PROBLEM.encode(), msgspec.json.encode(problem_data(problem))
+
+
+def problem_data(problem: ServiceError) -> dict[str, Any]:
+    """The members of a problem."""
+    data = {"type": problem.type, "title": problem.title, "status": problem.status, "detail": problem.detail}
+    return data | {"remedy": problem.remedy} | ({"field": problem.field} if problem.field else {})
+
+
+async def body_of(receive: Receive) -> bytes:
+    """The whole body. Raises ServiceError where it does not come in time, or the client is gone."""
+    parts, more = list[bytes](), True
+    try:
+        async with asyncio.timeout(BODY_S):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ServiceError("slow-body", "the client went away")
+                parts.append(message.get("body", b""))
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise ServiceError("slow-body", f"the body was not there after {BODY_S:g} s") from None
+    return b"".join(parts)

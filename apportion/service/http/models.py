@@ -1,0 +1,63 @@
+"""JSON of answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from apportion.service.engine import State
+
+
+class Submitted(BaseModel):
+    """A request that was accepted."""
+
+    key: str
+    state: State
+
+
+class PlanState(BaseModel):
+    """A request and its plan. seconds: that a worker took; id: of the plan, 64 hex digits; detail: why there will be no
+    plan."""
+
+    key: str
+    state: State
+    ranks: int | None = None
+    job: Annotated[str, Field(description="first 16 hex digits of the job's digest")] = ""
+    tenant: str = ""
+    seconds: float = 0.0
+    id: str = ""
+    detail: str = ""
+    report: dict[str, Any] | None = None
+
+
+class Plans(BaseModel):
+    """Requests that came last, newest first."""
+
+    plans: list[PlanState]
+
+
+class Planned(BaseModel):
+    """A plan made at once."""
+
+    key: str
+    id: str
+    report: dict[str, Any]
+
+
+class Health(BaseModel):
+    """Whether the server is well, and why not."""
+
+    status: Literal["ok", "degraded"] = "ok"
+    reason: str = ""
+
+
+class Problem(BaseModel):
+    """RFC 9457. type: see docs/service.md; field: of the request that is wrong."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    remedy: str
+    field: str | None = None

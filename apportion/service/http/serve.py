@@ -1,0 +1,180 @@
+"""Starts a server: `apportion serve`, or one as a child process for demos and tests."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.service.engine import Engine, Metrics
+from apportion.service.http.app import create_app
+from apportion.service.http.tokens import Tokens
+from apportion.service.store import open_store
+from apportion.service.workers import ProcessExecutor
+from apportion.service.workers.work import warm_up
+
+LOG = logging.getLogger("apportion.service")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a server. store: a folder or redis://..., None keeps plans in memory only; store_bytes, store_age_s: evicted
+    beyond; worker_bytes, plan_s: of a worker and a plan, at most; token: of everybody, tenants: file of lines `name:
+    token`; ray: address of a Ray cluster, "local" to start one. announce: print one line of JSON once it listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8321
+    store: str | None = None
+    store_bytes: int | None = None
+    store_age_s: float | None = None
+    workers: int = 0
+    worker_bytes: int = 8 << 30
+    plan_s: float = 600.0
+    token: str | None = None
+    tenants: Path | None = None
+    ray: str | None = None
+    announce: bool = False
+
+
+def run(settings: Settings) -> None:
+    """Serves until SIGTERM or Ctrl-C. Raises ConfigError, StoreError, MissingDependencyError."""
+    metrics, tokens = Metrics(), Tokens.read(settings.token, settings.tenants)
+    if not tokens.tenants and settings.host not in LOOPBACK:
+        LOG.warning(
+            "%s is reached without a token by whoever reaches this machine: give --token-file", settings.host
+        )
+    store = None
+    if settings.store is not None:
+        store = open_store(settings.store, settings.store_bytes, settings.store_age_s)
+    _allow_connections()
+    listening = _listen(settings.host, settings.port)
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Engine]:
+        executor, workers = executor_of(settings)
+        engine = Engine(executor, workers, store, metrics)
+        warming = [executor.submit(warm_up) for _ in range(workers)]
+        _announce(settings, _url(listening))
+        try:
+            yield engine
+        finally:
+            for each in warming:
+                each.cancel()
+            await engine.close()
+
+    config = uvicorn.Config(
+        create_app(start, tokens, metrics),
+        loop="uvloop",
+        http="h11",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(GRACE_S),
+    )
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _announce(settings: Settings, url: str) -> None:
+    """Says where the server listens."""
+    if settings.announce:
+        print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
+    else:
+        LOG.info("%s listens, with a page and /docs; store: %s", url, settings.store or "memory")
+
+
+def executor_of(settings: Settings) -> tuple[Executor, int]:
+    """Where plans are made, and how many at once. Raises MissingDependencyError."""
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    if settings.ray is None:
+        return ProcessExecutor(workers + 1, settings.plan_s, settings.worker_bytes), workers
+    from apportion.service.workers.ray import RayExecutor
+
+    cluster = RayExecutor(workers, settings.plan_s, settings.ray)
+    return cluster, cluster.workers
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        rule = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(
+            "--host, --port", f"{host}:{port}", rule, "name another port, or 0 for a free one"
+        ) from None
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A server that listens."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+@contextmanager
+def serving(
+    folder: Path | str | None,
+    *,
+    options: Sequence[str] = (),
+    token: str | None = None,
+    log: Path | None = None,
+) -> Iterator[Serving]:
+    """`apportion serve` on a free port of loopback, until the block ends. folder: its store, None for memory. options:
+    further ones of the command. log: file that its log is added to. Raises ExecutionError where it does not start."""
+    command = [sys.executable, "-m", "apportion", "serve", "--json", "--port", "0", *options]
+    command += [] if folder is None else ["--store", str(folder)]
+    environment = os.environ | ({} if token is None else {"APPORTION_TOKEN": token})
+    with open(log or os.devnull, "ab") as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise ExecutionError(f"the server ended with status {process.wait()}: see its log")
+        said = json.loads(line)
+        if "url" not in said:
+            raise ExecutionError(f"no server: {line.decode()}")
+        yield Serving(said["url"], process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(3 * GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

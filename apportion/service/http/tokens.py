@@ -1,0 +1,60 @@
+"""Bearer tokens: one for all, or one a tenant."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import read_text
+
+ANYONE = "anyone"
+MIN_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """tenants: name -> token; empty where everybody may ask. Raises ConfigError."""
+
+    tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _digests: dict[bytes, tuple[str, bytes]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for tenant, token in self.tenants.items():
+            if len(token) < MIN_LENGTH or not token.isascii() or any(letter.isspace() for letter in token):
+                rule = f"must be at least {MIN_LENGTH} ASCII characters without spaces"
+                raise ConfigError(
+                    f"token of {tenant}",
+                    "...",
+                    rule,
+                    "python -c 'import secrets; print(secrets.token_hex())'",
+                )
+            wire = b"Bearer " + token.encode()
+            self._digests[sha256(wire).digest()] = tenant, wire
+        if len(self._digests) < len(self.tenants):
+            raise ConfigError("tokens", "...", "two tenants have the same token", "give each its own")
+
+    def tenant(self, authorization: bytes) -> str | None:
+        """Whose token the header `Authorization` has, None where it is nobody's. In constant time: what is looked up is
+        a digest, and what is found is compared whole."""
+        if not self._digests:
+            return ANYONE
+        tenant, wire = self._digests.get(sha256(authorization).digest(), ("", b""))
+        return tenant if wire and hmac.compare_digest(wire, authorization) else None
+
+    @staticmethod
+    def read(token: str | None, tenants: Path | None) -> Tokens:
+        """token: one for all; tenants: a file of lines `name: token`. Raises ConfigError."""
+        found = {ANYONE: token} if token else {}
+        lines = [] if tenants is None else read_text(tenants).splitlines()
+        for number, line in enumerate(lines, 1):
+            name, colon, value = line.partition(":")
+            if line.strip() and not line.startswith("#"):
+                if not colon or not name.strip() or name.strip() in found:
+                    rule = "must be `name: token`, each name once"
+                    raise ConfigError(f"{tenants}, line {number}", "...", rule, "one line a tenant")
+                found[name.strip()] = value.strip()
+        return Tokens(found)
