@@ -193,7 +193,6 @@ class Client:
         """Status and body of the answer; raises the last failure where no time is left for another attempt."""
         now = asyncio.get_running_loop().time
         end, servers, failures = now() + total_s, self.servers, 0
-        failure: Exception
         while True:
             at = failures % len(servers)
             attempt_s = (end - now()) / (1 if request.long else len(servers) - at)
@@ -206,17 +205,18 @@ class Client:
                 return response.status_code, body
             except (httpx.HTTPError, OSError) as error:
                 why = str(error) or "no whole answer in time"
-                failure, asked_s = UnreachableError(f"{servers[at]}: {why}"), 0.0
+                failure: Exception = UnreachableError(f"{servers[at]}: {why}")
                 if "CERTIFICATE_VERIFY_FAILED" in why:  # nor will it be right later
                     raise failure from None
             except ServiceError as error:
                 if not error.transient:
                     raise
-                failure, asked_s = error, error.retry_after or 0.0
+                failure = error
             failures += 1
             if failures % len(servers) == 0:  # each of them once more
                 bound = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(failures // len(servers), 10))
-                pause_s = asked_s + SystemRandom().uniform(0, bound)  # not of a seed that all ranks share
+                pause_s = SystemRandom().uniform(0, bound)  # not of a seed that all ranks share
+                pause_s += getattr(failure, "retry_after", None) or 0.0
                 if now() + pause_s >= end:
                     raise failure
                 await asyncio.sleep(pause_s)
@@ -299,8 +299,7 @@ class _Feed:
         return body
 
     async def _end(self) -> None:
-        response, self._response, self._left = self._response, None, 0
-        self._held.clear()
+        response, self._response, self._left, self._held = self._response, None, 0, bytearray()
         if response is not None:
             await response.aclose()
 
