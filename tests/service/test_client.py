@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from apportion.ir.bytes.codec import decode
 from apportion.ir.bytes.iteration import encode_slices
 from apportion.ir.bytes.job import Job, encode_request
 from apportion.ir.errors import ConfigError
@@ -23,7 +24,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.service.client import Client
+from apportion.service.client import PLAN, Client
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
 from apportion.service.pack import Pack
 from apportion.service.problems import (
@@ -315,3 +316,55 @@ def test_certificates_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none", Path(__file__)):
         with pytest.raises(ConfigError, match="ca"):
             Client("https://planner", ca=path)
+
+
+# ---- the real server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("store"), options=["--workers", "1"], token=TOKEN) as running:
+        yield running
+
+
+def test_every_call_of_a_server(
+    server: Serving, client_of: Callable[..., Client], slices: Sequence[bytes]
+) -> None:
+    client, key, unknown = client_of(server.url, timeout_s=10.0), JOB.request_key(BATCHES), bytes(32)
+    with pytest.raises(UnknownPlanError):
+        client.fetch(key, 0, 0.0)
+    client.submit(key, encode_request(JOB, BATCHES), ahead=3)
+    assert client.fetch(key, 1, 60.0, ranks=2).encode() == slices[1]
+    found = client.stream([key, key, unknown], 0, 5.0)
+    assert [next(found).encode(), next(found).encode()] == [slices[0]] * 2
+    with pytest.raises(UnknownPlanError):
+        next(found)
+    assert client.state(key)["state"] == "ready"
+    assert b"ring on 2 ranks" in client.page(key)
+    assert json.loads(client.plan(JOB, BATCHES))["key"] == key.hex()
+    assert decode(client.plan(JOB, BATCHES, PLAN)).id == plan_job(JOB, BATCHES).plans[0].id
+    with pytest.raises(ServiceError, match="wrong-key"):
+        client.submit(unknown, encode_request(JOB, BATCHES))
+    with pytest.raises(ServiceError, match="unauthorized"):
+        Client(server.url, "another-token-of-16").state(key)
+
+
+def test_a_forked_process_has_connections_of_its_own(
+    server: Serving, client_of: Callable[..., Client]
+) -> None:
+    client, key = client_of(server.url, timeout_s=10.0), JOB.request_key(BATCHES)
+    client.submit(key, encode_request(JOB, BATCHES))
+    open_stream = client.stream([key] * 3, 0, 60.0)
+    next(open_stream)
+    child = os.fork()
+    if child == 0:
+        try:
+            client.fetch(key, 1, 60.0)
+            open_stream.close()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(open_stream)) == 2
+    assert client.fetch(key, 1, 60.0).rank == 1
