@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -22,23 +20,10 @@ from apportion.service.engine import Engine, Limits, Metrics, State
 from apportion.service.pack import Pack, expanded
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.store import Folder, Store, StoreError
-from apportion.service.workers import Done, ProcessExecutor, Refusal
+from apportion.service.workers import ProcessExecutor
 from apportion.service.workers.work import plan_file, plan_page
+from tests.service.faults import die, hang, hog
 from tests.service.requests import RANKS, Request
-
-
-def die(request: bytes) -> Done:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def hang(request: bytes) -> Done:
-    time.sleep(600)
-    raise AssertionError
-
-
-def hog(request: bytes) -> Done | Refusal:
-    return Done(bytes(64 << 30), 0.0, 0.0)
 
 
 def run(
