@@ -32,7 +32,7 @@ from apportion.service.http.serve import serving
 
 TOLERANCE = 1e-4
 RECIPES = (workload.RECIPE, "contiguous", "ring")
-FIGURES = ("compute imbalance", "token imbalance", "MB moved", "slots")
+FIGURES = ("compute_imbalance", "token_imbalance", "moved_mb", "slots")
 
 
 def run(file: Path | None, steps: int, as_json: bool) -> int:
@@ -110,10 +110,11 @@ def compare(
 
 
 def _show(record: dict[str, Any]) -> None:
-    console, table = Console(), Table("recipe", *FIGURES, title="the same batches, median of all steps")
+    titles = (name.replace("_", " ") for name in ("recipe", *FIGURES))
+    console, table = Console(), Table(*titles, title="the same batches, median of all steps")
     for recipe, figures in record["recipes"].items():
         compute, tokens, moved, slots = figures.values()
-        table.add_row(recipe, f"{compute:.1%}", f"{tokens:.1%}", f"{moved:.2f}", f"{slots:.0f}")
+        table.add_row(recipe, f"{compute:.1%}", f"{tokens:.1%}", f"{moved:.1f}", f"{slots:.0f}")
     console.print(table)
     pairs = list(zip(record["losses"]["planned"], record["losses"]["plain"], strict=True))
     for step in sorted({0, len(pairs) // 2, len(pairs) - 1}):

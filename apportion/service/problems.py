@@ -2,7 +2,10 @@
 by the client.
 
     ServiceError (RuntimeError)          type, status, detail, field, remedy
-    └── UnknownPlanError (LookupError)   404: submit the request, then ask again
+    ├── UnknownPlanError (LookupError)   404: submit the request, then ask again
+    └── BadAnswerError                   an answer that is none of this protocol
+    NotReadyError (TimeoutError)         the plan is not there yet
+    UnreachableError (ConnectionError)   no answer came
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "bad-answer": Kind(502, "Not an answer of this protocol", "see what answers at this URL"),
     "unauthorized": Kind(401, "A token is needed", "send the header Authorization: Bearer TOKEN"),
     "unknown-plan": Kind(404, "No request has this key", "submit the request, then ask again"),
     "not-found": Kind(404, "There is nothing at this address", "see /docs"),
@@ -73,6 +77,28 @@ class ServiceError(ApportionError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.type, self.detail, self.field, self.status, self.retry_after)
+
+
+class BadAnswerError(ServiceError):
+    """An answer that is none of this protocol: of another program, or changed on its way."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("bad-answer", detail, status=502)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadAnswerError, (self.detail,)
+
+    @property
+    def transient(self) -> bool:
+        return False
+
+
+class NotReadyError(ApportionError, TimeoutError):
+    """A plan that is not there after the time that its caller waits."""
+
+
+class UnreachableError(ApportionError, ConnectionError):
+    """No answer came in time: nobody listens there, or the other side does not speak HTTP."""
 
 
 class UnknownPlanError(ServiceError, LookupError):

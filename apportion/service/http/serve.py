@@ -79,7 +79,7 @@ def run(settings: Settings) -> None:
     config = uvicorn.Config(
         create_app(start, tokens, metrics),
         loop="uvloop",
-        http="httptools",
+        http="h11",
         lifespan="on",
         access_log=False,
         log_config=None,

@@ -1,0 +1,409 @@
+"""Client of planning servers: every call ends in time, whatever the other side does.
+
+    caller's thread ── Client ── httpx.AsyncClient, on one event loop of the process, in a thread of its own
+                                   ├── server 1      asked first, as long as it answers
+                                   └── server 2, …
+
+A call is tried again on failures that may pass, on one server after the other. Time outs are those of the event loop,
+which bound the whole of a call: names, connections, heads, bodies and pauses. No redirect is followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import aclosing
+from pathlib import Path
+from random import SystemRandom
+from struct import Struct
+from typing import Any, NamedTuple, TypeVar
+
+import httpx
+import msgspec
+
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.fields import integer, number
+from apportion.ir.request.batch import Batch
+from apportion.ir.version import __version__
+from apportion.service.pack import MAX_BODY, expanded
+from apportion.service.problems import (
+    BadAnswerError,
+    NotReadyError,
+    ServiceError,
+    UnknownPlanError,
+    UnreachableError,
+)
+
+JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/html"
+MAX_PROBLEM = 64 << 10
+CONNECT_S = 3.0
+SILENCE_S = 6.0  # of a stream: three of the server's signs of life
+SLACK_S = 0.5  # beyond a call's time, for an answer that comes at its end
+PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
+STREAMED = 32  # keys in one request: 2.2 kB of URL
+SLICE, PROBLEM, ALIVE = range(3)  # kinds of frames in a stream
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_FRAME = Struct("<BI")
+_random = SystemRandom()  # neither seeded by the training run nor copied by a fork
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's stay: freeing them takes its locks
+T = TypeVar("T")
+
+
+class _Request(NamedTuple):
+    """path: with {wait_s:.3f} where the server may wait before it answers, `hold_s` at most; key: that it is about;
+    long: an attempt may take all the time there is, as its answer takes long to make."""
+
+    method: str
+    path: str
+    key: bytes = b""
+    accept: str = "*/*"
+    body: bytes | None = None
+    hold_s: float = 0.0
+    long: bool = False
+
+
+class Client:
+    """url: of the server, or of several, tried in this order; the one that answered last comes first. token: by default
+    that of the environment, APPORTION_TOKEN. ca: PEM file of certificates to trust in place of the system's.
+    timeout_s: seconds within which every call ends, `UnreachableError` where no answer came. job: digest of the job,
+    by which load balancers can tell jobs apart. Any thread may use it, also after a fork. Raises ConfigError."""
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        token: str | None = None,
+        *,
+        ca: str | Path | None = None,
+        timeout_s: float = 10.0,
+        job: bytes = b"",
+    ) -> None:
+        self.servers = [_server(one) for one in ([url] if isinstance(url, str) else url)]
+        if not self.servers:
+            raise ConfigError("url", url, "names no server", "name one, such as http://planner:8900")
+        self.timeout_s = number("timeout_s", timeout_s, above=True)
+        self._token = (os.environ.get("APPORTION_TOKEN", "") if token is None else token).strip()
+        if not re.fullmatch(r"[\x21-\x7e]*", self._token):
+            raise ConfigError("token", "...", "must be printable ASCII without spaces", "copy it again")
+        self._tls = _tls(ca)
+        self._headers = {"User-Agent": f"apportion/{__version__}", "Accept-Encoding": "zstd"}
+        if self._token:
+            self._headers["Authorization"] = f"Bearer {self._token}"
+        if job:
+            self._headers["Apportion-Job"] = job.hex()[:16]
+        self._sessions: dict[int, httpx.AsyncClient] = {}  # by process
+        self._calls: set[Future[Any]] = set()
+        self._closed = False
+
+    def submit(self, key: bytes, request: bytes, ahead: int = 0) -> None:
+        """Has a request planned; again is no error. key: `Job.request_key`; request: `encode_request`; ahead: the
+        iterations before it is needed. Raises ServiceError, UnreachableError."""
+        path = f"/v1/plans/{key.hex()}?ahead={integer('ahead', ahead, 0)}"
+        self._ask(_Request("PUT", path, key, JSON, request), self.timeout_s)
+
+    def fetch(self, key: bytes, rank: int, wait_s: float, *, ranks: int | None = None) -> IterationSlice:
+        """A rank's slice of a submitted request's plan, checked to be of that rank (and of so many `ranks`). Ends
+        within `wait_s` or `timeout_s`, the longer one: with NotReadyError where the plan is not there after `wait_s`.
+        Raises UnknownPlanError, ServiceError, UnreachableError."""
+        body = self._run(self._slice(key, rank, wait_s), self._limit(wait_s))
+        return _decoded(body, key, rank, ranks)
+
+    def stream(
+        self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
+    ) -> Iterator[IterationSlice]:
+        """A rank's slices of several plans, in the order of `keys`, which one response brings as they get ready; as
+        `fetch` for each, whose errors it raises at the key concerned. What a stream does not bring is fetched alone."""
+        feed = _Feed(self, keys, rank, wait_s)
+        try:
+            for at, key in enumerate(keys):
+                body = self._run(feed.slice(at), self._limit(wait_s))
+                yield _decoded(body, key, rank, ranks)
+        finally:
+            feed.close()
+
+    def plan(self, job: Job, batches: Sequence[Batch], accept: str = JSON, wait_s: float = 600.0) -> bytes:
+        """Plans a request and waits for it. accept: `JSON` (key, id, report), `PLAN` (the bytes of a plan file where
+        there is one microbatch, else of an iteration plan) or `PAGE` (HTML). Raises ServiceError, UnreachableError."""
+        request = _Request("POST", "/v1/plan", b"", accept, encode_request(job, batches), long=True)
+        return self._ask(request, self._limit(wait_s))
+
+    def state(self, key: bytes) -> dict[str, Any]:
+        """What the server says of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
+        UnreachableError."""
+        body = self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
+        if not (found := _parsed(body)):
+            raise BadAnswerError(f"an answer that is no JSON object: {body[:60]!r}")
+        return found
+
+    def page(self, key: bytes, wait_s: float = 60.0) -> bytes:
+        """The report page of a plan, HTML. Raises as `state` does."""
+        return self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, PAGE, long=True), self._limit(wait_s))
+
+    def close(self) -> None:
+        """Ends the calls of all threads, with UnreachableError, and the connections; again is no error."""
+        self._closed = True
+        for call in list(self._calls):
+            call.cancel()
+        if session := self._sessions.pop(os.getpid(), None):
+            wait([asyncio.run_coroutine_threadsafe(session.aclose(), _loop())], SLACK_S)
+
+    def _limit(self, wait_s: float) -> float:
+        return max(wait_s, self.timeout_s) + SLACK_S
+
+    def _ask(self, request: _Request, total_s: float) -> bytes:
+        return _expanded(self._run(self._whole(request, total_s), total_s)[1])
+
+    def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """The result of `work` on the event loop, whose own limit is held here once more."""
+        call = asyncio.run_coroutine_threadsafe(work, _loop())
+        self._calls.add(call)
+        try:
+            if self._closed:
+                call.cancel()
+            elif not wait([call], limit_s + SLACK_S).done:
+                raise UnreachableError(f"{self.servers[0]}: no answer in time")
+            return call.result()
+        except CancelledError:
+            raise UnreachableError("the client is closed") from None
+        finally:
+            call.cancel()
+            self._calls.discard(call)
+
+    def _session(self) -> httpx.AsyncClient:
+        """Of this process."""
+        if (found := self._sessions.get(os.getpid())) is None:
+            times = httpx.Timeout(None, connect=CONNECT_S)
+            found = httpx.AsyncClient(verify=self._tls, headers=self._headers, timeout=times)
+            self._sessions[os.getpid()] = found  # in the one thread of the event loop
+        return found
+
+    async def _slice(self, key: bytes, rank: int, wait_s: float, began: float | None = None) -> bytes:
+        """Asks until a slice is there, each time for half of `timeout_s` at most: so a dead server is found out."""
+        now = asyncio.get_running_loop().time
+        began = now() if began is None else began
+        until, end = began + wait_s, began + self._limit(wait_s)
+        path = f"/v1/plans/{key.hex()}/ranks/{rank}?wait_s={{wait_s:.3f}}"
+        while True:
+            asked = now()
+            request = _Request("GET", path, key, hold_s=max(0.0, until - asked))
+            status, body = await self._whole(request, min(self.timeout_s, end - asked))
+            if status != 202:
+                return body
+            if now() >= until:
+                raise NotReadyError(f"the plan of {key.hex()[:16]} is not there after {wait_s:g} s")
+            if now() - asked < PAUSE_S:  # the server holds nothing back
+                await asyncio.sleep(min(until - now(), 2 * PAUSE_S))
+
+    async def _whole(self, request: _Request, total_s: float) -> tuple[int, bytes]:
+        """Status and body of the answer; raises the last failure where no time is left for another attempt."""
+        now = asyncio.get_running_loop().time
+        end, servers, failures, asked_s = now() + total_s, self.servers, 0, 0.0
+        failure: UnreachableError | ServiceError
+        while True:
+            at = failures % len(servers)
+            attempt_s = (end - now()) / (1 if request.long else len(servers) - at)
+            hold_s = min(request.hold_s, attempt_s / 2)
+            try:
+                async with (
+                    asyncio.timeout(attempt_s),
+                    aclosing(await self._open(request, servers[at], hold_s)) as response,
+                ):
+                    body = await _body(response, MAX_BODY)
+                self.servers = servers[at:] + servers[:at]
+                return response.status_code, body
+            except (httpx.HTTPError, OSError) as error:
+                failure = UnreachableError(f"{servers[at]}: {str(error) or 'no whole answer in time'}")
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # nor will it be right later
+                    raise failure from None
+            except ServiceError as error:
+                if not error.transient:
+                    raise
+                failure, asked_s = error, max(asked_s, error.retry_after or 0.0)
+            failures += 1
+            if failures % len(servers) == 0:  # each of them once more
+                bound = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(failures // len(servers), 10))
+                pause_s, asked_s = asked_s + _random.uniform(0, bound), 0.0
+                if now() + pause_s >= end:
+                    raise failure
+                await asyncio.sleep(pause_s)
+
+    async def _open(self, request: _Request, server: str, hold_s: float) -> httpx.Response:
+        """An answer below 300, whose body is still to be read. Raises ServiceError, httpx.HTTPError."""
+        headers = {"Accept": f"{request.accept}, application/problem+json"}
+        if request.body is not None:
+            headers["Content-Type"] = "application/msgpack"
+        url, session = server + request.path.format(wait_s=hold_s), self._session()
+        call = session.build_request(request.method, url, content=request.body, headers=headers)
+        response = await session.send(call, stream=True)
+        if response.status_code < 300:
+            return response
+        async with aclosing(response):
+            body = await _body(response, MAX_PROBLEM)
+        later = response.headers.get("Retry-After", "")
+        raise self._problem(body, request.key, response.status_code, later)
+
+    def _problem(self, body: bytes, key: bytes, status: int = 0, later: str = "") -> ServiceError:
+        """The error in an answer of problem+json, or of a proxy that has other words."""
+        found = _parsed(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
+        kind = re.split("[/:#]", str(found.get("type")))[-1][:64]
+        if kind == "unknown-plan":
+            return UnknownPlanError(key)
+        detail = str(found.get("detail") or found.get("title"))[:1000].replace(self._token or "\0", "...")
+        field = found.get("field") and str(found["field"])[:200]
+        retry_after = float(later[:6]) if later.isdecimal() else None
+        return ServiceError(kind, detail, field=field, status=status, retry_after=retry_after)
+
+
+class _Feed:
+    """The response that brings the slices of `keys` in their order, opened again where it ended."""
+
+    def __init__(self, client: Client, keys: Sequence[bytes], rank: int, wait_s: float) -> None:
+        self._client, self._keys, self._rank, self._wait_s = client, keys, rank, wait_s
+        self._silence_s = min(SILENCE_S, client.timeout_s / 2)
+        self._process = os.getpid()
+        self._response: httpx.Response | None = None
+        self._parts: AsyncIterator[bytes]
+        self._held = bytearray()
+        self._left = 0  # slices that the open response still has to bring
+
+    async def slice(self, at: int) -> bytes:
+        """The slice of `keys[at]`, by a request of its own where the stream does not bring it."""
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(max(self._wait_s, self._client.timeout_s / 2)):
+                if self._left == 0:
+                    await self._open(self._keys[at : at + STREAMED])
+                kind = ALIVE
+                while kind == ALIVE:
+                    kind, size = _FRAME.unpack(await self._read(_FRAME.size))
+                    body = await self._read(size)
+            self._left -= 1
+        except (httpx.HTTPError, ServiceError, OSError, EOFError):
+            await self._end()
+            return await self._client._slice(self._keys[at], self._rank, self._wait_s, began)
+        if kind == PROBLEM:
+            raise self._client._problem(body, self._keys[at])
+        return body
+
+    async def _open(self, keys: Sequence[bytes]) -> None:
+        await self._end()
+        query = "&".join(f"key={key.hex()}" for key in keys)
+        path = f"/v1/ranks/{self._rank}/stream?{query}&wait_s={{wait_s:.3f}}"
+        async with asyncio.timeout(self._silence_s):
+            server = self._client.servers[0]
+            self._response = await self._client._open(_Request("GET", path), server, self._wait_s)
+        self._parts, self._left = self._response.aiter_raw(), len(keys)
+
+    async def _read(self, size: int) -> bytes:
+        """Raises EOFError where the response ends before."""
+        while len(self._held) < size:
+            async with asyncio.timeout(self._silence_s):
+                part = await anext(self._parts, b"")
+            if not part or size > MAX_BODY:
+                raise EOFError
+            self._held += part
+        body = bytes(self._held[:size])
+        del self._held[:size]
+        return body
+
+    async def _end(self) -> None:
+        response, self._response, self._left = self._response, None, 0
+        self._held.clear()
+        if response is not None:
+            await response.aclose()
+
+    def close(self) -> None:
+        """Has the response closed, without waiting for it; a parent's is left to the parent."""
+        if self._response is not None and self._process == os.getpid():
+            asyncio.run_coroutine_threadsafe(self._end(), _loop())
+
+
+class _Resolvers(ThreadPoolExecutor):
+    """Threads in which names are looked up: one that hangs holds up neither another one nor the end of the process."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        found: Future[T] = Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                found.set_exception(error)
+
+        found.set_running_or_notify_cancel()
+        threading.Thread(target=look_up, daemon=True).start()
+        return found
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """Of this process, begun where there is none."""
+    if (found := _loops.get(os.getpid())) is None:
+        made = asyncio.new_event_loop()
+        made.set_default_executor(_Resolvers(1))
+        found = _loops.setdefault(os.getpid(), made)
+        if found is made:
+            threading.Thread(target=made.run_forever, name="apportion-client", daemon=True).start()
+    return found
+
+
+async def _body(response: httpx.Response, most: int) -> bytes:
+    """As it was sent, of at most so many bytes."""
+    parts, size = [], 0
+    async for part in response.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise BadAnswerError(f"an answer of more than {most} bytes")
+    return b"".join(parts)
+
+
+def _decoded(body: bytes, key: bytes, rank: int, ranks: int | None) -> IterationSlice:
+    try:
+        found = IterationSlice.decode(_expanded(body))
+    except (DecodeError, ConfigError) as error:
+        raise BadAnswerError(f"the plan of {key.hex()[:16]}: {error}") from None
+    if found.rank != rank or ranks not in (None, found.ranks):
+        found_for = f"rank {found.rank} of {found.ranks}"
+        raise BadAnswerError(f"the plan of {key.hex()[:16]} is for {found_for}, not for {rank} of {ranks}")
+    return found
+
+
+def _expanded(body: bytes) -> bytes:
+    try:
+        return expanded(body) if body.startswith(_ZSTD) else body
+    except DecodeError as error:
+        raise BadAnswerError(str(error)) from None
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`, empty where there is none."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
+
+def _server(url: str) -> str:
+    """Without a slash at its end. Raises ConfigError, which does not repeat what may be a password."""
+    try:
+        right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and httpx.URL(url).host
+    except httpx.InvalidURL:
+        right = None
+    if not right:
+        rule = "must be http://HOST:PORT or https://HOST:PORT, perhaps with a path; a token is no part of it"
+        raise ConfigError("url", url.rpartition("@")[2], rule, "correct it")
+    return url.rstrip("/")
+
+
+def _tls(ca: str | Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=None if ca is None else str(ca))
+    except OSError as error:  # ssl.SSLError is one
+        rule = f"cannot be read as certificates ({error})"
+        raise ConfigError("ca", str(ca), rule, "name a PEM file") from None

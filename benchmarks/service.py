@@ -1,0 +1,61 @@
+"""The planning service under load, attacks and kills.
+
+    python -m benchmarks.service                       every case; kills half a minute each
+    python -m benchmarks.service --minutes 30 kills    half an hour of them
+    python -m benchmarks.service hot streams --json    some cases, one JSON object each
+    python -m benchmarks.service --list
+
+The exit status is 1 where a promise does not hold. Servers run on loopback and end with this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from benchmarks.serving import attacks, kills, load
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", help="names of cases, or beginnings of names; default: all but memory"
+    )
+    parser.add_argument("--minutes", type=float, default=0.5, help="of each case that kills")
+    parser.add_argument("--json", action="store_true", help="one JSON object a case")
+    parser.add_argument("--list", action="store_true", help="print the names of cases")
+    asked = parser.parse_args()
+    cases = dict([*load.cases(), *attacks.cases(), *kills.cases(60 * asked.minutes)])
+    if asked.list:
+        print("\n".join(cases))
+        return 0
+    wanted = [name for name in cases if any(name.startswith(one) for one in asked.cases)]
+    if asked.cases and not wanted:
+        parser.error(f"no case of that name; there are {', '.join(cases)}")
+    failed = 0
+    for name in wanted or [name for name in cases if name != "memory"]:
+        began = time.monotonic()
+        row: dict[str, Any] = {"case": name, "ok": True}
+        try:
+            row |= cases[name]()
+        except Exception as error:
+            row |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            failed += 1
+        row["seconds"] = round(time.monotonic() - began, 1)
+        print(json.dumps(row) if asked.json else _line(row), flush=True)
+    return int(failed > 0)
+
+
+def _line(row: dict[str, Any]) -> str:
+    figures = ", ".join(f"{name} {value}" for name, value in row.items() if name not in ("case", "ok"))
+    return f"{'ok' if row['ok'] else 'FAILED':7}{row['case']:24}{figures}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Cases of `benchmarks/service.py`: the planning service under load, attacks and kills."""

@@ -1,0 +1,118 @@
+"""What cases share: requests of one small job, raw connections, and figures of a process."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
+
+TOKEN = "token-of-the-benchmark-0123456789"
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def job(ranks: int = 8, recipe: str = "fcp") -> Job:
+    """A small job."""
+    return Job(Cluster(1, ranks), Model(8, 2, 64), Policy(find_recipe(recipe)), 4096)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a job, told apart by its number."""
+
+    job: Job
+    number: int
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [Batch.from_lengths([3000 + self.number % 4000, 4000, 100, 700 + self.number // 4000])]
+
+    @property
+    def key(self) -> bytes:
+        return self.job.request_key(self.batches)
+
+    @property
+    def data(self) -> bytes:
+        return encode_request(self.job, self.batches)
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def memory_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def connect(url: str) -> socket.socket:
+    """A connection to a server's address."""
+    parts = urlsplit(url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=10.0)
+
+
+def health_s(url: str) -> float:
+    """How long `GET /healthz` takes on a new connection."""
+    parts, began = urlsplit(url), time.monotonic()
+    with suppress(OSError, http.client.HTTPException):
+        line = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10.0)
+        line.request("GET", "/healthz")
+        assert line.getresponse().read()
+        line.close()
+        return time.monotonic() - began
+    return float("inf")
+
+
+@dataclass
+class Watch:
+    """Looks at a server again and again: its largest memory, its slowest answer."""
+
+    url: str
+    pid: int
+    memory_mb: float = 0.0
+    health_s: float = 0.0
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def _run(self) -> None:
+        while not self._over.wait(0.1):
+            self.memory_mb = max(self.memory_mb, memory_mb(self.pid))
+            self.health_s = max(self.health_s, health_s(self.url))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+
+def together(work: Callable[[], object], count: int) -> None:
+    """Runs it in threads, until all have returned."""
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -1,0 +1,251 @@
+"""SIGKILL of server, workers and Redis at random moments, while ranks read and check every byte.
+
+failover: two servers behind nginx, one of which is killed again and again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from apportion.ir.bytes.iteration import encode_slices
+from apportion.planner.iteration.jobs import plan_job
+from apportion.service.client import Client
+from apportion.service.http.serve import serving
+from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
+from benchmarks.serving.common import TOKEN, Request, job
+
+READERS, KEYS = 6, 200
+PATIENCE_S = 60.0  # of a rank for one slice, restarts and planning included
+JOB = job()
+
+
+@cache
+def expected(number: int) -> tuple[bytes, ...]:
+    """What ranks must get."""
+    return tuple(encode_slices(plan_job(JOB, Request(JOB, number).batches)))
+
+
+@dataclass
+class Found:
+    """slices: that were read and right; longest_s: wait for one; kills: by what was killed."""
+
+    slices: int = 0
+    longest_s: float = 0.0
+    kills: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        assert not self.failures, self.failures[:3]
+        assert self.slices, "nothing was read"
+        return {"slices": self.slices, "longest_s": round(self.longest_s, 3), "kills": self.kills}
+
+
+def read(urls: Sequence[str], seed: int, found: Found, over: threading.Event, fresh: Iterator[int]) -> None:
+    """A rank: submits and fetches requests, old ones and new ones, as a loader does."""
+    rng = random.Random(seed)
+    with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:
+        while not over.is_set():
+            number = rng.randrange(KEYS) if rng.random() < 0.5 else next(fresh)
+            began = time.monotonic()
+            body = _fetch(client, Request(JOB, number), rank := rng.randrange(JOB.ranks))
+            waited_s = time.monotonic() - began
+            if body is None:
+                found.failures.append(f"request {number}: nothing within {PATIENCE_S} s")
+            elif body != expected(number)[rank]:
+                found.failures.append(f"request {number}, rank {rank}: other bytes")
+            found.slices += 1
+            found.longest_s = max(found.longest_s, waited_s)
+
+
+def _fetch(client: Client, request: Request, rank: int) -> bytes | None:
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        try:
+            return client.fetch(request.key, rank, 2.0).encode()
+        except UnknownPlanError:
+            with suppress(TimeoutError, UnreachableError):
+                client.submit(request.key, request.data)
+        except (TimeoutError, UnreachableError):
+            continue
+        except ServiceError as error:
+            if not error.transient:
+                raise
+    return None
+
+
+def children(pid: int) -> list[int]:
+    """Processes below one, all levels."""
+    direct = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return direct + [below for child in direct for below in children(child)]
+
+
+class Server:
+    """A server on a fixed port, started again whenever it was killed."""
+
+    def __init__(self, folder: str, stack: ExitStack) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url, self._folder = f"http://127.0.0.1:{self.port}", folder
+        self._stack, self.lock = stack.enter_context(ExitStack()), threading.Lock()
+        self.start()
+
+    def start(self) -> None:
+        self._stack.close()
+        options = ["--port", str(self.port), "--workers", "1"]
+        self.running = self._stack.enter_context(serving(self._folder, options=options, token=TOKEN))
+
+    def kill(self, rng: random.Random) -> str:
+        """Kills the server or a process below it."""
+        with suppress(OSError, IndexError):
+            if rng.random() < 0.5:
+                os.kill(rng.choice(children(self.running.pid)), signal.SIGKILL)
+                return "worker"
+        self.running.process.kill()
+        self.running.process.wait()
+        self.start()
+        return "server"
+
+
+def _run(urls: Sequence[str], seconds: float, kill: Callable[[random.Random], str], pause_s: float) -> Found:
+    found, over, rng = Found(), threading.Event(), random.Random(17)
+    fresh = iter(range(KEYS, 1 << 30))
+    readers = [
+        threading.Thread(target=read, args=(urls, seed, found, over, fresh)) for seed in range(READERS)
+    ]
+    for reader in readers:
+        reader.start()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not found.failures:
+        time.sleep(rng.expovariate(1 / pause_s))
+        name = kill(rng)
+        found.kills[name] = found.kills.get(name, 0) + 1
+    over.set()
+    for reader in readers:
+        reader.join(2 * PATIENCE_S)
+        assert not reader.is_alive(), "a reader hangs"
+    return found
+
+
+def kills(seconds: float) -> dict[str, Any]:
+    """A server with a folder."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        server = Server(folder, stack)
+        return _run([server.url], seconds, server.kill, 1.5).figures()
+
+
+def redis_kills(seconds: float) -> dict[str, Any]:
+    """A server with Redis, which is killed, too, and comes back empty."""
+    with ExitStack() as stack:
+        redis = Redis(stack)
+        server = Server(redis.url, stack)
+
+        def kill(rng: random.Random) -> str:
+            return redis.kill() if rng.random() < 0.3 else server.kill(rng)
+
+        return _run([server.url], seconds, kill, 1.5).figures()
+
+
+class Redis:
+    """A redis-server on a free port, without a file."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        stack.callback(lambda: self._process.kill())
+        self._start()
+
+    def _start(self) -> None:
+        command = ["redis-server", "--port", str(self._port), "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        for _ in range(200):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self._port)):
+                return
+            time.sleep(0.05)
+
+    def kill(self) -> str:
+        self._process.kill()
+        self._process.wait()
+        time.sleep(0.5)
+        self._start()
+        return "redis"
+
+
+def failover(seconds: float) -> dict[str, Any]:
+    """Two servers that share a folder behind nginx; one is killed, and started again after a while."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers = [Server(folder, stack) for _ in range(2)]
+        url = stack.enter_context(nginx([server.url for server in servers], Path(folder)))
+
+        def kill(rng: random.Random) -> str:
+            server = rng.choice(servers)
+            server.running.process.kill()
+            server.running.process.wait()
+            time.sleep(2.0)
+            server.start()
+            return "server"
+
+        found = _run([url], seconds, kill, 3.0)
+        assert found.longest_s < 3.0 + 1.0, (
+            f"a rank waited {found.longest_s:.1f} s"
+        )  # planning takes below 1 s
+        return found.figures()
+
+
+@contextmanager
+def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]:
+    """nginx before servers: the next one where one does not answer; cache_mb: keeps slices itself."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    servers = "".join(f"server {url.removeprefix('http://')} max_fails=1 fail_timeout=1s; " for url in urls)
+    cached = "proxy_cache plans; proxy_cache_valid 200 1h; proxy_cache_lock on;"
+    (folder / "nginx.conf").write_text(f"""
+        daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log; worker_processes 1;
+        events {{ worker_connections 1024; }}
+        http {{
+          access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+          fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+          proxy_cache_path {folder}/cache keys_zone=plans:8m max_size={max(cache_mb, 1)}m;
+          upstream planners {{ {servers} keepalive 64; }}
+          server {{
+            listen 127.0.0.1:{port} backlog=1024;
+            location / {{
+              proxy_pass http://planners; proxy_http_version 1.1; proxy_set_header Connection "";
+              proxy_connect_timeout 1s; proxy_read_timeout 70s; proxy_buffering {"on" if cache_mb else "off"};
+              proxy_next_upstream error timeout non_idempotent; {cached if cache_mb else ""}
+            }}
+          }}
+        }}""")
+    binary = shutil.which("nginx") or "/usr/sbin/nginx"
+    process = subprocess.Popen(
+        [binary, "-p", str(folder), "-c", str(folder / "nginx.conf")], stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(100):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def cases(seconds: float) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name, what runs it)."""
+    named = {"kills": kills, "redis-kills": redis_kills, "failover": failover}
+    return ((name, partial(run, seconds)) for name, run in named.items())
