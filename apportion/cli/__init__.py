@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from apportion.cli import output, settings
+from apportion.cli import output
 from apportion.cli.commands import (
     bench,
     compare,
@@ -29,9 +29,10 @@ from apportion.cli.commands import (
     profile,
     recipes,
     report,
+    serve,
     simulate,
+    store,
 )
-from apportion.cli.commands.service import jobs, serve, stores
 from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, refuse
 from apportion.ir.errors import ApportionError, VerifyError
 
@@ -54,6 +55,7 @@ for name, command in (
     ("forecast", forecast.forecast),
     ("simulate", simulate.simulate),
     ("report", report.report),
+    ("serve", serve.serve),
     ("precompute", precompute.precompute),
     ("profile", profile.profile),
     ("recipes", recipes.recipes),
@@ -65,11 +67,9 @@ for name, command in (
     ("version", installation.version),
 ):
     app.command(name)(command)
-app.command("serve", context_settings=settings.environment_of("serve"))(serve.serve)
 app.add_typer(recipes.solvers, name="solvers")
-app.add_typer(jobs.app, name="job")
 app.add_typer(bench.app, name="bench")
-app.add_typer(stores.app, name="store")
+app.add_typer(store.app, name="store")
 
 
 @app.callback()

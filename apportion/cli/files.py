@@ -23,6 +23,21 @@ def read_plan(path: Path, check_id: bool = True) -> Plan:
         raise type(error)(f"{path} is not a plan that this release reads: {error}") from error
 
 
+def read_plans(path: Path) -> list[tuple[str, Plan]]:
+    """(name, plan) of a plan file, or of each microbatch of a file in a folder of plans, planned again from its
+    request. Raises DecodeError."""
+    from apportion.ir.bytes.job import decode_request
+    from apportion.planner.iteration.jobs import plan_job
+    from apportion.service.pack import MAGIC, Pack
+
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return [(path.name, read_plan(path))]
+    pack = Pack.decode(path.read_bytes())
+    plans = plan_job(*decode_request(pack.request), verify=False).plans
+    return [(f"microbatch {number}", each) for number, each in enumerate(plans)]
+
+
 def check_output(option: str, path: Path) -> None:
     """Refuse before the work what could not be written after it."""
     wrong = _unwritable(path.resolve())

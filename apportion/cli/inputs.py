@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from apportion.cli.output import count, note
 from apportion.ir.errors import ConfigError, MissingDependencyError
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from apportion.ir.request.policy import Recipe
     from apportion.ir.request.sampling import MaskSpec
     from apportion.ir.request.workload import Workload
-
-MAX_WORKERS = 4096
 
 
 def need(package: str, extra: str, purpose: str) -> None:
@@ -98,16 +96,20 @@ def config_of(file: Path | None) -> Mapping[str, Any] | None:
     return data if is_config(data) else None
 
 
-def key_of(path: Path) -> str:
-    """The key that a file holds, alone; nobody else may read the file. Raises ConfigError."""
-    from apportion.service.private import read_secret
+def token_of(file: Path | None) -> str | None:
+    """The token of a file, else that of the environment, if there is one."""
+    import os
 
-    key = read_secret(path)
-    if not key or not key.isascii() or any(map(str.isspace, key)):
-        raise ConfigError(
-            str(path), "(hidden)", "must hold one key", "write 16 or more characters, no spaces"
-        )
-    return key
+    from apportion.ir.fields import read_text
+
+    return os.environ.get("APPORTION_TOKEN") if file is None else read_text(file).strip()
+
+
+def workers_of(number: int) -> int:
+    """So many, or as many as there are cores for 0."""
+    import os
+
+    return number or len(os.sched_getaffinity(0))
 
 
 def mask_of(text: str | None) -> Mask | None:
@@ -277,16 +279,6 @@ def _number_or_auto(option: str, text: str, usual: int) -> int | str:
             "must be one positive whole number, or auto",
             f"write {option} {usual} or {option} auto",
         )
-    return int(text)
-
-
-def workers_of(text: str) -> int | Literal["ray"]:
-    """The value of --workers. Raises ConfigError."""
-    if text == "ray":
-        return "ray"
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_WORKERS):
-        rule = f"must be a number of processes, 1 to {MAX_WORKERS}, or ray"
-        raise ConfigError("--workers", text, rule, "write --workers 4")
     return int(text)
 
 

@@ -90,3 +90,18 @@ Threads = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
+Workers = Annotated[
+    int, typer.Option("--workers", help="Worker processes. Default: one a core.", min=0, show_default=False)
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        help="File with the server's token. Or APPORTION_TOKEN in the environment.",
+        metavar="FILE",
+    ),
+]
+Certificates = Annotated[
+    Path | None,
+    typer.Option("--ca", help="PEM file of certificates to trust. Default: the system's.", metavar="FILE"),
+]

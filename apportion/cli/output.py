@@ -114,8 +114,9 @@ class _Detail(ProgressColumn):
 def progress(
     title: str, total: int | None = None, shown: bool = True, detail: Callable[[], str] | None = None
 ) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done, and
-    with the total where it is known only then. detail: what stands behind the bar, asked for as time goes by."""
+    """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done. total:
+    here, or there where it is known only then; at: how many are done, where it is not one more. detail: what stands
+    behind the bar, asked for as time goes by."""
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -130,7 +131,8 @@ def progress(
     ) as bar:
         task = bar.add_task(title, total=total)
 
-        def report(done: str, total: int | None = total) -> None:
-            bar.update(task, advance=1, total=total, description=f"{title} {done}".rstrip())
+        def report(done: str = "", total: int | None = total, at: int | None = None) -> None:
+            said = f"{title} {done}".rstrip()
+            bar.update(task, total=total, description=said, completed=at, advance=1 if at is None else None)
 
         yield report

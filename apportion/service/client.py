@@ -15,12 +15,13 @@ import os
 import re
 import ssl
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from struct import Struct
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -32,6 +33,7 @@ from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integer, number
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
+from apportion.service.frames import ALIVE, HEAD, PROBLEM_FRAME
 from apportion.service.pack import MAX_BODY, expanded
 from apportion.service.problems import (
     BadAnswerError,
@@ -45,13 +47,11 @@ JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/h
 MAX_PROBLEM = 64 << 10
 CONNECT_S = 3.0
 SILENCE_S = 6.0  # of a stream: three of the server's signs of life
-SLACK_S = 0.5  # beyond a call's time, for an answer that comes at its end
+MAX_HOLD_S = 60.0  # that a server waits before it answers
+SLACK_S = 0.3  # beyond a call's time, for an answer that comes at its end
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
 STREAMED = 32  # keys in one request: 2.2 kB of URL
-SLICE, PROBLEM, ALIVE = range(3)  # kinds of frames in a stream
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_FRAME = Struct("<BI")
-_random = SystemRandom()  # neither seeded by the training run nor copied by a fork
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's stay: freeing them takes its locks
 T = TypeVar("T")
 
@@ -84,20 +84,19 @@ class Client:
         timeout_s: float = 10.0,
         job: bytes = b"",
     ) -> None:
-        self.servers = [_server(one) for one in ([url] if isinstance(url, str) else url)]
-        if not self.servers:
-            raise ConfigError("url", url, "names no server", "name one, such as http://planner:8900")
+        self.servers = [_server(one) for one in ([url] if isinstance(url, str) else url or [""])]
         self.timeout_s = number("timeout_s", timeout_s, above=True)
         self._token = (os.environ.get("APPORTION_TOKEN", "") if token is None else token).strip()
         if not re.fullmatch(r"[\x21-\x7e]*", self._token):
             raise ConfigError("token", "...", "must be printable ASCII without spaces", "copy it again")
-        self._tls = _tls(ca)
-        self._headers = {"User-Agent": f"apportion/{__version__}", "Accept-Encoding": "zstd"}
+        headers = {"User-Agent": f"apportion/{__version__}", "Accept-Encoding": "zstd"}
         if self._token:
-            self._headers["Authorization"] = f"Bearer {self._token}"
+            headers["Authorization"] = f"Bearer {self._token}"
         if job:
-            self._headers["Apportion-Job"] = job.hex()[:16]
-        self._sessions: dict[int, httpx.AsyncClient] = {}  # by process
+            headers["Apportion-Job"] = job.hex()[:16]
+        times = httpx.Timeout(None, connect=CONNECT_S)
+        session = partial(httpx.AsyncClient, verify=_tls(ca), headers=headers, timeout=times)
+        self._sessions = defaultdict[int, httpx.AsyncClient](session)  # by process, made on its event loop
         self._calls: set[Future[Any]] = set()
         self._closed = False
 
@@ -111,8 +110,7 @@ class Client:
         """A rank's slice of a submitted request's plan, checked to be of that rank (and of so many `ranks`). Ends
         within `wait_s` or `timeout_s`, the longer one: with NotReadyError where the plan is not there after `wait_s`.
         Raises UnknownPlanError, ServiceError, UnreachableError."""
-        body = self._run(self._slice(key, rank, wait_s), self._limit(wait_s))
-        return _decoded(body, key, rank, ranks)
+        return _decoded(self._run(self._slice(key, rank, wait_s), self._limit(wait_s)), key, rank, ranks)
 
     def stream(
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
@@ -122,8 +120,7 @@ class Client:
         feed = _Feed(self, keys, rank, wait_s)
         try:
             for at, key in enumerate(keys):
-                body = self._run(feed.slice(at), self._limit(wait_s))
-                yield _decoded(body, key, rank, ranks)
+                yield _decoded(self._run(feed.slice(at), self._limit(wait_s)), key, rank, ranks)
         finally:
             feed.close()
 
@@ -175,14 +172,6 @@ class Client:
             call.cancel()
             self._calls.discard(call)
 
-    def _session(self) -> httpx.AsyncClient:
-        """Of this process."""
-        if (found := self._sessions.get(os.getpid())) is None:
-            times = httpx.Timeout(None, connect=CONNECT_S)
-            found = httpx.AsyncClient(verify=self._tls, headers=self._headers, timeout=times)
-            self._sessions[os.getpid()] = found  # in the one thread of the event loop
-        return found
-
     async def _slice(self, key: bytes, rank: int, wait_s: float, began: float | None = None) -> bytes:
         """Asks until a slice is there, each time for half of `timeout_s` at most: so a dead server is found out."""
         now = asyncio.get_running_loop().time
@@ -203,32 +192,31 @@ class Client:
     async def _whole(self, request: _Request, total_s: float) -> tuple[int, bytes]:
         """Status and body of the answer; raises the last failure where no time is left for another attempt."""
         now = asyncio.get_running_loop().time
-        end, servers, failures, asked_s = now() + total_s, self.servers, 0, 0.0
-        failure: UnreachableError | ServiceError
+        end, servers, failures = now() + total_s, self.servers, 0
         while True:
             at = failures % len(servers)
             attempt_s = (end - now()) / (1 if request.long else len(servers) - at)
-            hold_s = min(request.hold_s, attempt_s / 2)
+            hold_s = min(request.hold_s, attempt_s / 2, MAX_HOLD_S)
             try:
-                async with (
-                    asyncio.timeout(attempt_s),
-                    aclosing(await self._open(request, servers[at], hold_s)) as response,
-                ):
+                opening = self._open(request, servers[at], hold_s)
+                async with asyncio.timeout(attempt_s), aclosing(await opening) as response:
                     body = await _body(response, MAX_BODY)
                 self.servers = servers[at:] + servers[:at]
                 return response.status_code, body
             except (httpx.HTTPError, OSError) as error:
-                failure = UnreachableError(f"{servers[at]}: {str(error) or 'no whole answer in time'}")
-                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # nor will it be right later
+                why = str(error) or "no whole answer in time"
+                failure: Exception = UnreachableError(f"{servers[at]}: {why}")
+                if "CERTIFICATE_VERIFY_FAILED" in why:  # nor will it be right later
                     raise failure from None
             except ServiceError as error:
                 if not error.transient:
                     raise
-                failure, asked_s = error, max(asked_s, error.retry_after or 0.0)
+                failure = error
             failures += 1
             if failures % len(servers) == 0:  # each of them once more
                 bound = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(failures // len(servers), 10))
-                pause_s, asked_s = asked_s + _random.uniform(0, bound), 0.0
+                pause_s = SystemRandom().uniform(0, bound)  # not of a seed that all ranks share
+                pause_s += getattr(failure, "retry_after", None) or 0.0
                 if now() + pause_s >= end:
                     raise failure
                 await asyncio.sleep(pause_s)
@@ -238,7 +226,7 @@ class Client:
         headers = {"Accept": f"{request.accept}, application/problem+json"}
         if request.body is not None:
             headers["Content-Type"] = "application/msgpack"
-        url, session = server + request.path.format(wait_s=hold_s), self._session()
+        url, session = server + request.path.format(wait_s=hold_s), self._sessions[os.getpid()]
         call = session.build_request(request.method, url, content=request.body, headers=headers)
         response = await session.send(call, stream=True)
         if response.status_code < 300:
@@ -266,10 +254,9 @@ class _Feed:
     def __init__(self, client: Client, keys: Sequence[bytes], rank: int, wait_s: float) -> None:
         self._client, self._keys, self._rank, self._wait_s = client, keys, rank, wait_s
         self._silence_s = min(SILENCE_S, client.timeout_s / 2)
-        self._process = os.getpid()
         self._response: httpx.Response | None = None
         self._parts: AsyncIterator[bytes]
-        self._held = bytearray()
+        self._process, self._held = os.getpid(), bytearray()
         self._left = 0  # slices that the open response still has to bring
 
     async def slice(self, at: int) -> bytes:
@@ -281,23 +268,23 @@ class _Feed:
                     await self._open(self._keys[at : at + STREAMED])
                 kind = ALIVE
                 while kind == ALIVE:
-                    kind, size = _FRAME.unpack(await self._read(_FRAME.size))
+                    kind, size = HEAD.unpack(await self._read(HEAD.size))
                     body = await self._read(size)
             self._left -= 1
         except (httpx.HTTPError, ServiceError, OSError, EOFError):
             await self._end()
             return await self._client._slice(self._keys[at], self._rank, self._wait_s, began)
-        if kind == PROBLEM:
+        if kind == PROBLEM_FRAME:
             raise self._client._problem(body, self._keys[at])
         return body
 
     async def _open(self, keys: Sequence[bytes]) -> None:
         await self._end()
-        query = "&".join(f"key={key.hex()}" for key in keys)
-        path = f"/v1/ranks/{self._rank}/stream?{query}&wait_s={{wait_s:.3f}}"
+        named = "".join(f"key={key.hex()}&" for key in keys)
+        path = f"/v1/ranks/{self._rank}/stream?{named}wait_s={{wait_s:.3f}}"
+        server, hold_s = self._client.servers[0], min(self._wait_s, MAX_HOLD_S)
         async with asyncio.timeout(self._silence_s):
-            server = self._client.servers[0]
-            self._response = await self._client._open(_Request("GET", path), server, self._wait_s)
+            self._response = await self._client._open(_Request("GET", path), server, hold_s)
         self._parts, self._left = self._response.aiter_raw(), len(keys)
 
     async def _read(self, size: int) -> bytes:
@@ -308,13 +295,11 @@ class _Feed:
             if not part or size > MAX_BODY:
                 raise EOFError
             self._held += part
-        body = bytes(self._held[:size])
-        del self._held[:size]
+        body, self._held = bytes(self._held[:size]), self._held[size:]
         return body
 
     async def _end(self) -> None:
-        response, self._response, self._left = self._response, None, 0
-        self._held.clear()
+        response, self._response, self._left, self._held = self._response, None, 0, bytearray()
         if response is not None:
             await response.aclose()
 
@@ -392,7 +377,8 @@ def _parsed(body: bytes) -> dict[str, Any]:
 def _server(url: str) -> str:
     """Without a slash at its end. Raises ConfigError, which does not repeat what may be a password."""
     try:
-        right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and httpx.URL(url).host
+        found = httpx.URL(url)
+        right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and 0 < (found.port or 80) < 65536
     except httpx.InvalidURL:
         right = None
     if not right:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import multiprocessing
 import os
 import socket
 import threading
@@ -106,7 +107,14 @@ class Watch:
 
 
 def together(work: Callable[[], object], count: int) -> None:
-    """Runs it in threads, until all have returned."""
+    """Runs it in threads of another process, until all have returned."""
+    process = multiprocessing.get_context("fork").Process(target=_threads, args=(work, count))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def _threads(work: Callable[[], object], count: int) -> None:
     threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:
         thread.start()

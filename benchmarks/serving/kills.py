@@ -214,7 +214,7 @@ def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]
     servers = "".join(f"server {url.removeprefix('http://')} max_fails=1 fail_timeout=1s; " for url in urls)
     cached = "proxy_cache plans; proxy_cache_valid 200 1h; proxy_cache_lock on;"
     (folder / "nginx.conf").write_text(f"""
-        daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log; worker_processes 1;
+        {"user root;" if os.geteuid() == 0 else ""} daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log; worker_processes 1;
         events {{ worker_connections 1024; }}
         http {{
           access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
@@ -222,7 +222,7 @@ def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]
           proxy_cache_path {folder}/cache keys_zone=plans:8m max_size={max(cache_mb, 1)}m;
           upstream planners {{ {servers} keepalive 64; }}
           server {{
-            listen 127.0.0.1:{port} backlog=1024;
+            listen 127.0.0.1:{port} backlog=1024; keepalive_requests 1000000;
             location / {{
               proxy_pass http://planners; proxy_http_version 1.1; proxy_set_header Connection "";
               proxy_connect_timeout 1s; proxy_read_timeout 70s; proxy_buffering {"on" if cache_mb else "off"};

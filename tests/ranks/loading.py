@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.job import Job, decode_request
 from apportion.ir.errors import ConfigError
-from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
+from apportion.service.problems import UnknownPlanError
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.sources.local import LocalSource
+from apportion.trainer.loading.sources.source import Source
 
 LENGTHS = [40, 9, 33, 1, 25, 60, 12]
 MODEL = Model(2, 1, 8, dtype="fp32")
@@ -54,48 +54,55 @@ def job(
     return Job(Cluster(1, ranks), MODEL, policy, tokens // ranks, microbatches)
 
 
-@dataclass(frozen=True)
-class HereSource(LocalSource):
-    """Plans in the thread that asks. late: iterations that never come; broken: those that are refused; submitted: those
-    that were submitted; other: of a job and its batches, those that are planned in their place."""
+@dataclass(eq=False)
+class HereSource(Source):
+    """Plans in the thread that asks. late: iterations that never come, as many as were asked for before; broken: those
+    that are refused; submitted: keys that were submitted, with how far ahead; other: of a job and its batches, those
+    that are planned in their place."""
 
+    shared = False
     late: frozenset[int] = frozenset()
     broken: frozenset[int] = frozenset()
-    submitted: list[int] = field(default_factory=list)
+    submitted: list[tuple[bytes, int]] = field(default_factory=list)
     other: Callable[..., Any] | None = None
 
-    def begin(self, run: str, rank: int, stream: str = "train") -> HereFeed:
-        return HereFeed(self, rank, threading.Event())
+    def __post_init__(self) -> None:
+        self._asked = dict[bytes, tuple[int, bytes]]()
+        self._over, self._lock = threading.Event(), threading.Lock()
 
+    def submit(self, key: bytes, request: bytes, ahead: int) -> None:
+        with self._lock:
+            self._asked.setdefault(key, (len(self._asked), request))
+        self.submitted.append((key, ahead))
 
-@dataclass(frozen=True)
-class HereFeed:
-    source: HereSource
-    rank: int
-    stopped: threading.Event
-    compiled_s = 0.0
-
-    def knows(self, iteration: int) -> Any:
-        return iteration in self.source.submitted
-
-    def submit(self, iteration: int, batches: tuple[Batch, ...]) -> None:
-        self.source.submitted.append(iteration)
-
-    def plan(self, iteration: int, batches: tuple[Batch, ...], timeout_s: float) -> IterationSlice | None:
-        if iteration in self.source.late:
-            self.stopped.wait(timeout_s)
-            raise TimeoutError(f"iteration {iteration} is late")
-        if iteration in self.source.broken:
-            raise ConfigError("batches", iteration, "are refused", "change them")
-        asked = self.source.job, batches
-        planned, batches = asked if self.source.other is None else self.source.other(*asked)
-        return plan_job(planned, batches).plan.slice_for(self.rank)
-
-    def stop(self) -> None:
-        self.stopped.set()
+    def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
+        if key not in self._asked:
+            raise UnknownPlanError(key)
+        number, request = self._asked[key]
+        if number in self.late:
+            self._over.wait(wait_s)
+            raise TimeoutError(f"iteration {number} is late")
+        if number in self.broken:
+            raise ConfigError("batches", number, "are refused", "change them")
+        asked = decode_request(request)
+        return plan_job(*asked if self.other is None else self.other(*asked)).slice_for(rank)
 
     def close(self) -> None:
-        self.stopped.set()
+        self._over.set()
+
+
+def told(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
+    """Arguments of a loader that plans for a job, by default in the thread that asks."""
+    return {
+        "cluster": job.cluster,
+        "model": job.model,
+        "tokens_per_rank": job.tokens_per_rank,
+        "microbatches": job.microbatches,
+        "recipe": job.policy,
+        "hardware": job.hardware,
+        "source": HereSource() if source is None else source,
+        **options,
+    }
 
 
 def seen(batch: PlannedBatch) -> tuple[bytes | int | list[int], ...]:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.console import RenderableType
 
-from apportion.cli import inputs, options, output
-from apportion.cli.output import INTERRUPTED, count, emit, note
+from apportion.cli import inputs, options
+from apportion.cli.output import INTERRUPTED, count, emit, note, progress
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.progress import Task
+    from concurrent.futures import Executor
 
     from apportion.ir.bytes.job import Job
     from apportion.ir.request.workload import Workload
     from apportion.service.precompute import Summary, Work
 
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
+PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that never ends
 
 
 Out = Annotated[
@@ -60,9 +49,10 @@ Mask = Annotated[
 Shuffle = Annotated[
     bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
-Workers = Annotated[
+
+Ray = Annotated[
     str | None,
-    typer.Option("--workers", help="Worker processes, or `ray`. Default: one a core.", metavar="N|ray"),
+    typer.Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
 ]
 
 
@@ -84,7 +74,8 @@ def precompute(
     pods: options.Pods = None,
     seed: options.Seed = 0,
     shuffle: Shuffle = True,
-    workers: Workers = None,
+    workers: options.Workers = 0,
+    ray: Ray = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan the iterations of a training run ahead of it, verified, into a folder.
@@ -92,7 +83,7 @@ def precompute(
     The samples of the file are drawn epoch after epoch, as a PlannedLoader with
     the same seed draws them; source="DIR" has it read the plans. A run that was
     stopped goes on with the same command, and a folder takes more --iterations
-    later.
+    later. Servers may share the folder: equal requests have equal plans.
 
     [bold]Examples[/bold]
 
@@ -103,8 +94,6 @@ def precompute(
     """
     from apportion.ir.bytes.job import Job
     from apportion.ir.request.policy import Policy
-    from apportion.service.precompute import precompute as run
-    from apportion.service.workers import Planner
 
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
@@ -112,10 +101,8 @@ def precompute(
     policy = Policy(the_recipe, seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
     work = _work(job, _samples(lengths, workload), mask, shuffle, iterations)
-    processes = _cores() if workers is None else inputs.workers_of(workers)
     try:
-        with Planner(processes) as planner, _meter(iterations) as report:
-            summary = run(work, out, planner, report)
+        summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
         note(f"apportion: stopped; what is in {out} is whole, and the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
@@ -143,60 +130,51 @@ def _work(job: Job, samples: Workload, mask: str | None, shuffle: bool, iteratio
     return Work(job, samples.lengths, masks, iterations, shuffle)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
+    from apportion.service.precompute import precompute as run
+
+    meter, (executor, workers) = _Meter(work.iterations), _executor(workers, ray)
+    try:
+        with progress("planning", work.iterations, detail=meter.rate) as step:
+
+            def report(there: int, planned: int) -> None:
+                meter(there, planned)
+                step(at=there)
+
+            return run(work, out, executor, workers, report)
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
-# ---------------------------------------------------------------------------------------------- progress
+def _executor(workers: int, ray: str | None) -> tuple[Executor, int]:
+    from apportion.service.workers import ProcessExecutor
+
+    workers = inputs.workers_of(workers)
+    if ray is None:
+        return ProcessExecutor(workers, PLAN_S), workers
+    from apportion.service.workers.ray import RayExecutor
+
+    cluster = RayExecutor(workers, PLAN_S, ray)
+    return cluster, cluster.workers
 
 
-class _Rate(ProgressColumn):
-    """Iterations a second, of this run."""
+class _Meter:
+    """Rate and time left; says them in a line of text from time to time, where stderr is no terminal."""
 
-    def render(self, task: Task) -> Text:
-        return Text("- /s" if task.speed is None else f"{task.speed:,.1f} /s")
+    def __init__(self, iterations: int) -> None:
+        self._iterations, self._there, self._planned = iterations, 0, 0
+        self._began = self._said = time.monotonic()
 
+    def __call__(self, there: int, planned: int) -> None:
+        self._there, self._planned = there, planned
+        if planned and not sys.stderr.isatty() and time.monotonic() - self._said >= LINE_S:
+            self._said = time.monotonic()
+            note(f"planned {there:,} of {self._iterations:,} iterations, {self.rate()}")
 
-@contextmanager
-def _meter(iterations: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr with rate and time left, or a line from time to time where that is no terminal. Call what is
-    yielded with the number of iterations that are there, and of those that this run added."""
-    console = Console(stderr=True)
-    columns = (TextColumn("planning"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(True))
-    lines = Lines(iterations, math.inf if console.is_terminal else LINE_S)
-    with Progress(
-        *columns, console=console, transient=True, disable=output.quiet or not console.is_terminal
-    ) as bar:
-        task = bar.add_task("planning", total=iterations)
-
-        def report(done: int, new: int) -> None:
-            if not new:  # what was there already is not this run's rate
-                bar.reset(task, completed=done)
-            bar.update(task, completed=done)
-            lines(done, new)
-
-        yield report
-
-
-@dataclass
-class Lines:
-    """Progress as lines of text, at least `every_s` seconds apart."""
-
-    iterations: int
-    every_s: float
-    began: float = field(default_factory=time.monotonic)
-    last: float = field(default_factory=time.monotonic)
-
-    def __call__(self, done: int, new: int) -> None:
-        now = time.monotonic()
-        if now - self.last < self.every_s or not new:
-            return
-        self.last, rate = now, new / (now - self.began)
-        left = timedelta(seconds=round((self.iterations - done) / rate))
-        note(f"planned {done:,} of {self.iterations:,} iterations, {rate:,.1f} /s, {left} left")
-
-
-# ---------------------------------------------------------------------------------------------- result
+    def rate(self) -> str:
+        rate = self._planned / (time.monotonic() - self._began)
+        left = timedelta(seconds=round((self._iterations - self._there) / rate)) if rate else "?"
+        return f"{rate:,.1f} /s, {left} left"
 
 
 def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:
@@ -206,12 +184,10 @@ def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:
         "ranks": work.job.ranks,
         "iterations": summary.iterations,
         "planned": summary.planned,
-        "packs": summary.packs,
+        "plans": summary.packs,
         "bytes": summary.size,
-        "bytes_per_iteration": round(summary.size / summary.iterations),
         "seconds": round(summary.seconds, 3),
         "rate": round(summary.planned / summary.seconds, 3),
-        "ids": summary.ids.hex(),
     }
 
 
@@ -219,12 +195,10 @@ def _table(record: Mapping[str, Any]) -> RenderableType:
     from apportion import views
     from apportion.ir.plan.summary import human_bytes
 
-    size, each = human_bytes(record["bytes"]), human_bytes(record["bytes_per_iteration"])
     rows = (
         ("iterations", f"{record['iterations']:,} ({record['planned']:,} planned now, and verified)"),
-        ("size", f"{size}, {each} an iteration"),
+        ("plans", f"{record['plans']:,} in the folder, {human_bytes(record['bytes'])}"),
         ("rate", f"{record['rate']:,.1f} iterations/s"),
-        ("ids", record["ids"][:16]),
     )
     title = f"plans in {record['out']}, recipe {record['recipe']}, {count(record['ranks'], 'rank')}"
     return views.summary(title, rows)

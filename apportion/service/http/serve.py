@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from apportion.service.workers.work import warm_up
 LOG = logging.getLogger("apportion.service")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 5.0
+RECEIVED = 16 << 10  # bytes of a connection at once, which bounds how long parsing them holds up the others
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def run(settings: Settings) -> None:
         executor, workers = executor_of(settings)
         engine = Engine(executor, workers, store, metrics)
         warming = [executor.submit(warm_up) for _ in range(workers)]
+        gc.freeze()  # what is imported stays
         _announce(settings, _url(listening))
         try:
             yield engine
@@ -113,12 +116,13 @@ def executor_of(settings: Settings) -> tuple[Executor, int]:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         rule = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(
-            "--host, --port", f"{host}:{port}", rule, "name another port, or 0 for a free one"
-        ) from None
+        remedy = "name another port, or 0 for a free one"
+        raise ConfigError("--host, --port", f"{host}:{port}", rule, remedy) from None
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
+    return listening
 
 
 def _url(listening: socket.socket) -> str:

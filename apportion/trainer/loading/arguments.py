@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,33 @@ from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import flag, integers, name
+from apportion.ir.fields import flag, integers
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks
+from apportion.ir.request.sequences import DEFAULT_KIND
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.rows import Dataset
 
-MAX_RUN = 48  # characters: the service takes 64, and passes are numbered behind them
+
+def job_of(
+    cluster: Cluster,
+    model: Model,
+    tokens_per_rank: int,
+    microbatches: int,
+    recipe: str | Mapping[str, Any] | Recipe | Policy,
+    seed: int | None,
+    hardware: Hardware | str | None,
+) -> Job:
+    """What plans are made for. seed: None is the policy's own. Raises ConfigError."""
+    policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
+    if seed is not None:
+        policy = replace(policy, seed=seed)
+    return Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
 
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
@@ -46,19 +67,31 @@ def masks_here(dataset: Dataset, masks: Masks) -> Masks:
     return found
 
 
-def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None, seed: int | None) -> Iterable[Any] | None:
-    """The trainer's own order of the samples. Raises ConfigError where it is none, or is given beside what only draws
-    the default order."""
-    drawn = None if shuffle is None else flag("shuffle", shuffle) or None
+def check_kinds(job: Job, masks: Masks) -> None:
+    """Raises ConfigError where masks are not of the attention kinds that the job's model has layers of.
+
+    masks: as batches take them; where there is one a sample the first is looked at, since all must have its kinds."""
+    layers = job.model.layers
+    if not isinstance(layers, Mapping):
+        return
+    first = masks if masks is None or isinstance(masks, Mask | Mapping) else next(iter(masks), None)
+    kinds = sorted(first) if isinstance(first, Mapping) else [DEFAULT_KIND]
+    if kinds != sorted(layers):
+        rule = f"the masks are of the attention kinds {kinds}, the job's model has layers of {sorted(layers)}"
+        raise ConfigError("masks", kinds, rule, "give a mask of each kind, masks={kind: mask, …}")
+
+
+def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[Any] | None:
+    """The trainer's own order of the samples. Raises ConfigError where it is none, or is to be shuffled."""
+    shuffles = shuffle is not None and flag("shuffle", shuffle)
     if sampler is None:
         return None
     if isinstance(sampler, str) or not isinstance(sampler, Iterable):
         rule = "must be iterable, and give the sample numbers of each iteration"
         raise ConfigError("sampler", sampler, rule, "give lists, as torch's BatchSampler makes them")
-    for field, value in (("shuffle", drawn), ("seed", seed)):
-        if value is not None:
-            rule = "is of the default order, and a sampler gives another"
-            raise ConfigError(field, value, rule, "leave it or the sampler out")
+    if shuffles:
+        rule = "is of the default order, and a sampler gives another"
+        raise ConfigError("shuffle", shuffle, rule, "leave it or the sampler out")
     return sampler
 
 
@@ -71,18 +104,17 @@ def shifted_of(shifted: Collection[str]) -> frozenset[str]:
     return frozenset(map(str, names))
 
 
-def communicator_of(job: Job, given: Communicator | None, rank: int | None) -> Communicator:
+def communicator_of(job: Job, given: Communicator | None) -> Communicator:
     """The ranks that train together. Raises ConfigError where they are not the job's."""
     found = Communicator.shared() if given is None else given
     if not isinstance(found, Transport):
         raise ConfigError("communicator", found, "must be a Communicator", "make one of the process group")
     if found.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
-        remedy = "initialise torch.distributed with as many before the loader is made, or make another job"
+        remedy = (
+            "initialise torch.distributed with as many before the loader is made, or give another cluster"
+        )
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
-    if rank not in (None, found.rank):
-        rule = f"this process is rank {found.rank} of its group"
-        raise ConfigError("rank", rank, rule, "leave it out, or give the communicator of the right group")
     return found
 
 
@@ -97,10 +129,3 @@ def device_of(given: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def run_of(run: str | None) -> str | None:
-    """The name of a run. Raises ConfigError where it has no room for the number of a pass."""
-    if run is not None and len(name("run", run)) > MAX_RUN:
-        raise ConfigError("run", run, f"must have at most {MAX_RUN} characters", "write a shorter name")
-    return run

@@ -9,29 +9,40 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch._utils import ExceptionWrapper
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.service.client import PlanTimeoutError
+from apportion.ir.errors import ApportionError
+from apportion.service.problems import UnknownPlanError
 from apportion.trainer.loading.iterations import Iterations, Wanted
 from apportion.trainer.loading.rows import Rows
-from apportion.trainer.loading.sources.source import Feed
+from apportion.trainer.loading.sources.source import Source
 
 DEPTH = 2
 POLL_S = 2.0
 AGAIN_S = 0.5
-GRACE_S = 2.0
-STAGGER_S = 0.25  # from one rank to the next: as a rule one submits, and serves the others
-MAX_GRACE_S = 10.0
 LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which nobody can end
+
+
+class PlanTimeoutError(ApportionError, TimeoutError):
+    """No plan within the loader's `timeout_s`; reason: what its source said last."""
+
+    def __init__(self, iteration: int, rank: int, timeout_s: float, reason: str) -> None:
+        self.iteration, self.rank, self.timeout_s, self.reason = iteration, rank, timeout_s, reason
+        super().__init__(
+            f"iteration {iteration}, rank {rank}: no plan within {timeout_s:g} s ({reason}); give it more time, or the "
+            "service more workers or look-ahead"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.iteration, self.rank, self.timeout_s, self.reason)
 
 
 class Fetched(NamedTuple):
@@ -51,67 +62,11 @@ class Late:
         self.why = "its source has not answered yet"
 
     def __call__(self, error: TimeoutError) -> None:
-        self.why = error.reason if isinstance(error, PlanTimeoutError) else str(error)
-
-
-class Progress:
-    """Where the trainer is, for the threads that work ahead of it, and where the first of them failed."""
-
-    def __init__(self, start: int) -> None:
-        self.changed, self.own, self.over = Condition(), start, False
-        self.late = Late()
-        self._accepted = start  # iterations before this one were submitted by this rank
-        self._failed: tuple[int, Exception] | None = None
-
-    def comes_to(self, number: int) -> bool:
-        """Waits until the trainer asks for this iteration; False where it is over."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.over or number <= self.own)
-            return not self.over
-
-    def awaits(self, number: int) -> bool:
-        """Whether the trainer will still ask for this iteration."""
-        with self.changed:
-            return not self.over and number >= self.own
-
-    def reach(self, number: int) -> None:
-        """The trainer asks for this iteration now."""
-        with self.changed:
-            self.own = number
-            self.changed.notify_all()
-
-    def accept(self, number: int) -> None:
-        """The iteration is submitted, or the trainer is beyond it."""
-        with self.changed:
-            self._accepted = number + 1
-            self.changed.notify_all()
-
-    def is_accepted(self, number: int) -> bool:
-        """Waits for that; False where it will not be."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.over or self.failed(number) or number < self._accepted)
-            return number < self._accepted
-
-    def fail(self, number: int, error: Exception) -> None:
-        """A thread cannot go on with this iteration: the trainer is told when it asks for it."""
-        with self.changed:
-            if self._failed is None or number < self._failed[0]:
-                self._failed = number, error
-            self.changed.notify_all()
-
-    def failed(self, number: int) -> Exception | None:
-        """Why the trainer cannot have this iteration."""
-        with self.changed:
-            return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
-
-    def end(self) -> None:
-        with self.changed:
-            self.over = True
-            self.changed.notify_all()
+        self.why = str(error)
 
 
 class Stopwatch:
-    """Seconds since it was made, without those that loops were compiled in. compiled_s: of a feed, up to now."""
+    """Seconds since it was made, without those that loops were compiled in, as `compiled_s` gives them up to now."""
 
     def __init__(self, compiled_s: Callable[[], float]) -> None:
         self._compiled_s, self._before_s, self._begun_s = compiled_s, compiled_s(), time.monotonic()
@@ -125,12 +80,15 @@ class Stopwatch:
         return max(0.0, self._compiled_s() - self._before_s)
 
 
-class Threads:
-    """The threads of a pass, and the feed that they use; closed when the `with` is left, whatever they wait for, or
-    when the interpreter exits: an iterator that somebody still holds does not keep the process."""
+class Ahead:
+    """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end when
+    the `with` is left, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
+    does not keep the process. own: the iteration that the trainer asks for; over: it asks for no more."""
 
-    def __init__(self, feed: Feed, iterations: Iterations, progress: Progress) -> None:
-        self.feed, self._iterations, self._progress = feed, iterations, progress
+    def __init__(self, source: Source, iterations: Iterations) -> None:
+        self.source, self._iterations = source, iterations
+        self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, Late()
+        self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
 
     def run(self, each: Callable[[Wanted], None], depth: int) -> None:
@@ -142,7 +100,7 @@ class Threads:
     def _run(self, each: Callable[[Wanted], None], depth: int) -> None:
         number = self._iterations.start
         try:
-            while self._progress.comes_to(number - depth + 1):
+            while self._comes_to(number - depth + 1):
                 wanted = self._iterations.at(number)
                 if wanted is None:
                     return
@@ -150,7 +108,41 @@ class Threads:
                 each(wanted)
                 number += 1
         except Exception as error:
-            self._progress.fail(number, error)
+            with self.changed:  # the trainer is told when it asks for this iteration
+                if self._failed is None or number < self._failed[0]:
+                    self._failed = number, error
+                self.changed.notify_all()
+
+    def _comes_to(self, number: int) -> bool:
+        """Waits until the trainer asks for this iteration; False where it is over."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.over or number <= self.own)
+            return not self.over
+
+    def submit(self, wanted: Wanted) -> None:
+        """Tries until it is accepted, or the trainer is beyond it."""
+        while self.awaits(wanted.number):
+            try:
+                self.source.submit(wanted.key, wanted.request, max(0, wanted.number - self.own))
+                break
+            except TimeoutError as error:
+                self.late(error)
+
+    def awaits(self, number: int) -> bool:
+        """Whether the trainer will still ask for this iteration."""
+        with self.changed:
+            return not self.over and number >= self.own
+
+    def reach(self, number: int) -> None:
+        """The trainer asks for this iteration now."""
+        with self.changed:
+            self.own = number
+            self.changed.notify_all()
+
+    def failed(self, number: int) -> Exception | None:
+        """Why the trainer cannot have this iteration."""
+        with self.changed:
+            return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
 
     def __enter__(self) -> Self:
         atexit.register(self.close)
@@ -160,26 +152,21 @@ class Threads:
         self.close()
 
     def close(self) -> None:
-        """End the threads; again is no error."""
+        """Ends the threads; again is no error."""
         atexit.unregister(self.close)
-        self._progress.end()
-        self.feed.stop()
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
+        self.source.close()
         for thread in self._threads:
             thread.join(LEAVING_S)
-        self.feed.close()
 
 
 @dataclass(frozen=True)
 class Waits:
-    """How a rank waits, in seconds. timeout_s: the trainer, for a plan; grace_s: without a plan, before the rank
-    submits what nobody has: whoever should have may be lost."""
+    """How a rank waits. timeout_s: the trainer, for a plan."""
 
     timeout_s: float
-    grace_s: float
-
-    @staticmethod
-    def of(rank: int, timeout_s: float) -> Waits:
-        return Waits(timeout_s, min(GRACE_S + STAGGER_S * rank, MAX_GRACE_S))
 
     @property
     def again_s(self) -> float:
@@ -192,87 +179,78 @@ class Waits:
         return min(POLL_S, self.timeout_s / 10)
 
     def fetch(
-        self, feed: Feed, wanted: Wanted, goes_on: Callable[[], bool], late: Late
+        self,
+        source: Source,
+        wanted: Wanted,
+        rank: int,
+        goes_on: Callable[[], bool],
+        late: Late,
+        then: Callable[[], Sequence[bytes]] = tuple,
     ) -> IterationSlice | None:
-        """The plan of an iteration, None where it is not there when `goes_on` says no; `late` is told why."""
-        begin = time.monotonic()
+        """The rank's plan of an iteration, submitted where nobody has; None where it is not there when `goes_on` says
+        no, and `late` is told why."""
         while goes_on():
             try:
-                return feed.plan(wanted.number, wanted.batches, self.poll_s)
+                try:
+                    return source.fetch(wanted.key, rank, self.poll_s, then())
+                except UnknownPlanError:
+                    source.submit(wanted.key, wanted.request, 0)
             except TimeoutError as error:
                 late(error)
-            if time.monotonic() - begin > self.grace_s:
-                with suppress(TimeoutError):
-                    if not feed.knows(wanted.number):
-                        feed.submit(wanted.number, wanted.batches)
         return None
 
 
-def submit(feed: Feed, wanted: Wanted, progress: Progress) -> None:
-    """Tries until it is accepted, or the trainer is beyond it."""
-    while progress.awaits(wanted.number):
-        try:
-            feed.submit(wanted.number, wanted.batches)
-            break
-        except TimeoutError as error:
-            progress.late(error)
-    progress.accept(wanted.number)
-
-
 class Fetching:
-    """The plans of a pass, fetched in a thread, at most `DEPTH` of them before the trainer takes them.
-
-    submits: whether this rank submits, too; then it takes no plan before its own batches were accepted, since a run of
-    that name may have had others. ready: makes of a plan what the trainer takes.
-    """
+    """The plans of a pass, fetched in a thread, at most `DEPTH` of them before the trainer takes them. ready: makes of
+    a plan what the trainer takes."""
 
     def __init__(
         self,
-        feed: Feed,
-        progress: Progress,
+        ahead: Ahead,
+        iterations: Iterations,
         waits: Waits,
-        submits: bool,
+        rank: int,
         ready: Callable[[IterationSlice], Fetched] = Fetched,
     ) -> None:
-        self._feed, self._progress, self._waits, self._submits = feed, progress, waits, submits
+        self._ahead, self._iterations, self._waits, self._rank = ahead, iterations, waits, rank
         self._ready, self._fetched = ready, dict[int, Fetched]()
         self._is_away = False  # the trainer waited in vain, and no plan has come since
+        ahead.run(self._fetch, DEPTH)
 
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
         thread. After one time-out the next iterations are hardly waited for, until the thread has got a plan again."""
-        progress, waited = self._progress, Stopwatch(lambda: self.compiled_s)
-        with progress.changed:
+        ahead, waited = self._ahead, Stopwatch(lambda: self.compiled_s)
+        with ahead.changed:
             patience_s = self._waits.again_s if self._is_away else self._waits.timeout_s
             while not self._is_there(number) and (left_s := patience_s - waited.seconds) > 0:
-                progress.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
-            error, found = progress.failed(number), self._fetched.pop(number, None)
+                ahead.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
+            error, found = ahead.failed(number), self._fetched.pop(number, None)
             self._is_away |= found is None
         if error is not None:
             raise error
         if found is None:
-            raise TimeoutError(progress.late.why)
+            raise TimeoutError(ahead.late.why)
         return found
 
     @property
     def compiled_s(self) -> float:
-        """Seconds that went into compiling, see `Feed`."""
-        return self._feed.compiled_s
+        """Seconds that went into compiling, see `Source`."""
+        return self._ahead.source.compiled_s
 
     def _is_there(self, number: int) -> bool:
-        return number in self._fetched or self._progress.failed(number) is not None
+        return number in self._fetched or self._ahead.failed(number) is not None
 
-    def fetch(self, wanted: Wanted) -> None:
+    def _fetch(self, wanted: Wanted) -> None:
         """For a thread, iteration by iteration."""
-        if self._submits and not self._progress.is_accepted(wanted.number):
-            return
-        progress = self._progress
-        piece = self._waits.fetch(self._feed, wanted, partial(progress.awaits, wanted.number), progress.late)
+        ahead, number = self._ahead, wanted.number
+        goes_on, then = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
+        piece = self._waits.fetch(ahead.source, wanted, self._rank, goes_on, ahead.late, then)
         found = None if piece is None else self._ready(piece)
-        with progress.changed:
+        with ahead.changed:
             self._is_away &= found is None
-            for number in [held for held in self._fetched if held < progress.own]:
-                del self._fetched[number]
-            if found is not None and wanted.number >= progress.own:
-                self._fetched[wanted.number] = found
-            progress.changed.notify_all()
+            for held in [held for held in self._fetched if held < ahead.own]:
+                del self._fetched[held]
+            if found is not None and number >= ahead.own:
+                self._fetched[number] = found
+            ahead.changed.notify_all()

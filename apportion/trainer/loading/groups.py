@@ -36,10 +36,6 @@ class Groups:
         """Which iterations are this group's."""
         return Deal() if self.replicas is None else Deal(self.replicas.rank, self.replicas.ranks)
 
-    def stream(self, name: str) -> str:
-        """The name of this group's stream at a service."""
-        return name if self.replicas is None else f"{name}-{self.replicas.rank}"
-
     def totals(
         self, place: Sequence[int], valid: int, weight: float, error: Exception | None = None
     ) -> tuple[int, float]:

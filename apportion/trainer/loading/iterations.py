@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from reprlib import Repr
 from threading import Condition
@@ -13,7 +14,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.job import Job, encode_request
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integers
 from apportion.ir.isa import VERSION
@@ -33,6 +34,16 @@ class Wanted:
     number: int
     samples: tuple[Ints, ...]
     batches: tuple[Batch, ...]
+
+    @cached_property
+    def key(self) -> bytes:
+        """32 bytes, of the request for its plan."""
+        return self.job.request_key(self.batches)
+
+    @property
+    def request(self) -> bytes:
+        """For its plan, encoded."""
+        return encode_request(self.job, self.batches)
 
     def parts(self, indexes: Sequence[Ints]) -> Iterator[tuple[Batch, Ints]]:
         """(batch, sample of each sequence) of each microbatch of a plan with these indexes."""
@@ -69,7 +80,7 @@ class Wanted:
     def _foreign(self, how: str) -> ExecutionError:
         return ExecutionError(
             f"iteration {self.number}: the plan is not the one that this rank asked for: {how}; delete what the source "
-            "keeps of this run, and plan again"
+            f"keeps of the key {self.key.hex()[:16]}, and plan again"
         )
 
 
@@ -194,6 +205,12 @@ class Iterations:
                     raise self._failed
                 self._drawing = True
             self._draw()
+
+    def keys_after(self, number: int) -> list[bytes]:
+        """Of the iterations behind this one that were drawn already."""
+        with self._changed:
+            coming = [wanted for held, wanted in sorted(self._held.items()) if held > number]
+        return [wanted.key for wanted in coming]
 
     def _found(self, number: int) -> Wanted | None:
         return self._held.get(max(number, self._first))

@@ -8,9 +8,9 @@ Whoever plans, the loader does the same: a service, a folder of plans made befor
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
+from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,44 +24,35 @@ from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.origin import origin
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.fields import choice, flag, integer, name, number
+from apportion.ir.fields import choice, flag, integer, number
 from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Recipe
-from apportion.ir.request.sampling import Masks
-from apportion.service.client import PlanTimeoutError
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sampling import Masks, Sampling
 from apportion.trainer.loading.agreement import Agreement
 from apportion.trainer.loading.arguments import (
+    check_kinds,
     communicator_of,
     device_of,
+    job_of,
     lengths_of,
     masks_here,
-    run_of,
     sampler_of,
     shifted_of,
 )
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.fetching import (
-    DEPTH,
-    Fetched,
-    Fetching,
-    Progress,
-    Stopwatch,
-    Threads,
-    Waits,
-    submit,
-)
+from apportion.trainer.loading.fetching import Ahead, Fetched, Fetching, PlanTimeoutError, Stopwatch, Waits
 from apportion.trainer.loading.groups import Groups
 from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
-from apportion.trainer.loading.resume import Place, fingerprint, place_of, state_of
+from apportion.trainer.loading.resume import Place, place_of, state_of
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import open_source
 from apportion.trainer.loading.sources.source import Source
-from apportion.trainer.loading.sources.told import Told, check_kinds
 from apportion.trainer.loading.worker_processes import PREFETCHED, Collecting, Share
 
 
@@ -75,29 +66,29 @@ class Sampler(Protocol):
 class PlannedLoader:
     """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
 
-        for batch in ap.PlannedLoader(dataset, source="http://127.0.0.1:8321/v1/jobs/run1", rank=rank, key=key):
+        for batch in ap.PlannedLoader(dataset, cluster, model, tokens_per_rank, source="http://127.0.0.1:8321"):
 
     dataset: map-style, see `Dataset`, with `lengths`, the tokens of each sample, integers [n], and, if it likes,
     `masks`, one spec for all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only
     samples that it holds a part of. shifted: fields of samples that belong to the token which is predicted, and are
     moved to the row that predicts it, as labels are.
 
-    source: who plans. A URL: the service's job, which needs its `key`, and with https `ca`, a PEM file of certificates,
-    where the system's do not do, and `cert`, one of the rank's own with its key, where the server asks. A folder: plans
-    that `apportion precompute` made. "local": a process beside this one, told `cluster`, `model`, `tokens_per_rank` of
-    a microbatch, `microbatches` of an iteration, `recipe` and `seed`; the other sources know these, and refuse
-    different ones (but with a service `seed` may be another one: it is of the order of the samples alone).
+    cluster, model, tokens_per_rank of a microbatch, microbatches of an iteration, recipe and hardware: what is planned
+    for, see `Job`; a `Policy` as recipe says more. seed: of plans and of the order of the samples, by default the
+    policy's.
+
+    source: who plans. "local": a process beside this one. A URL, or a list of them: equal planning servers, with their
+    `token` (by default APPORTION_TOKEN of the environment), and with https `ca`, a PEM file of certificates, where the
+    system's do not do. A folder: plans that `apportion precompute` made. Or a `Source`.
 
     sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
-    (`set_epoch`), or one after another without `shuffle`. run: names this run at the service, so that a restarted run
-    gets none of its predecessor's plans; random by default. lookahead: iterations that rank 0 submits before they are
-    needed; where it is lost, other ranks submit. workers: torch data-loader processes that fetch plans and read
-    samples; 0 is a thread that fetches, and samples are read where they are used.
+    (`set_epoch`), or one after another without `shuffle`. lookahead: iterations that rank 0 submits before they are
+    needed; what a source does not know when it is needed, any rank submits. workers: torch data-loader processes that
+    fetch plans and read samples; 0 is a thread that fetches, and samples are read where they are used.
 
-    stream: of the job at a service; each has its own passes: training is one, evaluation beside it another. replicas:
-    where several groups of ranks train on one job (data parallel over context parallel), a process group of the ranks
-    that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of the
-    default order are dealt out to the groups in turn, each has a stream of its own, and `valid_tokens` counts all.
+    replicas: where several groups of ranks train together (data parallel over context parallel), a process group of
+    the ranks that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of
+    the default order are dealt out to the groups in turn, and `valid_tokens` counts all.
 
     rows_multiple: every rank's rows are padded to a multiple of it, and are at least one; padding has no labels and
     changes neither loss nor gradients. drop_last: leaves out an iteration of fewer microbatches than the others.
@@ -105,80 +96,71 @@ class PlannedLoader:
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
 
-    on_timeout: where there is no plan after `timeout_s` seconds, "raise" TimeoutError, or "local": in each iteration
-    all ranks agree on who has the plan, those that have not plan it themselves, and all compare. Until a plan comes
-    again, the next are waited for half a second at most. `fallbacks` counts such iterations, and a warning is logged.
-    waited_s: seconds spent waiting for plans.
+    on_timeout: where there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each
+    iteration all ranks agree on who has the plan, those that have not plan it themselves, and all compare. Until a plan
+    comes again, the next are waited for half a second at most. `fallbacks` counts such iterations, and a warning is
+    logged. waited_s: seconds spent waiting for plans. job: what plans are made for.
 
     `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
 
-    Raises ConfigError; CapacityError for samples that do not fit; ClientError, and what the source raises.
+    Raises ConfigError; CapacityError for samples that do not fit; and what the source raises.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        cluster: Cluster | None = None,
-        model: Model | None = None,
-        tokens_per_rank: int | None = None,
+        cluster: Cluster,
+        model: Model,
+        tokens_per_rank: int,
         *,
-        source: str | Path | Source = "local",
-        rank: int | None = None,
-        key: str | None = None,
+        source: str | Path | Sequence[str] | Source = "local",
+        token: str | None = None,
         ca: str | Path | None = None,
-        cert: str | Path | None = None,
         lengths: ArrayLike | None = None,
         masks: Masks = None,
         sampler: Sampler | None = None,
-        microbatches: int | None = None,
-        recipe: str | Mapping[str, Any] | Recipe | None = None,
+        microbatches: int = 1,
+        recipe: str | Mapping[str, Any] | Recipe | Policy = "fcp",
         seed: int | None = None,
+        hardware: Hardware | str | None = None,
         shuffle: bool | None = None,
         communicator: Communicator | None = None,
-        run: str | None = None,
         on_timeout: str = "raise",
         timeout_s: float = 300.0,
         lookahead: int = 8,
         workers: int = 0,
         engine: str = "auto",
         device: torch.device | str | None = None,
-        stream: str = "train",
         replicas: Transport | Any = None,
         rows_multiple: int | None = None,
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
     ) -> None:
-        self.dataset = dataset
-        self._sampler = sampler_of(sampler, shuffle, None if source == "local" else seed)
-        told = Told(cluster, model, tokens_per_rank, microbatches, recipe, seed)
-        self._source = open_source(source, key, ca, told, cert)
-        masks = masks_here(dataset, masks)
-        check_kinds(self._source.job, masks)
-        self._asked = Asked(self._source.job, lengths_of(dataset, lengths), masks)
+        self.dataset, self._sampler = dataset, sampler_of(sampler, shuffle)
+        self.job = job_of(cluster, model, tokens_per_rank, microbatches, recipe, seed, hardware)
+        masks, lengths = masks_here(dataset, masks), lengths_of(dataset, lengths)
+        check_kinds(self.job, masks)
+        self._asked = Asked(self.job, lengths, masks)
         self._sampling = None
         if sampler is None:
-            self._sampling = self._source.sampling(self._asked.lengths, seed, shuffle)
-        self._communicator = communicator_of(self._source.job, communicator, rank)
+            order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
+            self._sampling = Sampling(lengths, self.job.tokens, self.job.microbatches, *order)
+        self._waits = Waits(number("timeout_s", timeout_s, above=True))
+        self._made = origin(self.job, lengths, masks, self._sampling)
+        self._source = open_source(source, token, ca, self._waits.timeout_s, self._made)
+        self._communicator = communicator_of(self.job, communicator)
         self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
         self._groups = Groups.of(replicas)
-        self._deal, self._stream = self._groups.deal, name("stream", self._groups.stream(stream))
-        packs = sampler is not None and self._source.job.packs  # then every iteration is filled
-        self._least = self._source.job.microbatches if flag("drop_last", drop_last) and not packs else 0
+        packs = sampler is not None and self.job.packs  # then every iteration is filled
+        self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(shifted_of(shifted), multiple)
         self._agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
-        self._run = run_of(run)
         self._workers = integer("workers", workers, 0)
         self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)
         self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
-        self._waits = Waits.of(self._rank, number("timeout_s", timeout_s, above=True))
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
-
-    @property
-    def job(self) -> Job:
-        """What plans are made for."""
-        return self._source.job
 
     @property
     def fallbacks(self) -> int:
@@ -216,7 +198,7 @@ class PlannedLoader:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        return {**fingerprint(self._asked, self._sampling), "groups": self._deal.groups}
+        return {**self._made, "groups": self._groups.deal.groups}
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
@@ -230,21 +212,19 @@ class PlannedLoader:
             raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")
         begin = self._place = self._begin
         self._meters.begin()
-        iterations, progress = (
-            Iterations(self._asked, self._draw(), begin.iteration),
-            Progress(begin.iteration),
-        )
-        with ExitStack() as stack:
-            supply = self._supply(stack, iterations, progress)
+        self._check_place()
+        iterations = Iterations(self._asked, self._draw(), begin.iteration)
+        with Ahead(copy(self._source), iterations) as ahead, ExitStack() as stack:
+            supply = self._supply(stack, ahead, iterations)
             stack.callback(self._left)
             self._begin = begin.at(0)
-            while (wanted := iterations.at(progress.own)) is not None:
+            while (wanted := iterations.at(ahead.own)) is not None:
                 for batch in self._batches(wanted, self._taken(supply, wanted)):
                     if (batch.iteration, batch.microbatch) >= (begin.iteration, begin.microbatch):
                         self._place = begin.after(batch.iteration, batch.microbatch, batch.is_last)
                         yield batch
                 iterations.forget(wanted.number + 1)
-                progress.reach(wanted.number + 1)
+                ahead.reach(wanted.number + 1)
         self._communicator.all_gather([], "the end of a pass")
         self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
 
@@ -254,52 +234,33 @@ class PlannedLoader:
             self._meters.end()
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._least)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, self._groups.deal, self._least)
 
     # ---- a pass
 
-    def _supply(self, stack: ExitStack, iterations: Iterations, progress: Progress) -> Fetching | Collecting:
+    def _supply(self, stack: ExitStack, ahead: Ahead, iterations: Iterations) -> Fetching | Collecting:
         """What the plans of a pass are taken from, until the stack is closed."""
-        run, shared = self._next_run(iterations.start), self._source.shared
-        if self._workers:
-            collecting = stack.enter_context(closing(self._collecting(run, progress)))
-            if shared and self._rank == 0:
-                self._submitting(self._threads(stack, run, iterations, progress), progress)
-            return collecting
-        threads, submits = self._threads(stack, run, iterations, progress), not shared or self._rank == 0
+        submits = self._rank == 0 if self._source.shared else not self._workers
         if submits:
-            self._submitting(threads, progress)
-        fetching = Fetching(threads.feed, progress, self._waits, submits, self._ready)
-        threads.run(fetching.fetch, DEPTH)
-        return fetching
+            ahead.run(ahead.submit, self._lookahead)
+        if self._workers:
+            pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
+            share = Share(*pieces, self._form, self._waits)
+            return stack.enter_context(closing(Collecting(share, self._workers, ahead)))
+        if not submits:  # its source is told what comes, too
+            ahead.run(lambda wanted: None, self._lookahead)
+        return Fetching(ahead, iterations, self._waits, self._rank, self._ready)
 
-    def _threads(self, stack: ExitStack, run: str, iterations: Iterations, progress: Progress) -> Threads:
-        return stack.enter_context(
-            Threads(self._source.begin(run, self._rank, self._stream), iterations, progress)
-        )
-
-    def _submitting(self, threads: Threads, progress: Progress) -> None:
-        threads.run(lambda wanted: submit(threads.feed, wanted, progress), self._lookahead)
-
-    def _collecting(self, run: str, progress: Progress) -> Collecting:
-        pieces = (self.dataset, self._source, self._asked, self._draw(), progress.own, run, self._rank)
-        share = Share(*pieces, self._stream, self._form, self._waits)
-        return Collecting(share, self._workers, progress)
-
-    def _next_run(self, start: int) -> str:
-        """The name of this pass, on all ranks; a collective, so that none begins it before all have left the one
-        before, whose plans the service drops. Raises ExecutionError where ranks are in different ones."""
+    def _check_place(self) -> None:
+        """A collective. Raises ExecutionError where ranks begin different passes."""
         self._passes += 1
-        place = [self._passes, self._begin.epoch, start, self._begin.microbatch]
-        drawn = int.from_bytes(secrets.token_bytes(7))
-        rows = self._communicator.all_gather([*place, drawn], "passes")
-        if any(row[:-1] != place for row in rows):
-            told = "; ".join(f"rank {rank}: {row[:-1]}" for rank, row in enumerate(rows))
+        place = [self._passes, self._begin.epoch, self._begin.iteration, self._begin.microbatch]
+        rows = self._communicator.all_gather(place, "passes")
+        if any(row != place for row in rows):
+            told = by_value({rank: str(row) for rank, row in enumerate(rows)})
             raise ExecutionError(
                 f"ranks begin different passes (pass, epoch, first iteration, microbatch): {told}"
             )
-        self._run = self._run or f"{rows[0][-1]:014x}"
-        return f"{self._run}-{self._passes}"
 
     def _taken(self, supply: Fetching | Collecting, wanted: Wanted) -> Fetched:
         waited = Stopwatch(lambda: supply.compiled_s)
@@ -309,7 +270,7 @@ class PlannedLoader:
                 return take()
             return self._agreement.take(wanted.number, take, partial(self._planned_here, wanted))
         except TimeoutError as error:
-            told = (self._passes, wanted.number, self._rank, self._waits.timeout_s, str(error))
+            told = wanted.number, self._rank, self._waits.timeout_s, str(error)
             raise PlanTimeoutError(*told) from error
         finally:
             self._meters.waited_s += waited.seconds
@@ -318,7 +279,7 @@ class PlannedLoader:
     def _planned_here(self, wanted: Wanted) -> Fetched:
         from apportion.planner.iteration.jobs import plan_job
 
-        return Fetched(plan_job(self._source.job, wanted.batches).plan.slice_for(self._rank))
+        return Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
     def _ready(self, piece: IterationSlice) -> Fetched:
         """For the thread that fetches: programs are loaded on the device before the trainer asks for them."""

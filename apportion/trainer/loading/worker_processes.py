@@ -6,6 +6,8 @@ process k of n    iterations k, k + n, k + 2n, …: plan, rows ──► in orde
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ExecutionError
-from apportion.trainer.loading.fetching import Fetched, Late, Progress, Stopwatch, Waits
+from apportion.trainer.loading.fetching import Ahead, Fetched, Late, Stopwatch, Waits
 from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
 from apportion.trainer.loading.rows import Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources.source import Source
@@ -45,9 +47,7 @@ class Share(IterableDataset[Parcel]):
     asked: Asked
     draw: Draw
     start: int
-    run: str
     rank: int
-    stream: str
     form: Form
     waits: Waits
 
@@ -55,17 +55,14 @@ class Share(IterableDataset[Parcel]):
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         iterations = Iterations(self.asked, self.draw, self.start)
-        feed = self.source.begin(self.run, self.rank, self.stream)
-        try:
+        with closing(copy(self.source)) as source:
             number = self.start + first
             while (wanted := iterations.at(number)) is not None:
                 iterations.forget(number)
-                waited, late = Stopwatch(lambda: feed.compiled_s), Late()
-                found = self.waits.fetch(feed, wanted, partial(self._goes_on, waited), late)
+                waited, late = Stopwatch(lambda: source.compiled_s), Late()
+                found = self.waits.fetch(source, wanted, self.rank, partial(self._goes_on, waited), late)
                 yield self._parcel(wanted, found, late.why)
                 number += step
-        finally:
-            feed.close()
 
     def _goes_on(self, waited: Stopwatch) -> bool:
         return waited.seconds < self.waits.timeout_s
@@ -86,8 +83,8 @@ class Collecting:
 
     compiled_s = 0.0
 
-    def __init__(self, share: Share, processes: int, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
+        self._ahead = ahead
         self._parcels: Any = iter(
             DataLoader(
                 share,
@@ -104,7 +101,7 @@ class Collecting:
         if self._parcels is None:
             raise ExecutionError("the pass is over")
         parcel = next(self._parcels)
-        error = self._progress.failed(number)
+        error = self._ahead.failed(number)
         if error is not None:
             raise error
         if not len(parcel.data):
@@ -115,9 +112,7 @@ class Collecting:
     def close(self) -> None:
         """Ends the processes."""
         parcels, self._parcels = self._parcels, None
-        if (
-            parcels is not None
-        ):  # torch waits for the last reference, and the traceback of an error may hold it
+        if parcels is not None:  # torch waits for the last reference; the traceback of an error may hold it
             parcels._shutdown_workers()
 
 

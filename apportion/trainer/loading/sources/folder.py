@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import Job
-from apportion.ir.loops.jit import compiling
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sampling import Sampling
-from apportion.service.offline import Offline, open_offline
-from apportion.service.protocol import TRAIN
+from apportion.ir.bytes.origin import difference
+from apportion.ir.errors import ConfigError
+from apportion.ir.version import __version__
+from apportion.service.store import open_store
+from apportion.trainer.loading.sources.source import Source
+
+TOLD = "precompute.json"  # what its plans were made of, as `ir.bytes.origin`, and how many
 
 
-@dataclass(frozen=True)
-class FolderSource:
-    """Plans that `apportion precompute` made; found by what is asked, so the order of the samples is free."""
+@dataclass(eq=False)
+class FolderSource(Source):
+    """Plans that are there already, found by what is asked, so the order of the samples is free. made: what is asked,
+    as `ir.bytes.origin`, to say how it differs where a plan is not there. Raises ConfigError where there is no
+    folder."""
 
-    folder: Path
-    job: Job
-    seed: int
-    shuffle: bool
-    shared = True
+    folder: str
+    made: Mapping[str, Any]
 
-    @staticmethod
-    def open(folder: str | Path) -> FolderSource:
-        """Raises as `open_offline`, and ConfigError where another release made the plans."""
-        with open_offline(folder) as offline:
-            offline.check(offline.job, None)
-            return FolderSource(Path(folder), offline.job, offline.facts.seed, offline.facts.shuffle)
+    def __post_init__(self) -> None:
+        if not Path(self.folder).is_dir():
+            rule, remedy = "is no folder", "name one that apportion precompute made, or the URL of a server"
+            raise ConfigError("source", self.folder, rule, remedy)
+        self._store = open_store(self.folder)
 
-    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
-        seed, shuffle = self.seed if seed is None else seed, self.shuffle if shuffle is None else shuffle
-        found = Sampling(lengths, self.job.tokens, self.job.microbatches, seed, shuffle)
-        with open_offline(self.folder) as offline:
-            offline.check(self.job, found)
-        return found
-
-    def begin(self, run: str, rank: int, stream: str = TRAIN) -> FolderFeed:
-        return FolderFeed(open_offline(self.folder), rank)
-
-
-@dataclass(frozen=True)
-class FolderFeed:
-    offline: Offline
-    rank: int
-
-    @property
-    def compiled_s(self) -> float:
-        return compiling.seconds
-
-    def knows(self, iteration: int) -> bool:
-        return True
-
-    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
+    def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         """Nothing to do: all was planned before."""
 
-    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
-        return self.offline.slice(self.offline.job.request_key(batches), self.rank)
-
-    def stop(self) -> None:
-        """Reading does not wait for others."""
+    def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
+        """Raises ConfigError where it is not there, by the field in which other plans were asked for; StoreError."""
+        found = self._store.slice(key, rank)
+        if found is None:
+            raise self._missing(key)
+        return found
 
     def close(self) -> None:
-        self.offline.close()
+        self._store.close()
+
+    def _missing(self, key: bytes) -> ConfigError:
+        told = self._told()
+        own = {name: value for name, value in self.made.items() if value is not None and name in told}
+        releases = [entry.name for entry in Path(self.folder).iterdir() if entry.is_dir()]
+        if releases and __version__ not in releases:
+            name, held, asked = "release", ", ".join(releases), __version__
+        elif found := difference({name: told[name] for name in own}, own):
+            name, held, asked = found
+        else:
+            most = f", which are the first {told['iterations']} of their samples" if told else ""
+            rule = f"it is not among the plans in {self.folder}{most}"
+            remedy = "ask more of precompute, or give the samples that it had"
+            return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)
+        rule = f"the plans in {self.folder} were made with {held!r}"
+        return ConfigError(name, asked, rule, "give the same, or precompute into another folder")
+
+    def _told(self) -> dict[str, Any]:
+        """Empty in the store of a server."""
+        path = Path(self.folder, TOLD)
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+        return found

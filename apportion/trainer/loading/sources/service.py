@@ -1,125 +1,64 @@
-"""Plans of a planning service: streamed, or one by one."""
+"""Plans of planning servers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from threading import Lock
-from typing import Any, Self
 
-from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import Job
-from apportion.ir.loops.jit import compiling
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sampling import Sampling
-from apportion.service.client import Client, ServiceProblem, UnreachableError
-from apportion.service.protocol import TRAIN
-from apportion.trainer.loading.sources.source import sampling_of
+from apportion.service.client import Client
+from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
+from apportion.trainer.loading.sources.source import Source
 
-_READS_ONLY = 403  # a key that only reads: such a rank takes over from nobody
 CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then whether it is still of use
-ONE_BY_ONE, MOST_ONE_BY_ONE = 8, 512  # iterations, after a stream from which none came in time
 
 
-@dataclass(frozen=True)
-class ServiceSource:
-    """The planning service. url: of the job, http(s)://HOST:PORT/v1/jobs/NAME; key: of the job; ca: a PEM file of
-    certificates, by default the system's; cert: one with the client's own and its key, where the server asks for it."""
+@dataclass(eq=False)
+class ServiceSource(Source):
+    """urls: of equal servers, http(s)://HOST:PORT; token, ca: as `Client`; timeout_s: that somebody waits for a plan.
+    Slices of iterations in a row come over a stream. Raises ConfigError."""
 
-    url: str
-    key: str | None = field(repr=False)
-    job: Job
-    ca: str | Path | None = None
-    cert: str | Path | None = None
-    shared = True
+    urls: tuple[str, ...]
+    token: str | None = field(default=None, repr=False)
+    ca: str | None = None
+    timeout_s: float = 300.0
 
-    @classmethod
-    def open(
-        cls, url: str, key: str | None, ca: str | Path | None = None, cert: str | Path | None = None
-    ) -> Self:
-        """Raises ClientError where the service does not answer or has no such job."""
-        with Client(url, key, ca=ca, cert=cert) as client:
-            return cls(url, key, client.job(), ca, cert)
+    def __post_init__(self) -> None:
+        call_s = min(CALL_S, self.timeout_s / 3)
+        self._client = Client(self.urls, self.token, ca=self.ca, timeout_s=call_s)
+        self._stream: Iterator[IterationSlice] | None = None
+        self._coming = deque[bytes]()  # keys of what the stream still has to bring
 
-    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
-        return sampling_of(self.job, lengths, seed, shuffle)
-
-    def begin(self, run: str, rank: int, stream: str = TRAIN) -> ServiceFeed:
-        return ServiceFeed(self, run, rank, stream)
-
-
-class ServiceFeed:
-    """Iterations in a row come over a stream, others one by one; also for a while after a stream that gave nothing in
-    time, since what stands between may hold streams back."""
-
-    def __init__(self, source: ServiceSource, run: str, rank: int, stream: str) -> None:
-        self._client = Client(source.url, source.key, timeout_s=CALL_S, ca=source.ca, cert=source.cert)
-        self._run, self._stream_name, self._rank = run, stream, rank
-        self._epoch, self._lock = 0, Lock()
-        self._stream: Any = None
-        self._next = -1  # the iteration that would be next in a row
-        self._single, self._singles = 0, ONE_BY_ONE  # still to come one by one; after the next such stream
-
-    @property
-    def compiled_s(self) -> float:
-        return compiling.seconds
-
-    def knows(self, iteration: int) -> bool:
+    def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         with _patience():
-            return self._client.knows(self._begun(), iteration)
+            self._client.submit(key, request, ahead)
 
-    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
+    def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
+        with _patience():
+            if self._stream is not None and self._coming and self._coming[0] == key:
+                try:
+                    return self._next()
+                except (TimeoutError, UnknownPlanError):  # of the time when it was opened
+                    return self._client.fetch(key, rank, wait_s)
+            self._coming = deque([key, *then])
+            self._stream = self._client.stream(list(self._coming), rank, wait_s)
+            return self._next()
+
+    def _next(self) -> IterationSlice:
+        assert self._stream is not None
         try:
-            with _patience():
-                self._client.submit(self._begun(), iteration, batches)
-        except ServiceProblem as problem:
-            if problem.status != _READS_ONLY or self._rank == 0:
-                raise
-
-    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
-        with _patience():
-            epoch = self._begun()
-            if iteration == self._next and not self._single:
-                found = self._streamed(epoch, iteration, timeout_s)
-            else:
-                self._hang_up()
-                found = self._client.plan(epoch, iteration, self._rank, timeout_s)
-                self._single = max(0, self._single - 1)
-        self._next = iteration + 1
+            found = next(self._stream)
+        except BaseException:
+            self._stream = None
+            raise
+        self._coming.popleft()
         return found
 
-    def stop(self) -> None:
-        self._client.close()
-
     def close(self) -> None:
-        self._hang_up()
+        self._stream = None
         self._client.close()
-
-    def _begun(self) -> int:
-        with self._lock:
-            if not self._epoch:
-                self._epoch = self._client.begin(self._run, self._stream_name)
-            return self._epoch
-
-    def _streamed(self, epoch: int, iteration: int, timeout_s: float) -> IterationSlice:
-        if self._stream is None:
-            self._stream = self._client.stream(epoch, self._rank, iteration, patience_s=timeout_s)
-        try:
-            piece: IterationSlice = next(self._stream)[1]
-        except BaseException:
-            self._hang_up()
-            self._single, self._singles = self._singles, min(2 * self._singles, MOST_ONE_BY_ONE)
-            raise
-        self._singles = ONE_BY_ONE
-        return piece
-
-    def _hang_up(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
 
 
 @contextmanager
@@ -129,7 +68,7 @@ def _patience() -> Iterator[None]:
         yield
     except UnreachableError as error:
         raise TimeoutError(str(error)) from error
-    except ServiceProblem as error:
+    except ServiceError as error:
         if not error.transient:
             raise
         raise TimeoutError(str(error)) from error

@@ -1,63 +1,43 @@
-"""What a loader asks of whoever plans: a source, and of it a feed for each pass."""
+"""What a loader asks of whoever plans."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
-from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.bytes.job import Job
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.sampling import Sampling
-from apportion.service.protocol import TRAIN
+from apportion.ir.loops.jit import compiling
 
 
-class Feed(Protocol):
-    """One rank's plans of one pass. One thread submits and another asks; any may stop them."""
+@dataclass(eq=False)
+class Source(ABC):
+    """Plain data: every pass, and every data-loader process, has a copy of its own, made of the fields of the class,
+    and closes it. One thread submits and another fetches; any may close. shared: whether what one rank submits is
+    planned for all."""
+
+    shared: ClassVar[bool] = True
+
+    @abstractmethod
+    def submit(self, key: bytes, request: bytes, ahead: int) -> None:
+        """Has a request planned, once however often it is submitted. key: of the request, `Job.request_key`; ahead:
+        iterations before it is needed. Raises TimeoutError where nobody answers."""
+
+    @abstractmethod
+    def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
+        """A rank's slice. then: keys of the iterations to come, as far as they are known. Raises TimeoutError where it
+        is not there after `wait_s`, UnknownPlanError where nobody has submitted it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what waits here, and frees what is open; again is no error."""
 
     @property
     def compiled_s(self) -> float:
-        """Seconds up to now that went into compiling loops, here and where this feed alone has its plans made: a wait
-        that nobody's look-ahead can shorten. Differences of two readings are meant, of which those below 0 are none:
-        until the first plan says what was compiled in a process beside this one, all of its time counts."""
+        """Seconds up to now that went into compiling loops, here and where plans are made for this rank alone: a wait
+        that nobody's look-ahead can shorten. Differences of two readings are meant, of which those below 0 are none."""
+        return compiling.seconds
 
-    def knows(self, iteration: int) -> bool:
-        """Whether the iteration was submitted, by any rank of a shared source. Raises TimeoutError where nobody
-        answers."""
-
-    def submit(self, iteration: int, batches: Sequence[Batch]) -> None:
-        """Has the iteration planned, once however often it is submitted. Raises TimeoutError where nobody answers."""
-
-    def plan(self, iteration: int, batches: Sequence[Batch], timeout_s: float) -> IterationSlice:
-        """The rank's slice. Raises TimeoutError where it is not there after `timeout_s` seconds."""
-
-    def stop(self) -> None:
-        """Ends what other threads wait for here."""
-
-    def close(self) -> None:
-        """Frees everything, when no other thread is here any more."""
-
-
-class Source(Protocol):
-    """Who plans a job."""
-
-    @property
-    def job(self) -> Job: ...
-
-    @property
-    def shared(self) -> bool:
-        """Whether what one rank submits is planned for all ranks."""
-
-    def sampling(self, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
-        """The order of the samples where nobody gives another; None is the source's own. Raises ConfigError where there
-        are no plans for it."""
-
-    def begin(self, run: str, rank: int, stream: str = TRAIN) -> Feed:
-        """A pass; equal runs of a stream share their plans, and a new one ends the stream's pass before."""
-
-
-def sampling_of(job: Job, lengths: Ints, seed: int | None, shuffle: bool | None) -> Sampling:
-    """The default order of a job's samples; None is the job's seed, and shuffled."""
-    seed = job.policy.seed if seed is None else seed
-    return Sampling(lengths, job.tokens, job.microbatches, seed, shuffle is not False)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)

@@ -1,0 +1,111 @@
+"""`apportion serve`: the planning service."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from apportion.cli import inputs, options
+
+_GB, _DAY_S = 10**9, 86400.0
+
+
+def _option(help: str, name: str, **more: Any) -> Any:
+    """An option that the environment may set, too: --store-gb as APPORTION_SERVE_STORE_GB."""
+    variable = "APPORTION_SERVE" + name.replace("-", "_")[1:].upper()
+    return typer.Option(name, help=help, envvar=variable, show_envvar=False, **more)
+
+
+def serve(
+    host: Annotated[str, _option("Address to listen on.", "--host")] = "127.0.0.1",
+    port: Annotated[
+        int, _option("Port to listen on; 0 takes a free one.", "--port", min=0, max=65535)
+    ] = 8321,
+    store: Annotated[
+        str | None,
+        _option(
+            "Where plans are kept: a folder, or redis://HOST:PORT/0. Default: in memory only.",
+            "--store",
+            metavar="FOLDER|redis://...",
+        ),
+    ] = None,
+    store_gb: Annotated[
+        float | None,
+        _option("Evict the plans unused longest beyond so many 10^9 bytes.", "--store-gb", min=0.001),
+    ] = None,
+    store_days: Annotated[
+        float | None, _option("Evict plans that nobody used for so many days.", "--store-days", min=0.001)
+    ] = None,
+    workers: Annotated[
+        int, _option("Processes that plan. Default: one a core.", "--workers", min=0, show_default=False)
+    ] = 0,
+    worker_gb: Annotated[
+        float, _option("Memory that each of them may use, in 2^30 bytes.", "--worker-gb", min=0.1)
+    ] = 8.0,
+    plan_s: Annotated[
+        float, _option("Seconds that planning one request may take.", "--plan-s", min=0.1)
+    ] = 600.0,
+    token_file: Annotated[
+        Path | None,
+        _option(
+            "File with the token that clients send. Or the token itself in APPORTION_TOKEN.",
+            "--token-file",
+            metavar="FILE",
+        ),
+    ] = None,
+    tenants_file: Annotated[
+        Path | None,
+        _option(
+            "File with a line `name: token` for each tenant; they share the workers fairly.",
+            "--tenants-file",
+            metavar="FILE",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        _option(
+            "Plan on a Ray cluster: its address, or `local` to start one.", "--ray", metavar="ADDRESS|local"
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Plan for training jobs over HTTP, each request once, and keep the plans.
+
+    Ranks use it with PlannedLoader(source="http://HOST:PORT"), people with a
+    browser, curl, and `apportion plan --server`. Nothing it keeps is needed to
+    be right: what is lost is planned again, byte for byte. It ends with Ctrl-C
+    or SIGTERM. Each option can be set in the environment: --store-gb as
+    APPORTION_SERVE_STORE_GB. On a network that strangers reach it belongs behind
+    a proxy with TLS (deploy/nginx.conf).
+
+    [bold]Examples[/bold]
+
+      apportion serve
+
+      apportion serve --store plans/ --store-gb 50 --workers 8
+
+      apportion serve --host 0.0.0.0 --token-file token --store redis://cache:6379/0
+    """
+    for package in ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop"):
+        inputs.need(package, "service", "the planning service")
+    from apportion.service.http.serve import Settings, run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = Settings(
+        host=host,
+        port=port,
+        store=store,
+        store_bytes=None if store_gb is None else int(store_gb * _GB),
+        store_age_s=None if store_days is None else store_days * _DAY_S,
+        workers=workers,
+        worker_bytes=int(worker_gb * 2**30),
+        plan_s=plan_s,
+        token=inputs.token_of(token_file),
+        tenants=tenants_file,
+        ray=ray,
+        announce=as_json,
+    )
+    run(settings)

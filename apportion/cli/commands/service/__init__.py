@@ -1,1 +1,0 @@
-"""Commands about a planning service and what it keeps."""

@@ -1,0 +1,154 @@
+"""`apportion store`: looks after folders of plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apportion.cli import inputs, options
+from apportion.cli.output import FAILED, OK, count, emit, progress
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from apportion.service.pack import Pack
+    from apportion.service.store.folder import File, Folder
+
+app = typer.Typer(help="Look after folders of plans.", no_args_is_help=True)
+
+Place = Annotated[Path, typer.Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
+
+
+@app.command()
+def check(
+    folder: Place,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Plan every request again, verify the plan, and compare.")
+    ] = False,
+    workers: options.Workers = 0,
+    as_json: options.AsJson = False,
+) -> None:
+    """Read every plan of a folder and say which are damaged. Exit code 1 if one is.
+
+    Servers may go on using the folder. A damaged plan may be deleted: it is planned again.
+
+    [bold]Examples[/bold]
+
+      apportion store check plans/
+
+      apportion store check plans/ --verify --json
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from apportion.service.workers import ProcessExecutor
+
+    store, workers = _opened(folder), inputs.workers_of(workers)
+    files, bad = list(store.files()), list[dict[str, str]]()
+    planner = ProcessExecutor(workers) if verify else None
+    try:
+        with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
+            for file, why in zip(files, threads.map(lambda file: _fault(file, planner), files), strict=True):
+                bad += [{"path": file.path, "why": why}] if why else []
+                step("")
+    finally:
+        if planner is not None:
+            planner.shutdown(cancel_futures=True)
+    size = sum(file.size for file in files)
+    record = {"folder": str(folder), "ok": not bad, "verified": verify, "plans": len(files), "bytes": size}
+    emit(record | {"bad": bad}, as_json, lambda: _checked(record, bad))
+    raise typer.Exit(FAILED if bad else OK)
+
+
+@app.command()
+def prune(
+    folder: Place,
+    gb: Annotated[
+        float | None,
+        typer.Option("--gb", help="Evict the plans unused longest beyond so many 10^9 bytes.", min=0),
+    ] = None,
+    days: Annotated[
+        float | None, typer.Option("--days", help="Evict plans that nobody used for so many days.", min=0)
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Evict plans by age and size, as `apportion serve` does with --store-days and --store-gb.
+
+    Servers may go on using the folder: what they miss is planned again.
+
+    [bold]Examples[/bold]
+
+      apportion store prune plans/ --days 7
+
+      apportion store prune plans/ --gb 2 --json
+    """
+    if gb is None and days is None:
+        raise ConfigError("--gb, --days", "nothing", "say what to evict", "give one of them, or both")
+    store = _opened(folder)
+    most, oldest_s = None if gb is None else int(gb * 1e9), None if days is None else days * 86400.0
+    evicted, freed = store.prune(most, oldest_s)
+    sizes = [file.size for file in store.files()]
+    record = {"folder": str(folder), "evicted": evicted, "evicted_bytes": freed}
+    record |= {"kept": len(sizes), "kept_bytes": sum(sizes)}
+    emit(
+        record,
+        as_json,
+        lambda: f"{folder}: {_sized(evicted, freed)} evicted; {_sized(len(sizes), sum(sizes))} kept",
+    )
+
+
+def _opened(folder: Path) -> Folder:
+    from apportion.service.store import Folder
+
+    if not folder.is_dir():
+        raise ConfigError("FOLDER", str(folder), "is no folder", "name the --store of a server, or an --out")
+    return Folder(folder)
+
+
+def _fault(file: File, planner: Executor | None) -> str:
+    """What is wrong with a pack, nothing where it is whole. planner: has its request planned again, too."""
+    from apportion.ir.bytes.iteration_slice import IterationSlice
+    from apportion.ir.errors import DecodeError
+    from apportion.service.pack import Pack, expanded
+
+    try:
+        path = Path(file.path)
+        pack = Pack.decode(path.read_bytes(), bytes.fromhex(path.stem))
+        for rank in range(pack.ranks):
+            if IterationSlice.decode(expanded(pack.slice(rank))).id != pack.head.id:
+                return f"the slice of rank {rank} is of another plan"
+        return "" if planner is None else _replanned(pack, planner)
+    except FileNotFoundError:  # evicted meanwhile
+        return ""
+    except (OSError, DecodeError, ValueError) as error:
+        return str(error)
+
+
+def _replanned(held: Pack, planner: Executor) -> str:
+    from apportion.service.pack import Pack
+    from apportion.service.workers import Refusal, plan_pack
+
+    made = planner.submit(plan_pack, held.request).result()
+    if isinstance(made, Refusal):
+        return f"its request cannot be planned: {made.detail}"
+    found = Pack.decode(made.data)
+    if (found.key, found.head.id) == (held.key, held.head.id):
+        return ""
+    return f"it is the plan {held.head.id.hex()[:16]}, planned again it is {found.head.id.hex()[:16]}"
+
+
+def _checked(record: dict[str, Any], bad: list[dict[str, str]]) -> str:
+    size = _sized(record["plans"], record["bytes"])
+    verdict = f"{count(len(bad), 'damaged plan')}" if bad else "all whole"
+    lines = [
+        f"{record['folder']}: {size}, {verdict}{' and verified' if record['verified'] and not bad else ''}"
+    ]
+    return "\n".join([*lines, *(f"  {item['path']}: {item['why']}" for item in bad)])
+
+
+def _sized(plans: int, size: int) -> str:
+    from apportion.ir.plan.summary import human_bytes
+
+    return f"{count(plans, 'plan')}, {human_bytes(size)}"

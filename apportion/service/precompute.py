@@ -1,0 +1,218 @@
+"""Plans iterations before training, into a folder that loaders and servers read.
+
+    Sampling ──epoch after epoch──► batches ──► key ──► is in the folder: done
+                                                  └──► a worker plans and verifies it ──► a pack in the folder
+
+A pack is there whole or not at all, so a run that was killed anywhere goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.bytes.origin import difference, origin
+from apportion.ir.errors import ApportionError, CapacityError, ConfigError
+from apportion.ir.fields import integer
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.sampling import Masks, Sampling, batches_of
+from apportion.service.pack import Pack
+from apportion.service.store.folder import Folder, write_whole
+from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
+
+ORIGIN = "precompute.json"  # in the folder: `ir.bytes.origin` of its plans, and how many iterations
+AHEAD = 4  # requests at the workers for each of them: one that it plans, and the next ones while packs are written
+DEATHS = 3  # of workers, before a request is refused
+
+
+class IterationError(ApportionError, RuntimeError):
+    """An iteration could not be planned; the message names it and says why. All others that were begun are kept."""
+
+
+class Place(NamedTuple):
+    """Of an iteration, both numbers from 0 on."""
+
+    epoch: int
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The first `iterations` iterations of a job, over the epochs of its samples from 0 on.
+
+    lengths: tokens of each sample, integers [n]; masks: as `batches_of` takes them; shuffle: with the seed of the
+    job's policy. Raises ConfigError, CapacityError for a sample longer than a microbatch.
+    """
+
+    job: Job
+    lengths: ArrayLike
+    masks: Masks
+    iterations: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        integer("iterations", self.iterations)
+        integer("samples", len(np.asarray(self.sampling.lengths)))
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        job = self.job
+        return Sampling(self.lengths, job.tokens, job.microbatches, job.policy.seed, self.shuffle)
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return origin(self.job, self.lengths, self.masks, self.sampling)
+
+    def places(self) -> Iterator[tuple[Place, list[Ints]]]:
+        """Every iteration, with the sample numbers of each of its microbatches."""
+        left, epoch = self.iterations, 0
+        while left:
+            drawn = self.sampling.epoch(epoch)[:left]
+            for iteration, samples in enumerate(drawn):
+                yield Place(epoch, iteration), samples
+            left, epoch = left - len(drawn), epoch + 1
+
+    def batches(self, samples: Sequence[Ints]) -> tuple[Batch, ...]:
+        return batches_of(samples, np.asarray(self.sampling.lengths), self.masks, self.job.packs)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """iterations: whose plans are there; planned: by this run; packs: in the folder, equal requests once; size: bytes
+    of these; seconds: that this run took."""
+
+    iterations: int
+    planned: int
+    packs: int
+    size: int
+    seconds: float
+
+
+Report = Callable[[int, int], None]  # iterations that are there, and those that this run planned
+
+
+def precompute(
+    work: Work, folder: Path, executor: Executor, workers: int, report: Report = lambda there, planned: None
+) -> Summary:
+    """Plans and verifies what the folder does not have yet. Raises ConfigError where the folder was made for something
+    else, IterationError for a batch that is refused, StoreError."""
+    began = time.monotonic()
+    _claim(folder, work)
+    store = Folder(folder)
+    run = _Run(work, store, executor, workers, report)
+    run()
+    sizes = [file.size for file in store.files()]
+    return Summary(run.there, run.planned, len(sizes), sum(sizes), time.monotonic() - began)
+
+
+def _claim(folder: Path, work: Work) -> None:
+    """Writes down what the plans are for. Raises ConfigError where the folder's are for something else."""
+    path, asked, iterations = folder / ORIGIN, work.origin, work.iterations
+    if path.is_file():
+        held = json.loads(path.read_bytes())
+        iterations = max(iterations, held.pop("iterations"))
+        if (found := difference(held, asked)) is not None:
+            name, before, now = found
+            rule = f"the plans in {folder} were made with {before!r}"
+            raise ConfigError(name, now, rule, "give the same, or name another folder")
+    write_whole(path, json.dumps(asked | {"iterations": iterations}, indent=1).encode())
+
+
+@dataclass
+class _Asked:
+    """A request at the workers, and the iterations that wait for it."""
+
+    key: bytes
+    request: bytes
+    places: list[Place]
+    deaths: int = 0
+
+
+@dataclass
+class _Run:
+    work: Work
+    store: Folder
+    executor: Executor
+    workers: int
+    report: Report
+    there: int = 0
+    planned: int = 0
+    _asked: dict[Future[Done | Refusal], _Asked] = field(default_factory=dict)
+    _by_key: dict[bytes, _Asked] = field(default_factory=dict)
+    _refused: dict[Place, object] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        self.report(0, 0)
+        try:
+            for place, samples in self.work.places():
+                if self._refused:
+                    break
+                self._begin(place, samples)
+                self._settle(AHEAD * self.workers)
+            self._settle(0)
+        finally:  # also when interrupted: what is done already is kept
+            for future in [future for future in self._asked if future.done() and not future.cancelled()]:
+                self._take(future)
+        for place, reason in sorted(self._refused.items()):
+            raise IterationError(f"{place}: {reason}")
+
+    def _begin(self, place: Place, samples: Sequence[Ints]) -> None:
+        """Has the iteration planned, unless an equal one is or was."""
+        try:
+            batches = self.work.batches(samples)
+            self.work.job.check(batches)
+        except (ConfigError, CapacityError) as error:
+            self._refused[place] = error
+            return
+        key = self.work.job.request_key(batches)
+        if key in self._by_key:
+            self._by_key[key].places.append(place)
+        elif self.store.path(key).is_file():
+            self._add(1, 0)
+        else:
+            self._by_key[key] = asked = _Asked(key, encode_request(self.work.job, batches), [place])
+            self._submit(asked)
+
+    def _submit(self, asked: _Asked) -> None:
+        self._asked[self.executor.submit(plan_pack, asked.request)] = asked
+
+    def _settle(self, most: int) -> None:
+        """Waits until at most so many requests are at the workers, and takes what they have done."""
+        while len(self._asked) > most:
+            for future in wait(self._asked, return_when=FIRST_COMPLETED).done:
+                self._take(future)
+
+    def _take(self, future: Future[Done | Refusal]) -> None:
+        asked = self._asked.pop(future)
+        try:
+            outcome = future.result()
+        except (WorkerDiedError, TimeoutError) as error:
+            asked.deaths += 1
+            if isinstance(error, WorkerDiedError) and asked.deaths < DEATHS:
+                self._submit(asked)
+                return
+            outcome = Refusal("quarantined", str(error))
+        del self._by_key[asked.key]
+        if isinstance(outcome, Refusal):
+            self._refused[asked.places[0]] = outcome.detail
+            return
+        self.store.put(Pack.decode(outcome.data, asked.key))
+        self._add(len(asked.places), len(asked.places))
+
+    def _add(self, there: int, planned: int) -> None:
+        self.there, self.planned = self.there + there, self.planned + planned
+        self.report(self.there, self.planned)

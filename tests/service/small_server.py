@@ -1,0 +1,53 @@
+"""Servers on a socket that say exactly what a test has them say, HTTP or not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SmallServer:
+    """url; requests: the heads that came, with what came of their bodies at once."""
+
+    url: str
+    requests: list[bytes] = field(default_factory=list)
+
+
+Talk = Callable[[socket.socket, bytes], None]  # what is said to a request; the connection is closed after it
+
+
+def answer(body: bytes = b"{}", status: str = "200 OK", *headers: str) -> bytes:
+    """A whole answer."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@contextmanager
+def small_server(talk: Talk, host: str = "127.0.0.1") -> Iterator[SmallServer]:
+    """Listens until the block ends."""
+    with socket.create_server((host, 0)) as listening:
+        server = SmallServer(f"http://{host}:{listening.getsockname()[1]}")
+        open_ones: list[socket.socket] = []
+
+        def serve(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                head = connection.recv(1 << 16)
+                server.requests.append(head)
+                talk(connection, head)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    open_ones.append(listening.accept()[0])
+                    threading.Thread(target=serve, args=[open_ones[-1]], daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server
+        listening.shutdown(socket.SHUT_RDWR)
+        for connection in open_ones:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,370 @@
+"""The client: every call ends in time, whatever the other side does; answers are checked; tokens stay secret."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+
+from apportion.ir.bytes.codec import decode
+from apportion.ir.bytes.iteration import encode_slices
+from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.errors import ConfigError
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.iteration.jobs import plan_job
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.service.client import PLAN, Client
+from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
+from apportion.service.pack import Pack
+from apportion.service.problems import (
+    BadAnswerError,
+    NotReadyError,
+    ServiceError,
+    UnknownPlanError,
+    UnreachableError,
+)
+from tests.service.small_server import Talk, answer, small_server
+
+TIMEOUT_S = 1.0
+KEY, TOKEN = bytes(range(32)), "a-secret-of-sixteen"
+JOB = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("ring")), 512)
+BATCHES = [Batch.from_lengths([700, 300])]
+
+
+@pytest.fixture(scope="module")
+def slices() -> Sequence[bytes]:
+    return encode_slices(plan_job(JOB, BATCHES))
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., Client]]:
+    made: list[Client] = []
+
+    def make(*urls: str, timeout_s: float = TIMEOUT_S) -> Client:
+        made.append(Client(urls, TOKEN, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+# ---- time
+
+
+def drips(*parts: bytes, pause_s: float = 0.02) -> Talk:
+    """Says the parts, then the last one again and again."""
+
+    def talk(connection: socket.socket, _: bytes) -> None:
+        for part in parts[:-1]:
+            connection.sendall(part)
+        for part in repeat(parts[-1]):
+            connection.sendall(part)
+            time.sleep(pause_s)
+
+    return talk
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+FAULTS: dict[str, Talk] = {
+    "silence": lambda connection, _: time.sleep(30),
+    "closed": lambda connection, _: None,
+    "no http": drips(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "dripped status": drips(b"H", b"T"),
+    "dripped head": drips(HEAD, b"A"),
+    "endless heads": drips(HEAD, b"A: b\r\n"),
+    "endless continue": drips(b"HTTP/1.1 100 Continue\r\n\r\n", pause_s=0),
+    "dripped body": drips(HEAD + b"Content-Length: 100000\r\n\r\n", b"x"),
+    "endless body": drips(HEAD + b"\r\n", b"x" * 65536, pause_s=0),
+    "dripped chunk size": drips(CHUNKED, b"0"),
+    "endless trailers": drips(CHUNKED + b"2\r\n{}\r\n0\r\n", b"A: b\r\n", pause_s=0),
+    "large answer": drips(HEAD + b"Content-Length: 9999999999999\r\n\r\n", b"x" * 65536, pause_s=0),
+    "zstd bomb": lambda connection, _: connection.sendall(
+        answer(b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little"), "200 OK", "Content-Encoding: zstd")
+    ),
+}
+CALLS: dict[str, Callable[[Client], object]] = {
+    "submit": lambda client: client.submit(KEY, encode_request(JOB, BATCHES)),
+    "fetch": lambda client: client.fetch(KEY, 0, TIMEOUT_S),
+    "stream": lambda client: next(client.stream([KEY], 0, TIMEOUT_S)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_call_ends_in_time(
+    fault: Talk, call: Callable[[Client], object], client_of: Callable[..., Client]
+) -> None:
+    with small_server(fault) as server:
+        client, began = client_of(server.url), time.monotonic()
+        with pytest.raises((UnreachableError, ServiceError)):
+            call(client)
+        assert time.monotonic() - began < TIMEOUT_S + 1
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_port_without_a_server_and_one_that_never_accepts(
+    call: Callable[[Client], object], client_of: Callable[..., Client]
+) -> None:
+    with socket.socket() as bound, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        bound.bind(("127.0.0.1", 0))
+        waiting = [socket.create_connection(full.getsockname())]
+        for one in (bound, full):
+            client, began = client_of("http://{}:{}".format(*one.getsockname())), time.monotonic()
+            with pytest.raises(UnreachableError):
+                call(client)
+            assert time.monotonic() - began < TIMEOUT_S + 1
+        waiting[0].close()
+
+
+def test_names_that_hang_hold_up_neither_a_call_nor_the_end_of_the_process(tmp_path: Path) -> None:
+    script = """
+import socket, time
+socket.getaddrinfo = lambda *_, **__: time.sleep(60)
+from apportion.service.client import Client, UnreachableError
+try:
+    Client("http://planner", timeout_s=0.5).submit(bytes(32), b"")
+except UnreachableError:
+    print("unreachable")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=30, check=True)
+    assert ended.stdout == b"unreachable\n"
+
+
+def test_close_ends_what_another_thread_waits_for(client_of: Callable[..., Client]) -> None:
+    with small_server(FAULTS["silence"]) as server:
+        client = client_of(server.url, timeout_s=20.0)
+        threading.Timer(0.3, client.close).start()
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="closed"):
+            client.fetch(KEY, 0, 10.0)
+        assert time.monotonic() - began < 2
+        with pytest.raises(UnreachableError, match="closed"):
+            client.state(KEY)
+
+
+# ---- answers
+
+
+def says(*answers: bytes) -> Talk:
+    """One answer after another, the last one for ever."""
+    left = list(answers)
+    return lambda connection, _: connection.sendall(left.pop(0) if len(left) > 1 else left[0])
+
+
+def test_a_slice_is_asked_for_until_it_is_there(
+    slices: Sequence[bytes], client_of: Callable[..., Client]
+) -> None:
+    with small_server(says(answer(b"", "202 Accepted"), answer(slices[1]))) as server:
+        found = client_of(server.url).fetch(KEY, 1, 5.0, ranks=2)
+    assert (found.rank, found.ranks, found.encode()) == (1, 2, slices[1])
+    assert len(server.requests) == 2
+
+
+def test_a_plan_that_is_not_there_in_time(client_of: Callable[..., Client]) -> None:
+    with small_server(says(answer(b"", "202 Accepted"))) as server, pytest.raises(NotReadyError):
+        client_of(server.url).fetch(KEY, 0, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "body"),
+    [(0, None, None), (1, 3, None), (1, None, b"<html>"), (1, None, b"\x28\xb5\x2f\xfd")],
+)
+def test_a_wrong_answer_is_refused(
+    rank: int,
+    ranks: int | None,
+    body: bytes | None,
+    slices: Sequence[bytes],
+    client_of: Callable[..., Client],
+) -> None:
+    with small_server(says(answer(body or slices[1]))) as server, pytest.raises(BadAnswerError):
+        client_of(server.url).fetch(KEY, rank, 0.0, ranks=ranks)
+
+
+def test_problems_are_raised_as_the_server_raised_them(client_of: Callable[..., Client]) -> None:
+    body = b'{"type": "invalid", "detail": "cluster.nodes = 0", "field": "cluster.nodes", "status": 422}'
+    with small_server(says(answer(body, "422 Unprocessable"))) as server:
+        with pytest.raises(ServiceError, match="nodes = 0") as caught:
+            client_of(server.url).submit(KEY, b"")
+        assert (caught.value.type, caught.value.field, caught.value.status) == (
+            "invalid",
+            "cluster.nodes",
+            422,
+        )
+    with small_server(says(answer(b'{"type": "unknown-plan"}', "404 Not Found"))) as server:
+        with pytest.raises(UnknownPlanError) as unknown:
+            client_of(server.url).fetch(KEY, 0, 0.0)
+        assert unknown.value.key == KEY
+
+
+@pytest.mark.parametrize(
+    "status", ["301 Moved", "307 Temporary Redirect", "404 Not Found", "401 Unauthorized"]
+)
+def test_redirects_are_not_followed_and_refusals_not_repeated(
+    status: str, client_of: Callable[..., Client]
+) -> None:
+    with small_server(says(answer(b"<html>", status, "Location: http://127.0.0.1:1/"))) as server:
+        with pytest.raises(ServiceError, match=status[:3]):
+            client_of(server.url).fetch(KEY, 0, 0.0)
+        assert len(server.requests) == 1
+
+
+def test_failures_that_pass_are_tried_again_when_the_server_says(client_of: Callable[..., Client]) -> None:
+    busy = answer(b"", "503 Service Unavailable", "Retry-After: 1")
+    with small_server(says(busy, answer())) as server:
+        began = time.monotonic()
+        client_of(server.url, timeout_s=5.0).submit(KEY, b"")
+        assert 1 < time.monotonic() - began < 3
+    with small_server(says(answer(b"", "429 Too Many", "Retry-After: 60"))) as server:
+        began = time.monotonic()
+        with pytest.raises(ServiceError, match="429"):
+            client_of(server.url, timeout_s=5.0).submit(KEY, b"")
+        assert time.monotonic() - began < 1, "there is no time to wait for so long"
+
+
+def test_another_server_is_asked_and_stays_first(client_of: Callable[..., Client]) -> None:
+    with small_server(FAULTS["closed"]) as dead, small_server(says(answer())) as alive:
+        client = client_of(dead.url, alive.url)
+        for _ in range(3):
+            client.submit(KEY, b"")
+    assert (len(dead.requests), len(alive.requests)) == (1, 3)
+
+
+# ---- streams
+
+
+def chunked(*parts: bytes) -> bytes:
+    return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+def test_a_stream_brings_slices_and_problems_in_order(
+    slices: Sequence[bytes], client_of: Callable[..., Client]
+) -> None:
+    packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
+    frames = frame(ALIVE, b"") + frame(SLICE, packed) + frame(PROBLEM_FRAME, b'{"type": "unknown-plan"}')
+    with small_server(says(chunked(frames[:3], frames[3:]))) as server:
+        found = client_of(server.url).stream([KEY, bytes(32)], 1, 1.0)
+        assert next(found).encode() == slices[1]
+        with pytest.raises(UnknownPlanError) as unknown:
+            next(found)
+        assert unknown.value.key == bytes(32)
+
+
+def test_what_a_stream_does_not_bring_is_fetched(
+    slices: Sequence[bytes], client_of: Callable[..., Client]
+) -> None:
+    packed = Pack.encode(KEY, KEY, {}, b"", slices).slice(1)
+    cut = chunked(frame(SLICE, packed) + frame(SLICE, packed)[:-1])
+
+    def talk(connection: socket.socket, head: bytes) -> None:
+        connection.sendall(cut if b"/stream?" in head else answer(slices[1]))
+
+    with small_server(talk) as server:
+        found = list(client_of(server.url).stream([KEY] * 3, 1, 1.0))
+    assert [each.encode() for each in found] == [slices[1]] * 3
+
+
+# ---- secrets and arguments
+
+
+def test_a_token_is_in_a_header_and_in_no_error(client_of: Callable[..., Client]) -> None:
+    def echo(connection: socket.socket, head: bytes) -> None:
+        connection.sendall(answer(head, "400 Bad Request"))
+
+    with small_server(echo) as server:
+        client = client_of(server.url)
+        with pytest.raises(ServiceError) as caught:
+            client.fetch(KEY, 0, 0.0)
+    assert f"Authorization: Bearer {TOKEN}".encode() in server.requests[0]
+    assert TOKEN not in "".join(traceback.format_exception(caught.value)) + repr(client)
+    with pytest.raises(ConfigError) as refused:
+        Client("http://planner", "two\nlines")
+    assert "lines" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "planner:8321",
+        "ftp://planner",
+        "http://",
+        "http://user:word@planner",
+        "http://a:99999",
+        "http://a?b",
+    ],
+)
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Client(url)
+    assert "user" not in str(refused.value)
+
+
+def test_certificates_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", Path(__file__)):
+        with pytest.raises(ConfigError, match="ca"):
+            Client("https://planner", ca=path)
+
+
+# ---- the real server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("store"), options=["--workers", "1"], token=TOKEN) as running:
+        yield running
+
+
+def test_every_call_of_a_server(
+    server: Serving, client_of: Callable[..., Client], slices: Sequence[bytes]
+) -> None:
+    client, key, unknown = client_of(server.url, timeout_s=10.0), JOB.request_key(BATCHES), bytes(32)
+    with pytest.raises(UnknownPlanError):
+        client.fetch(key, 0, 0.0)
+    client.submit(key, encode_request(JOB, BATCHES), ahead=3)
+    assert client.fetch(key, 1, 60.0, ranks=2).encode() == slices[1]
+    found = client.stream([key, key, unknown], 0, 5.0)
+    assert [next(found).encode(), next(found).encode()] == [slices[0]] * 2
+    with pytest.raises(UnknownPlanError):
+        next(found)
+    assert client.state(key)["state"] == "ready"
+    assert b"ring on 2 ranks" in client.page(key)
+    assert json.loads(client.plan(JOB, BATCHES))["key"] == key.hex()
+    assert decode(client.plan(JOB, BATCHES, PLAN)).id == plan_job(JOB, BATCHES).plans[0].id
+    with pytest.raises(ServiceError, match="wrong-key"):
+        client.submit(unknown, encode_request(JOB, BATCHES))
+    with pytest.raises(ServiceError, match="unauthorized"):
+        Client(server.url, "another-token-of-16").state(key)
+
+
+def test_a_forked_process_has_connections_of_its_own(
+    server: Serving, client_of: Callable[..., Client]
+) -> None:
+    client, key = client_of(server.url, timeout_s=10.0), JOB.request_key(BATCHES)
+    client.submit(key, encode_request(JOB, BATCHES))
+    open_stream = client.stream([key] * 3, 0, 60.0)
+    next(open_stream)
+    child = os.fork()
+    if child == 0:
+        try:
+            client.fetch(key, 1, 60.0)
+            open_stream.close()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(open_stream)) == 2
+    assert client.fetch(key, 1, 60.0).rank == 1
