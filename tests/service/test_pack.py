@@ -8,7 +8,7 @@ import pytest
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.service.pack import Pack, expanded, read_slice
+from apportion.service.pack import Pack, Read, expanded, read_slice
 from tests.service.requests import JOB, RANKS, Request
 
 REQUEST = Request(1)
@@ -19,7 +19,7 @@ def pack() -> Pack:
     return REQUEST.pack()
 
 
-def reading(data: bytes, seen: list[int] | None = None):
+def reading(data: bytes, seen: list[int] | None = None) -> Read:
     def read(offset: int, size: int) -> bytes:
         found = data[offset : offset + size]
         if seen is not None:
