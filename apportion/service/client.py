@@ -16,7 +16,7 @@ import re
 import ssl
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import aclosing
 from functools import partial
@@ -114,7 +114,7 @@ class Client:
 
     def stream(
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
-    ) -> Iterator[IterationSlice]:
+    ) -> Generator[IterationSlice, None, None]:
         """A rank's slices of several plans, in the order of `keys`, which one response brings as they get ready; as
         `fetch` for each, whose errors it raises at the key concerned. What a stream does not bring is fetched alone."""
         feed = _Feed(self, keys, rank, wait_s)

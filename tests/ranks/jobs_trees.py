@@ -24,7 +24,7 @@ from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.plain import plain_attention
-from tests.ranks.loading import HereSource
+from tests.ranks.loading import planning
 
 VOCABULARY = 11
 MODEL = Model(hidden=16, ffn=24, q_heads=2, kv_heads=1, head_dim=8, layers=2)
@@ -161,7 +161,7 @@ def loader_of(
 ) -> PlannedLoader:
     model = Model(2, 1, 8, dtype=dtype)
     job = Job(Cluster(1, comm.ranks), model, Policy(find_recipe("fcp")), tokens // comm.ranks, 2)
-    return PlannedLoader(dataset, source=HereSource(job), communicator=comm, rows_multiple=rows_multiple)
+    return PlannedLoader(dataset, **planning(job), communicator=comm, rows_multiple=rows_multiple)
 
 
 def planned(batch: PlannedBatch) -> Callable[..., Any]:

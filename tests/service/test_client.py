@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PLAN, Client
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
+from apportion.service.http.serve import Serving, serving
 from apportion.service.pack import Pack
 from apportion.service.problems import (
     BadAnswerError,
