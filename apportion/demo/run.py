@@ -58,17 +58,15 @@ def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workload.RANKS}"]
             training = ["-m", train.__name__, server.url, str(steps), *([str(file)] if file else [])]
             environment = os.environ | {"APPORTION_TOKEN": token, "OMP_NUM_THREADS": "1"}
-            ranks = subprocess.Popen(
-                [sys.executable, *torchrun, *training], env=environment, stdout=subprocess.PIPE, stderr=errors
-            )
-            try:
-                assert ranks.stdout is not None
-                yield from (json.loads(line) for line in ranks.stdout if line.startswith(b"{"))
-                if ranks.wait():
-                    raise ExecutionError(f"the training failed:\n{log.read_text()[-4000:]}")
-            finally:
-                ranks.terminate()
-                ranks.wait()
+            command = [sys.executable, *torchrun, *training]
+            with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors) as ranks:
+                try:
+                    assert ranks.stdout is not None
+                    yield from (json.loads(line) for line in ranks.stdout if line.startswith(b"{"))
+                    if ranks.wait():
+                        raise ExecutionError(f"the training failed:\n{log.read_text()[-4000:]}")
+                finally:
+                    ranks.terminate()
 
 
 def _planned_here(step: list[workload.Document]) -> tuple[str, list[list[float]]]:

@@ -112,7 +112,11 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(watch: Watch) -> None:
         opened.value.wait_for_selector("#content[aria-busy=false]", timeout=60_000)
         page.reload()
         page.wait_for_selector(SHOWN)
-        assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{server.url}/"]
+        assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [
+            0,
+            "",
+            f"{server.url}/",
+        ]
         page.locator(".leave").click()
         page.wait_for_selector(".ask:not([hidden])")
 
