@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from apportion.ir.bytes.job import Job
-    from apportion.ir.request.workload import Workload
     from apportion.service.precompute import Summary, Work
 
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
@@ -29,22 +28,6 @@ PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that 
 
 Out = Annotated[
     Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
-]
-Lengths = Annotated[
-    Path | None,
-    typer.Option("--lengths", help="The length of each sample, one a line.", metavar="L.jsonl"),
-]
-WorkloadOption = Annotated[
-    Path | None,
-    typer.Option("--workload", help="Workload file: lengths and masks of the samples.", metavar="W.json"),
-]
-Mask = Annotated[
-    str | None,
-    typer.Option(
-        "--mask",
-        help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
-        "or what each sample of the workload has.",
-    ),
 ]
 Shuffle = Annotated[
     bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
@@ -59,9 +42,9 @@ Ray = Annotated[
 def precompute(
     iterations: Annotated[int, typer.Option("--iterations", help="Optimizer steps to plan.", min=1)],
     out: Out,
-    lengths: Lengths = None,
-    workload: WorkloadOption = None,
-    mask: Mask = None,
+    lengths: options.LengthsFile = None,
+    workload: options.WorkloadFile = None,
+    mask: options.MaskText = None,
     cluster: options.ClusterFile = None,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
@@ -100,7 +83,7 @@ def precompute(
     the_recipe, the_model = inputs.recipe_of(recipe, block, pods), inputs.model_of(model)
     policy = Policy(the_recipe, seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
-    work = _work(job, _samples(lengths, workload), mask, shuffle, iterations)
+    work = _work(job, inputs.Files(None, lengths, workload), mask, shuffle, iterations)
     try:
         summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
@@ -110,24 +93,16 @@ def precompute(
     emit(record, as_json, lambda: _table(record))
 
 
-def _samples(lengths: Path | None, workload: Path | None) -> Workload:
-    from apportion.ir.request.workload import read_lengths, read_workload
-
-    given = [path for path in (lengths, workload) if path is not None]
-    if len(given) != 1:
-        rule = "exactly one of --lengths and --workload must be there"
-        raise ConfigError("input", [str(path) for path in given] or "nothing", rule, "name one file")
-    return (read_lengths if lengths else read_workload)(given[0])
-
-
-def _work(job: Job, samples: Workload, mask: str | None, shuffle: bool, iterations: int) -> Work:
+def _work(job: Job, files: inputs.Files, mask: str | None, shuffle: bool, iterations: int) -> Work:
+    from apportion.bench import Source
     from apportion.service.precompute import Work
 
-    if mask is not None and any(samples.masks):
-        rule = "the samples of this workload have masks of their own"
-        raise ConfigError("--mask", mask, rule, "leave it out")
-    masks = samples.masks if any(samples.masks) else inputs.masks_of(mask)
-    return Work(job, samples.lengths, masks, iterations, shuffle)
+    samples = inputs.samples_of(files)
+    if samples is None or len(files.given) != 1:
+        rule = "exactly one of --lengths and --workload must be there"
+        raise ConfigError("input", files.given or "nothing", rule, "name one file")
+    given = Source(samples, inputs.masks_of(mask)).mask
+    return Work(job, samples.lengths, given or samples.masks, iterations, shuffle)
 
 
 def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
