@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     )
     from apportion.planner.simulate import simulate as simulate
     from apportion.planner.simulate.pair.run import simulate_pair as simulate_pair
-    from apportion.service.client import Client as Client, create_job as create_job
+    from apportion.service.client import Client as Client
     from apportion.trainer import trees as trees
     from apportion.trainer.loading.batch import PlannedBatch as PlannedBatch
+    from apportion.trainer.loading.fetching import PlanTimeoutError as PlanTimeoutError
     from apportion.trainer.loading.loader import PlannedLoader as PlannedLoader
     from apportion.trainer.loading.samples import Samples as Samples
     from apportion.trainer.loading.streaming import StreamedLoader as StreamedLoader
@@ -110,10 +111,11 @@ _HOMES = {
     "apportion.planner.simulate": ("simulate",),
     "apportion.planner.simulate.pair.run": ("simulate_pair",),
     "apportion.planner.iteration.ticks": ("plan_tick", "tick_batch", "tick_table"),
-    "apportion.service.client": ("Client", "create_job"),
+    "apportion.service.client": ("Client",),
     "apportion.trainer.step.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
     "apportion.trainer.loading.batch": ("PlannedBatch",),
     "apportion.trainer.step.gradients": ("sum_gradients",),
+    "apportion.trainer.loading.fetching": ("PlanTimeoutError",),
     "apportion.trainer.loading.loader": ("PlannedLoader",),
     "apportion.trainer.loading.samples": ("Samples",),
     "apportion.trainer.loading.streaming": ("StreamedLoader",),

@@ -30,6 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,11 +45,11 @@ from torch.multiprocessing import spawn
 
 import apportion as ap
 from apportion.cli.environment import machine, versions
+from apportion.demo import workload
+from apportion.demo.train import VOCABULARY, Trainer
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.hardware import Hardware
 from apportion.planner.forecast.result import ForecastRow
-from apportion.trainer.demo import process, workload
-from apportion.trainer.demo.decoder import DecoderConfig
 from apportion.trainer.step.attention import Communicator, PlanHandle
 from apportion.trainer.step.loss import IGNORED
 
@@ -61,7 +62,7 @@ WITHIN = 0.25
 RECIPES = ("fcp", "ring", "allgather", "ulysses", "hybrid_dp", "wlb")
 #: as the demo trains: gradients are summed once a step while nothing else runs, nothing is recomputed
 TRAINING = ap.Training(
-    vocab=DecoderConfig().vocabulary,
+    vocab=VOCABULARY,
     sharding="ddp",
     recompute="none",
     overlap=False,
@@ -80,7 +81,7 @@ class Case:
 
 
 class Rows(NamedTuple):
-    """A rank's rows of a step, as `process.loss_of` reads them."""
+    """A rank's rows of a step."""
 
     tokens: Tensor
     position_ids: Tensor
@@ -95,7 +96,7 @@ class Rows(NamedTuple):
 def profiled(folder: Path) -> Hardware:
     """This machine's, by the command, with a rank a process."""
     model, output = folder / "model.json", folder / "hardware.json"
-    model.write_text(json.dumps(workload.model().to_data()))
+    model.write_text(json.dumps(workload.MODEL.to_data()))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
         *("-m", "apportion", "profile", "--quick", "--model", str(model)),
@@ -110,12 +111,12 @@ def profiled(folder: Path) -> Hardware:
 
 
 def cases(recipes: Sequence[str], batches: int, hardware: Hardware) -> list[Case]:
-    cluster, model = hardware.cluster(1, RANKS), workload.model()
+    cluster, model = hardware.cluster(1, RANKS), workload.MODEL
     found = []
-    for number, step in enumerate(workload.steps(batches)):
+    for number, batch in enumerate(map(workload.batch_of, workload.documents(batches))):
         forms = ap.recipe_parallelisms(recipes)
-        rows = ap.forecast([step.batch], cluster, model, forms, TRAINING, hardware=hardware).rows
-        found += [_case(row, number, step.batch, hardware) for row in rows]
+        rows = ap.forecast([batch], cluster, model, forms, TRAINING, hardware=hardware).rows
+        found += [_case(row, number, batch, hardware) for row in rows]
     return found
 
 
@@ -124,7 +125,7 @@ def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) ->
         raise SystemExit(f"{row.parallelism}, batch {number}: {row.reason}")
     recipe = row.parallelism.recipe
     policy = ap.Policy(recipe)
-    plan = ap.plan(batch, hardware.cluster(1, RANKS), workload.model(), policy=policy, hardware=hardware)
+    plan = ap.plan(batch, hardware.cluster(1, RANKS), workload.MODEL, policy=policy, hardware=hardware)
     return Case(recipe.name, number, plan, row.parts())
 
 
@@ -144,12 +145,12 @@ def _work(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", (Path(folder) / "store").as_uri(), rank=rank, world_size=RANKS)
     communicator = Communicator()
-    data = workload.steps(BATCHES)
     plans = [Plan.decode(encoded) for encoded in torch.load(Path(folder) / "plans")]
-    texts = {step.batch.lengths.tobytes(): step.text for step in data}
+    data = workload.documents(BATCHES)
+    texts = {workload.batch_of(step).lengths.tobytes(): np.concatenate(step) for step in data}
     held = [_rows(plan, texts[plan.request.batch.lengths.tobytes()], communicator) for plan in plans]
-    model, optimizer = process.trainer()
-    every = [[_step(model, optimizer, rows) for rows in held] for _ in range(rounds + 1)]
+    trainer = Trainer()
+    every = [[_step(trainer, rows) for rows in held] for _ in range(rounds + 1)]
     np.save(Path(folder) / f"{rank}.npy", np.array(every[1:]))
     dist.barrier()
     dist.destroy_process_group()
@@ -164,16 +165,17 @@ def _rows(plan: Plan, text: NDArray[np.uint8], communicator: Communicator) -> Ro
     return Rows(ids[mine], positions[mine], labels[mine], batch.labelled, PlanHandle(piece, communicator))
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows) -> tuple[float, ...]:
+def _step(trainer: Trainer, rows: Rows) -> tuple[float, ...]:
     """Seconds, those in which the thread waited for a processor, and those in which it had one. All ranks begin
     together."""
     dist.barrier()
     start = time.perf_counter(), _delay_s(), time.thread_time()
-    optimizer.zero_grad()
-    loss = process.loss_of(model, rows)
-    loss.backward()
-    _sum_gradients(model)
-    optimizer.step()
+    trainer.optimizer.zero_grad()
+    attention = partial(ap.planned_attention, handle=rows.handle)
+    logits = trainer.model(rows.tokens, rows.position_ids, attention)
+    ap.normalised_loss(logits, rows.labels, rows.valid_tokens).backward()
+    _sum_gradients(trainer.model)
+    trainer.optimizer.step()
     end = time.perf_counter(), _delay_s(), time.thread_time()
     return tuple(after - before for before, after in zip(start, end, strict=True))
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import apportion as ap
-from apportion.trainer.demo.decoder import Decoder, DecoderConfig
+from apportion.demo.decoder import Decoder
 
 RANKS, STEPS, RATE, CLIP, KL = 4, 3, 0.5, 0.2, 0.04
 PROMPTS, PROMPT, VOCABULARY, STOP = 4, 20, 16, 0
@@ -26,8 +26,8 @@ BRANCHES = (
 )  # as a tree search: of each prompt 2 beginnings of 8 tokens, of each of these 4 ends
 GROUP, ANSWER = 8, 32
 TOLERANCE = 1e-6  # of the largest gradient
-POLICY = DecoderConfig(VOCABULARY, hidden=32, ffn=64, head_dim=8, kinds=("default",) * 2)
-PLANNED = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", layers=2)  # rounding hides no mistake
+# fp64: rounding hides no mistake
+MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=2)
 
 
 # ---- what folding saves: of published rollouts there are the lengths, so prompts are what is shared
@@ -53,7 +53,7 @@ def group_of(prompt, answers):
 
 def new_policy():
     torch.manual_seed(0)
-    return Decoder(POLICY).double()
+    return Decoder(MODEL, VOCABULARY).double()
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def train(task):
     steps = [list(range(len(lengths)))] * STEPS
     shifted = ("labels", *Independent.FIELDS)
     cluster = ap.Cluster(nodes=1, ranks_per_node=RANKS)
-    for batch in ap.PlannedLoader(task.dataset, cluster, PLANNED, per_rank, sampler=steps, shifted=shifted):
+    for batch in ap.PlannedLoader(task.dataset, cluster, MODEL, per_rank, sampler=steps, shifted=shifted):
         policy.zero_grad()
         loss = task.loss(policy, batch)
         loss.backward()

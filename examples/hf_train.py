@@ -53,12 +53,12 @@ def main(folder: str = "hf-checkpoints") -> None:
         num_key_value_heads=2,
     )
     model = hf.enable(LlamaForCausalLM(config))
-    options = {"cluster": ap.Cluster(1, dist.get_world_size()), "tokens_per_rank": 512, "source": "local"}
+    options = {"cluster": ap.Cluster(1, dist.get_world_size()), "tokens_per_rank": 512}
     trainer = PlannedTrainer(
         model,
         args,
         train_dataset=hf.loader(Documents(240, seed=0), model, microbatches=2, **options),
-        eval_dataset=hf.loader(Documents(20, seed=1), model, stream="eval", **options),
+        eval_dataset=hf.loader(Documents(20, seed=1), model, drop_last=False, **options),
     )
     trainer.train(resume_from_checkpoint="--resume" in sys.argv)
 

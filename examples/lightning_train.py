@@ -64,14 +64,14 @@ class Tells(Callback):
 
 def loader(documents: Documents, **options) -> ap.PlannedLoader:
     cluster, model = ap.Cluster(1, RANKS), ap.Model(HEADS, HEADS, DIM, dtype="fp32")
-    return ap.PlannedLoader(documents, cluster, model, tokens_per_rank=512, source="local", **options)
+    return ap.PlannedLoader(documents, cluster, model, tokens_per_rank=512, **options)
 
 
 def main() -> None:
     seed_everything(0)
     options = {"microbatches": MICROBATCHES, "drop_last": True}
     train = PlannedBatches(lambda: loader(Documents(240, seed=0), **options))
-    evaluated = PlannedBatches(lambda: loader(Documents(20, seed=1), stream="eval"), training=False)
+    evaluated = PlannedBatches(lambda: loader(Documents(20, seed=1)), training=False)
     trainer = Trainer(
         strategy="ddp",
         accelerator="cpu",

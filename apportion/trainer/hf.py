@@ -156,8 +156,8 @@ def loader(
     """`PlannedLoader(dataset, **options)` with what the config of `model` says: heads, masks of its kinds of layers.
 
     dtype: of q, k and v, "bf16" where autocast or FSDP casts; by default that of the parameters. sent_gradients: as of
-    `apportion.Model`. Masks in `options` or of the dataset win. Ranks have at least one row, which layers want, and the
-    stream "train" has no short iteration. Raises ConfigError for a model that is not enabled.
+    `apportion.Model`. Masks in `options` or of the dataset win. Ranks have at least one row, which layers want, and no
+    iteration is a short one: evaluate with drop_last=False. Raises ConfigError for a model that is not enabled.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -168,7 +168,7 @@ def loader(
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
-    options = {"rows_multiple": 1, "drop_last": options.get("stream", "train") == "train", **options}
+    options = {"rows_multiple": 1, "drop_last": True, **options}
     planned = replace(model_of(config), dtype=dtype or own, sent_gradients=sent_gradients)
     return PlannedLoader(dataset, model=planned, **options)
 

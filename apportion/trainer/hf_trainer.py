@@ -48,7 +48,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     planned: options of `hf.loader`, which then makes loaders of the datasets as the Trainer has prepared them (trl's
     SFTTrainer tokenizes, masks, cuts and packs); an iteration has `gradient_accumulation_steps` microbatches.
 
-    Evaluation on a loader, of a stream of its own, gives the mean over tokens. A checkpoint holds the loader's state,
+    Evaluation on a loader gives the mean over tokens. A checkpoint holds the loader's state,
     and a resumed run gets the batches that would have come. Raises ConfigError for arguments that would make the loss
     another one, and for a Trainer whose `compute_loss` is not known to be a sum over tokens: one that is says so by
     `sums_tokens = True`.
@@ -100,7 +100,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             mask = masks_of(self.model.config.get_text_config().to_dict())
             samples = Samples(dataset, columns={*self._signature_columns, "labels"}, mask=mask)
             accumulated = {"microbatches": self.args.gradient_accumulation_steps}
-            own = accumulated if is_training else {"stream": "eval", "shuffle": False, "drop_last": False}
+            own = accumulated if is_training else {"shuffle": False, "drop_last": False}
             made = loader(samples, self.model, **{**(self._options or {}), **own})
             self._loaders[id(dataset)] = dataset, made
         return self._loaders[id(dataset)][1]

@@ -1,7 +1,7 @@
 """Megatron-Core 0.16: planned attention in its layer spec, and a forward step for its schedules.
 
     model = GPTModel(config, planned_spec(get_gpt_layer_local_spec()), ...)
-    loader = planned_loader(dataset, config, source="http://127.0.0.1:8321/v1/jobs/run1", key=key)
+    loader = planned_loader(dataset, config, cluster=cluster, tokens_per_rank=8192)
     get_forward_backward_func()(forward_step_func=forward_step, data_iterator=endless(loader), model=model, ...)
 
 Context parallelism stays 1: the data-parallel ranks are the ranks of the job. `calculate_per_token_loss` must be set,
@@ -51,7 +51,7 @@ def planned_spec(spec: Any) -> Any:
     return spec
 
 
-def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: Any) -> PlannedLoader:
+def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     """`PlannedLoader` for a TransformerConfig; every tensor-parallel rank and pipeline stage makes one."""
     require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
     require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
@@ -60,19 +60,14 @@ def planned_loader(dataset: Any, config: Any, stream: str = "train", **options: 
         parallel_state.get_data_parallel_group(),
         parallel_state.get_data_parallel_group_gloo(),
     )
-    tp, pp = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
     given = {
         "model": model_of(config),
         "masks": masks_of(config),
         "rows_multiple": rows,
-        "drop_last": stream == "train",
+        "drop_last": True,
     }
-    options = {**given, "communicator": Communicator(group, hosts=hosts), **options}
-    return PlannedLoader(dataset, stream=f"{stream}-{pp}-{tp}", **options)
+    return PlannedLoader(dataset, **{**given, "communicator": Communicator(group, hosts=hosts), **options})
 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:

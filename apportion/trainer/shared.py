@@ -24,24 +24,23 @@ def configured_loader(
     *,
     ranks: int,
     positions: int,
-    source: str = "local",
-    key_file: str | None = None,
+    token_file: str | None = None,
     cluster: str | None = None,
     masks: Any = None,
     **options: Any,
 ) -> PlannedLoader:
-    """dataset: "module.function", called with `given`. source="local": plans for `cluster`, a file, or one node of
-    `ranks`. positions: that the model knows. masks: where the dataset has none. Raises ConfigError, and as the loader.
+    """dataset: "module.function", called with `given`. cluster: a file, by default one node of `ranks`. positions: that
+    the model knows. masks: where the dataset has none. token_file: of a service, by default that of the environment.
+    Raises ConfigError, and as the loader.
     """
     data = _named(dataset)(*given)
     if (longest := max(data.lengths)) > positions:
         rule = f"the model's positions end there, and a document has {longest} tokens"
         raise ConfigError("sequence length", positions, rule, "raise it, or cut the document")
-    if source == "local":
-        options["cluster"] = Cluster.load(cluster) if cluster else Cluster(1, ranks)
-    key = None if key_file is None else read_text(Path(key_file)).strip()
+    token = None if token_file is None else read_text(Path(token_file)).strip()
+    planned_for = Cluster.load(cluster) if cluster else Cluster(1, ranks)
     own = getattr(data, "masks", None)
-    return PlannedLoader(data, source=source, key=key, masks=masks if own is None else own, **options)
+    return PlannedLoader(data, planned_for, token=token, masks=masks if own is None else own, **options)
 
 
 def endless(loader: PlannedLoader) -> Iterator[PlannedBatch]:

@@ -1,7 +1,7 @@
 """TorchTitan 0.3: its trainer with planned attention and planned data.
 
     def llama3_planned():                              # in a config registry of yours
-        return planned(llama3_8b(), dataset="my.documents", source="http://127.0.0.1:8321/v1/jobs/run1")
+        return planned(llama3_8b(), dataset="my.documents", tokens_per_rank=8192)
 
 Context parallelism stays 1: the data-parallel ranks are the ranks of the job. Titan divides losses by the valid tokens
 of all ranks and sums gradients by itself.
@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from apportion.ir.errors import MissingDependencyError
@@ -50,13 +49,12 @@ class PlannedDataLoader(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         source: str = "local"
-        key_file: str | None = None  # of a service's job
-        cluster: str | None = None  # a file; this and the next three are of source="local"
+        token_file: str | None = None  # of a service
+        cluster: str | None = None  # a file
         tokens_per_rank: int | None = None
-        microbatches: int | None = None
-        recipe: str | None = None
-        seed: int | None = None
-        stream: str = "train"
+        microbatches: int = 1
+        recipe: str = "fcp"
+        seed: int = 0
         infinite: bool = True  # pass after pass, and of each only whole iterations
         rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper makes 8 chunks of them
         timeout_s: float = 300.0
@@ -67,10 +65,9 @@ class PlannedDataLoader(BaseDataLoader):
         self, config: Config, *, tokenizer: Any, dp_world_size: int, seq_len: int, **titan: Any
     ) -> None:
         require("training.local_batch_size", titan["local_batch_size"], 1, "documents lie end to end")
-        seat = {"tp": 1, "at": 0, **(config._seat or {})}
+        seat = {"tp": 1, **(config._seat or {})}
         options = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _OWN}
         options["rows_multiple"] *= seat.pop("tp")
-        options["stream"] += f"-{seat.pop('at')}"  # groups that run the same plans ask for them apart
         given = (tokenizer, config.dataset_path)
         options |= {"ranks": dp_world_size, "positions": seq_len, "drop_last": config.infinite, **seat}
         self.loader = configured_loader(config.dataset, given, **options)
@@ -116,7 +113,7 @@ class PlannedTrainer(Trainer):
             ranks.transpose(1, 2).flatten(0, 1).tolist()
         )  # with equal places in pipeline and tensor parallelism
         seat = {"model": model_of(config), "masks": masks_of(config), "communicator": communicator_of(groups)}
-        seat |= {"tp": dims.tp, "at": next(at for at, group in enumerate(groups) if dist.get_rank() in group)}
+        seat["tp"] = dims.tp
         config.validator = replace(config.validator)
         for owner in (config, config.validator):
             if isinstance(owner.dataloader, PlannedDataLoader.Config):
@@ -148,6 +145,6 @@ def planned(config: Trainer.Config, validation: str | None = None, **data: Any) 
     training.disable_cuda_graphs = True  # a microbatch has the rows that its plan gives a rank
     changes = {"dataloader": loader, "training": training}
     if validation is not None:
-        held_out = replace(loader, dataset=validation, stream="eval")
+        held_out = replace(loader, dataset=validation)
         changes["validator"] = replace(config.validator, enable=True, dataloader=held_out)
     return derive(config, PlannedTrainer.Config, **changes)

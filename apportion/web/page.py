@@ -20,16 +20,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """A kind of page. html: name of its file; styles, scripts: names of theirs, without ending, in order."""
+    """A kind of page. html: name of its file; styles, scripts: names of theirs, without ending, in order. asks: its
+    script may ask the server that it came from. opens: pages that it opens from memory, which run under its policy."""
 
     html: str
     styles: tuple[str, ...]
     scripts: tuple[str, ...]
+    asks: bool = False
+    opens: tuple[Page, ...] = ()
 
     def assemble(self, title: str, data: Mapping[str, Any]) -> str:
         """The page as one HTML file. data: plain; texts in it may be anything."""
         parts = {
-            "policy": escape(policy([self])),
+            "policy": escape(self._policy()),
             "title": escape(title),
             "style": self.style,
             "script": self.script,
@@ -45,18 +48,18 @@ class Page:
     def script(self) -> str:
         return '"use strict";\n' + "\n".join(_read(f"{name}.js") for name in self.scripts)
 
-
-def policy(pages: list[Page], connect: str = "") -> str:
-    """The content-security policy under which these pages run. connect: whom their scripts may ask, nobody without."""
-    told = {
-        "default-src": "'none'",
-        "script-src": " ".join(_digest(page.script) for page in pages),
-        "style-src": " ".join(_digest(page.style) for page in pages),
-        "connect-src": connect,
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in told.items() if value)
+    def _policy(self) -> str:
+        """The content-security policy."""
+        pages = (self, *self.opens)
+        told = {
+            "default-src": "'none'",
+            "script-src": " ".join(_digest(page.script) for page in pages),
+            "style-src": " ".join(_digest(page.style) for page in pages),
+            "connect-src": "'self'" if self.asks else "'none'",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+        }
+        return "; ".join(f"{name} {value}" for name, value in told.items())
 
 
 def _inert(data: Mapping[str, Any]) -> str:
@@ -83,4 +86,4 @@ REPORT = Page(
     ),
 )
 #: the page of a server
-WATCH = Page("watch.html", ("report", "watch"), ("data", "colours", "watch"))
+WATCH = Page("watch.html", ("report", "watch"), ("data", "colours", "watch"), asks=True, opens=(REPORT,))

@@ -14,12 +14,12 @@ from apportion.trainer.automodel import planned
 from apportion.trainer.loading.loader import PlannedLoader
 from tests.adapters.documents import documents
 from tests.adapters.jobs_hf import made
-from tests.ranks.loading import HereSource, job
+from tests.ranks.loading import job, planning
 
 
 def verbs(comm: Communicator) -> Any:
     """What Automodel's own dispatch makes of a model with the hook: its verbs on one microbatch, as plain data."""
-    loader = PlannedLoader(documents(), source=HereSource(job(comm.ranks, 128)), communicator=comm)
+    loader = PlannedLoader(documents(), **planning(job(comm.ranks, 128)), communicator=comm)
     batches = iter(loader)
     batch = next(batches)
     batches.close()

@@ -21,7 +21,7 @@ from apportion.ir.request.hf_config import model_of
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import hf
-from tests.ranks.loading import HereSource
+from tests.ranks.loading import planning_of
 
 LENGTHS = [40, 1, 97, 23, 64, 9, 130, 33]
 VOCABULARY = 128
@@ -132,7 +132,7 @@ def loader(
     shape = replace(model_of(model.config.to_dict()), dtype=dtype)
     job = Job(ap.Cluster(1, ranks), shape, Policy(find_recipe(recipe)), tokens, microbatches)
     options = {"shuffle": False, "communicator": comm, **options}
-    return hf.loader(Documents(lengths), model, dtype=dtype, source=HereSource(job), **options)
+    return hf.loader(Documents(lengths), model, dtype=dtype, **planning_of(job), **options)
 
 
 def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ def train(
     model, options = hf.enable(made("llama", **changes)), dict(options)
     common = {"shuffle": shuffle, "tokens": 60}
     train_loader = Noted(hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common))
-    tested = {"stream": "eval", "lengths": EVALUATED, **common}
+    tested = {"drop_last": False, "lengths": EVALUATED, **common}
     trainer = PlannedTrainer(
         model=model,
         args=arguments(folder, **options),
@@ -119,7 +119,7 @@ def evaluate(comm: Communicator, folder: Path) -> Any:
     """Loss of a loader in Trainer, without training."""
     join(comm)
     model = hf.enable(made("llama"))
-    tested = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, stream="eval")
+    tested = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, drop_last=False)
     trainer = PlannedTrainer(model=model, args=arguments(folder), eval_dataset=tested)
     return [trainer.evaluate()["eval_loss"] for _ in range(2)], len(tested)
 

@@ -122,7 +122,7 @@ def fit(
     net, noting = kind(), Noting(dies)
     common = {"shuffle": shuffle, "tokens": 60}
     loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)
-    tested = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, stream="eval", **common)
+    tested = hf_jobs.loader(net.net, comm.ranks, lengths=EVALUATED, drop_last=False, **common)
     trainer = trainer_of(folder, noting, accumulated, comm.ranks)
     try:
         batches = PlannedBatches(loader), PlannedBatches(tested, training=False)

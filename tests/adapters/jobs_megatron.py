@@ -40,7 +40,7 @@ from apportion.trainer.megatron import (
     planned_spec,
 )
 from tests.adapters.documents import VOCABULARY, documents, packed
-from tests.ranks.loading import HereSource
+from tests.ranks.loading import planning_of
 
 TOKENS, SEED = 128, 3
 MODELS = {
@@ -168,7 +168,7 @@ def planned_data(case: Any, config: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp // case.pp)
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
-    return planned_loader(documents(), config, source=HereSource(job), seed=SEED)
+    return planned_loader(documents(), config, **planning_of(job))
 
 
 def train(comm: Communicator, own: Any, case: Any) -> Any:
@@ -231,7 +231,7 @@ def refused(comm: Communicator, case: Any) -> Any:
                 core = model.module.decoder.layers[1].self_attention.core_attention
                 core.forward = lambda query, *_, **given: query.flatten(2)
             loader = planned_data(replace(case, options={}), config_of(replace(case, options={})), comm.ranks)
-            changed = planned_loader(documents(), config, source=HereSource(loader.job), seed=SEED)
+            changed = planned_loader(documents(), config, **planning_of(loader.job))
             forward_step(endless(changed), model)
         except ApportionError as error:
             return str(error)

@@ -31,13 +31,9 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.policy import Policy
-from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.torchtitan import planned
-from apportion.trainer.torchtitan_attention import model_of
 from tests.adapters.documents import VOCABULARY, documents, packed
 from tests.ranks.loading import HereSource
 
@@ -196,10 +192,9 @@ def planned_config(case: Any, ranks: int) -> Any:
     """The same with plans."""
     config = own_config(case, ranks)
     cluster = Cluster(1, ranks // case.tp)
-    policy = Policy(find_recipe("fcp"), seed=SEED)
-    job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
     held_out = "documents.documents" if case.validate else None
-    return planned(config, held_out, dataset="documents.documents", source=HereSource(job), seed=SEED)
+    told = {"tokens_per_rank": TOKENS // cluster.ranks, "microbatches": case.microbatches, "seed": SEED}
+    return planned(config, held_out, dataset="documents.documents", source=HereSource(), **told)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from apportion.trainer import hf
 from apportion.trainer.hf_trainer import PlannedTrainer
 from tests.adapters.jobs_hf import VOCABULARY, made
 from tests.adapters.jobs_hf_trainer import Noted, join
-from tests.ranks.loading import HereSource
+from tests.ranks.loading import planning_of
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "user", "assistant"]
 TEMPLATE = (
@@ -111,7 +111,7 @@ def planned(comm: Communicator, model: Any, tokens: int = 150, microbatches: int
     policy = Policy(find_recipe("fcp"))
     shape = replace(model_of(model.config.to_dict()), dtype="fp32")
     job = Job(ap.Cluster(1, comm.ranks), shape, policy, tokens // comm.ranks, microbatches)
-    return {"source": HereSource(job), "communicator": comm, "dtype": "fp32", "shuffle": False}
+    return planning_of(job, communicator=comm, dtype="fp32", shuffle=False)
 
 
 def sft(comm: Communicator, folder: Path, form: str, options: Any) -> Any:

@@ -14,7 +14,7 @@ import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import hf
 from tests.adapters import jobs_hf as jobs
-from tests.ranks.loading import HereSource
+from tests.ranks.loading import planning_of
 
 LOSS, GRADIENT = 5e-7, 2e-6  # a rounding of the loss; of the largest gradient
 SEVERAL = (("tokens", 60), ("microbatches", 2), ("drop_last", False))  # microbatches an iteration, of 4 ranks
@@ -128,16 +128,9 @@ def test_loss_weights_are_refused_where_the_loss_has_none() -> None:
             return {"input_ids": super().__getitem__(index), "loss_weights": np.ones(self.lengths[index])}
 
     model = hf.enable(jobs.made("llama"))
-    batch = next(iter(hf.loader(Weighted(), model, source=HereSource(jobs.loader(model, 1).job))))
+    batch = next(iter(hf.loader(Weighted(), model, **planning_of(jobs.loader(model, 1).job))))
     with pytest.raises(ConfigError, match=r"loss_weights.*the model's own loss has no weights"):
         hf.inputs(batch)
-
-
-def test_another_model_than_the_job_s_is_refused_when_the_loader_is_made() -> None:
-    small, large = hf.enable(jobs.made("llama")), hf.enable(jobs.made("llama", num_key_value_heads=4))
-    job = jobs.loader(small, 1).job
-    with pytest.raises(ConfigError, match=r"model\.kv_heads.*4.*2"):
-        hf.loader(jobs.Documents(), large, source=HereSource(job))
 
 
 def test_a_compiled_model_is_one_graph_for_all_plans() -> None:

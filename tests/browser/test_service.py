@@ -1,55 +1,46 @@
-"""The server's page in a real browser, on a real server while a job runs."""
+"""The server's page in a real browser, on a real server that plans."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.job import Job, encode_request
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.service.client import Client, create_job
-from apportion.service.http.run.child import Serving, serving
+from apportion.service.client import Client
+from apportion.service.http.serve import Serving, serving
 from tests.browser.screens import NARROW, WIDE, keep, violations
 
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
-ADMIN = "admin-key-of-this-test-0123456789"
+TOKEN = "token-of-this-test-0123456789"
 SHOWN = ".shown:not([hidden])"
 Watch = Callable[..., Page]
 
 
-def submit(client: Client, epoch: int, *iterations: int) -> None:
-    for number in iterations:
-        client.submit(epoch, number, [Batch.from_lengths([3000 + number, 900, 12000])])
-
-
-@contextmanager
-def running(folder: Path, *options: str, admin: str | None = None) -> Iterator[tuple[Serving, Client, int]]:
-    """A server with a job whose first three iterations are planned."""
-    with (
-        serving(folder, options=options) as server,
-        closing(create_job(server.url, "run", JOB, admin_key=admin, lookahead=6)) as client,
-    ):
-        epoch = client.begin("first")
-        submit(client, epoch, 0, 1, 2)
-        client.plan(epoch, 0, 0)
-        client.plan(epoch, 2, 0)
-        yield server, client, epoch
+def plan(server: Serving, length: int, token: str | None = None) -> bytes:
+    """The key of a request that is planned by then."""
+    batch = [Batch.from_lengths([length, 900, 12000])]
+    with closing(Client(server.url, token, timeout_s=60)) as client:
+        key = JOB.request_key(batch)
+        client.submit(key, encode_request(JOB, batch))
+        client.fetch(key, 0, 60)
+    return key
 
 
 @pytest.fixture(scope="module")
-def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Client, int]]:
-    with running(tmp_path_factory.mktemp("keyless"), "--insecure") as found:
+def server() -> Iterator[Serving]:
+    """One without a token, which has planned a request."""
+    with serving(None) as found:
+        plan(found, 3000)
         yield found
 
 
@@ -78,28 +69,23 @@ def watch(browser: Browser) -> Iterator[Watch]:
     assert wrong == []
 
 
-def test_it_follows_a_job_that_runs(keyless: tuple[Serving, Client, int], watch: Watch) -> None:
-    server, client, epoch = keyless
+def test_it_follows_what_is_planned(server: Serving, watch: Watch) -> None:
     page = watch(server.url)
-    expect(page.locator(".lamp")).to_have_text(re.compile("ready"))
-    expect(page.locator(".strip .r")).to_have_count(3)
-    submit(client, epoch, 3, 4)
-    expect(page.locator(".strip .r")).to_have_count(5)
-    expect(page.locator(".job")).to_contain_text("ranks are at iteration 3, 2 plans ahead")
-    client.plan(epoch, 3, 1)
-    expect(page.locator(".job")).to_contain_text("ranks are at iteration 4, 1 plan ahead")
-    assert page.locator(".strip .front").get_attribute("title") == "iteration 4: ready; opens its report"
-    assert page.locator(".spread b").count() >= 1
+    expect(page.locator(".lamp")).to_have_text(re.compile("^ready"))
+    before = int(page.locator(".card b").first.inner_text())
+    key = plan(server, 3001)
+    expect(page.locator(".card b").first).to_have_text(str(before + 1))
+    expect(page.locator(".plans tbody tr").first).to_contain_text(key.hex()[:12])
+    for title in ("planning, median", "planning, 99 of 100"):
+        expect(page.locator(".card", has_text=title)).to_contain_text("≤")
+    expect(page.locator(".store")).to_contain_text(re.compile(r"Memory of the server\s*[\d.]+ MB"))
 
 
-def test_a_click_opens_the_report_and_the_keyboard_does(
-    keyless: tuple[Serving, Client, int], watch: Watch
-) -> None:
-    server, _, _ = keyless
+def test_a_click_opens_the_report_and_the_keyboard_does(server: Serving, watch: Watch) -> None:
     page = watch(server.url)
-    page.wait_for_selector(".strip .r")
-    page.locator(".strip .r").nth(1).focus()
-    for press in (lambda: page.keyboard.press("Enter"), lambda: page.locator(".strip .r").nth(1).click()):
+    button = page.locator(".plans button").last
+    button.focus()
+    for press in (lambda: page.keyboard.press("Enter"), button.click):
         with page.context.expect_page() as opened:
             press()
         report = opened.value
@@ -109,41 +95,42 @@ def test_a_click_opens_the_report_and_the_keyboard_does(
         report.close()
 
 
-def test_a_key_is_asked_for_and_kept_in_memory_alone(tmp_path: Path, watch: Watch) -> None:
-    key_file = tmp_path / "admin.key"
-    key_file.write_text(ADMIN)
-    key_file.chmod(0o600)
-    with running(tmp_path / "plans", "--admin-key-file", str(key_file), admin=ADMIN) as (server, _, _):
+def test_a_token_is_asked_for_and_kept_in_the_tab(watch: Watch) -> None:
+    with serving(None, token=TOKEN) as server:
+        plan(server, 3000, TOKEN)
         page = watch(server.url)
-        assert page.locator(".ask").is_visible()
-        assert page.locator("input[name=key]").evaluate("(field) => field === document.activeElement")
-        keep(page, "service-key")
-        page.keyboard.type("a-key-of-another-server-0123")
+        assert page.locator("input[name=token]").evaluate("(field) => field === document.activeElement")
+        keep(page, "service-token")
+        page.keyboard.type("a-token-of-another-server-0123")
         page.keyboard.press("Enter")
-        expect(page.locator(".wrong")).to_contain_text("admin key")
-        page.keyboard.type(ADMIN)
+        expect(page.locator(".wrong")).to_contain_text("token")
+        page.keyboard.type(TOKEN)
         page.keyboard.press("Enter")
         page.wait_for_selector(SHOWN)
         with page.context.expect_page() as opened:
-            page.locator(".strip .r").first.click()
+            page.locator(".plans button").first.click()
         opened.value.wait_for_selector("#content[aria-busy=false]", timeout=60_000)
-        held = page.evaluate(
-            "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
-        )
-        assert json.loads(held) == [{}, {}, "", server.url + "/"]
-        assert page.context.cookies() == []
+        page.reload()
+        page.wait_for_selector(SHOWN)
+        assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [
+            0,
+            "",
+            f"{server.url}/",
+        ]
         page.locator(".leave").click()
         page.wait_for_selector(".ask:not([hidden])")
-        page.wait_for_selector("#content[aria-busy=false]")
 
 
-def test_a_server_that_ends_is_told(tmp_path: Path, watch: Watch) -> None:
-    with running(tmp_path, "--insecure") as (server, _, _):
+def test_a_refusal_says_why_and_a_server_that_ends_is_seen(watch: Watch) -> None:
+    with serving(None) as server, closing(Client(server.url, timeout_s=60)) as client:
+        job = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp"), token_cap=1), 8192)
+        batch = [Batch.from_lengths([100])]
+        client.submit(job.request_key(batch), encode_request(job, batch))
         page = watch(server.url)
-        page.wait_for_selector(SHOWN)
+        expect(page.locator(".plans td.refused")).to_have_text("refused")
+        expect(page.locator(".plans td.wide")).to_contain_text("token_cap")
         server.process.terminate()
-        expect(page.locator(".lamp")).to_have_text(re.compile("ended the stream|no answer"))
-        server.process.wait()
+        expect(page.locator(".lamp")).to_have_text(re.compile("no answer"))
         page.goto("about:blank")  # before it asks again
 
 
@@ -151,21 +138,10 @@ def test_a_server_that_ends_is_told(tmp_path: Path, watch: Watch) -> None:
     ("size", "scheme"), [(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")]
 )
 def test_it_fits_its_window_and_is_accessible(
-    size: tuple[int, int], scheme: str, keyless: tuple[Serving, Client, int], watch: Watch
+    size: tuple[int, int], scheme: str, server: Serving, watch: Watch
 ) -> None:
-    page = watch(keyless[0].url, size, color_scheme=scheme)
+    page = watch(server.url, size, color_scheme=scheme)
     page.wait_for_selector(SHOWN)
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     keep(page, f"service-{size[0]}-{scheme}")
     assert violations(page) == []
-
-
-def test_texts_from_outside_are_texts(tmp_path: Path, watch: Watch) -> None:
-    """A run may be called what its trainer likes; a batch that fails says why in words of the planner."""
-    with running(tmp_path, "--insecure") as (server, client, _):
-        epoch = client.begin("second")
-        client.submit(epoch, 0, [Batch.from_lengths([100])])
-        page = watch(server.url)
-        page.wait_for_selector(SHOWN)
-        assert page.locator("img, iframe, script[src]").count() == 0
-        assert "epoch 2" in page.locator(".job").inner_text()

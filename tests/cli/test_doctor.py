@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.service.stores import redis_server
 
 from apportion import cli
 from apportion.service.http.run.child import serving
-from tests.service.stores import redis_server
 
 ROOT, WORKLOAD = Path(__file__).parents[2], "examples/code_lengths.json"
 

@@ -17,7 +17,7 @@ import referencing
 import apportion
 from apportion.ir.bytes.iteration import IterationPlan, encode_slices
 from apportion.ir.bytes.iteration_slice import MOST_IMPLIED, IterationSlice
-from apportion.ir.bytes.job import Job, decode_request, encode_batches, encode_request, with_job
+from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError, VersionError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -106,13 +106,6 @@ def test_requests_come_back() -> None:
     back, found = decode_request(encode_request(asked, batches()))
     assert back.to_data() == asked.to_data()
     assert encode_request(back, found) == encode_request(asked, batches())
-    assert with_job(asked, encode_batches(batches())) == encode_request(asked, batches())
-    assert (
-        with_job(
-            Job.from_data({**asked.to_data(), "tokens_per_rank": 7}), whole := encode_request(back, found)
-        )
-        == whole
-    )
     assert back.request_key(found) == asked.request_key(batches())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,36 +12,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
-from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.sources.service import ServiceFeed, ServiceSource
+from apportion.trainer.loading.sources.service import ServiceSource
 from apportion.trainer.step.gradients import sum_gradients
 from tests.ranks.loading import HereSource, Recorded, seen
 
 
 def passes(
-    comm: Communicator,
-    source: str | HereSource | Path,
-    count: int,
-    options: dict[str, Any],
-    dataset: Recorded | None = None,
+    comm: Communicator, given: dict[str, Any], count: int, dataset: Recorded | None = None
 ) -> tuple[list[list[Any]], list[int]]:
-    """What this rank sees in each of `count` passes, and the samples that it read. source: a source, or a
-    function of the rank; options: of the loader."""
+    """What this rank sees in each of `count` passes, and the samples that it read. given: arguments of the loader."""
     data = Recorded() if dataset is None else dataset
-    options = {"rank": comm.rank, "communicator": comm, **options}
-    loader = PlannedLoader(data, source=source, **options)
+    loader = PlannedLoader(data, communicator=comm, **given)
     return [[seen(batch) for batch in loader] for _ in range(count)], data.read
 
 
-def agreeing(
-    comm: Communicator, sources: list[HereSource], options: dict[str, Any]
-) -> tuple[list[bytes], int, str]:
-    """Ids that this rank runs, its fallbacks, and the error that ends it. sources: of each rank."""
-    source, known = sources[comm.rank], HereSource(sources[0].job)
-    options = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **options}
-    list(PlannedLoader(Recorded(), source=known, communicator=comm))  # compiles what planning needs
-    loader, ids = PlannedLoader(Recorded(), source=source, **options), []
+def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[bytes], int, str]:
+    """Ids that this rank runs, its fallbacks, and the error that ends it. given: arguments of each rank's loader."""
+    mine = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **given[comm.rank]}
+    known = {**given[0], "source": HereSource()}
+    list(PlannedLoader(Recorded(), communicator=comm, **known))  # compiles what planning needs
+    loader, ids = PlannedLoader(Recorded(), **mine), []
     try:
         ids.extend(batch.handle.id for batch in loader)
     except ApportionError as error:
@@ -53,26 +43,21 @@ def agreeing(
 class SilentSource(ServiceSource):
     """Submits nothing, as if its rank were lost."""
 
-    def begin(self, run: str, rank: int, stream: str = "train") -> SilentFeed:
-        return SilentFeed(self, run, rank, stream)
-
-
-class SilentFeed(ServiceFeed):
-    def submit(self, iteration: int, batches: tuple[Batch, Batch]) -> None:
+    def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         pass
 
 
-def without_rank_0(comm: Communicator, url: str, key: str) -> list[bytes]:
+def without_rank_0(comm: Communicator, given: dict[str, Any]) -> list[bytes]:
     """Ids that each rank gets where rank 0 submits nothing."""
     kind = SilentSource if comm.rank == 0 else ServiceSource
-    loader = PlannedLoader(Recorded(), source=kind.open(url, key), communicator=comm)
+    loader = PlannedLoader(Recorded(), **{**given, "source": kind((given["source"],))}, communicator=comm)
     return [batch.handle.id for batch in loader]
 
 
-def stalled(comm: Communicator, url: str, key: str, pid: int) -> tuple[list[bytes], int]:
+def stalled(comm: Communicator, given: dict[str, Any], pid: int) -> tuple[list[bytes], int]:
     """Ids that a rank runs and its fallbacks, where the server's process stops answering after the first iteration."""
-    sampler, options = [[0], [1], [2, 3]], {"on_timeout": "local", "timeout_s": 3.0, "lookahead": 1}
-    loader = PlannedLoader(Recorded(), source=url, key=key, communicator=comm, sampler=sampler, **options)
+    options = {"sampler": [[0], [1], [2, 3]], "on_timeout": "local", "timeout_s": 3.0, "lookahead": 1}
+    loader = PlannedLoader(Recorded(), communicator=comm, **given, **options)
     ids = []
     try:
         for batch in loader:
@@ -85,9 +70,9 @@ def stalled(comm: Communicator, url: str, key: str, pid: int) -> tuple[list[byte
     return ids, loader.fallbacks
 
 
-def apart(comm: Communicator, source: HereSource) -> Any:
+def apart(comm: Communicator, given: dict[str, Any]) -> Any:
     """The error where ranks begin in different places."""
-    loader = PlannedLoader(Recorded(), source=source, communicator=comm)
+    loader = PlannedLoader(Recorded(), **given, communicator=comm)
     loader.set_epoch(0, start=comm.rank)
     try:
         return len(list(loader))
@@ -95,9 +80,9 @@ def apart(comm: Communicator, source: HereSource) -> Any:
         return str(error)
 
 
-def drawn(comm: Communicator, source: HereSource, samplers: list[Any]) -> tuple[int, str]:
+def drawn(comm: Communicator, given: dict[str, Any], samplers: list[Any]) -> tuple[int, str]:
     """How many microbatches a rank gets of its own sampler, and the error that ends its pass. samplers: of each."""
-    loader, got = PlannedLoader(Recorded(), source=source, communicator=comm, sampler=samplers[comm.rank]), 0
+    loader, got = PlannedLoader(Recorded(), **given, communicator=comm, sampler=samplers[comm.rank]), 0
     try:
         for _ in loader:
             got += 1
@@ -106,17 +91,15 @@ def drawn(comm: Communicator, source: HereSource, samplers: list[Any]) -> tuple[
     return got, ""
 
 
-def equally_long(comm: Communicator, source: HereSource, how: str) -> str:
-    """Why a pass over samples of one length ends, of which ranks have others: of their seeds, samplers or datasets."""
+def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
+    """Why a pass over samples of one length ends, of which ranks have others: of their samplers or datasets."""
     dataset, options = Recorded([64] * 8), dict[str, Any]()
-    if how == "seed":
-        options["seed"] = comm.rank
-    elif how == "sampler":
+    if how == "sampler":
         options["sampler"] = [[comm.rank, comm.rank + 1]]
     else:
         dataset.first = comm.rank
         options["shuffle"] = False
-    loader = PlannedLoader(dataset, source=source, communicator=comm, **options)
+    loader = PlannedLoader(dataset, **given, communicator=comm, **options)
     try:
         return str(len(list(loader)))
     except ApportionError as error:

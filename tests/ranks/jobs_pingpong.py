@@ -14,9 +14,9 @@ from torch import nn
 from apportion.backends.interp import Step
 from apportion.backends.torch.executor import TaskMachine, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
+from apportion.demo.decoder import Layer, rotate
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.model import Model
-from apportion.trainer.demo.decoder import DecoderConfig, Layer, rotate
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_attention_block
 from apportion.trainer.step.pingpong import PingPongLayer, ping_pong, ping_pong_attention
 from tests.ranks.jobs import Shard, attention, handle_of, leaf
@@ -63,8 +63,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        config = DecoderConfig(1, model.hidden, model.ffn, model.q_heads, model.kv_heads, model.head_dim)
-        self.layers = nn.ModuleList(Layer(config, kind) for kind in kinds)
+        self.layers = nn.ModuleList(Layer(model, kind) for kind in kinds)
         self.sinks = nn.ParameterList(nn.Parameter(torch.randn(model.q_heads)) for _ in kinds)
         self.to(dtype)
 

@@ -13,13 +13,12 @@ import apportion as ap
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ExecutionError
-from apportion.ir.masks.structures import Tree
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from apportion.trainer.step.projection import HeadProjection
-from tests.ranks.loading import HereSource, Recorded, job, seen
+from tests.ranks.loading import Recorded, job, planning, seen
 
 
 class Rich(Recorded):
@@ -38,10 +37,10 @@ class Rich(Recorded):
 
 
 def fields(
-    comm: Communicator, source: HereSource, options: dict[str, int | list[list[Any] | int]]
+    comm: Communicator, given: dict[str, Any], options: dict[str, int | list[list[Any] | int]]
 ) -> list[dict[str, NDArray[Any]]]:
     """Every field of each batch on this rank, as arrays."""
-    loader = PlannedLoader(Rich(), source=source, communicator=comm, **options)
+    loader = PlannedLoader(Rich(), **given, communicator=comm, **options)
     return [
         {
             "tokens": b.tokens.numpy(),
@@ -56,11 +55,9 @@ def fields(
     ]
 
 
-def verbs(
-    comm: Communicator, source: HereSource, options: dict[str, Tree | int | list[list[Any]]], seed: int
-) -> tuple[bool, ...]:
+def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, ...]:
     """Of the first batch: what token verbs give and their gradients, on this rank."""
-    batch = next(iter(PlannedLoader(Recorded(), source=source, communicator=comm, **options)))
+    batch = next(iter(PlannedLoader(Recorded(), **given, communicator=comm)))
     full = torch.randn(
         batch.batch.tokens, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
@@ -93,12 +90,10 @@ def verbs(
 
 
 def padded(
-    comm: Communicator, source: HereSource, multiple: int | None
+    comm: Communicator, given: dict[str, Any], multiple: int | None
 ) -> tuple[list[int], float, NDArray[Any]]:
     """Loss and gradients of attention with a residual, summed over ranks, where rows are padded or not."""
-    loader = PlannedLoader(
-        Recorded(), source=source, communicator=comm, shuffle=False, rows_multiple=multiple
-    )
+    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, rows_multiple=multiple)
     torch.manual_seed(3)
     table = torch.randn(800, 8, requires_grad=True)
     counts, total = [], 0.0
@@ -128,7 +123,7 @@ def groups(
     group, place = divmod(comm.rank, 4)
     mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
     others = [dist.new_group([first, first + 4]) for first in range(4)][place]
-    options = {"source": HereSource(job(4, 64, microbatches=2)), **options}
+    options = {**planning(job(4, 64, microbatches=2)), **options}
     group = ap.Communicator(mine)
     loader = PlannedLoader(dataset or Recorded(), communicator=group, replicas=others, **options)
     assert loader.state_dict()["groups"] == 2
@@ -136,12 +131,12 @@ def groups(
 
 
 def resumed(
-    comm: Communicator, source: HereSource, stop: int, options: dict[str, int]
+    comm: Communicator, given: dict[str, Any], stop: int, options: dict[str, int]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """A pass in one go; the same, stopped behind `stop` batches and gone on with by another loader."""
 
     def loader_of(**more: int) -> PlannedLoader:
-        loader = PlannedLoader(Recorded(), source=source, communicator=comm, **more)
+        loader = PlannedLoader(Recorded(), **given, communicator=comm, **more)
         loader.set_epoch(3)
         return loader
 
@@ -165,14 +160,12 @@ def padded_block(
     padding has."""
     dims = ap.Model(4, 2, 8, dtype="fp64", hidden=12)
     policy = Policy(find_recipe("upipe"))
-    source = HereSource(Job(ap.Cluster(1, comm.ranks), dims, policy, 40))
+    given = planning(Job(ap.Cluster(1, comm.ranks), dims, policy, 40))
     torch.manual_seed(2)
     q, k, v = (torch.nn.Linear(12, width, dtype=torch.float64) for width in (32, 16, 16))
     project = HeadProjection(q, k, v, 8, 8)
     learned = torch.randn(4, dtype=torch.float64) if sinks else None
-    loader = PlannedLoader(
-        Recorded(), source=source, communicator=comm, shuffle=False, rows_multiple=multiple
-    )
+    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, rows_multiple=multiple)
     batch = next(iter(loader))
     rows = batch.handle.rows
     hidden = torch.zeros(len(batch.tokens), 12, dtype=torch.float64)
@@ -204,9 +197,9 @@ class Mixed(Recorded):
         return {"input_ids": ids, "rewards": ids.astype((np.float32, np.float64)[index])}
 
 
-def ends(comm: Communicator, dataset: Mixed | Broken, source: HereSource, sampler: list[list[int]]) -> str:
+def ends(comm: Communicator, dataset: Mixed | Broken, given: dict[str, Any], sampler: list[list[int]]) -> str:
     """Why the pass ends on this rank."""
-    loader = PlannedLoader(dataset, source=source, communicator=comm, sampler=sampler)
+    loader = PlannedLoader(dataset, **given, communicator=comm, sampler=sampler)
     try:
         list(loader)
     except (OSError, ExecutionError) as error:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from apportion.backends.torch.transport import Communicator
+from apportion.demo.decoder import Decoder
 from apportion.ir.bytes.job import Job
 from apportion.ir.masks.forest import Forest
 from apportion.ir.request.batch import Batch
@@ -19,17 +20,14 @@ from apportion.ir.request.policy import Policy
 from apportion.ir.request.sequences import Sequence
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import trees
-from apportion.trainer.demo.decoder import Decoder, DecoderConfig
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.plain import plain_attention
-from tests.ranks.loading import HereSource
+from tests.ranks.loading import planning
 
 VOCABULARY = 11
-CONFIG = DecoderConfig(
-    VOCABULARY, hidden=16, ffn=24, q_heads=2, kv_heads=1, head_dim=8, kinds=("default",) * 2
-)
+MODEL = Model(hidden=16, ffn=24, q_heads=2, kv_heads=1, head_dim=8, layers=2)
 CLIP, KL = 0.2, 0.04
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -78,7 +76,7 @@ def grpo(
 
 def policy(dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(CONFIG).to(dtype)
+    return Decoder(MODEL, VOCABULARY).to(dtype)
 
 
 def attention_of(batch: Batch) -> Callable[..., Any]:
@@ -163,7 +161,7 @@ def loader_of(
 ) -> PlannedLoader:
     model = Model(2, 1, 8, dtype=dtype)
     job = Job(Cluster(1, comm.ranks), model, Policy(find_recipe("fcp")), tokens // comm.ranks, 2)
-    return PlannedLoader(dataset, source=HereSource(job), communicator=comm, rows_multiple=rows_multiple)
+    return PlannedLoader(dataset, **planning(job), communicator=comm, rows_multiple=rows_multiple)
 
 
 def planned(batch: PlannedBatch) -> Callable[..., Any]:

@@ -14,8 +14,8 @@ from apportion.backends.torch.executor import Layer as AttentionLayer
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.transport import Communicator
+from apportion.demo.decoder import rotate
 from apportion.ir.tensors import Tensor as Name
-from apportion.trainer.demo.decoder import rotate
 from apportion.trainer.step.attention import planned_attention_block
 from apportion.trainer.step.projection import HeadProjection
 from tests.ranks import cases, jobs

@@ -91,11 +91,15 @@ class HereSource(Source):
         self._over.set()
 
 
-def told(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
+def planning(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
     """Arguments of a loader that plans for a job, by default in the thread that asks."""
+    return {"model": job.model, **planning_of(job, source), **options}
+
+
+def planning_of(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
+    """All of these but the model."""
     return {
         "cluster": job.cluster,
-        "model": job.model,
         "tokens_per_rank": job.tokens_per_rank,
         "microbatches": job.microbatches,
         "recipe": job.policy,

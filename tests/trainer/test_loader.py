@@ -12,29 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe import recipes
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.service.client import PlanTimeoutError
+from apportion.trainer.loading.arguments import check_kinds
+from apportion.trainer.loading.fetching import PlanTimeoutError
 from apportion.trainer.loading.iterations import Wanted
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_loader
-from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, seen
+from tests.ranks.loading import LENGTHS, MODEL, HereSource, Recorded, job, planning, seen
 from tests.ranks.rank_pool import Pool
 
 
-def loader_of(
-    source: HereSource | None = None, dataset: Recorded | list[NDArray[Any]] | None = None, **options: Any
-) -> PlannedLoader | None:
-    return PlannedLoader(dataset or Recorded(), source=source or HereSource(job()), **options)
+def loader_of(given: dict[str, Any] | None = None, dataset: Any = None, **options: Any) -> PlannedLoader:
+    return PlannedLoader(dataset or Recorded(), **{**(given or planning(job())), **options})
 
 
 def tokens_of(loader: PlannedLoader) -> list[list[int]]:
@@ -45,8 +42,8 @@ def tokens_of(loader: PlannedLoader) -> list[list[int]]:
 
 
 def test_every_token_is_on_one_rank_with_its_label_and_position(pool: Pool) -> None:
-    source = HereSource(job(3, 66, microbatches=2))
-    results = [passes[0] for passes, _ in pool.run(jobs_loader.passes, 3, source, 1, {})]
+    given = planning(job(3, 66, microbatches=2))
+    results = [passes[0] for passes, _ in pool.run(jobs_loader.passes, 3, given, 1)]
     for step in zip(*results, strict=True):
         tokens, labels, positions = (np.concatenate([rank[i] for rank in step]) for i in (5, 6, 7))
         order = np.argsort(tokens)
@@ -59,8 +56,8 @@ def test_every_token_is_on_one_rank_with_its_label_and_position(pool: Pool) -> N
 
 
 def test_a_rank_reads_only_samples_that_it_holds(pool: Pool) -> None:
-    source, data = HereSource(job(3, 24)), Recorded([8] * 6)
-    for passes, read in pool.run(jobs_loader.passes, 3, source, 1, {}, data):
+    data = Recorded([8] * 6)
+    for passes, read in pool.run(jobs_loader.passes, 3, planning(job(3, 24)), 1, data):
         held = {token // 100 for batch in passes[0] for token in batch[5]}
         assert sorted(read) == sorted(held)
         assert len(held) < 6
@@ -68,7 +65,7 @@ def test_a_rank_reads_only_samples_that_it_holds(pool: Pool) -> None:
 
 def test_iterations_end_with_their_last_microbatch_and_count_all_labels() -> None:
     dataset = Recorded()
-    loader = loader_of(HereSource(job(microbatches=2)), dataset, shuffle=False)
+    loader = loader_of(planning(job(microbatches=2)), dataset, shuffle=False)
     batches = list(loader)
     assert len(batches) == len(loader) == 4
     places = [(b.iteration, b.microbatch, b.is_last) for b in batches]
@@ -81,8 +78,7 @@ def test_iterations_end_with_their_last_microbatch_and_count_all_labels() -> Non
 
 def test_a_pack_step_spreads_the_samples_of_an_iteration_anew() -> None:
     lengths = [40, 8, 8, 8, 30, 10, 16, 4]
-    source = HereSource(job(microbatches=2, recipe="wlb"))
-    loader = loader_of(source, Recorded(lengths), shuffle=False)
+    loader = loader_of(planning(job(microbatches=2, recipe="wlb")), Recorded(lengths), shuffle=False)
     batches = list(loader)
     assert [(b.iteration, b.microbatch, b.is_last) for b in batches] == [(0, 0, False), (0, 1, True)]
     assert len(loader) == 2
@@ -93,9 +89,9 @@ def test_a_pack_step_spreads_the_samples_of_an_iteration_anew() -> None:
         **find_recipe("wlb").to_data()["steps"],
         "pack": {"wlb": {"defer": True, "outlier_tokens": 20}},
     }
-    source = HereSource(job(recipe={"name": "mine", "steps": deferring}))
+    given = planning(job(recipe={"name": "mine", "steps": deferring}))
     with pytest.raises(ConfigError, match="defer"):
-        list(loader_of(source, Recorded(lengths)))
+        list(loader_of(given, Recorded(lengths)))
 
 
 def test_masks_come_from_the_dataset_or_the_caller_one_or_one_a_sample() -> None:
@@ -149,10 +145,10 @@ def test_a_pass_can_begin_in_the_middle() -> None:
 def test_a_sampler_gives_the_samples_of_each_iteration() -> None:
     loader = loader_of(sampler=[[0, 1], np.array([6, 2]), torch.tensor([4])])
     assert [sorted({t // 100 for t in tokens}) for tokens in tokens_of(loader)] == [[0, 1], [2, 6], [4]]
-    loader = loader_of(HereSource(job(microbatches=2)), sampler=[[[0], [1, 2]], [[3]]])
+    loader = loader_of(planning(job(microbatches=2)), sampler=[[[0], [1, 2]], [[3]]])
     assert [(b.iteration, b.microbatch) for b in loader] == [(0, 0), (0, 1), (1, 0)]
     assert len(loader) == 3
-    loader = loader_of(HereSource(job(microbatches=2, recipe="wlb")), sampler=[[0, 1, 2, 3]])
+    loader = loader_of(planning(job(microbatches=2, recipe="wlb")), sampler=[[0, 1, 2, 3]])
     assert [(b.iteration, b.microbatch) for b in loader] == [(0, 0), (0, 1)]
 
 
@@ -222,30 +218,37 @@ def test_a_sampler_may_wait_for_the_trainer() -> None:
 # --- errors, time-outs, ends
 
 
-def test_what_the_caller_says_of_the_job_must_be_what_the_source_has() -> None:
-    source = HereSource(job(recipe="fcp"))
-    list(loader_of(source, recipe="fcp", microbatches=1))
-    with pytest.raises(ConfigError, match="the job says it"):
-        loader_of(source, recipe="usp")
-    with pytest.raises(ConfigError, match="tokens_per_rank = 5"):
-        PlannedLoader(Recorded(), Cluster(1, 1), MODEL, 5, source=source)
-    with pytest.raises(ConfigError, match="tokens_per_rank = None"):
-        PlannedLoader(Recorded(), Cluster(1, 1), MODEL)
+def test_what_is_planned_for_are_the_caller_s_cluster_model_and_policy() -> None:
+    whole = replace(job(), policy=replace(job().policy, seed=3, token_cap=70), hardware="h100")
+    assert loader_of(planning(whole)).job == whole
+    assert loader_of(planning(whole), seed=4).job.policy == replace(whole.policy, seed=4)
+    assert loader_of(recipe="usp").job.policy.recipe == find_recipe("usp")
     with pytest.raises(ConfigError, match="the job plans for 2 ranks"):
-        loader_of(HereSource(job(2)))
-    with pytest.raises(ConfigError, match="rank = 1"):
-        loader_of(rank=1)
+        loader_of(planning(job(2)))
+    with pytest.raises(ConfigError, match=r"job\.tokens_per_rank = None"):
+        loader_of(tokens_per_rank=None)
+
+
+@pytest.mark.parametrize("given", [None, masks.full(), {"global": masks.full()}, [None], [masks.full()], []])
+def test_masks_must_be_of_the_kinds_of_the_model_s_layers(given: Any) -> None:
+    check_kinds(job(), given)
+    kinds = {"global": masks.causal(), "local": masks.sliding_window(4)}
+    two = replace(job(), model=replace(MODEL, layers={"global": 1, "local": 2}))
+    for own in (kinds, [kinds, kinds]):
+        check_kinds(two, own)
+    with pytest.raises(ConfigError, match=r"masks = .*the job's model has layers of \['global', 'local'\]"):
+        check_kinds(two, given)
 
 
 def test_other_arguments_are_checked() -> None:
     with pytest.raises(UnknownNameError, match="on_timeout"):
         loader_of(on_timeout="wait")
-    wrong = [("timeout_s", 0), ("lookahead", 0), ("workers", -1), ("run", "a/b"), ("run", 49 * "a")]
+    wrong = [("timeout_s", 0), ("lookahead", 0), ("workers", -1)]
     for name, value in wrong:
         with pytest.raises(ConfigError, match=name):
             loader_of(**{name: value})
     with pytest.raises(CapacityError, match="sample 5 has 60 tokens, a microbatch takes 59"):
-        loader_of(HereSource(job(tokens=59)))
+        loader_of(planning(job(tokens=59)))
     with pytest.raises(ConfigError, match="epoch"):
         loader_of().set_epoch(-1)
 
@@ -256,13 +259,13 @@ def test_other_arguments_are_checked() -> None:
         ("shifted", "weight", "must be a list of fields' names"),
         ("shifted", 3, "must be a list of fields' names"),
         ("shifted", [3], "must be a list of fields' names"),
-        ("key", "secret", "is for a planning service"),
+        ("token", "secret", "is for a planning service"),
         ("ca", "ca.pem", "is for a planning service"),
-        ("cert", "own.pem", "is for a planning service"),
         ("shuffle", "x", "must be true or false"),
         ("drop_last", "no", "must be true or false"),
         ("masks", "causal", r"must be a mask, .*; write ap\.masks\.causal\(\)"),
         ("masks", 3, "must be a mask"),
+        ("source", "nowhere", "is no folder"),
         ("source", 3, "must be a URL, a folder or a source of plans"),
         ("device", "bogus", "is no device of torch"),
         ("sampler", 3, "must be iterable"),
@@ -277,17 +280,14 @@ def test_an_argument_that_would_be_ignored_or_is_none_is_refused(field: str, val
     assert "secret" not in str(caught.value)
 
 
-def test_what_draws_the_default_order_is_refused_beside_a_sampler() -> None:
-    for field, value in (("shuffle", True), ("seed", 7)):
-        with pytest.raises(ConfigError, match=f"{field} = {value}: is of the default order"):
-            loader_of(sampler=[[0]], **{field: value})
-    loader_of(sampler=[[0]], shuffle=False)
-    local = PlannedLoader(Recorded(), Cluster(1, 1), MODEL, 64, sampler=[[0]], seed=7)
-    assert local.job.policy.seed == 7  # of the plans
+def test_a_sampler_is_not_shuffled() -> None:
+    with pytest.raises(ConfigError, match="shuffle = True: is of the default order"):
+        loader_of(sampler=[[0]], shuffle=True)
+    loader_of(sampler=[[0]], shuffle=False, seed=7)
 
 
 def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration() -> None:
-    loader = loader_of(HereSource(job(), frozenset([1])), timeout_s=0.2)
+    loader = loader_of(planning(job(), HereSource(frozenset([1]))), timeout_s=0.2)
     batches = iter(loader)
     assert next(batches).iteration == 0
     with pytest.raises(
@@ -302,7 +302,7 @@ def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     want = [seen(batch) for batch in loader_of()]
-    loader = loader_of(HereSource(job(), frozenset([1, 2])), timeout_s=1.5, on_timeout="local")
+    loader = loader_of(planning(job(), HereSource(frozenset([1, 2]))), timeout_s=1.5, on_timeout="local")
     with caplog.at_level(logging.WARNING, "apportion"):
         assert [seen(batch) for batch in loader] == want
     assert loader.fallbacks == 2
@@ -312,7 +312,7 @@ def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
 
 
 def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about() -> None:
-    batches = iter(loader_of(HereSource(job(), broken=frozenset([2]))))
+    batches = iter(loader_of(planning(job(), HereSource(broken=frozenset([2])))))
     assert [next(batches).iteration, next(batches).iteration] == [0, 1]
     with pytest.raises(ConfigError, match="are refused"):
         next(batches)
@@ -320,7 +320,7 @@ def test_an_error_of_a_source_waits_for_the_iteration_that_it_is_about() -> None
 
 
 def test_leaving_a_pass_early_ends_its_threads() -> None:
-    batches = iter(loader_of(HereSource(job(), frozenset([1]))))
+    batches = iter(loader_of(planning(job(), HereSource(frozenset([1])))))
     next(batches)
     assert not no_threads()
     batches.close()
@@ -359,19 +359,19 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_plan_of_something_else_is_refused(what: str) -> None:
-    source = HereSource(job(microbatches=2, tokens=100), other=OTHERS[what])
+    given = job(microbatches=2, tokens=100)
     sampler = [[[0, 1, 2], [3, 4]], [[5], [6]]]
-    assert list(loader_of(replace(source, other=None), sampler=sampler))
+    assert list(loader_of(planning(given), sampler=sampler))
     with pytest.raises(ExecutionError, match="iteration 0: the plan is not the one that this rank asked for"):
-        list(loader_of(source, sampler=sampler))
+        list(loader_of(planning(given, HereSource(other=OTHERS[what])), sampler=sampler))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_packed_plan_of_other_sequences_is_refused(workers: int) -> None:
     asked = job(recipe="wlb", microbatches=2, tokens=200)
-    assert list(loader_of(HereSource(asked), workers=workers))
+    assert list(loader_of(planning(asked), workers=workers))
     with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were asked for"):
-        list(loader_of(HereSource(asked, other=last_left_out), workers=workers))
+        list(loader_of(planning(asked, HereSource(other=last_left_out)), workers=workers))
 
 
 @pytest.mark.parametrize("recipe", recipes.entries())
@@ -381,20 +381,23 @@ def test_plans_of_every_recipe_are_known_by_what_was_asked_for(recipe: str) -> N
     capped = replace(asked, policy=replace(asked.policy, token_cap=108), hardware="h100")
     for one in (asked, capped):
         batches = [Batch.from_lengths([40, 9, 33, 1, 25])]
-        piece = plan_job(one, batches).plan.slice_for(0)
+        piece = plan_job(one, batches).slice_for(0)
         Wanted(one, 0, (np.arange(5),), tuple(batches)).check(piece)
 
 
 # --- submitting
 
 
-def test_rank_0_submits_ahead_and_others_only_what_nobody_has(pool: Pool) -> None:
-    source = HereSource(job())
-    batches = iter(loader_of(source, lookahead=3, shuffle=False))
+def test_iterations_are_submitted_ahead_of_the_trainer() -> None:
+    source = HereSource()
+    batches = iter(
+        loader_of(planning(job(), source), lookahead=3, shuffle=False, sampler=[[i] for i in range(7)])
+    )
     next(batches)
     batches.close()
-    assert source.submitted[:2] == [0, 1]
-    assert max(source.submitted) <= 3
+    keys = [key for key, _ in source.submitted]
+    assert 3 <= len(dict.fromkeys(keys)) <= 4
+    assert max(ahead for _, ahead in source.submitted) == 2
 
 
 # --- agreement of ranks
@@ -402,30 +405,30 @@ def test_rank_0_submits_ahead_and_others_only_what_nobody_has(pool: Pool) -> Non
 
 def test_ranks_agree_on_a_plan_that_some_have_not(pool: Pool) -> None:
     whole = job(3, 66)
-    want = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [HereSource(whole)] * 3, {})]
-    late = [HereSource(whole, frozenset(own)) for own in ([], [1], [1, 3])]
-    results = pool.run(jobs_loader.agreeing, 3, late, {})
+    want = [ids for ids, _, _ in pool.run(jobs_loader.agreeing, 3, [planning(whole)] * 3)]
+    late = [planning(whole, HereSource(frozenset(own))) for own in ([], [1], [1, 3])]
+    results = pool.run(jobs_loader.agreeing, 3, late)
     assert [ids for ids, _, _ in results] == want
     assert [fallbacks for _, fallbacks, _ in results] == [2, 2, 2]
     assert {error for _, _, error in results} == {""}
 
 
 def test_a_rank_whose_plan_is_refused_ends_all(pool: Pool) -> None:
-    sources = [HereSource(job(2)), HereSource(job(2), broken=frozenset([1]))]
-    (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, sources, {})
+    given = [planning(job(2)), planning(job(2), HereSource(broken=frozenset([1])))]
+    (ids, _, first), (_, _, second) = pool.run(jobs_loader.agreeing, 2, given)
     assert len(ids) == 1
     assert first == "ExecutionError: iteration 1: ranks [1] have no plan: " + second + " on rank 1"
     assert second.startswith("ConfigError: batches = 1: are refused")
 
 
 def test_ranks_that_hold_different_plans_all_say_so(pool: Pool) -> None:
-    sources = [HereSource(job(2)), HereSource(job(2, seed=1))]
-    results = pool.run(jobs_loader.agreeing, 2, sources, {"seed": 0})
+    given = [planning(job(2, seed=seed), shuffle=False) for seed in (0, 1)]
+    results = pool.run(jobs_loader.agreeing, 2, given)
     assert all(error.startswith("ExecutionError: ranks hold different plans") for _, _, error in results)
 
 
 def test_ranks_begin_the_same_pass(pool: Pool) -> None:
-    results = pool.run(jobs_loader.apart, 2, HereSource(job(2)))
+    results = pool.run(jobs_loader.apart, 2, planning(job(2)))
     assert all("ranks begin different passes" in error for error in results)
 
 
@@ -445,7 +448,7 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
     pool: Pool, other: Any, got: int, says: str
 ) -> None:
     samplers = [[[[0], [1]]], other, [[[0], [1]]]]
-    results = pool.run(jobs_loader.drawn, 3, HereSource(job(3, 66, 3)), samplers)
+    results = pool.run(jobs_loader.drawn, 3, planning(job(3, 66, 3)), samplers)
     assert [found for found, _ in results] == [got] * 3
     errors = {error for _, error in results}
     assert len(errors) == 1
@@ -458,7 +461,6 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("seed", "iteration 0: ranks draw different samples: "),
         (
             "sampler",
             "iteration 0: ranks draw different samples: 1 microbatches, samples [0, 1] of [64, 64] tokens",
@@ -467,7 +469,7 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
     ],
 )
 def test_samples_of_equal_lengths_are_the_same_on_all_ranks(pool: Pool, how: str, says: str) -> None:
-    errors = pool.run(jobs_loader.equally_long, 2, HereSource(job(2, 128)), how)
+    errors = pool.run(jobs_loader.equally_long, 2, planning(job(2, 128)), how)
     assert errors[0] == errors[1]
     assert errors[0].startswith(says)
 
@@ -485,7 +487,7 @@ def test_gradients_of_ddp_are_made_sums_once(pool: Pool) -> None:
 
 def test_a_rank_whose_pass_ends_first_is_told_apart(pool: Pool) -> None:
     samplers = [[[[0]], [[1]]], [[[0]]], [[[0]], [[1]]]]
-    results = pool.run(jobs_loader.drawn, 3, HereSource(job(3, 66)), samplers)
+    results = pool.run(jobs_loader.drawn, 3, planning(job(3, 66)), samplers)
     assert [found for found, _ in results] == [1, 1, 1]
     for _, error in results:
         assert "all_gather of plans on ranks 0, 2" in error

@@ -11,13 +11,13 @@ import pytest
 import apportion as ap
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.trainer.step.loss import IGNORED
-from tests.ranks.loading import HereSource, job
+from tests.ranks.loading import job, planning
 
 TOKENS = list(range(10, 18))
 
 
 def batch_of(*samples: Any, **options: Any) -> ap.PlannedBatch:
-    (batch,) = ap.PlannedLoader(ap.Samples(samples), source=HereSource(job()), shuffle=False, **options)
+    (batch,) = ap.PlannedLoader(ap.Samples(samples), **planning(job()), shuffle=False, **options)
     return batch
 
 
@@ -56,7 +56,7 @@ def test_masks_and_labels_of_a_sample_all_apply() -> None:
 def test_fields_that_would_be_ignored_are_refused_by_name(name: str, value: Any) -> None:
     dataset = Plain([{"input_ids": TOKENS[:4], name: value}], [4])
     with pytest.raises(ConfigError, match=rf"sequence 0: {name}"):
-        list(ap.PlannedLoader(dataset, source=HereSource(job())))
+        list(ap.PlannedLoader(dataset, **planning(job())))
 
 
 class Plain(list[Any]):
@@ -149,7 +149,7 @@ class Stream:
 
 
 def streamed(**options: Any) -> ap.StreamedLoader:
-    return ap.StreamedLoader(Stream(40), source=HereSource(job(tokens=30)), buffer=16, **options)
+    return ap.StreamedLoader(Stream(40), **planning(job(tokens=30)), buffer=16, **options)
 
 
 def contents(batches: Any) -> list[list[int]]:
@@ -187,6 +187,6 @@ def test_what_a_stream_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match="lengths"):
         streamed(lengths=[1])
     with pytest.raises(ConfigError, match="begin anew"):
-        ap.StreamedLoader(iter([]), source=HereSource(job()), buffer=2)
+        ap.StreamedLoader(iter([]), **planning(job()), buffer=2)
     with pytest.raises(ConfigError, match="size"):
         streamed().load_state_dict({**streamed().state_dict(), "size": 3})

@@ -16,23 +16,22 @@ import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.structures import Tree
-from apportion.ir.masks.windows import Full
 from apportion.trainer.loading import loader as loader_module, metrics
 from apportion.trainer.loading.iterations import Deal
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_seam
 from tests.ranks.jobs_seam import Broken
-from tests.ranks.loading import LENGTHS, HereSource, Recorded, job
+from tests.ranks.loading import LENGTHS, Recorded, job, planning
 from tests.ranks.rank_pool import Pool
 
 
 def loader_of(
     dataset: Recorded | Broken | Samples | None = None,
-    source: HereSource | None = None,
-    **options: Full | list[list[int]] | int,
+    given: dict[str, Any] | None = None,
+    **options: Any,
 ) -> PlannedLoader:
-    return PlannedLoader(dataset or Recorded(), source=source or HereSource(job()), shuffle=False, **options)
+    return PlannedLoader(dataset or Recorded(), **{**(given or planning(job())), "shuffle": False, **options})
 
 
 class Samples:
@@ -54,8 +53,8 @@ class Samples:
 def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_predicted_token(
     pool: Pool,
 ) -> None:
-    source, ranks = HereSource(job(3, 66, microbatches=2)), 3
-    results = pool.run(jobs_seam.fields, ranks, source, {"rows_multiple": 4})
+    given, ranks = planning(job(3, 66, microbatches=2)), 3
+    results = pool.run(jobs_seam.fields, ranks, given, {"rows_multiple": 4})
     for batches in zip(*results, strict=True):
         totals = np.array([0, 0.0])
         for b in batches:
@@ -79,8 +78,8 @@ def test_fields_are_cut_like_tokens_and_labels_and_weights_are_those_of_the_pred
 
 
 def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None:
-    source = HereSource(job(4, 128))
-    results = pool.run(jobs_seam.fields, 4, source, {"lengths": LENGTHS, "sampler": [[3]]})
+    given = planning(job(4, 128))
+    results = pool.run(jobs_seam.fields, 4, given, {"lengths": LENGTHS, "sampler": [[3]]})
     assert sorted(len(rank[0]["tokens"]) for rank in results) == [0, 0, 0, 1]
     assert {tuple(sorted(rank[0])) for rank in results} == {tuple(sorted(results[0][0]))}
     assert {rank[0]["places"].shape[1:] for rank in results} == {(2,)}
@@ -146,12 +145,10 @@ def test_a_batch_goes_to_a_device_and_is_a_dictionary() -> None:
 def test_token_verbs_go_both_ways_and_their_gradients_are_exact(
     pool: Pool, options: dict[str, int], mask: Tree | None
 ) -> None:
-    given = {} if mask is None else {"masks": mask, "sampler": [[0]]}
+    more = {} if mask is None else {"masks": mask, "sampler": [[0]]}
     for ranks in (1, 3):
-        source = HereSource(job(ranks, 66))
-        assert (
-            pool.run(jobs_seam.verbs, ranks, source, {**options, **given}, 5) == [(True, True, True)] * ranks
-        )
+        given = planning(job(ranks, 66), **options, **more)
+        assert pool.run(jobs_seam.verbs, ranks, given, 5) == [(True, True, True)] * ranks
 
 
 def test_token_verbs_refuse_other_rows() -> None:
@@ -167,8 +164,8 @@ def test_token_verbs_refuse_other_rows() -> None:
 
 
 def test_padding_changes_neither_loss_nor_gradients(pool: Pool) -> None:
-    source = HereSource(job(4, 64))
-    plain, padded = (pool.run(jobs_seam.padded, 4, source, multiple) for multiple in (None, 8))
+    given = planning(job(4, 64))
+    plain, padded = (pool.run(jobs_seam.padded, 4, given, multiple) for multiple in (None, 8))
     assert all(rows % 8 == 0 and rows for counts, *_ in padded for rows in counts)
     assert {loss for _, loss, _ in plain} == {loss for _, loss, _ in padded}
     np.testing.assert_allclose(padded[0][2], plain[0][2], rtol=0, atol=1e-6)
@@ -190,8 +187,8 @@ def test_what_knows_no_padding_says_so() -> None:
 
 
 def test_padding_is_at_least_one_row(pool: Pool) -> None:
-    source = HereSource(job(4, 128))
-    results = pool.run(jobs_seam.fields, 4, source, {"sampler": [[3]], "rows_multiple": 1})
+    given = planning(job(4, 128))
+    results = pool.run(jobs_seam.fields, 4, given, {"sampler": [[3]], "rows_multiple": 1})
     assert [len(rank[0]["tokens"]) for rank in results] == [1] * 4
 
 
@@ -200,24 +197,24 @@ def test_padding_is_at_least_one_row(pool: Pool) -> None:
 
 def test_drop_last_leaves_out_what_is_smaller() -> None:
     lengths = [64] * 7
-    whole = loader_of(Recorded(lengths), HereSource(job(microbatches=3)))
-    cut = loader_of(Recorded(lengths), HereSource(job(microbatches=3)), drop_last=True)
+    whole = loader_of(Recorded(lengths), planning(job(microbatches=3)))
+    cut = loader_of(Recorded(lengths), planning(job(microbatches=3)), drop_last=True)
     assert [len(list(loader)) for loader in (whole, cut)] == [len(whole), len(cut)] == [7, 6]
 
 
 def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something() -> None:
     sampler = [[[0], [1]], [[2]], [[3], [4]]]
-    source = HereSource(job(microbatches=2))
-    loader = PlannedLoader(Recorded(), source=source, sampler=sampler, drop_last=True)
+    given = planning(job(microbatches=2))
+    loader = PlannedLoader(Recorded(), **given, sampler=sampler, drop_last=True)
     assert [batch.samples.tolist() for batch in loader] == [[0], [1], [3], [4]]
     assert len(loader) == 4
     with pytest.raises(ConfigError, match=r"drop_last.*leaves nothing of the epoch's 1 iterations"):
-        list(loader_of(Recorded([3, 4]), HereSource(job(microbatches=3)), drop_last=True))
+        list(loader_of(Recorded([3, 4]), planning(job(microbatches=3)), drop_last=True))
 
 
 def test_a_rank_that_cannot_read_its_samples_ends_all(pool: Pool) -> None:
     dataset = jobs_seam.Broken([20, 20, 1])
-    told = pool.run(jobs_seam.ends, 3, dataset, HereSource(job(3, 66)), [[0, 1], [0, 2]])
+    told = pool.run(jobs_seam.ends, 3, dataset, planning(job(3, 66)), [[0, 1], [0, 2]])
     assert sorted(message[:8] for message in told) == ["a sample", "iteratio", "iteratio"]
     assert sum("have no rows: OSError: a sample is lost on rank" in message for message in told) == 2
 
@@ -235,8 +232,8 @@ def test_what_a_data_loader_process_cannot_read_is_told_to_the_ranks_first(
 
 
 def test_ranks_whose_samples_have_other_fields_are_told(pool: Pool) -> None:
-    source = HereSource(job(2, 40, recipe="contiguous"))
-    told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), source, [[0, 1]])
+    given = planning(job(2, 40, recipe="contiguous"))
+    told = pool.run(jobs_seam.ends, 2, jobs_seam.Mixed([20, 20]), given, [[0, 1]])
     assert told[0] == told[1]
     assert "iteration 0: samples have different fields" in told[0]
     assert [part in told[0] for part in ("float32", "float64", "on rank 0", "on rank 1")] == [True] * 4
@@ -301,13 +298,13 @@ def test_groups_with_orders_of_their_own_take_equal_steps(pool: Pool) -> None:
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_another_loader_goes_on_behind_the_last_batch(pool: Pool, stop: int) -> None:
-    source = HereSource(job(2, 64, microbatches=2))
-    for whole, gone_on in pool.run(jobs_seam.resumed, 2, source, stop, {}):
+    given = planning(job(2, 64, microbatches=2))
+    for whole, gone_on in pool.run(jobs_seam.resumed, 2, given, stop, {}):
         assert gone_on == whole
 
 
 def test_the_number_of_data_loader_workers_is_no_part_of_a_state() -> None:
-    whole, gone_on = jobs_seam.resumed(ap.Communicator.shared(), HereSource(job(1, 64)), 2, {"workers": 2})
+    whole, gone_on = jobs_seam.resumed(ap.Communicator.shared(), planning(job(1, 64)), 2, {"workers": 2})
     assert gone_on == whole
 
 
@@ -346,10 +343,10 @@ def test_another_epoch_forgets_where_the_state_was() -> None:
     [
         ("lengths", lambda: loader_of(Recorded([64, 3]))),
         ("masks", lambda: loader_of(masks=masks.full())),
-        ("job.tokens_per_rank", lambda: loader_of(source=HereSource(job(tokens=70)))),
-        ("job.policy", lambda: loader_of(source=HereSource(job(recipe="ring")))),
-        ("shuffle", lambda: PlannedLoader(Recorded(), source=HereSource(job()))),
-        ("seed", lambda: loader_of(seed=4)),
+        ("job.tokens_per_rank", lambda: loader_of(given=planning(job(tokens=70)))),
+        ("job.policy", lambda: loader_of(given=planning(job(recipe="ring")))),
+        ("shuffle", lambda: loader_of(shuffle=True)),
+        ("job.policy.seed", lambda: loader_of(seed=4)),
     ],
 )
 def test_a_state_of_something_else_is_refused_by_name(field: str, other: Callable[..., Any]) -> None:
@@ -393,7 +390,7 @@ def test_tokens_a_second_are_those_of_iterations_that_ended(monkeypatch: pytest.
 
 
 def test_iterations_that_are_given_out_in_part_are_not_timed() -> None:
-    loader = loader_of(source=HereSource(job(microbatches=2)))
+    loader = loader_of(given=planning(job(microbatches=2)))
     passing = iter(loader)
     first = next(passing).batch.tokens
     passing.close()

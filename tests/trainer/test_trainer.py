@@ -1,18 +1,9 @@
-"""The trainer seam: loader, loss, baselines, refused arguments, self-test and a short demo."""
+"""The trainer seam: rows, loss, refused arguments and the self-test."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,8 +22,6 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
-from apportion.trainer.demo import run as demo, training, workload
-from apportion.trainer.demo.baselines import contiguous, zigzag_ring
 from apportion.trainer.loading.rows import local_rows
 from apportion.trainer.measure import selftest
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -155,28 +144,7 @@ def test_a_batch_dimension_of_one_is_kept() -> None:
         planned_attention(q.expand(2, *q.shape), k[None], v[None], handle)
 
 
-# --- baselines
-
-
-def test_baselines_count_loads_bytes_and_tokens_exactly() -> None:
-    batch, m = Batch.from_lengths([8]), model(2, "fp32")
-    filled = contiguous(batch, 2, m)
-    # queries 0-3 have 10 pairs, 4-7 have 26; rank 1 fetches 4 keys
-    row = 3 * 2 * 8 * 4  # k and v, fp32: out, out again, gradient home
-    assert filled.compute_imbalance == pytest.approx(26 / 18 - 1)
-    assert (filled.token_imbalance, filled.bytes_moved, filled.slots) == (0, 4 * row, 3)
-    ring = zigzag_ring(batch, 2, m)
-    # chunks of 2 tokens hold 3, 7, 11, 15 pairs: rank 0 has the first and last
-    assert ring.compute_imbalance == ring.token_imbalance == 0
-    assert (ring.bytes_moved, ring.slots) == (8 * (2 + 2) * 2 * 8 * 4, 4)
-
-
-def test_baselines_of_a_window_fetch_only_what_it_sees() -> None:
-    batch = Batch.from_lengths([100], masks.sliding_window(5))
-    assert contiguous(batch, 4, model(2)).bytes_moved == 3 * 4 * 3 * 2 * 8 * 8
-
-
-# --- self-test and demo
+# --- self-test
 
 
 def test_selftest_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,83 +194,3 @@ def test_selftest_runs_the_stage_engine_where_it_serves(
     record = json.loads(capsys.readouterr().out)
     assert {(row["engine"], row["dtype"]) for row in record["rows"]} == {("stage", "fp32"), ("stage", "fp16")}
     assert record["skipped"] == ["stage: Triton's interpreter multiplies bfloat16 wrongly"]
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """The test leaves no process that was not there before."""
-    before = processes_of(os.getpid(), PARENT)
-    yield
-    assert processes_of(os.getpid(), PARENT) <= before
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_demo_agrees_in_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(steps=2, as_json=True) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["ok"]
-    assert record["largest_difference"] <= record["tolerance"]
-    assert len(record["losses"]["planned"]) == len(record["losses"]["plain"]) == 2
-    assert set(record["layouts"]) == {"planned (fcp)", "contiguous", "zig-zag ring"}
-    assert record["service"]["delivered"] == 2 * workload.RANKS
-    assert record["service"]["planning_ms"] > 0
-
-
-def test_demo_exits_non_zero_where_losses_differ_or_plans_are_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = [training.Ran(1.0, (bytes(32),) * workload.RANKS, (0.0,) * workload.RANKS)]
-    monkeypatch.setattr(demo, "train_planned", lambda steps, progress: (ran, training.Service(4, 1.0, 0.0)))
-    monkeypatch.setattr(demo, "train_plain", lambda steps: iter([1.001]))
-    assert demo.run(steps=1) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "losses differ by 1.0e-03" in told
-    assert "the processes ran ['000000000000'], not" in told
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_demo_ends_its_processes_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "documents", lambda steps: (_ for _ in ()).throw(ExecutionError("no disk")))
-    with pytest.raises(ExecutionError, match="no disk"):
-        demo.run(steps=1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_demo_that_is_killed_leaves_no_process(number: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "apportion", "demo", "--steps", "1000"]
-    with open(tmp_path / "out", "wb") as out:
-        run = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    with run:
-        started = until(lambda: len(processes_of(run.pid)) >= 2 + workload.RANKS or run.poll() is not None)
-        run.send_signal(number)
-        run.wait(300)
-    assert started, (tmp_path / "out").read_text()
-    assert until(lambda: not processes_of(run.pid)), processes_of(run.pid)
-
-
-def until(holds: Callable[..., Any], seconds: int = 300) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return holds()
-
-
-PARENT, SESSION = 1, 3  # behind a process's name and its state
-
-
-def processes_of(number: int, field: int = SESSION) -> set[str]:
-    """Number and name of those of a session, or of a parent, by what the system tells of each."""
-    told = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, rest = stat.read_text().rsplit(")", 1)
-            state, *numbers = rest.split()
-            if state != "Z" and int(numbers[field - 1]) == number:
-                told.add(name)
-    return told
-
-
-def test_demo_without_a_repository_uses_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(workload, "REPOSITORY", tmp_path)
-    assert len(workload._corpus()) > 10_000
-    assert len(workload._workload(None)) > 10

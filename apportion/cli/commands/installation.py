@@ -24,9 +24,9 @@ def demo(
 ) -> None:
     """Train a small transformer on 4 CPU processes under plans, and the same one in one process without.
 
-    A planning service is started on a free loopback port, and streams each process its part of every plan. Document
-    lengths come from the examples, or from --workload. Prints both losses, and what the plans cost beside contiguous
-    filling and a zig-zag ring. Exit code 1 if the losses differ or a check fails.
+    A planning service is started on a free loopback port, and streams each process its part of every plan. Documents
+    are as long as the package's source files, or as samples of --workload. Prints both losses, and what the plans cost
+    beside those of the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
 
     [bold]Examples[/bold]
 
@@ -36,10 +36,10 @@ def demo(
     """
     inputs.need("torch", "torch", "the demo")
     inputs.need("uvicorn", "service", "the demo")
-    from apportion.trainer.demo import run as trainer
+    from apportion.demo.run import run
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what it started ends with it
-    raise typer.Exit(trainer.run(workload, steps, as_json))
+    raise typer.Exit(run(workload, steps, as_json))
 
 
 def selftest(as_json: options.AsJson = False) -> None:

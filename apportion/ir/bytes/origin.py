@@ -19,14 +19,13 @@ from apportion.ir.request.sequences import DEFAULT_KIND
 
 
 def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None) -> dict[str, Any]:
-    """The job, digests of the samples' lengths and masks, in hex, and how they are drawn: seed and shuffle, None where
-    a trainer has an order of its own. lengths: integers [n]; masks: as `batches_of` takes them."""
+    """The job, with the seed; digests of the samples' lengths and masks, in hex; and whether they are shuffled, None
+    where a trainer has an order of its own. lengths: integers [n]; masks: as `batches_of` takes them."""
     held = np.ascontiguousarray(lengths, "<i8")
     return {
         "job": json.loads(json.dumps(job.to_data())),
         "lengths": digest(held.tobytes()).hex(),
         "masks": digest(wire.encode_section(_masks_data(masks))).hex(),
-        "seed": None if sampling is None else sampling.seed,
         "shuffle": None if sampling is None else sampling.shuffle,
     }
 

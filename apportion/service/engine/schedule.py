@@ -37,7 +37,8 @@ class Schedule:
         """When a request is needed that its trainer comes to after `ahead` further steps."""
         now = self._clock()
         last, step = self._steps.get(job, (now, FIRST_STEP_S))
-        step = min(max(0.8 * step + 0.2 * (now - last), STEPS_S[0]), STEPS_S[1]) if last != now else step
+        gap = min(max(now - last, step / 2), 2 * step)  # a pause is no step
+        step = min(max(0.8 * step + 0.2 * gap, STEPS_S[0]), STEPS_S[1]) if last != now else step
         _remember(self._steps, job, (now, step))
         return now + ahead * step
 

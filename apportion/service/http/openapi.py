@@ -20,7 +20,7 @@ _REQUEST = {
         },
     },
 }
-EXAMPLE = {
+EXAMPLE: dict[str, Any] = {
     "job": {
         "cluster": {"nodes": 1, "ranks_per_node": 4},
         "model": {"q_heads": 8, "kv_heads": 2, "head_dim": 64},

@@ -182,4 +182,5 @@ def serving(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -18,7 +18,7 @@ from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.samples import Samples
 
 _PLACE = ("epoch", "buffer", "size")
-_OWN = {"lengths", "masks", "sampler", "run"}
+_OWN = {"lengths", "masks", "sampler"}
 
 
 class StreamedLoader:
@@ -30,7 +30,7 @@ class StreamedLoader:
     where it has one, and `skip(n)`, which gives the stream without its first n samples, where a pass goes on. buffer:
     samples that are read, shuffled and planned at a time; its last microbatch may be a small one, so take many times
     what an iteration takes. mask, limit, too_long: as `Samples`. options: as `PlannedLoader`, but for what is of all
-    samples: lengths, masks, sampler and run. Numbers of iterations and samples are those of a buffer.
+    samples: lengths, masks and sampler. Numbers of iterations and samples are those of a buffer.
 
     `state_dict` and `load_state_dict` are as those of `PlannedLoader`: a pass goes on behind the last batch that was
     given out. Raises ConfigError, as `Samples` and `PlannedLoader`, and ExecutionError where ranks read other lengths.

@@ -7,7 +7,6 @@ import pytest
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
@@ -20,8 +19,6 @@ from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import Space, Tensor
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone, find_lone
-from apportion.planner.iteration.assignment import decode_assignment, encode_assignment
-from apportion.planner.iteration.restored import restored
 from apportion.planner.pipeline import pipeline, placing
 from apportion.planner.pipeline.checks import checked_steps
 from apportion.planner.pipeline.watch import SILENT
@@ -287,20 +284,6 @@ def test_an_explicit_cap_is_kept(cap: float) -> None:
 
 def test_equal_requests_give_equal_plans() -> None:
     assert plan(lognormal(), "mixed").id == plan(lognormal(), "mixed").id
-
-
-def test_a_compact_form_is_read_back() -> None:
-    for batch in (lognormal(), Batch.from_lengths([200] * 64)):
-        policy = Policy(find_recipe("mixed"))
-        problem = Problem(batch, Cluster(2, 4), MODEL, policy)
-        placed = placing.place(problem, passes_of(policy.recipe), SILENT)
-        made = pipeline.Made(pipeline.seal(pipeline.draft(placed, SILENT), SILENT), placed)
-        job = Job(problem.cluster, MODEL, policy, tokens_per_rank=32768)
-        held = encode_assignment(job, [batch], [], [made], b"0" * 32)
-        assert held is not None
-        found = decode_assignment(held)
-        ((again, _),) = restored([problem], found.choices)
-        assert pipeline.seal(pipeline.draft(again, SILENT), SILENT).id == made.plan.id
 
 
 # ---- what is refused

@@ -12,10 +12,9 @@ from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.origin import difference
 from apportion.ir.errors import ConfigError
 from apportion.ir.version import __version__
+from apportion.service.precompute import ORIGIN
 from apportion.service.store import open_store
 from apportion.trainer.loading.sources.source import Source
-
-TOLD = "precompute.json"  # what its plans were made of, as `ir.bytes.origin`, and how many
 
 
 @dataclass(eq=False)
@@ -64,6 +63,6 @@ class FolderSource(Source):
 
     def _told(self) -> dict[str, Any]:
         """Empty in the store of a server."""
-        path = Path(self.folder, TOLD)
+        path = Path(self.folder, ORIGIN)
         found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
         return found

@@ -7,37 +7,28 @@ Shapes: tokens and position_ids [rows]; hidden [rows, E]; q [rows, Hq, D]; k, v 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-#: (q, k, v, attention kind) -> out [rows, Hq, D]
-Attention = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+import apportion as ap
 
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """`kinds` names the attention kind of each layer."""
-
-    vocabulary: int = 256
-    hidden: int = 64
-    ffn: int = 192
-    q_heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    kinds: tuple[str, ...] = ("local", "global")
+#: (q, k, v, kind=attention kind) -> out [rows, Hq, D]
+Attention = Callable[..., Tensor]
 
 
 class Decoder(nn.Module):
-    """tokens, position_ids -> logits [rows, vocabulary]."""
+    """tokens, position_ids -> logits [rows, vocabulary]. model: its sizes; layers of a kind stand together."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, model: ap.Model, vocabulary: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(config.vocabulary, config.hidden)
-        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.kinds)
-        self.norm = nn.RMSNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        layers = {"default": model.layers} if isinstance(model.layers, int) else model.layers
+        self.embed = nn.Embedding(vocabulary, model.hidden)
+        self.layers = nn.ModuleList(
+            Layer(model, kind) for kind, count in layers.items() for _ in range(count)
+        )
+        self.norm = nn.RMSNorm(model.hidden)
+        self.head = nn.Linear(model.hidden, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
         hidden = self.embed(tokens)
@@ -48,21 +39,21 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, kind: str) -> None:
+    def __init__(self, model: ap.Model, kind: str) -> None:
         super().__init__()
-        self.kind, self.heads = kind, (config.q_heads, config.kv_heads, config.kv_heads)
-        self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
-        self.qkv = nn.Linear(config.hidden, sum(self.heads) * config.head_dim, bias=False)
-        self.out = nn.Linear(config.q_heads * config.head_dim, config.hidden, bias=False)
-        self.up = nn.Linear(config.hidden, 2 * config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
+        self.kind, self.heads = kind, (model.q_heads, model.kv_heads, model.kv_heads)
+        self.norms = nn.ModuleList(nn.RMSNorm(model.hidden) for _ in range(2))
+        self.qkv = nn.Linear(model.hidden, sum(self.heads) * model.head_dim, bias=False)
+        self.out = nn.Linear(model.q_heads * model.head_dim, model.hidden, bias=False)
+        self.up = nn.Linear(model.hidden, 2 * model.ffn, bias=False)
+        self.down = nn.Linear(model.ffn, model.hidden, bias=False)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
         rows, heads = len(hidden), sum(self.heads)
         # not -1: a rank may hold no rows
         qkv = self.qkv(self.norms[0](hidden)).view(rows, heads, self.qkv.out_features // heads)
         q, k, v = qkv.split(self.heads, dim=1)
-        out = attention(rotate(q, position_ids), rotate(k, position_ids), v, self.kind)
+        out = attention(rotate(q, position_ids), rotate(k, position_ids), v, kind=self.kind)
         hidden = hidden + self.out(out.flatten(1))
         gate, value = self.up(self.norms[1](hidden)).chunk(2, dim=-1)
         mixed: Tensor = hidden + self.down(nn.functional.silu(gate) * value)

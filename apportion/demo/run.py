@@ -1,0 +1,126 @@
+"""The demo: four processes train under plans that a server streams to them, one trains without, and losses agree.
+
+documents ─┬► torchrun: 4 gloo processes, each with a PlannedLoader ──► losses ┐
+           │          │ requests           ▲ slices, ahead of time             │
+           │          ▼                    │                                   ├─► compare
+           │        apportion serve, a child process on loopback               │
+           ├► the same model in this process, plain attention ────────► losses ┤
+           └► each step planned again here and verified ──────────────► ids ───┘
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import apportion as ap
+from apportion.demo import train, workload
+from apportion.ir.errors import ExecutionError
+from apportion.service.http.serve import serving
+
+TOLERANCE = 1e-4
+RECIPES = (workload.RECIPE, "contiguous", "ring")
+FIGURES = ("compute_imbalance", "token_imbalance", "moved_mb", "slots")
+
+
+def run(file: Path | None, steps: int, as_json: bool) -> int:
+    """Runs the demo and prints what it found; 0 where losses and plans agree. Raises ConfigError, ExecutionError."""
+    data = workload.documents(steps, file)
+    work: dict[str, Iterator[Any]] = {
+        f"train on {workload.RANKS} processes, planned": _trained(steps, file),
+        "train in one process, plain": train.plain(data),
+        "plan again here, and verify": map(_planned_here, data),
+    }
+    with Progress(console=Console(stderr=True)) as progress:
+        found = [list(progress.track(own, steps, description=f"{title:<34}")) for title, own in work.items()]
+    record = compare(*found)
+    print(json.dumps(record)) if as_json else _show(record)
+    return 0 if record["ok"] else 1
+
+
+def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
+    """What rank 0 tells of each step; server and processes run as long as it is iterated."""
+    with tempfile.TemporaryDirectory() as folder:
+        token, log = secrets.token_hex(), Path(folder) / "log"
+        with serving(Path(folder) / "plans", token=token, log=log) as server, open(log, "ab") as errors:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workload.RANKS}"]
+            training = ["-m", train.__name__, server.url, str(steps), *([str(file)] if file else [])]
+            environment = os.environ | {"APPORTION_TOKEN": token, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, *torchrun, *training]
+            with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors) as ranks:
+                try:
+                    assert ranks.stdout is not None
+                    yield from (json.loads(line) for line in ranks.stdout if line.startswith(b"{"))
+                    if ranks.wait():
+                        raise ExecutionError(f"the training failed:\n{log.read_text()[-4000:]}")
+                finally:
+                    ranks.terminate()
+
+
+def _planned_here(step: list[workload.Document]) -> tuple[str, list[list[float]]]:
+    """The id of a step's verified plan, and FIGURES of each recipe's."""
+    plans = [
+        ap.plan(workload.batch_of(step), workload.CLUSTER, workload.MODEL, recipe, workload.SEED)
+        for recipe in RECIPES
+    ]
+    reports = [plan.report for plan in plans]
+    imbalances = [[own["imbalance"][name] for name in ("compute", "tokens")] for own in reports]
+    moved = [[own["bytes"]["total"] / 1e6, own["slots"]] for own in reports]
+    return plans[0].id.hex(), np.hstack([imbalances, moved]).tolist()
+
+
+def compare(
+    told: list[dict[str, Any]], plain: list[float], here: list[tuple[str, list[list[float]]]]
+) -> dict[str, Any]:
+    """What the demo found; `ok` decides the exit code. Of each step, told: as trained under plans; plain: the loss
+    without; here: as planned here."""
+    losses = [own["loss"] for own in told]
+    difference = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
+    failures = [] if difference <= TOLERANCE else [f"losses differ by {difference:.1e}"]
+    for step, (own, (plan, _)) in enumerate(zip(told, here, strict=True)):
+        if own["plan"] != plan:
+            failures.append(f"step {step}: the ranks ran plan {own['plan'][:12]}, not {plan[:12]}")
+    medians = np.median([figures for _, figures in here], axis=0).tolist()
+    rows = {
+        recipe: dict(zip(FIGURES, row, strict=True)) for recipe, row in zip(RECIPES, medians, strict=True)
+    }
+    record = {
+        "ok": not failures,
+        "failures": failures,
+        "ranks": workload.RANKS,
+        "tokens": workload.TOKENS,
+        "recipes": rows,
+    }
+    record |= {"losses": {"planned": losses, "plain": plain}, "largest_difference": difference}
+    return record | {name: told[-1][name] for name in ("tokens_per_s", "waited_s")}
+
+
+def _show(record: dict[str, Any]) -> None:
+    titles = (name.replace("_", " ") for name in ("recipe", *FIGURES))
+    console, table = Console(), Table(*titles, title="the same batches, median of all steps")
+    for recipe, figures in record["recipes"].items():
+        compute, tokens, moved, slots = figures.values()
+        table.add_row(recipe, f"{compute:.1%}", f"{tokens:.1%}", f"{moved:.1f}", f"{slots:.0f}")
+    console.print(table)
+    pairs = list(zip(record["losses"]["planned"], record["losses"]["plain"], strict=True))
+    for step in sorted({0, len(pairs) // 2, len(pairs) - 1}):
+        console.print(f"step {step}: loss {pairs[step][0]:.6f} planned, {pairs[step][1]:.6f} plain")
+    for failure in record["failures"]:
+        console.print(f"[red]failed:[/red] {failure}")
+    console.print(
+        f"{'ok' if record['ok'] else 'not ok'}: largest difference of losses {record['largest_difference']:.1e} "
+        f"(allowed {TOLERANCE:.0e}); {len(pairs)} steps of {workload.TOKENS:,} tokens on {workload.RANKS} processes, "
+        f"{record['tokens_per_s']:,.0f} tokens/s; ranks waited {1e3 * record['waited_s']:.0f} ms for plans in all"
+    )

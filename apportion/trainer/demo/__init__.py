@@ -1,1 +1,0 @@
-"""`apportion demo`: a small transformer trained under plans and without."""

@@ -1,0 +1,222 @@
+"""The engine with real workers: each request planned once, refusals, deaths, memory, a store that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apportion.ir.bytes.job import Job
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.service.engine import Engine, Limits, Metrics, State
+from apportion.service.pack import Pack, expanded
+from apportion.service.problems import ServiceError, UnknownPlanError
+from apportion.service.store import Folder, Store, StoreError
+from apportion.service.workers import ProcessExecutor
+from apportion.service.workers.work import plan_file, plan_page
+from tests.service.faults import die, hang, hog
+from tests.service.requests import RANKS, Request
+
+
+def run(
+    workers: Executor,
+    test: Callable[[Engine], Awaitable[Any]],
+    store: Store | None = None,
+    limits: Limits | None = None,
+) -> Any:
+    async def main() -> Any:
+        return await asyncio.wait_for(test(Engine(workers, 1, store, Metrics(), limits)), 60.0)
+
+    return asyncio.run(main())
+
+
+async def submit(engine: Engine, request: Request, ahead: int = 0) -> State:
+    entry = await engine.submit(request.key, request.data, request.job.digest, RANKS, "anyone", ahead)
+    return entry.state
+
+
+def value(counter: Any) -> float:
+    return float(counter._value.get())
+
+
+def test_a_request_is_planned_once_for_all_who_ask(workers: ProcessExecutor) -> None:
+    async def test(engine: Engine) -> list[Pack | None]:
+        early = asyncio.create_task(engine.pack(Request(0).key, 20.0))  # before anybody submits it
+        await asyncio.sleep(0)
+        states = [await submit(engine, Request(0)) for _ in range(3)]
+        assert set(states) <= {State.QUEUED, State.PLANNING}
+        found = await asyncio.gather(early, *(engine.pack(Request(0).key, 20.0) for _ in range(5)))
+        assert await submit(engine, Request(0)) is State.READY
+        assert value(engine.metrics.plans.labels("ready")) == 1
+        assert [entry.key for entry in engine.latest(10)] == [Request(0).key]
+        return found
+
+    for pack in run(workers, test):
+        assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == Request(0).slices()
+
+
+def test_what_nobody_submitted_is_unknown_and_what_is_not_ready_is_none(workers: ProcessExecutor) -> None:
+    async def test(engine: Engine) -> None:
+        with pytest.raises(UnknownPlanError):
+            await engine.pack(Request(1).key, 0.0)
+        began = time.monotonic()
+        with pytest.raises(UnknownPlanError):
+            await engine.pack(Request(1).key, 30.0)
+        assert time.monotonic() - began < 10.0
+        await submit(engine, Request(1))
+        assert await engine.pack(Request(1).key, 0.0) is None
+        assert await engine.pack(Request(1).key, 30.0) is not None
+
+    run(workers, test)
+
+
+def test_a_refused_request_says_why_to_everybody(workers: ProcessExecutor) -> None:
+    job = Job(Cluster(1, RANKS), Model(4, 2, 16), Policy(find_recipe("fcp"), token_cap=10), 512)
+    request = Request(2, job)
+
+    async def test(engine: Engine) -> None:
+        await submit(engine, request)
+        for _ in range(2):
+            with pytest.raises(ServiceError, match="422 refused"):
+                await engine.pack(request.key, 30.0)
+            with pytest.raises(ServiceError, match="422 refused"):
+                await submit(engine, request)
+        assert value(engine.metrics.plans.labels("refused")) == 1
+
+    run(workers, test)
+
+
+def test_a_worker_that_is_killed_costs_nothing(workers: ProcessExecutor) -> None:
+    killed = []
+
+    async def test(engine: Engine) -> None:
+        real = engine._executor.submit
+        engine._executor = Killing(real, killed)
+        await submit(engine, Request(3))
+        assert await engine.pack(Request(3).key, 60.0) is not None
+        assert value(engine.metrics.deaths) == 2
+
+    class Killing:
+        """The first two tasks kill their worker."""
+
+        def __init__(self, real: Any, killed: list[int]) -> None:
+            self._real = real
+
+        def submit(self, work: Any, request: bytes) -> Any:
+            killed.append(1)
+            return self._real(die if len(killed) < 3 else work, request)
+
+    run(workers, test)
+
+
+@pytest.mark.parametrize(
+    ("work", "type"),
+    [(die, "quarantined"), (hang, "too-long"), (hog, "failed")],
+    ids=["dies", "hangs", "memory"],
+)
+def test_a_request_that_harms_workers_is_set_aside(work: Any, type: str) -> None:
+    workers = ProcessExecutor(2, task_s=8.0, memory_bytes=4 << 30)
+    try:
+
+        async def test(engine: Engine) -> None:
+            beside = asyncio.create_task(engine.make(plan_file, b"1", Request(4).data, b"j", RANKS, "a"))
+            with pytest.raises(ServiceError) as caught:
+                await engine.make(work, b"2", b"", b"k", RANKS, "a")
+            assert caught.value.type == type
+            assert (await beside)[1:].startswith(b"\xa6format")
+
+        run(workers, test)
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+def test_the_queue_has_an_end(workers: ProcessExecutor) -> None:
+    async def test(engine: Engine) -> None:
+        for number in range(10, 14):  # two lanes, two in the queue
+            await submit(engine, Request(number))
+        with pytest.raises(ServiceError, match="429 queue-full"):
+            await submit(engine, Request(19))
+        while len(engine._schedule):
+            await asyncio.sleep(0.01)
+        assert await submit(engine, Request(19)) is not State.REFUSED
+
+    run(workers, test, limits=Limits(queued=2))
+
+
+def test_memory_is_bounded_and_what_is_dropped_is_read_again(
+    workers: ProcessExecutor, tmp_path: Path
+) -> None:
+    requests = [Request(number) for number in range(20, 30)]
+
+    async def test(engine: Engine) -> None:
+        for request in requests:
+            await submit(engine, request)
+            await engine.pack(request.key, 30.0)
+        await asyncio.sleep(0.1)
+        assert engine._cached_bytes <= 20_000
+        assert len(engine._entries) <= 4
+        for request in requests:
+            assert engine.hot(request.key) is None or request in requests[-8:]
+            assert (await engine.pack(request.key, 0.0)).key == request.key
+
+    run(workers, test, Folder(tmp_path), Limits(cached_bytes=20_000, known=4))
+
+
+def test_without_a_store_what_is_dropped_is_unknown_and_submitted_again(workers: ProcessExecutor) -> None:
+    async def test(engine: Engine) -> None:
+        for number in range(30, 33):
+            await submit(engine, Request(number))
+            assert await engine.pack(Request(number).key, 30.0)
+        with pytest.raises(UnknownPlanError):
+            await engine.pack(Request(30).key, 0.0)
+        await submit(engine, Request(30))
+        assert await engine.pack(Request(30).key, 30.0)
+
+    run(workers, test, limits=Limits(cached_bytes=1))
+
+
+def test_a_restart_finds_what_was_planned(workers: ProcessExecutor, tmp_path: Path) -> None:
+    async def first(engine: Engine) -> None:
+        await submit(engine, Request(40))
+        assert await engine.pack(Request(40).key, 30.0)
+        while engine._tasks:
+            await asyncio.sleep(0.01)
+
+    async def second(engine: Engine) -> None:
+        assert await submit(engine, Request(40)) is State.READY
+        assert (await engine.pack(Request(40).key, 0.0)).slice(1)
+        assert value(engine.metrics.plans.labels("ready")) == 0
+
+    run(workers, first, Folder(tmp_path))
+    run(workers, second, Folder(tmp_path))
+
+
+class Full(Folder):
+    def get(self, key: bytes) -> Pack | None:
+        raise StoreError("cannot read")
+
+    def put(self, pack: Pack) -> None:
+        raise StoreError("cannot keep a plan")
+
+
+def test_planning_goes_on_where_the_store_fails(workers: ProcessExecutor, tmp_path: Path) -> None:
+    async def test(engine: Engine) -> None:
+        await submit(engine, Request(50))
+        assert await engine.pack(Request(50).key, 30.0)
+        await asyncio.sleep(0.05)
+        assert value(engine.metrics.store_errors) >= 2
+
+    run(workers, test, Full(tmp_path))
+
+
+def test_a_page_is_made_of_a_request(workers: ProcessExecutor) -> None:
+    page = run(workers, lambda engine: engine.make(plan_page, b"1", Request(60).data, b"j", RANKS, "a"))
+    assert page.startswith(b"<!doctype html>")

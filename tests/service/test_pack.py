@@ -1,0 +1,77 @@
+"""Packs: one rank's slice is read alone, and no changed byte is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.service.pack import Pack, Read, expanded, read_slice
+from tests.service.requests import JOB, RANKS, Request
+
+REQUEST = Request(1)
+
+
+@pytest.fixture(scope="module")
+def pack() -> Pack:
+    return REQUEST.pack()
+
+
+def reading(data: bytes, seen: list[int] | None = None) -> Read:
+    def read(offset: int, size: int) -> bytes:
+        found = data[offset : offset + size]
+        if seen is not None:
+            seen.append(len(found))
+        return found
+
+    return read
+
+
+def test_a_pack_has_what_ranks_get_and_what_was_asked(pack: Pack) -> None:
+    assert [expanded(pack.slice(rank)) for rank in range(RANKS)] == REQUEST.slices()
+    assert (pack.request, pack.key, pack.ranks) == (REQUEST.data, REQUEST.key, RANKS)
+    assert pack.report["ranks"] == RANKS
+    assert Pack.decode(pack.data).data == pack.data
+    assert REQUEST.pack().data == pack.data  # equal requests, equal bytes
+
+
+def test_one_slice_is_read_without_the_others(pack: Pack) -> None:
+    seen: list[int] = []
+    big = pack.data + bytes(1 << 20)  # what follows is not read, either
+    found = read_slice(reading(big, seen), REQUEST.key, 2)
+    assert found.encode() == REQUEST.slices()[2]
+    assert sum(seen) <= (64 << 10) + len(pack.slice(2))
+
+
+def test_a_rank_that_is_not_there_is_refused(pack: Pack) -> None:
+    with pytest.raises(ConfigError, match=r"rank = 4: must be in \[0, 3\]"):
+        read_slice(reading(pack.data), REQUEST.key, RANKS)
+
+
+def test_no_changed_byte_is_taken_for_a_plan(pack: Pack) -> None:
+    rng, slices = random.Random(5), REQUEST.slices()
+    for _ in range(300):
+        data = bytearray(pack.data)
+        at = rng.randrange(len(data))
+        data[at] ^= 1 << rng.randrange(8)
+        with pytest.raises(DecodeError):
+            Pack.decode(bytes(data), REQUEST.key)
+        for rank in range(RANKS):  # one slice may be whole where another is not
+            try:
+                found = read_slice(reading(bytes(data)), REQUEST.key, rank)
+            except DecodeError:
+                continue
+            assert isinstance(found, IterationSlice)
+            assert found.encode() == slices[rank]
+        with pytest.raises(DecodeError):
+            Pack.decode(pack.data[: rng.randrange(len(pack.data))])
+    with pytest.raises(DecodeError, match="renamed"):
+        Pack.decode(pack.data, bytes(32))
+    with pytest.raises(DecodeError, match="added to"):
+        Pack.decode(pack.data + b"a")
+
+
+def test_the_key_is_of_the_request_alone() -> None:
+    assert Request(1).key == JOB.request_key(Request(1).batches) != Request(2).key
