@@ -103,13 +103,6 @@ def token_of(file: Path | None) -> str | None:
     return os.environ.get("APPORTION_TOKEN") if file is None else read_text(file).strip()
 
 
-def workers_of(number: int) -> int:
-    """So many, or as many as there are cores for 0."""
-    import os
-
-    return number or len(os.sched_getaffinity(0))
-
-
 def masks_of(text: str | None) -> MaskSpec | None:
     """The mask of a name, or of YAML as batch files have it, or {kind: mask} of YAML; None where nothing is given.
     Raises ConfigError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,6 @@ from apportion.cli.output import INTERRUPTED, count, emit, note, progress
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from apportion.ir.bytes.job import Job
     from apportion.service.precompute import Summary, Work
 
@@ -33,6 +32,14 @@ Shuffle = Annotated[
     bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
 
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        "--mask",
+        help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
+        "or what each sample of the workload has.",
+    ),
+]
 Ray = Annotated[
     str | None,
     typer.Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
@@ -44,7 +51,7 @@ def precompute(
     out: Out,
     lengths: options.LengthsFile = None,
     workload: options.WorkloadFile = None,
-    mask: options.MaskText = None,
+    mask: Mask = None,
     cluster: options.ClusterFile = None,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
@@ -107,8 +114,9 @@ def _work(job: Job, files: inputs.Files, mask: str | None, shuffle: bool, iterat
 
 def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
     from apportion.service.precompute import precompute as run
+    from apportion.service.workers import executor_of
 
-    meter, (executor, workers) = _Meter(work.iterations), _executor(workers, ray)
+    meter, (executor, workers) = _Meter(work.iterations), executor_of(workers, PLAN_S, ray=ray)
     try:
         with progress("planning", work.iterations, detail=meter.rate) as step:
 
@@ -119,18 +127,6 @@ def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
             return run(work, out, executor, workers, report)
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-def _executor(workers: int, ray: str | None) -> tuple[Executor, int]:
-    from apportion.service.workers import ProcessExecutor
-
-    workers = inputs.workers_of(workers)
-    if ray is None:
-        return ProcessExecutor(workers, PLAN_S), workers
-    from apportion.service.workers.ray import RayExecutor
-
-    cluster = RayExecutor(workers, PLAN_S, ray)
-    return cluster, cluster.workers
 
 
 class _Meter:
@@ -157,11 +153,7 @@ def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:
         "out": str(out),
         "recipe": work.job.policy.recipe.name,
         "ranks": work.job.ranks,
-        "iterations": summary.iterations,
-        "planned": summary.planned,
-        "plans": summary.packs,
-        "bytes": summary.size,
-        "seconds": round(summary.seconds, 3),
+        **asdict(summary),
         "rate": round(summary.planned / summary.seconds, 3),
     }
 
@@ -172,7 +164,7 @@ def _table(record: Mapping[str, Any]) -> RenderableType:
 
     rows = (
         ("iterations", f"{record['iterations']:,} ({record['planned']:,} planned now, and verified)"),
-        ("plans", f"{record['plans']:,} in the folder, {human_bytes(record['bytes'])}"),
+        ("plans", f"{record['packs']:,} in the folder, {human_bytes(record['size'])}"),
         ("rate", f"{record['rate']:,.1f} iterations/s"),
     )
     title = f"plans in {record['out']}, recipe {record['recipe']}, {count(record['ranks'], 'rank')}"
