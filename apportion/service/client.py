@@ -45,9 +45,8 @@ from apportion.service.problems import (
 
 JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/html"
 MAX_PROBLEM = 64 << 10
-CONNECT_S = 3.0
+CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # that connecting may take, and that a server waits before it answers
 SILENCE_S = 6.0  # of a stream: three of the server's signs of life
-MAX_HOLD_S = 60.0  # that a server waits before it answers
 SLACK_S = 0.3  # beyond a call's time, for an answer that comes at its end
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
 STREAMED = 32  # keys in one request: 2.2 kB of URL
@@ -192,7 +191,8 @@ class Client:
     async def _whole(self, request: _Request, total_s: float) -> tuple[int, bytes]:
         """Status and body of the answer; raises the last failure where no time is left for another attempt."""
         now = asyncio.get_running_loop().time
-        end, servers, failures = now() + total_s, self.servers, 0
+        end, tried_until = now() + total_s, now() + min(total_s, self.timeout_s)
+        servers, failures = self.servers, 0
         while True:
             at = failures % len(servers)
             attempt_s = (end - now()) / (1 if request.long else len(servers) - at)
@@ -217,7 +217,7 @@ class Client:
                 bound = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(failures // len(servers), 10))
                 pause_s = SystemRandom().uniform(0, bound)  # not of a seed that all ranks share
                 pause_s += getattr(failure, "retry_after", None) or 0.0
-                if now() + pause_s >= end:
+                if now() + pause_s >= tried_until:
                     raise failure
                 await asyncio.sleep(pause_s)
 

@@ -144,7 +144,7 @@ def kills(seconds: float) -> dict[str, Any]:
     """A server with a folder."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         server = Server(folder, stack)
-        return _run([server.url], seconds, server.kill, 1.5).figures()
+        return _run([server.url], seconds, server.kill, 6.0).figures()
 
 
 def redis_kills(seconds: float) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def redis_kills(seconds: float) -> dict[str, Any]:
         def kill(rng: random.Random) -> str:
             return redis.kill() if rng.random() < 0.3 else server.kill(rng)
 
-        return _run([server.url], seconds, kill, 1.5).figures()
+        return _run([server.url], seconds, kill, 6.0).figures()
 
 
 class Redis:
@@ -199,7 +199,7 @@ def failover(seconds: float) -> dict[str, Any]:
             server.start()
             return "server"
 
-        found = _run([url], seconds, kill, 3.0)
+        found = _run([url], seconds, kill, 6.0)
         assert found.longest_s < 3.0 + 1.0, (
             f"a rank waited {found.longest_s:.1f} s"
         )  # planning takes below 1 s
@@ -214,7 +214,8 @@ def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]
     servers = "".join(f"server {url.removeprefix('http://')} max_fails=1 fail_timeout=1s; " for url in urls)
     cached = "proxy_cache plans; proxy_cache_valid 200 1h; proxy_cache_lock on;"
     (folder / "nginx.conf").write_text(f"""
-        {"user root;" if os.geteuid() == 0 else ""} daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log; worker_processes 1;
+        {"user root;" if os.geteuid() == 0 else ""} daemon off; worker_processes 1;
+        pid {folder}/nginx.pid; error_log {folder}/nginx.log;
         events {{ worker_connections 1024; }}
         http {{
           access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;

@@ -15,6 +15,7 @@ from apportion.ir.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from apportion.bench import BenchJob, Row
     from apportion.ir.bytes.codec import Plan
 
 
@@ -38,11 +39,17 @@ def plan(
     seed: options.Seed = 0,
     threads: options.Threads = 1,
     output: Output = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="Have this planning server plan it.", metavar="URL")
+    ] = None,
+    token_file: options.TokenFile = None,
+    ca: options.Certificates = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan one batch, verify the plan, and say what it costs.
 
-    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full.
+    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full. With --server
+    another machine plans it, and planning_ms is the time until its answer is here.
 
     [bold]Examples[/bold]
 
@@ -53,6 +60,8 @@ def plan(
       apportion plan --workload examples/code_lengths.json --ranks 64 --recipe auto
 
       apportion plan --lengths lengths.jsonl --cluster cluster.yaml --model model.yaml --json
+
+      apportion plan --batch examples/batch.json --ranks 8 --server http://127.0.0.1:8321 -o first.plan
     """
     from apportion import views
     from apportion.bench import BenchJob, measure, warm_up
@@ -69,9 +78,13 @@ def plan(
     the_batch, skipped = inputs.batch_of(sources, tokens, seed, mask)
     the_recipe = inputs.recipe_of(recipe, block, pods)
     job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
-    with status("compiling (the first run of all, half a minute) and planning"):
-        warm_up(the_recipe)
-        row = measure(job)
+    if server is not None:
+        with status(f"planning on {server}"):
+            row = _planned_by(server, inputs.token_of(token_file), ca, job)
+    else:
+        with status("compiling (the first run of all, half a minute) and planning"):
+            warm_up(the_recipe)
+            row = measure(job)
     if output is not None:
         files.write(output, row.plan.encode())
     record = row.record() | {
@@ -83,6 +96,29 @@ def plan(
     }
     title = f"plan {record['id'][:16]}, verified"
     emit(record, as_json, lambda: views.summary(title, plan_rows(record)))
+
+
+def _planned_by(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:
+    """What a server makes of a request, verified here. Raises ConfigError, ServiceError, UnreachableError."""
+    from time import perf_counter
+
+    from apportion.bench import Row, Times, timed_verify
+    from apportion.ir.bytes.codec import decode
+    from apportion.ir.bytes.job import Job
+    from apportion.ir.request.policy import Policy
+    from apportion.planner.recipe.recipes import find_recipe
+    from apportion.service.client import PLAN, Client
+
+    policy = Policy(find_recipe(job.recipe), seed=job.seed)
+    tokens_per_rank = -(-job.batch.tokens // job.cluster.ranks)
+    request = Job(job.cluster, job.model, policy, tokens_per_rank, hardware=job.hardware)
+    client, began = Client(url, token, ca=ca), perf_counter()
+    try:
+        found = decode(client.plan(request, [job.batch], PLAN))
+    finally:
+        client.close()
+    times = Times(((perf_counter() - began) * 1e3,))
+    return Row(found, times, Times((timed_verify(found, job.threads),)))
 
 
 def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: options.AsJson = False) -> None:

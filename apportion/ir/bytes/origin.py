@@ -19,8 +19,8 @@ from apportion.ir.request.sequences import DEFAULT_KIND
 
 
 def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None) -> dict[str, Any]:
-    """The job, with the seed; digests of the samples' lengths and masks, in hex; and whether they are shuffled, None where
-    a trainer has an order of its own. lengths: integers [n]; masks: as `batches_of` takes them."""
+    """The job, with the seed; digests of the samples' lengths and masks, in hex; and whether they are shuffled, None
+    where a trainer has an order of its own. lengths: integers [n]; masks: as `batches_of` takes them."""
     held = np.ascontiguousarray(lengths, "<i8")
     return {
         "job": json.loads(json.dumps(job.to_data())),

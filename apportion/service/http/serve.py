@@ -166,8 +166,8 @@ def serving(
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
         )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             raise ExecutionError(f"the server ended with status {process.wait()}: see its log")

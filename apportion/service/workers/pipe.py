@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from struct import Struct
 from threading import Thread
@@ -34,7 +35,8 @@ class PlannerProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         self._tasks = SimpleQueue[tuple[bytes, Future[Done | Refusal]] | None]()
-        Thread(target=self._run, name="apportion-planner", daemon=True).start()
+        self._thread = Thread(target=self._run, name="apportion-planner", daemon=True)
+        self._thread.start()
 
     def submit(self, request: bytes) -> Future[Done | Refusal]:
         """What `plan_pack` makes of a request; or WorkerDiedError."""
@@ -47,6 +49,10 @@ class PlannerProcess:
         self._process.kill()
         self._process.wait()
         self._tasks.put(None)
+        self._thread.join()
+        for file in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of what the process did not read
+                file.close()  # type: ignore[union-attr]
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
