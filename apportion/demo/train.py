@@ -53,9 +53,9 @@ def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[
     trainer, data = Trainer(), ap.Samples([*chain(*steps)], mask=workload.KINDS)
     numbers = iter(range(len(data)))
     sampler = [[next(numbers) for _ in step] for step in steps]
-    settings = {"source": source, "recipe": workload.RECIPE, "seed": workload.SEED, "sampler": sampler}
+    sizes = workload.CLUSTER, workload.MODEL, workload.TOKENS // workload.RANKS
     loader = ap.PlannedLoader(
-        data, workload.CLUSTER, workload.MODEL, workload.TOKENS // workload.RANKS, **settings
+        data, *sizes, source=source, recipe=workload.RECIPE, seed=workload.SEED, sampler=sampler
     )
     for batch in loader:
         attention = partial(ap.planned_attention, handle=batch.handle)
