@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,6 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from apportion.bench import Source
-    from apportion.ir.masks.spec import Mask
     from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
@@ -105,15 +103,9 @@ def token_of(file: Path | None) -> str | None:
     return os.environ.get("APPORTION_TOKEN") if file is None else read_text(file).strip()
 
 
-def workers_of(number: int) -> int:
-    """So many, or as many as there are cores for 0."""
-    import os
-
-    return number or len(os.sched_getaffinity(0))
-
-
-def mask_of(text: str | None) -> Mask | None:
-    """The mask of a name, or of YAML as batch files have it; None where nothing is given. Raises ConfigError."""
+def masks_of(text: str | None) -> MaskSpec | None:
+    """The mask of a name, or of YAML as batch files have it, or {kind: mask} of YAML; None where nothing is given.
+    Raises ConfigError."""
     import yaml
 
     from apportion.ir.masks import specs as masks
@@ -123,25 +115,11 @@ def mask_of(text: str | None) -> Mask | None:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(
-            "--mask", text, "is not YAML", "write a name or '{sliding_window: {window: 1024}}'"
-        ) from None
+        remedy = "write a name or '{sliding_window: {window: 1024}}'"
+        raise ConfigError("--mask", text, "is not YAML", remedy) from None
+    if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
+        return {kind: masks.from_data(held, f"--mask.{kind}") for kind, held in data.items()}
     return masks.from_data({data: {}} if isinstance(data, str) else data, "--mask")
-
-
-def masks_of(text: str | None) -> MaskSpec | None:
-    """The mask of a name or of YAML, or {kind: mask} of YAML. Raises ConfigError."""
-    import yaml
-
-    from apportion.ir.masks import specs as masks
-
-    if text is None:
-        return None
-    with suppress(yaml.YAMLError):  # `mask_of` says what is wrong with the text
-        data = yaml.safe_load(text)
-        if isinstance(data, Mapping) and data and all(map(masks.is_data, data.values())):
-            return {kind: masks.from_data(held, f"--mask.{kind}") for kind, held in data.items()}
-    return mask_of(text)
 
 
 class Files(NamedTuple):
@@ -166,7 +144,7 @@ def batch_of(files: Files, tokens: int, seed: int, mask: str | None = None) -> t
     if len(files.given) != 1:
         rule = "exactly one of --batch, --lengths and --workload must be there"
         raise ConfigError("input", files.given or "nothing", rule, "name one file")
-    samples = _samples(files)
+    samples = samples_of(files)
     if samples is None:
         return Batch.load(files.given[0]), 0
     drawn, skipped = _source(samples, mask, files.model).batch(tokens, seed)
@@ -193,7 +171,7 @@ def batches_of(
     if len(files.given) > 1:
         rule = "at most one of --batch, --lengths and --workload may be there"
         raise ConfigError("--workload", str(files.workload), rule, "name one file")
-    source = _source(_samples(files), mask, files.model, longest)
+    source = _source(samples_of(files), mask, files.model, longest)
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
     warn_of_skipped(sum(skips), longest or tokens)
@@ -213,7 +191,7 @@ def _source(
     return Source(samples, given, longest)
 
 
-def _samples(files: Files) -> Workload | None:
+def samples_of(files: Files) -> Workload | None:
     """Samples to draw from, None where there is no file of them."""
     from apportion.ir.request.workload import read_lengths, read_workload
 

@@ -44,12 +44,11 @@ from apportion.service.problems import (
 )
 
 JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/html"
-MAX_PROBLEM = 64 << 10
 CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # that connecting may take, and that a server waits before it answers
 SILENCE_S = 6.0  # of a stream: three of the server's signs of life
 SLACK_S = 0.3  # beyond a call's time, for an answer that comes at its end
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
-STREAMED = 32  # keys in one request: 2.2 kB of URL
+MAX_PROBLEM, STREAMED = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's stay: freeing them takes its locks
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -22,7 +22,7 @@ _LITTLE_DISK = 1 << 30
 #: what is optional: (packages, extra, what it is for)
 PARTS = (
     (("scipy", "highspy", "pulp", "mtkahypar"), "solvers", "flexsp, and exact solvers"),
-    (("fastapi", "uvicorn", "uvloop", "prometheus_client"), "service", "apportion serve"),
+    (("fastapi", "uvicorn", "uvloop", "h11", "prometheus_client"), "service", "apportion serve"),
     (("redis",), "redis", "a store that several machines share"),
     (("ray",), "ray", "workers on a cluster"),
     (("pandas",), "notebook", "to_pandas()"),
@@ -223,28 +223,21 @@ def _connect(host: str, port: int) -> str:
 
 
 def _ping(url: str) -> str:
-    from apportion.cli import inputs
+    from apportion.service.store import open_store
 
-    inputs.need("redis", "redis", "asking Redis")
-    import redis
-
-    try:
-        with redis.Redis.from_url(url, socket_timeout=REACH_S, socket_connect_timeout=REACH_S) as client:
-            facts: Any = client.info("server")
-    except redis.RedisError as error:
-        raise OSError(str(error)) from None
-    return f"Redis {facts['redis_version']}"
+    open_store(url).close()
+    return "answers"
 
 
 def _ready(url: str) -> str:
     """Whether a server takes work. Raises OSError where it does not."""
-    import urllib3
+    import httpx
 
-    http = urllib3.PoolManager(retries=False, timeout=REACH_S)
     try:
-        answer = http.request("GET", url.rstrip("/") + "/readyz")
-    except urllib3.exceptions.HTTPError as error:
+        answer = httpx.get(url.rstrip("/") + "/readyz", timeout=REACH_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"no answer ({type(error).__name__})") from None
-    if answer.status != 200:
-        raise OSError(f"status {answer.status}, {answer.data[:200].decode('utf-8', 'replace')}")
-    return "is ready"
+    if answer.status_code != 200:
+        raise OSError(f"status {answer.status_code}, {answer.text[:200]}")
+    found: str = answer.json()["status"]
+    return found

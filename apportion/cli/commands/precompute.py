@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +18,7 @@ from apportion.cli.output import INTERRUPTED, count, emit, note, progress
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from apportion.ir.bytes.job import Job
-    from apportion.ir.request.workload import Workload
     from apportion.service.precompute import Summary, Work
 
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
@@ -30,14 +28,10 @@ PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that 
 Out = Annotated[
     Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
 ]
-Lengths = Annotated[
-    Path | None,
-    typer.Option("--lengths", help="The length of each sample, one a line.", metavar="L.jsonl"),
+Shuffle = Annotated[
+    bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
-WorkloadOption = Annotated[
-    Path | None,
-    typer.Option("--workload", help="Workload file: lengths and masks of the samples.", metavar="W.json"),
-]
+
 Mask = Annotated[
     str | None,
     typer.Option(
@@ -46,10 +40,6 @@ Mask = Annotated[
         "or what each sample of the workload has.",
     ),
 ]
-Shuffle = Annotated[
-    bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
-]
-
 Ray = Annotated[
     str | None,
     typer.Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
@@ -59,8 +49,8 @@ Ray = Annotated[
 def precompute(
     iterations: Annotated[int, typer.Option("--iterations", help="Optimizer steps to plan.", min=1)],
     out: Out,
-    lengths: Lengths = None,
-    workload: WorkloadOption = None,
+    lengths: options.LengthsFile = None,
+    workload: options.WorkloadFile = None,
     mask: Mask = None,
     cluster: options.ClusterFile = None,
     model: options.ModelFile = None,
@@ -100,7 +90,7 @@ def precompute(
     the_recipe, the_model = inputs.recipe_of(recipe, block, pods), inputs.model_of(model)
     policy = Policy(the_recipe, seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
-    work = _work(job, _samples(lengths, workload), mask, shuffle, iterations)
+    work = _work(job, inputs.Files(None, lengths, workload), mask, shuffle, iterations)
     try:
         summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
@@ -110,30 +100,23 @@ def precompute(
     emit(record, as_json, lambda: _table(record))
 
 
-def _samples(lengths: Path | None, workload: Path | None) -> Workload:
-    from apportion.ir.request.workload import read_lengths, read_workload
-
-    given = [path for path in (lengths, workload) if path is not None]
-    if len(given) != 1:
-        rule = "exactly one of --lengths and --workload must be there"
-        raise ConfigError("input", [str(path) for path in given] or "nothing", rule, "name one file")
-    return (read_lengths if lengths else read_workload)(given[0])
-
-
-def _work(job: Job, samples: Workload, mask: str | None, shuffle: bool, iterations: int) -> Work:
+def _work(job: Job, files: inputs.Files, mask: str | None, shuffle: bool, iterations: int) -> Work:
+    from apportion.bench import Source
     from apportion.service.precompute import Work
 
-    if mask is not None and any(samples.masks):
-        rule = "the samples of this workload have masks of their own"
-        raise ConfigError("--mask", mask, rule, "leave it out")
-    masks = samples.masks if any(samples.masks) else inputs.masks_of(mask)
-    return Work(job, samples.lengths, masks, iterations, shuffle)
+    samples = inputs.samples_of(files)
+    if samples is None or len(files.given) != 1:
+        rule = "exactly one of --lengths and --workload must be there"
+        raise ConfigError("input", files.given or "nothing", rule, "name one file")
+    given = Source(samples, inputs.masks_of(mask)).mask
+    return Work(job, samples.lengths, given or samples.masks, iterations, shuffle)
 
 
 def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
     from apportion.service.precompute import precompute as run
+    from apportion.service.workers import executor_of
 
-    meter, (executor, workers) = _Meter(work.iterations), _executor(workers, ray)
+    meter, (executor, workers) = _Meter(work.iterations), executor_of(workers, PLAN_S, ray=ray)
     try:
         with progress("planning", work.iterations, detail=meter.rate) as step:
 
@@ -144,18 +127,6 @@ def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
             return run(work, out, executor, workers, report)
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-def _executor(workers: int, ray: str | None) -> tuple[Executor, int]:
-    from apportion.service.workers import ProcessExecutor
-
-    workers = inputs.workers_of(workers)
-    if ray is None:
-        return ProcessExecutor(workers, PLAN_S), workers
-    from apportion.service.workers.ray import RayExecutor
-
-    cluster = RayExecutor(workers, PLAN_S, ray)
-    return cluster, cluster.workers
 
 
 class _Meter:
@@ -182,11 +153,7 @@ def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:
         "out": str(out),
         "recipe": work.job.policy.recipe.name,
         "ranks": work.job.ranks,
-        "iterations": summary.iterations,
-        "planned": summary.planned,
-        "plans": summary.packs,
-        "bytes": summary.size,
-        "seconds": round(summary.seconds, 3),
+        **asdict(summary),
         "rate": round(summary.planned / summary.seconds, 3),
     }
 
@@ -197,7 +164,7 @@ def _table(record: Mapping[str, Any]) -> RenderableType:
 
     rows = (
         ("iterations", f"{record['iterations']:,} ({record['planned']:,} planned now, and verified)"),
-        ("plans", f"{record['plans']:,} in the folder, {human_bytes(record['bytes'])}"),
+        ("plans", f"{record['packs']:,} in the folder, {human_bytes(record['size'])}"),
         ("rate", f"{record['rate']:,.1f} iterations/s"),
     )
     title = f"plans in {record['out']}, recipe {record['recipe']}, {count(record['ranks'], 'rank')}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.cli import inputs, options
+from apportion.cli import options
 from apportion.cli.output import FAILED, OK, count, emit, progress
 from apportion.ir.errors import ConfigError
 
@@ -43,11 +43,10 @@ def check(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from apportion.service.workers import ProcessExecutor
+    from apportion.service.workers import executor_of
 
-    store, workers = _opened(folder), inputs.workers_of(workers)
-    files, bad = list(store.files()), list[dict[str, str]]()
-    planner = ProcessExecutor(workers) if verify else None
+    files, bad = list(_opened(folder).files()), list[dict[str, str]]()
+    planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
         with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
             for file, why in zip(files, threads.map(lambda file: _fault(file, planner), files), strict=True):

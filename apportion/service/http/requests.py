@@ -88,7 +88,9 @@ def _from_json(body: bytes) -> PlanRequest:
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at `$")
         field = place.strip(".`") or "body"
-        raise ConfigError(field, "...", rule, 'send {"job": {...}, "batches": [{"lengths": [...]}]}') from None
+        raise ConfigError(
+            field, "...", rule, 'send {"job": {...}, "batches": [{"lengths": [...]}]}'
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         start = body[:64].decode(errors="replace")
         raise ConfigError("body", start, f"is no JSON: {error}", "send an object") from None

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from apportion.service.engine import Engine, Metrics
 from apportion.service.http.app import create_app
 from apportion.service.http.tokens import Tokens
 from apportion.service.store import open_store
-from apportion.service.workers import ProcessExecutor
+from apportion.service.workers import executor_of
 from apportion.service.workers.work import warm_up
 
 LOG = logging.getLogger("apportion.service")
@@ -67,7 +66,9 @@ def run(settings: Settings) -> None:
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Engine]:
-        executor, workers = executor_of(settings)
+        executor, workers = executor_of(
+            settings.workers, settings.plan_s, settings.worker_bytes, settings.ray, spare=1
+        )
         engine = Engine(executor, workers, store, metrics)
         warming = [executor.submit(warm_up) for _ in range(workers)]
         gc.freeze()  # what is imported stays
@@ -100,17 +101,6 @@ def _announce(settings: Settings, url: str) -> None:
         print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
     else:
         LOG.info("%s listens, with a page and /docs; store: %s", url, settings.store or "memory")
-
-
-def executor_of(settings: Settings) -> tuple[Executor, int]:
-    """Where plans are made, and how many at once. Raises MissingDependencyError."""
-    workers = settings.workers or len(os.sched_getaffinity(0))
-    if settings.ray is None:
-        return ProcessExecutor(workers + 1, settings.plan_s, settings.worker_bytes), workers
-    from apportion.service.workers.ray import RayExecutor
-
-    cluster = RayExecutor(workers, settings.plan_s, settings.ray)
-    return cluster, cluster.workers
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import Executor
+
 from apportion.service.workers.local import ProcessExecutor, WorkerDiedError
 from apportion.service.workers.work import Done, Refusal, plan_pack
 
-__all__ = ["Done", "ProcessExecutor", "Refusal", "WorkerDiedError", "plan_pack"]
+__all__ = ["Done", "ProcessExecutor", "Refusal", "WorkerDiedError", "executor_of", "plan_pack"]
+
+
+def executor_of(
+    workers: int,
+    task_s: float | None,
+    memory_bytes: int | None = None,
+    ray: str | None = None,
+    spare: int = 0,
+) -> tuple[Executor, int]:
+    """Where plans are made, and how many at once. workers: processes, 0 for one a core; spare: further ones of this
+    machine; ray: address of a Ray cluster in their place, "local" to start one. Raises MissingDependencyError."""
+    workers = workers or len(os.sched_getaffinity(0))
+    if ray is None:
+        return ProcessExecutor(workers + spare, task_s, memory_bytes), workers
+    from apportion.service.workers.ray import RayExecutor
+
+    cluster = RayExecutor(workers, task_s, ray)
+    return cluster, cluster.workers
