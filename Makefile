@@ -19,11 +19,7 @@
 #   make execution  launches and host time of every recipe, into docs/performance.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
 #                 an hour)
-<<<<<<< HEAD
 #   make nightly  the service under load, attacks and half an hour of kills (benchmarks/service.py), and fuzz
-=======
-#   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
->>>>>>> 7994d07d09ff06f409d82d130508012b9a6ab8d7
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
@@ -49,11 +45,7 @@ PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-<<<<<<< HEAD
 .PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution nightly fuzz kernels \
-=======
-.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service fuzz kernels \
->>>>>>> 7994d07d09ff06f409d82d130508012b9a6ab8d7
   replay wheel package suite test-gpu conformance clean
 
 help:
@@ -161,15 +153,10 @@ compare: $(READY)
 execution: $(READY)
 	@$(BIN)/python -m benchmarks.execution
 
-<<<<<<< HEAD
 nightly: $(READY)
 	@$(BIN)/python -m benchmarks.service --minutes 30
 	@$(BIN)/python -m benchmarks.service memory
 	@$(MAKE) --no-print-directory fuzz
-=======
-service: $(READY)
-	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
->>>>>>> 7994d07d09ff06f409d82d130508012b9a6ab8d7
 
 fuzz: $(READY)
 	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000
