@@ -19,7 +19,8 @@
 #   make execution  launches and host time of every recipe, into docs/performance.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
 #                 an hour)
-#   make nightly  the service under load, attacks and half an hour of kills (benchmarks/service.py), and fuzz
+#   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
+#   make nightly  the service, with half an hour of each case that kills and 100,000 plans, and fuzz
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
@@ -45,7 +46,7 @@ PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution nightly fuzz kernels \
+.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
   replay wheel package suite test-gpu conformance clean
 
 help:
@@ -153,8 +154,11 @@ compare: $(READY)
 execution: $(READY)
 	@$(BIN)/python -m benchmarks.execution
 
+service: $(READY)
+	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
+
 nightly: $(READY)
-	@$(BIN)/python -m benchmarks.service --minutes 30
+	@$(MAKE) --no-print-directory service MINUTES=30
 	@$(BIN)/python -m benchmarks.service memory
 	@$(MAKE) --no-print-directory fuzz
 

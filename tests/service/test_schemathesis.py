@@ -13,8 +13,8 @@ from apportion.service.http.serve import Serving
 from tests.service.requests import TOKEN
 
 pytestmark = pytest.mark.slow
-# A schema cannot say that one field must fit another (a key its body, heads their groups): such requests are well formed
-# and answered with 422, or 409 where the key is another one's.
+# A schema cannot say that one field must fit another (a key its body, heads their groups): such requests are well
+# formed and answered with 422, or 409 where the key is another one's.
 CONFIG = """
 [[operations]]
 include-name = ["POST /v1/plan", "PUT /v1/plans/{key}"]
