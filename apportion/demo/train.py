@@ -38,8 +38,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
 
     def step(self, rows: tuple[Tensor, Tensor, Tensor], valid_tokens: int, attention: Attention) -> Tensor:
-        """Updates the weights; returns this process' share of the mean loss. rows: tokens, position ids and labels, each
-        [rows]."""
+        """Updates the weights and returns this process' share of the mean loss.
+
+        rows: tokens, position ids and labels, each [rows].
+        """
         tokens, positions, labels = rows
         self.optimizer.zero_grad()
         loss = ap.normalised_loss(self.model(tokens, positions, attention), labels, valid_tokens)
@@ -50,7 +52,7 @@ class Trainer:
 
 
 def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[str, Any]]:
-    """Yields for each step the loss, the plan's id, tokens per second so far and the longest wait of any rank, seconds."""
+    """Yields each step's loss and plan id, and so far the tokens per second and the longest wait of any rank."""
     trainer, data = Trainer(), ap.Samples([*chain(*steps)], mask=workload.KINDS)
     numbers = iter(range(len(data)))
     sampler = [[next(numbers) for _ in step] for step in steps]
