@@ -90,7 +90,8 @@ def _fetch(client: Client, request: Request, rank: int) -> bytes | None:
 
 def children(pid: int) -> list[int]:
     """Processes below one, all levels."""
-    direct = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    direct = [int(text) for task in tasks for text in task.read_text().split()]
     return direct + [below for child in direct for below in children(child)]
 
 

@@ -320,7 +320,8 @@ def test_a_killed_server_leaves_no_worker_and_its_plans(tmp_path: Path) -> None:
 
 
 def below(pid: int) -> list[int]:
-    direct = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    direct = [int(text) for task in tasks for text in task.read_text().split()]
     return direct + [deeper for child in direct for deeper in below(child)]
 
 
