@@ -22,6 +22,6 @@ VOLUME /data
 EXPOSE 8321
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8321/healthz', timeout=4)"]
-ENTRYPOINT ["apportion", "serve", "--host", "0.0.0.0", "--port", "8321", "--dir", "/data/store"]
-# It makes its admin key in /data/store/admin.key; --admin-key-file names another one, which nobody else may read.
-CMD []
+# Clients send the token of APPORTION_TOKEN (docker run --env APPORTION_TOKEN, or --token-file).
+ENTRYPOINT ["apportion", "serve", "--host", "0.0.0.0", "--port", "8321"]
+CMD ["--store", "/data/store"]

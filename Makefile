@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment of its own (.venv); nothing is installed outside it.
 #
-#   make demo     plan real document lengths, train on 4 CPU processes, compare with one process
+#   make demo     train on 4 CPU processes whose plans a server streams, compare with one process
 #   make test     lint, types, import contract, and the tests but for the slow ones (at most 8 minutes on two idle cores)
 #   make test-slow  the others: whole matrices, more seeds, load, Ray, schemathesis
 #   make coverage  all of these tests with branch coverage, which makes Python twice as slow
@@ -19,7 +19,8 @@
 #   make execution  launches and host time of every recipe, into docs/performance.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
 #                 an hour)
-#   make soak     the service under faults and load, for hours if you like (benchmarks/soak.py)
+#   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
+#   make nightly  the service, with half an hour of each case that kills and 100,000 plans, and fuzz
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
@@ -45,7 +46,7 @@ PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution soak fuzz kernels \
+.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
   replay wheel package suite test-gpu conformance clean
 
 help:
@@ -153,8 +154,13 @@ compare: $(READY)
 execution: $(READY)
 	@$(BIN)/python -m benchmarks.execution
 
-soak: $(READY)
-	@$(BIN)/python benchmarks/soak.py all
+service: $(READY)
+	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
+
+nightly: $(READY)
+	@$(MAKE) --no-print-directory service MINUTES=30
+	@$(BIN)/python -m benchmarks.service memory
+	@$(MAKE) --no-print-directory fuzz
 
 fuzz: $(READY)
 	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000
@@ -183,5 +189,5 @@ conformance: $(READY)
 
 clean:
 	rm -rf $(VENV) $(TRAINERS) $(VENV)-plain $(VENV)-plain-numba *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
-	  .coverage .coverage.* .demo
+	  .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

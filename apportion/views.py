@@ -78,10 +78,6 @@ def _number(name: str, digits: int = 0) -> Callable[[Record], str]:
     return lambda record: "" if record[name] is None else f"{record[name]:,.{digits}f}"
 
 
-def _share(kernel: str) -> Callable[[Record], str]:
-    return lambda record: f"{record['share'][kernel]:.2f}" if kernel in (record["share"] or ()) else ""
-
-
 _ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
     **{name: itemgetter(name) for name in ("recipe", "phase", "engine")},
     **{name: _number(name) for name in ("ranks", "rank", "instructions", "launches", "rounds", "messages")},
@@ -91,7 +87,6 @@ _ATTENTION_COLUMNS: Mapping[str, Callable[[Record], str]] = {
     "ms": _number("ms", 3),
     "TFLOP/s": _number("tflops", 1),
     "exposed": _number("exposed_ms", 3),
-    **{f"of {kernel}": _share(kernel) for kernel in ("sdpa", "varlen", "flex")},
 }
 
 

@@ -41,7 +41,7 @@ HOST_MS = {**dict.fromkeys(("fcp", "blend", "auto", "distca"), _EVERY), "ring": 
 def measure(recipe: str, ranks: int, repeats: int, seed: int = 0, tokens: int = TOKENS) -> dict[str, Any]:
     """Both phases of one plan, or why there are none. tokens: of a rank."""
     skipped: list[str] = []
-    bench = Bench(torch.device("cpu"), Communicator(), on_host, ("stage",), (), repeats, skipped.append)
+    bench = Bench(torch.device("cpu"), Communicator(), on_host, ("stage",), repeats, skipped.append)
     batch, _ = Source().batch(ranks * tokens, seed)
     named = {"recipe": recipe, "ranks": ranks, "seed": seed}
     try:

@@ -11,6 +11,7 @@ The exit status is 1 where a promise does not hold. Servers run on loopback and 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a case")
     parser.add_argument("--list", action="store_true", help="print the names of cases")
     asked = parser.parse_args()
+    faulthandler.enable()
     cases = dict([*load.cases(), *attacks.cases(), *kills.cases(60 * asked.minutes)])
     if asked.list:
         print("\n".join(cases))

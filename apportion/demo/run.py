@@ -51,7 +51,7 @@ def run(file: Path | None, steps: int, as_json: bool) -> int:
 
 
 def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
-    """What rank 0 tells of each step; server and processes run as long as it is iterated."""
+    """Yields what rank 0 prints after each step; server and processes run until the last one."""
     with tempfile.TemporaryDirectory() as folder:
         token, log = secrets.token_hex(), Path(folder) / "log"
         with serving(Path(folder) / "plans", token=token, log=log) as server, open(log, "ab") as errors:
@@ -82,14 +82,14 @@ def _planned_here(step: list[workload.Document]) -> tuple[str, list[list[float]]
 
 
 def compare(
-    told: list[dict[str, Any]], plain: list[float], here: list[tuple[str, list[list[float]]]]
+    trained: list[dict[str, Any]], plain: list[float], here: list[tuple[str, list[list[float]]]]
 ) -> dict[str, Any]:
-    """What the demo found; `ok` decides the exit code. Of each step, told: as trained under plans; plain: the loss
-    without; here: as planned here."""
-    losses = [own["loss"] for own in told]
+    """What the demo found; `ok` decides the exit code. Of each step, trained: what rank 0 printed; plain: the loss
+    without plans; here: what `_planned_here` returned."""
+    losses = [own["loss"] for own in trained]
     difference = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
     failures = [] if difference <= TOLERANCE else [f"losses differ by {difference:.1e}"]
-    for step, (own, (plan, _)) in enumerate(zip(told, here, strict=True)):
+    for step, (own, (plan, _)) in enumerate(zip(trained, here, strict=True)):
         if own["plan"] != plan:
             failures.append(f"step {step}: the ranks ran plan {own['plan'][:12]}, not {plan[:12]}")
     medians = np.median([figures for _, figures in here], axis=0).tolist()
@@ -104,7 +104,7 @@ def compare(
         "recipes": rows,
     }
     record |= {"losses": {"planned": losses, "plain": plain}, "largest_difference": difference}
-    return record | {name: told[-1][name] for name in ("tokens_per_s", "waited_s")}
+    return record | {name: trained[-1][name] for name in ("tokens_per_s", "waited_s")}
 
 
 def _show(record: dict[str, Any]) -> None:

@@ -38,7 +38,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
 
     def step(self, rows: tuple[Tensor, Tensor, Tensor], valid_tokens: int, attention: Attention) -> Tensor:
-        """This process' share of the mean loss. rows: tokens, position ids and labels, each [rows]."""
+        """Updates the weights and returns this process' share of the mean loss.
+
+        rows: tokens, position ids and labels, each [rows].
+        """
         tokens, positions, labels = rows
         self.optimizer.zero_grad()
         loss = ap.normalised_loss(self.model(tokens, positions, attention), labels, valid_tokens)
@@ -49,13 +52,13 @@ class Trainer:
 
 
 def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[str, Any]]:
-    """Of each step loss and plan, and of the run so far tokens a second and the longest wait of a rank."""
+    """Yields each step's loss and plan id, and so far the tokens per second and the longest wait of any rank."""
     trainer, data = Trainer(), ap.Samples([*chain(*steps)], mask=workload.KINDS)
     numbers = iter(range(len(data)))
     sampler = [[next(numbers) for _ in step] for step in steps]
-    settings = {"source": source, "recipe": workload.RECIPE, "seed": workload.SEED, "sampler": sampler}
+    sizes = workload.CLUSTER, workload.MODEL, workload.TOKENS // workload.RANKS
     loader = ap.PlannedLoader(
-        data, workload.CLUSTER, workload.MODEL, workload.TOKENS // workload.RANKS, **settings
+        data, *sizes, source=source, recipe=workload.RECIPE, seed=workload.SEED, sampler=sampler
     )
     for batch in loader:
         attention = partial(ap.planned_attention, handle=batch.handle)
@@ -63,12 +66,12 @@ def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[
         waited_s = torch.tensor(loader.waited_s)
         dist.all_reduce(loss)
         dist.all_reduce(waited_s, dist.ReduceOp.MAX)
-        told = {"loss": loss.item(), "plan": batch.handle.id.hex(), "waited_s": waited_s.item()}
-        yield told | {"tokens_per_s": loader.metrics()["tokens_per_s"]}
+        record = {"loss": loss.item(), "plan": batch.handle.id.hex(), "waited_s": waited_s.item()}
+        yield record | {"tokens_per_s": loader.metrics()["tokens_per_s"]}
 
 
 def plain(steps: list[list[workload.Document]]) -> Iterator[float]:
-    """The loss of each step, all tokens in this process."""
+    """Yields the loss of each step, all tokens in this process."""
     trainer = Trainer()
     for step in steps:
         batch, tokens = workload.batch_of(step), torch.from_numpy(np.concatenate(step).astype(np.int64))
@@ -81,9 +84,9 @@ def plain(steps: list[list[workload.Document]]) -> Iterator[float]:
 def main(source: str, steps: str, *file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for told in planned(workload.documents(int(steps), *file), source):
+    for record in planned(workload.documents(int(steps), *file), source):
         if dist.get_rank() == 0:
-            print(json.dumps(told), flush=True)
+            print(json.dumps(record), flush=True)
     dist.destroy_process_group()
 
 

@@ -22,8 +22,8 @@ Document = NDArray[np.uint8]
 
 
 def documents(steps: int, file: Path | str | None = None) -> list[list[Document]]:
-    """Of each step a long document and others, TOKENS in all: text of this package's source files, in pieces as long as
-    these files, or as samples of a workload file. Raises ConfigError, CapacityError."""
+    """Draws for each step a long document and others, TOKENS in all, from the text of this package's source files. They
+    are as long as these files, or as the samples of a workload file. Raises ConfigError, CapacityError."""
     files = [path.read_bytes() for path in sorted(Path(ap.__path__[0]).rglob("*.py"))]
     sizes = np.array([len(data) for data in files if data], np.int64)
     workload = Workload(sizes, (None,) * len(sizes)) if file is None else read_workload(file)

@@ -40,7 +40,7 @@ class IterationError(ApportionError, RuntimeError):
     """An iteration could not be planned; the message names it and says why. All others that were begun are kept."""
 
 
-class Place(NamedTuple):
+class IterationPlace(NamedTuple):
     """Of an iteration, both numbers from 0 on."""
 
     epoch: int
@@ -77,13 +77,13 @@ class Work:
     def origin(self) -> dict[str, Any]:
         return origin(self.job, self.lengths, self.masks, self.sampling)
 
-    def places(self) -> Iterator[tuple[Place, list[Ints]]]:
+    def places(self) -> Iterator[tuple[IterationPlace, list[Ints]]]:
         """Every iteration, with the sample numbers of each of its microbatches."""
         left, epoch = self.iterations, 0
         while left:
             drawn = self.sampling.epoch(epoch)[:left]
             for iteration, samples in enumerate(drawn):
-                yield Place(epoch, iteration), samples
+                yield IterationPlace(epoch, iteration), samples
             left, epoch = left - len(drawn), epoch + 1
 
     def batches(self, samples: Sequence[Ints]) -> tuple[Batch, ...]:
@@ -138,7 +138,7 @@ class _Asked:
 
     key: bytes
     request: bytes
-    places: list[Place]
+    places: list[IterationPlace]
     deaths: int = 0
 
 
@@ -153,7 +153,7 @@ class _Run:
     planned: int = 0
     _asked: dict[Future[Done | Refusal], _Asked] = field(default_factory=dict)
     _by_key: dict[bytes, _Asked] = field(default_factory=dict)
-    _refused: dict[Place, object] = field(default_factory=dict)
+    _refused: dict[IterationPlace, object] = field(default_factory=dict)
 
     def __call__(self) -> None:
         self.report(0, 0)
@@ -170,7 +170,7 @@ class _Run:
         for place, reason in sorted(self._refused.items()):
             raise IterationError(f"{place}: {reason}")
 
-    def _begin(self, place: Place, samples: Sequence[Ints]) -> None:
+    def _begin(self, place: IterationPlace, samples: Sequence[Ints]) -> None:
         """Has the iteration planned, unless an equal one is or was."""
         try:
             batches = self.work.batches(samples)

@@ -28,7 +28,7 @@ from apportion.service.http.serve import serving
 from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
 from benchmarks.serving.common import TOKEN, Request, job
 
-READERS, KEYS = 6, 200
+READERS, KEYS = 4, 200
 PATIENCE_S = 60.0  # of a rank for one slice, restarts and planning included
 JOB = job()
 
@@ -60,6 +60,7 @@ def read(urls: Sequence[str], seed: int, found: Found, over: threading.Event, fr
     with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:
         while not over.is_set():
             number = rng.randrange(KEYS) if rng.random() < 0.5 else next(fresh)
+            time.sleep(0.05)
             began = time.monotonic()
             body = _fetch(client, Request(JOB, number), rank := rng.randrange(JOB.ranks))
             waited_s = time.monotonic() - began
@@ -221,7 +222,9 @@ def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]
           access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
           fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
           proxy_cache_path {folder}/cache keys_zone=plans:8m max_size={max(cache_mb, 1)}m;
-          upstream planners {{ {servers} keepalive 64; }}
+          map $uri $plan {{ ~^/v1/plans/(?<key>[0-9a-f]+) $key; default $uri; }}
+          map $http_apportion_job $affinity {{ "" $plan; default $http_apportion_job; }}
+          upstream planners {{ hash $affinity consistent; {servers} keepalive 64; }}
           server {{
             listen 127.0.0.1:{port} backlog=1024; keepalive_requests 1000000;
             location / {{

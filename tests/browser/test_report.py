@@ -269,6 +269,7 @@ def test_microbatches_of_a_folder_have_tabs(folder: Path, visit: Visit) -> None:
         "1",
     ]
     assert cli.main([*words, "--workers", "1", "--out", str(plans), "--json"]) == cli.OK
-    assert cli.main(["report", str(plans), "-o", str(path)]) == cli.OK
+    (pack,) = plans.rglob("*.plan")
+    assert cli.main(["report", str(pack), "-o", str(path)]) == cli.OK
     page = visit(path)
     assert page.get_by_role("tab").all_inner_texts() == ["microbatch 0", "microbatch 1"]

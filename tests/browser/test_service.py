@@ -23,6 +23,7 @@ from tests.browser.screens import NARROW, WIDE, keep, violations
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
 TOKEN = "token-of-this-test-0123456789"
 SHOWN = ".shown:not([hidden])"
+UNANSWERED = "Failed to load resource"  # what a browser says of a 401, and of a server that is gone
 Watch = Callable[..., Page]
 
 
@@ -53,7 +54,7 @@ def watch(browser: Browser) -> Iterator[Watch]:
     def open_(url: str, size: tuple[int, int] = WIDE, **options: Any) -> Page:
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
         contexts.append(context)
-        context.on("console", lambda said: "401" in said.text or wrong.append(said.text))
+        context.on("console", lambda said: said.text.startswith(UNANSWERED) or wrong.append(said.text))
         context.on("weberror", lambda error: wrong.append(str(error.error)))
         context.on(
             "request", lambda asked: asked.url.startswith((url, f"blob:{url}")) or wrong.append(asked.url)

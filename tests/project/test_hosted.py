@@ -87,7 +87,8 @@ def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights()
     flags = [flag for flag in [*rest, *json.loads(last["CMD"])] if flag.startswith("--")]
     assert set(flags) <= options_of("serve")
     assert rest[rest.index("--host") + 1] == "0.0.0.0"
-    assert rest[rest.index("--dir") + 1].startswith(last["VOLUME"])
+    store = json.loads(last["CMD"])
+    assert store[store.index("--store") + 1].startswith(last["VOLUME"])
     port = rest[rest.index("--port") + 1]
     assert last["EXPOSE"] == port
     assert f"http://127.0.0.1:{port}/healthz" in last["HEALTHCHECK"]
@@ -95,20 +96,15 @@ def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights()
     assert set(re.findall(r"--(?:recipes|into)\b", warmup)) <= options_of("warmup")
 
 
-def test_compose_runs_the_service_on_a_redis_that_forgets_nothing() -> None:
+def test_compose_runs_the_service_with_a_token_and_redis_as_its_cache() -> None:
     composed = read("compose.yaml")
     service, redis = composed["services"]["apportion"], composed["services"]["redis"]
     flags = [word for word in service["command"] if word.startswith("--")]
     assert set(flags) <= options_of("serve")
-    store = service["command"][service["command"].index("--store") + 1]
-    assert store == "redis://redis:6379/0"
-    for wanted in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction"):
-        assert wanted in redis["command"]  # docs/service.md, "Where plans are kept"
-    assert {name.split(":")[0] for part in (service, redis) for name in part["volumes"]} == set(
-        composed["volumes"]
-    )
+    assert service["command"][service["command"].index("--store") + 1] == "redis://redis:6379/0"
+    assert "APPORTION_TOKEN" in service["environment"]
+    assert "--maxmemory-policy allkeys-lru" in redis["command"]
     assert all(part["restart"] and part["healthcheck"]["test"] for part in (service, redis))
-    assert "--insecure" not in service["command"]
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
 
 

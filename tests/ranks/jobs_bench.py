@@ -24,11 +24,10 @@ def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.T
 def bench_of(
     comm: Communicator,
     engines: tuple[str, ...],
-    kernels: tuple[str, ...] = (),
     skip: Callable[..., Any] = lambda why: None,
     clock: Callable[..., Any] = two_ms,
 ) -> Bench:
-    return bench.Bench(torch.device("cpu"), comm, clock, engines, kernels, 1, skip)
+    return bench.Bench(torch.device("cpu"), comm, clock, engines, 1, skip)
 
 
 def rows(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -220,3 +223,20 @@ def test_planning_goes_on_where_the_store_fails(workers: ProcessExecutor, tmp_pa
 def test_a_page_is_made_of_a_request(workers: ProcessExecutor) -> None:
     page = run(workers, lambda engine: engine.make(plan_page, b"1", Request(60).data, b"j", RANKS, "a"))
     assert page.startswith(b"<!doctype html>")
+
+
+def test_a_program_without_a_guard_of_its_main_module_is_run_once(tmp_path: Path) -> None:
+    lines = [
+        "print('begun')",
+        "from apportion.service.workers import ProcessExecutor, plan_pack",
+        "from tests.service.requests import Request",
+        "workers = ProcessExecutor(1)",
+        "print(workers.submit(plan_pack, Request(0).data).result(60.0).data == Request(0).pack().data)",
+        "workers.shutdown(cancel_futures=True)",
+    ]
+    (program := tmp_path / "train.py").write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["begun", "True"]

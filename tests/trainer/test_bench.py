@@ -16,22 +16,23 @@ from apportion.bench import BenchJob, Source, cluster_of, planned
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.isa import Op
-from apportion.ir.masks import bands, specs as masks
+from apportion.ir.masks import bands
 from apportion.ir.masks.windows import SlidingWindow
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
-from apportion.trainer.measure import bench, timing, unplanned
+from apportion.trainer.measure import bench, timing
 from apportion.trainer.measure.bench import AttentionRow
 from apportion.trainer.measure.timing import Took
 from apportion.trainer.step.attention import Communicator
 from apportion.trainer.step.plain import plain_attention
+from benchmarks import bare_kernels
 from tests.ranks import jobs_bench
 from tests.ranks.rank_pool import Pool
 
 SMALL = ("bench", "attention", "--tokens-per-rank", "512", "--ranks", "2,4", "--repeats", "1")
 FIELDS = {
     *("recipe", "ranks", "rank", "phase", "engine", "instructions", "launches", "rounds", "messages"),
-    *("host_ms", "prepare_ms", "simulated_ms", "ms", "tflops", "bare_ms", "share", "exposed_ms"),
+    *("host_ms", "prepare_ms", "simulated_ms", "ms", "tflops", "exposed_ms"),
 }
 MODEL = Model(4, 2, 16, dtype="fp32")
 
@@ -58,12 +59,10 @@ def plan_of(ranks: int, recipe: str = "fcp", mask: SlidingWindow | None = None, 
     return planned(BenchJob(batch, cluster_of(ranks), model, recipe))
 
 
-def measure(
-    plan: Plan, engines: tuple[str, ...] = ("flash",), kernels: tuple[str, ...] = ()
-) -> tuple[list[AttentionRow], list[str]] | None:
+def measure(plan: Plan, engines: tuple[str, ...] = ("flash",)) -> tuple[list[AttentionRow], list[str]] | None:
     """(rows, what was skipped) in one process, of a clock that stands still."""
     skipped = []
-    return jobs_bench.bench_of(Communicator(), engines, kernels, skipped.append).measure(plan), skipped
+    return jobs_bench.bench_of(Communicator(), engines, skipped.append).measure(plan), skipped
 
 
 # --- the command
@@ -92,7 +91,7 @@ def test_without_a_gpu_only_the_host_of_the_stage_engine_is_timed(run: Callable[
     for row in record["rows"]:
         stage = row["engine"] == "stage"
         assert all((row[name] is not None) == stage for name in ("launches", "host_ms", "prepare_ms"))
-        assert all(row[name] is None for name in ("ms", "tflops", "bare_ms", "share", "exposed_ms"))
+        assert all(row[name] is None for name in ("ms", "tflops", "exposed_ms"))
         assert row["simulated_ms"] > 0
     assert "flash: it computes on the CPU" in "\n".join(record["skipped"])
     assert "there is no GPU" in record["skipped"][0]
@@ -166,23 +165,15 @@ def test_the_busiest_rank_is_recorded() -> None:
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_plan_of_one_rank_runs_beside_bare_kernels() -> None:
+def test_a_plan_of_one_rank_runs_and_one_of_others_is_recorded() -> None:
     plan = plan_of(1)
-    (forward, backward), skipped = measure(plan, kernels=("sdpa", "varlen"))
+    (forward, backward), skipped = measure(plan)
     pairs = int(bands.dense(plan.request.batch.bands("default"), 256, 256).sum()) * 4
     assert forward.tflops == pytest.approx(pairs * 4 * 16 / 2e-3 / 1e12)
     assert backward.tflops == pytest.approx(pairs * 10 * 16 / 2e-3 / 1e12)
     for row in (forward, backward):
         assert (row.ms, row.launches, row.exposed_ms) == (2.0, None, None)
-        assert (row.bare_ms, row.share) == ({"sdpa": 2.0}, {"sdpa": 1.0})
-    assert [why.split(":")[0] for why in skipped] == ["varlen"]  # needs a GPU
-
-
-@pytest.mark.usefixtures("computing")
-def test_other_masks_and_other_ranks_have_no_bare_kernel() -> None:
-    (forward, _), skipped = measure(plan_of(1, mask=masks.sliding_window(9)), kernels=("sdpa",))
-    assert (forward.ms, forward.bare_ms, forward.share) == (2.0, None, None)
-    assert skipped == ["bare_ms, share: of causal documents alone"]
+    assert skipped == []
     (forward, _), skipped = measure(plan_of(2))
     assert (forward.host_ms, forward.ms) == (1.0, None)
     assert skipped[0].startswith("2 ranks: the job has 1, so kernels are launched and messages are not")
@@ -239,5 +230,5 @@ def test_bare_kernels_compute_causal_documents(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     batch, generator = Batch.from_lengths([100, 27, 1]), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(128, heads, 16, generator=generator) for heads in (4, 2, 2))
-    kernel = unplanned.KERNELS[name]([100, 27, 1], torch.device("cpu"))
+    kernel = bare_kernels.KERNELS[name]([100, 27, 1], torch.device("cpu"))
     torch.testing.assert_close(kernel(q, k, v), plain_attention(q, k, v, batch, "default"))

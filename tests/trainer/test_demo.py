@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from apportion.demo import run as demo, workload
+from apportion.demo import run as demo, train, workload
 
 
 def test_two_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,7 @@ def test_other_losses_and_other_plans_are_failures(
 ) -> None:
     step = {"loss": 1.0, "plan": "00" * 32, "tokens_per_s": 1.0, "waited_s": 0.0}
     monkeypatch.setattr(demo, "_trained", lambda steps, file: iter([step]))
-    monkeypatch.setattr(demo.train, "plain", lambda data: iter([1.001]))
+    monkeypatch.setattr(train, "plain", lambda data: iter([1.001]))
     assert demo.run(None, 1, as_json=False) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "losses differ by 1.0e-03" in printed

@@ -301,7 +301,7 @@ def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(
 
 
 def test_a_request_that_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ServiceError, match="422 refused: .*cap"):
+    with pytest.raises(ServiceError, match=r"422 refused: .*cap"):
         list(loader_of("local", recipe=replace(job().policy, token_cap=1)))
 
 

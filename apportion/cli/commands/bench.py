@@ -91,7 +91,7 @@ def bench_attention(
     """Time calls of planned attention, forward and backward: a row for the busiest rank of each plan.
 
     Without a GPU: launches, messages and the host's time to come to them, with a recorder in the place of the device.
-    On a GPU plans of one rank run, beside the bare kernels. Under torchrun plans of as many ranks as there are run,
+    On a GPU plans of one rank run. Under torchrun plans of as many ranks as there are run,
     and what messages add to them is measured. What could not be measured is said below the table. Milliseconds, of
     the best of --repeats calls after one to warm up.
 

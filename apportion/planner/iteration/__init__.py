@@ -1,1 +1,1 @@
-"""Iterations: microbatches, requests of jobs, their compact form, halves and pipeline ticks."""
+"""Iterations: microbatches, requests of jobs, halves and pipeline ticks."""

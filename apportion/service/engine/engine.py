@@ -27,6 +27,7 @@ from apportion.service.workers.work import Work
 
 DEATHS = 3  # of workers, before a request is set aside
 GRACE_S = 1.0  # who asks before the request is submitted waits so long for it
+LOOK_S = 0.05  # then twice as long, and so on: whether another server has put a plan into the store
 WAITING = 1 << 14  # keys that are waited for and not known
 LOG = getLogger(__name__)
 
@@ -90,18 +91,13 @@ class Engine:
     async def pack(self, key: bytes, wait_s: float) -> Pack | None:
         """The pack of a key, None where it is not ready after `wait_s` seconds. Raises UnknownPlanError, and
         ServiceError where the request is refused."""
-        pack = self.hot(key)
-        if pack is not None:
-            return pack
-        entry = self._entries.get(key)
-        if entry is None or entry.state is State.READY:
-            pack = await self._stored(key)
-            if pack is not None:
-                return pack
+        pack, entry = self.hot(key), self._entries.get(key)
+        if pack is None and (entry is None or entry.state is State.READY):
+            self._entries.pop(key, None)  # its pack is gone from memory
+            pack = await self._found(key, min(wait_s, GRACE_S))
             entry = self._entries.get(key)
-        if entry is None or (entry.state is State.READY and self.hot(key) is None):
-            self._entries.pop(key, None)  # its pack is gone from memory, and no store has it
-            entry = await self._arrival(key, min(wait_s, GRACE_S))
+        if pack is not None or entry is None:
+            return pack
         if entry.state is State.QUEUED and wait_s:
             entry.due = min(entry.due, entry.since)
         with suppress(TimeoutError):
@@ -229,21 +225,22 @@ class Engine:
         while len(self._entries) > self._limits.known and next(iter(self._entries.values())).done.is_set():
             self._entries.popitem(last=False)
 
-    async def _arrival(self, key: bytes, wait_s: float) -> Entry:
-        """The request of a key, once it is submitted."""
-        entry = self._entries.get(key)
-        if entry is None and wait_s and len(self._arriving) < WAITING:
+    async def _found(self, key: bytes, wait_s: float) -> Pack | None:
+        """The pack of a key in the store, which other servers may share; None once the request is submitted here.
+        Raises UnknownPlanError where neither comes in time."""
+        loop = asyncio.get_running_loop()
+        until, pause_s = loop.time() + wait_s, LOOK_S
+        while (pack := await self._stored(key)) is None and key not in self._entries:
+            left_s = until - loop.time()
+            if left_s <= 0 or len(self._arriving) >= WAITING:
+                self._arriving.pop(key, None)
+                raise UnknownPlanError(key)
             arriving = self._arriving.setdefault(key, asyncio.Event())
-            try:
-                async with asyncio.timeout(wait_s):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(pause_s, left_s)):
                     await arriving.wait()
-            except TimeoutError:
-                if self._arriving.get(key) is arriving:
-                    del self._arriving[key]
-            entry = self._entries.get(key)
-        if entry is None:
-            raise UnknownPlanError(key)
-        return entry
+            pause_s *= 2
+        return pack
 
     def _cache(self, pack: Pack) -> None:
         if pack.key in self._packs:

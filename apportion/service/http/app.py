@@ -9,7 +9,7 @@ from functools import partial
 from logging import getLogger
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi import FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -25,13 +25,15 @@ from apportion.service.http.openapi import BODY, DELIVERY
 from apportion.service.http.requests import PlanRequest, parse
 from apportion.service.http.tokens import Tokens
 from apportion.service.pack import Pack
-from apportion.service.problems import ServiceError, UnknownPlanError
+from apportion.service.problems import KINDS, ServiceError, UnknownPlanError
 from apportion.service.workers.work import plan_file, plan_page
 from apportion.web import WATCH
 
+_PROBLEM: dict[str, Any] = {"model": Problem, "content": {PROBLEM: {}}}
 PLAN_FILE = "application/vnd.apportion.plan"
 LOG = getLogger(__name__)
 
+Key = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="of the request: Job.request_key in hex")]
 Start = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
@@ -43,8 +45,8 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
         async with start() as engine:
             app.state.engine = engine
             delivery = Delivery(engine)
-            app.router.routes.insert(0, Route("/v1/plans/{key}/ranks/{rank}", delivery))
-            app.router.routes.insert(1, Route("/v1/ranks/{rank}/stream", delivery))
+            app.router.routes.insert(0, Route("/v1/plans/{key}/ranks/{rank}", delivery, methods=["GET"]))
+            app.router.routes.insert(1, Route("/v1/ranks/{rank}/stream", delivery, methods=["GET"]))
             yield
 
     app = FastAPI(
@@ -53,7 +55,7 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
         description="Plans of context-parallel attention, by content address.",
         lifespan=lifespan,
         redoc_url=None,
-        responses={422: {"model": Problem, "content": {PROBLEM: {}}}},
+        responses={kind.status: {"description": kind.title, **_PROBLEM} for kind in KINDS.values()},
     )
     app.add_middleware(Guard, tokens=tokens, metrics=metrics)
     app.exception_handler(ServiceError)(partial(_problem, metrics))
@@ -68,9 +70,9 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
 
 
 def _plan_routes(app: FastAPI) -> None:
-    @app.put("/v1/plans/{key}", status_code=202, openapi_extra=BODY)
+    @app.put("/v1/plans/{key}", status_code=202, openapi_extra=BODY, responses={200: {"model": Submitted}})
     async def submit(
-        key: str, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
+        key: Key, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
     ) -> Submitted:
         """Submits a request, to be planned once. 200 where its plan is ready. ahead: the trainer's steps until then."""
         asked, named = await _asked(request), key_of(key)
@@ -84,7 +86,7 @@ def _plan_routes(app: FastAPI) -> None:
         return Submitted(key=key, state=entry.state)
 
     @app.get("/v1/plans/{key}", responses={200: {"content": {"text/html": {}}}})
-    async def state(key: str, request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanState:
+    async def state(key: Key, request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanState:
         """State and report of a request; as text/html the page of its plan."""
         engine, named = _engine(request), key_of(key)
         pack = await engine.pack(named, 0.0) if (entry := engine.known(named)) is None or entry.plan else None
@@ -193,7 +195,16 @@ async def _problem(metrics: Any, request: Request, problem: Exception) -> Respon
 async def _http_problem(metrics: Any, request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "method" if error.status_code == 405 else "not-found"
-    return await _problem(metrics, request, ServiceError(kind, f"{request.method} {request.url.path}"))
+    answer = await _problem(metrics, request, ServiceError(kind, f"{request.method} {request.url.path}"))
+    if error.status_code == 405:
+        answer.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return answer
+
+
+def _methods(request: Request) -> set[str]:
+    """Of all routes with the request's path."""
+    path, routes = request.url.path, (route for route in request.app.routes if isinstance(route, Route))
+    return {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
 
 
 async def _invalid(metrics: Any, request: Request, error: Exception) -> Response:

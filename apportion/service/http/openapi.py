@@ -15,7 +15,7 @@ _REQUEST = {
         },
         "batches": {
             "type": "array",
-            "items": {"type": "object"},
+            "items": {"type": "object", "required": ["lengths"]},
             "description": "one a microbatch; one of all sequences where the recipe packs",
         },
     },
@@ -46,7 +46,7 @@ def _parameter(name: str, where: str, schema: dict[str, Any], required: bool = T
 
 
 _KEY = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
-_RANK = _parameter("rank", "path", {"type": "integer", "minimum": 0})
+_RANK = _parameter("rank", "path", {"type": "integer", "minimum": 0, "maximum": 999999})
 _WAIT = _parameter("wait_s", "query", {"type": "number", "minimum": 0, "maximum": 60, "default": 0}, False)
 
 
@@ -76,8 +76,15 @@ DELIVERY: dict[str, Any] = {
             "description": "Slices of the keys, each as soon as it is ready, in frames of kind u8, length u32 little "
             "endian, payload: 0 a slice (zstd), 1 problem+json of this key, 2 still being planned. Ends early where a "
             "slice is not ready after wait_s seconds.",
-            "parameters": [_RANK, _parameter("key", "query", {"type": "array", "items": _KEY}), _WAIT],
-            "responses": {"200": _binary("application/vnd.apportion.stream", "Frames")},
+            "parameters": [
+                _RANK,
+                _parameter("key", "query", {"type": "array", "items": _KEY, "minItems": 1, "maxItems": 256}),
+                _WAIT,
+            ],
+            "responses": {
+                "200": _binary("application/vnd.apportion.stream", "Frames"),
+                "422": {"description": "A parameter is wrong"},
+            },
         }
     },
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import signal
@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from multiprocessing import spawn
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, ClassVar, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -27,12 +29,38 @@ class WorkerDiedError(ApportionError, RuntimeError):
     """The process that had the task died: by a signal, or as the system's memory ended."""
 
 
+class _Process(ForkServerProcess):
+    """Does not import the main module of its parent, which a script without `if __name__ == "__main__"` would run."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        here = threading.get_ident()
+        with _Process._lock:
+            real = spawn.get_preparation_data
+
+            def prepared(name: str) -> dict[str, Any]:
+                own, data = threading.get_ident() == here, real(name)
+                return {key: data[key] for key in data if not (own and key.startswith("init_main"))}
+
+            spawn.get_preparation_data = prepared
+            try:
+                return ForkServerProcess._Popen(process_obj)
+            finally:
+                spawn.get_preparation_data = real
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
 class ProcessExecutor(Executor):
     """workers: processes; task_s: a task that takes longer is ended, with `TimeoutError`; memory_bytes: that each may
     map beyond what it has at its start. Processes are forked from one that has the planner imported."""
 
     def __init__(self, workers: int, task_s: float | None = None, memory_bytes: int | None = None) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = _Context()
         context.set_forkserver_preload([PRELOADED])
         self._task_s = task_s
         self._pool: Any = ProcessPool(

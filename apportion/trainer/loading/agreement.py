@@ -1,6 +1,7 @@
-"""Before a plan is used: all ranks have it, or those that have not plan the same themselves.
+"""Before a plan is used: all ranks have it, or those that have not plan the same themselves, or all end.
 
-One collective an iteration where all is well: has this rank the plan, and which. A second one where a rank had not.
+Where ranks may plan themselves there is one collective an iteration: has this rank the plan, and which; and a second
+one where a rank had not.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ class Held:
 
 @dataclass
 class Agreement:
-    """Makes sure that all ranks run the same plan. fallbacks: iterations that some rank planned itself."""
+    """What all ranks do about a plan that some have not. plans: a rank without one in time plans it itself; then all
+    tell each other in every iteration what they have. Otherwise a rank that fails tells it where the others compare
+    their plans (`backends.torch.handle.agree`). fallbacks: iterations that some rank planned itself."""
 
     communicator: Communicator
+    plans: bool
     fallbacks: int = 0
 
     def take(self, number: int, fetch: Callable[[], Fetched], plan: Callable[[], Fetched]) -> Fetched:
-        """The plan of iteration `number`: what `fetch` gives, or `plan` on the ranks where that raises TimeoutError;
-        a collective. Raises what these raise, and ExecutionError where another rank failed or the ids differ."""
+        """The plan of iteration `number`: what `fetch` gives, or `plan` on the ranks where that raises TimeoutError; a
+        collective. Raises what these raise, and ExecutionError where another rank failed or the ids differ."""
         held = _attempt(fetch)
-        if MISSING in self._states(number, held):
+        if self.plans and MISSING in self._states(number, held):
             self.fallbacks += 1
             if held.state == MISSING:
                 _log.warning(
@@ -58,9 +62,13 @@ class Agreement:
                 )
                 held = _attempt(plan)
             self._states(number, held)
-        if held.fetched is None:
-            raise ExecutionError(f"iteration {number}: no plan") from held.error
-        return held.fetched
+        if held.fetched is not None:
+            return held.fetched
+        assert held.error is not None
+        if not self.plans:
+            self.communicator.all_gather([0, 0], "plans")
+            self.communicator.gather_texts(shown(held.error), "what ranks hold")
+        raise held.error
 
     def _states(self, number: int, held: Held) -> list[int]:
         """Of every rank; a collective. Raises on all ranks where one failed or two hold different plans."""

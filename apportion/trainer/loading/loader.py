@@ -149,13 +149,14 @@ class PlannedLoader:
         self._made = origin(self.job, lengths, masks, self._sampling)
         self._source = open_source(source, token, ca, self._waits.timeout_s, self._made)
         self._communicator = communicator_of(self.job, communicator)
-        self._rank, self._agreement = self._communicator.rank, Agreement(self._communicator)
+        self._rank = self._communicator.rank
         self._groups = Groups.of(replicas)
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(shifted_of(shifted), multiple)
-        self._agrees = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
+        plans = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
+        self._agreement = Agreement(self._communicator, plans)
         self._workers = integer("workers", workers, 0)
         self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)
         self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
@@ -218,8 +219,9 @@ class PlannedLoader:
             supply = self._supply(stack, ahead, iterations)
             stack.callback(self._left)
             self._begin = begin.at(0)
-            while (wanted := iterations.at(ahead.own)) is not None:
-                for batch in self._batches(wanted, self._taken(supply, wanted)):
+            while (found := self._next(iterations, ahead.own, supply)) is not None:
+                wanted, fetched = found
+                for batch in self._batches(wanted, fetched):
                     if (batch.iteration, batch.microbatch) >= (begin.iteration, begin.microbatch):
                         self._place = begin.after(batch.iteration, batch.microbatch, batch.is_last)
                         yield batch
@@ -262,23 +264,40 @@ class PlannedLoader:
                 f"ranks begin different passes (pass, epoch, first iteration, microbatch): {told}"
             )
 
-    def _taken(self, supply: Fetching | Collecting, wanted: Wanted) -> Fetched:
-        waited = Stopwatch(lambda: supply.compiled_s)
-        take = partial(supply.take, wanted.number)
+    def _next(
+        self, iterations: Iterations, number: int, supply: Fetching | Collecting
+    ) -> tuple[Wanted, Fetched] | None:
+        """An iteration and its plan, None behind the last; what ends this rank ends the other ranks and groups, too."""
+        wanted, failed = None, None
         try:
-            if not self._agrees:
-                return take()
-            return self._agreement.take(wanted.number, take, partial(self._planned_here, wanted))
-        except TimeoutError as error:
-            told = wanted.number, self._rank, self._waits.timeout_s, str(error)
-            raise PlanTimeoutError(*told) from error
+            wanted = iterations.at(number)
+        except Exception as error:
+            failed = error
+        if wanted is None and failed is None:
+            return None
+        waited = Stopwatch(lambda: supply.compiled_s)
+
+        def take() -> Fetched:
+            if failed is not None:
+                raise failed
+            return supply.take(number)
+
+        try:
+            fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                error = PlanTimeoutError(number, self._rank, self._waits.timeout_s, str(error))
+            self._groups.totals((self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
             self._meters.waited_s += waited.seconds
             self._meters.compiled_s += waited.compiled_s
+        assert wanted is not None
+        return wanted, fetched
 
-    def _planned_here(self, wanted: Wanted) -> Fetched:
+    def _planned_here(self, wanted: Wanted | None) -> Fetched:
         from apportion.planner.iteration.jobs import plan_job
 
+        assert wanted is not None
         return Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
     def _ready(self, piece: IterationSlice) -> Fetched:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from apportion.backends.torch.engines import ENGINES, activate_newest
+from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.profile.device import device_name
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
@@ -30,12 +30,10 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
-from apportion.ir.masks.windows import Causal
 from apportion.ir.plan.tables import Header
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
-from apportion.trainer.measure import unplanned
 from apportion.trainer.measure.selftest import process_group
 from apportion.trainer.measure.timing import (
     Meter,
@@ -74,18 +72,13 @@ class AttentionRow:
     ms: float | None = None
     exposed_ms: float | None = None
     tflops: float | None = None
-    bare_ms: Mapping[str, float] | None = None
-    share: Mapping[str, float] | None = None
 
     def record(self) -> dict[str, Any]:
         """Plain data, four digits after the point."""
-        return {name: _rounded(value) for name, value in asdict(self).items()}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _rounded(held) for name, held in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
+        return {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
 
 
 class Timed(NamedTuple):
@@ -102,14 +95,12 @@ NOT_TIMED: Mapping[str, Timed] = MappingProxyType(dict.fromkeys(PHASES, Timed())
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures plans on the ranks of a job. kernels: those of `unplanned` to compare with; skip: is told what is not
-    measured, and why."""
+    """Measures plans on the ranks of a job. skip: is told what is not measured, and why."""
 
     device: torch.device
     communicator: Transport
     clock: Meter[Took]
     engines: tuple[str, ...]
-    kernels: tuple[str, ...]
     repeats: int
     skip: Callable[[str], object]
 
@@ -132,10 +123,9 @@ class Bench:
             )
             return []
         found = facts(plan, hardware, self.device)
-        bare_ms = self._bare(plan) if self._is_real(plan.header) else {}
         timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
         return [
-            compared(replace(row, engine=name, **timed[name][phase]._asdict()), plan, bare_ms.get(phase, {}))
+            rated(replace(row, engine=name, **timed[name][phase]._asdict()), plan)
             for name in self.engines
             for phase, row in found.items()
         ]
@@ -177,9 +167,7 @@ class Bench:
 
     def _say_recorded(self, header: Header) -> None:
         if not self._computes:
-            self.skip(
-                "ms, tflops, bare_ms, share, exposed_ms: there is no GPU, a rank's host alone is measured"
-            )
+            self.skip("ms, tflops, exposed_ms: there is no GPU, a rank's host alone is measured")
             return
         self.skip(
             f"{header.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages are "
@@ -220,35 +208,6 @@ class Bench:
         rows = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
         return np.array(rows).reshape(-1, *nanoseconds.shape) / 1e6
 
-    # --- bare kernels
-
-    def _bare(self, plan: Plan) -> dict[str, dict[str, float]]:
-        """Milliseconds of each kernel, by phase."""
-        if plan.header.ranks > 1:
-            self.skip("bare_ms, share: of plans of one rank alone")
-            return {}
-        (masks,) = plan.request.batch.masks.values()
-        if not all(isinstance(spec, Causal) for spec in masks.specs):
-            self.skip("bare_ms, share: of causal documents alone")
-            return {}
-        activate_newest(self.device)  # as engine `flash` does
-        found: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
-        for name in self.kernels:
-            for phase, took in self._of_kernel(name, plan).items():
-                found[phase][name] = took.device
-        return found
-
-    def _of_kernel(self, name: str, plan: Plan) -> dict[str, Took]:
-        """Empty where the kernel does not take the rows."""
-        batch = plan.request.batch
-        rows = RankTensors.of(plan.header, batch.tokens, self.device, drawn=True)
-        try:
-            kernel = unplanned.KERNELS[name](batch.lengths.tolist(), self.device)
-            return best(kernel, rows, self.clock, self.repeats)
-        except RuntimeError as error:
-            self.skip(f"{name}: {str(error).splitlines()[0]}")
-            return {}
-
 
 def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, AttentionRow]:
     """Rows of the busiest rank on the stage engine, without times."""
@@ -265,14 +224,11 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     }  # fmt: skip
 
 
-def compared(row: AttentionRow, plan: Plan, bare_ms: Mapping[str, float]) -> AttentionRow:
+def rated(row: AttentionRow, plan: Plan) -> AttentionRow:
     """With what follows from the device's time."""
     launches = row.launches if row.engine == "stage" else None
-    if row.ms is None:
-        return replace(row, launches=launches)
-    share = {name: ms / row.ms for name, ms in bare_ms.items()}
-    tflops = flops(plan, row.phase) / row.ranks / row.ms / 1e9
-    return replace(row, launches=launches, tflops=tflops, bare_ms=bare_ms or None, share=share or None)
+    tflops = None if row.ms is None else flops(plan, row.phase) / row.ranks / row.ms / 1e9
+    return replace(row, launches=launches, tflops=tflops)
 
 
 def flops(plan: Plan, phase: str) -> int:
@@ -285,7 +241,5 @@ def flops(plan: Plan, phase: str) -> int:
 def job(engines: tuple[str, ...], repeats: int, skip: Callable[[str], object]) -> Iterator[Bench]:
     """The bench of this process: of torchrun's ranks, or alone."""
     with process_group() as device:
-        on_cuda = device.type == "cuda"
-        kernels = tuple(unplanned.KERNELS) if on_cuda else ("sdpa",)
-        clock = on_gpu if on_cuda else on_host
-        yield Bench(device, Communicator(), clock, engines, kernels, repeats, skip)
+        clock = on_gpu if device.type == "cuda" else on_host
+        yield Bench(device, Communicator(), clock, engines, repeats, skip)

@@ -25,8 +25,6 @@ async function watch() {
   setTimeout(watch, EVERY_MS);
 }
 
-// ---- token
-
 function askForToken(wrong) {
   lamp("lost", "a token is needed");
   page(".shown").hidden = true;
@@ -111,7 +109,7 @@ function put(element, said, make_) {
 
 function table(plans) {
   const names = ["key", "state", "ranks", "job", "tenant", "planning", "plan, or why there is none"];
-  const head = make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name))));
+  const head = make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col", class: name.startsWith("plan,") ? "text" : "" }, name))));
   const body = plans.map((plan) => make("tr", {},
     make("td", {}, plan.state === "ready" ? opener(plan.key) : plan.key.slice(0, 12)),
     make("td", { class: plan.state }, plan.state),
@@ -139,8 +137,6 @@ async function report(key, text) {
     page(".note").textContent = `No report: ${error.message}`;
   }
 }
-
-// ---- start
 
 startTheme();
 page(".ask").addEventListener("submit", (event) => {

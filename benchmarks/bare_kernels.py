@@ -4,11 +4,15 @@
     varlen  flash attention, all documents in one call
     flex    FlexAttention with a mask of the documents, compiled
 
-Each is made for the lengths of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
+Run: python -m benchmarks.bare_kernels [--tokens 32768] [--repeats 30] [--seed 0]
+
+Prints milliseconds of the device, beside which those of `apportion bench attention --ranks 1` stand. Each kernel is
+made for the lengths of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
@@ -19,7 +23,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from apportion.trainer.measure.timing import Attention
+from apportion.backends.torch.engines import activate_newest
+from apportion.bench import BenchJob, Source, cluster_of, planned
+from apportion.ir.request.model import Model
+from apportion.trainer.measure.timing import Attention, RankTensors, best, on_gpu, on_host
+from benchmarks.targets import TOKENS
 
 
 def sdpa(lengths: Sequence[int], device: torch.device) -> Attention:
@@ -76,3 +84,27 @@ def _heads_first(tensor: Tensor) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """[1, H, T, D] -> [T, H, D]."""
     return tensor[0].transpose(0, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attention kernels without a plan.")
+    for name, default in (("--tokens", TOKENS), ("--repeats", 30), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch, _ = Source().batch(args.tokens, args.seed)
+    header = planned(BenchJob(batch, cluster_of(1), Model(), "fcp", args.seed)).header
+    activate_newest(device)  # of FlashAttention, as engine `flash` does
+    for name, make in KERNELS.items():
+        rows = RankTensors.of(header, batch.tokens, device, drawn=True)
+        try:
+            kernel = make(batch.lengths.tolist(), device)
+            took = best(kernel, rows, on_gpu if device.type == "cuda" else on_host, args.repeats)
+        except RuntimeError as error:
+            print(f"{name}: {str(error).splitlines()[0]}")
+            continue
+        print(name, *(f"{phase} {one.device:.3f} ms" for phase, one in took.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The server against its own OpenAPI document: schemathesis with all of its checks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apportion.service.http.serve import Serving
+from tests.service.requests import TOKEN
+
+pytestmark = pytest.mark.slow
+# A schema cannot say that one field must fit another (a key its body, heads their groups): such requests are well
+# formed and answered with 422, or 409 where the key is another one's.
+CONFIG = """
+[[operations]]
+include-name = ["POST /v1/plan", "PUT /v1/plans/{key}"]
+checks.positive_data_acceptance.expected-statuses = ["2xx", "409", "422", "429"]
+"""
+
+
+def test_the_server_keeps_to_its_document(server: Serving, tmp_path: Path) -> None:
+    (tmp_path / "schemathesis.toml").write_text(CONFIG)
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", "schemathesis.toml", "--no-color"]
+    command += ["run", f"{server.url}/openapi.json", "--checks", "all", "--continue-on-failure"]
+    command += ["--max-examples", "40", "--seed", "11", "--request-timeout", "30", "--warnings", "off"]
+    command += ["--exclude-path", "/metrics", "--header", f"Authorization: Bearer {TOKEN}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert re.search(r"Tested: ([0-9]+)", done.stdout).group(1) == "8"
