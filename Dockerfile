@@ -24,4 +24,5 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8321/healthz', timeout=4)"]
 # Clients send the token of APPORTION_TOKEN (docker run --env APPORTION_TOKEN, or --token-file).
 ENTRYPOINT ["apportion", "serve", "--host", "0.0.0.0", "--port", "8321"]
-CMD ["--store", "/data/store"]
+# Options follow, or come from the environment: APPORTION_TOKEN, APPORTION_SERVE_STORE=/data/plans, ...
+CMD []

@@ -17,18 +17,11 @@ from pathlib import Path
 import pytest
 
 from apportion.ir.bytes.codec import decode
-from apportion.ir.bytes.iteration import encode_slices
-from apportion.ir.bytes.job import Job, encode_request
 from apportion.ir.errors import ConfigError
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
-from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import PLAN, Client
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
-from apportion.service.http.serve import Serving, serving
+from apportion.service.http.serve import Serving
 from apportion.service.pack import Pack
 from apportion.service.problems import (
     BadAnswerError,
@@ -37,17 +30,16 @@ from apportion.service.problems import (
     UnknownPlanError,
     UnreachableError,
 )
+from tests.service.requests import JOB, RANKS, TOKEN, Request
 from tests.service.small_server import Talk, answer, small_server
 
 TIMEOUT_S = 1.0
-KEY, TOKEN = bytes(range(32)), "a-secret-of-sixteen"
-JOB = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("ring")), 512)
-BATCHES = [Batch.from_lengths([700, 300])]
+KEY, REQUEST = bytes(range(32)), Request(1)
 
 
 @pytest.fixture(scope="module")
-def slices() -> Sequence[bytes]:
-    return encode_slices(plan_job(JOB, BATCHES))
+def slices() -> list[bytes]:
+    return REQUEST.slices()
 
 
 @pytest.fixture
@@ -99,7 +91,7 @@ FAULTS: dict[str, Talk] = {
     ),
 }
 CALLS: dict[str, Callable[[Client], object]] = {
-    "submit": lambda client: client.submit(KEY, encode_request(JOB, BATCHES)),
+    "submit": lambda client: client.submit(KEY, REQUEST.data),
     "fetch": lambda client: client.fetch(KEY, 0, TIMEOUT_S),
     "stream": lambda client: next(client.stream([KEY], 0, TIMEOUT_S)),
 }
@@ -171,8 +163,8 @@ def test_a_slice_is_asked_for_until_it_is_there(
     slices: Sequence[bytes], client_of: Callable[..., Client]
 ) -> None:
     with small_server(says(answer(b"", "202 Accepted"), answer(slices[1]))) as server:
-        found = client_of(server.url).fetch(KEY, 1, 5.0, ranks=2)
-    assert (found.rank, found.ranks, found.encode()) == (1, 2, slices[1])
+        found = client_of(server.url).fetch(KEY, 1, 5.0, ranks=RANKS)
+    assert (found.rank, found.ranks, found.encode()) == (1, RANKS, slices[1])
     assert len(server.requests) == 2
 
 
@@ -324,30 +316,24 @@ def test_certificates_that_cannot_be_read(tmp_path: Path) -> None:
 # ---- the real server
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(tmp_path_factory.mktemp("store"), options=["--workers", "1"], token=TOKEN) as running:
-        yield running
-
-
 def test_every_call_of_a_server(
     server: Serving, client_of: Callable[..., Client], slices: Sequence[bytes]
 ) -> None:
-    client, key, unknown = client_of(server.url, timeout_s=10.0), JOB.request_key(BATCHES), bytes(32)
+    client, key, unknown = client_of(server.url, timeout_s=10.0), REQUEST.key, bytes(32)
     with pytest.raises(UnknownPlanError):
         client.fetch(key, 0, 0.0)
-    client.submit(key, encode_request(JOB, BATCHES), ahead=3)
-    assert client.fetch(key, 1, 60.0, ranks=2).encode() == slices[1]
+    client.submit(key, REQUEST.data, ahead=3)
+    assert client.fetch(key, 1, 60.0, ranks=RANKS).encode() == slices[1]
     found = client.stream([key, key, unknown], 0, 5.0)
     assert [next(found).encode(), next(found).encode()] == [slices[0]] * 2
     with pytest.raises(UnknownPlanError):
         next(found)
     assert client.state(key)["state"] == "ready"
-    assert b"ring on 2 ranks" in client.page(key)
-    assert json.loads(client.plan(JOB, BATCHES))["key"] == key.hex()
-    assert decode(client.plan(JOB, BATCHES, PLAN)).id == plan_job(JOB, BATCHES).plans[0].id
+    assert b"fcp on 4 ranks" in client.page(key)
+    assert json.loads(client.plan(JOB, REQUEST.batches))["key"] == key.hex()
+    assert decode(client.plan(JOB, REQUEST.batches, PLAN)).id == plan_job(JOB, REQUEST.batches).plans[0].id
     with pytest.raises(ServiceError, match="wrong-key"):
-        client.submit(unknown, encode_request(JOB, BATCHES))
+        client.submit(unknown, REQUEST.data)
     with pytest.raises(ServiceError, match="unauthorized"):
         Client(server.url, "another-token-of-16").state(key)
 
@@ -355,8 +341,8 @@ def test_every_call_of_a_server(
 def test_a_forked_process_has_connections_of_its_own(
     server: Serving, client_of: Callable[..., Client]
 ) -> None:
-    client, key = client_of(server.url, timeout_s=10.0), JOB.request_key(BATCHES)
-    client.submit(key, encode_request(JOB, BATCHES))
+    client, key = client_of(server.url, timeout_s=10.0), REQUEST.key
+    client.submit(key, REQUEST.data)
     open_stream = client.stream([key] * 3, 0, 60.0)
     next(open_stream)
     child = os.fork()

@@ -1,0 +1,105 @@
+"""Plans made before training: in any number of runs the same folder, which loaders and servers read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apportion import cli
+from apportion.ir.bytes.origin import origin
+from apportion.ir.errors import CapacityError, ConfigError
+from apportion.service.precompute import IterationError, Work, precompute
+from apportion.service.store import Folder
+from apportion.service.workers import ProcessExecutor
+from tests.service.requests import JOB, RANKS
+
+LENGTHS = np.random.default_rng(0).integers(100, 900, 12)
+
+
+def work(iterations: int = 8, seed_of: int = 0, **more: object) -> Work:
+    return Work(JOB, LENGTHS + seed_of, None, iterations, **more)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_runs_go_on_where_they_stopped(tmp_path: Path, workers: ProcessExecutor) -> None:
+    seen: list[tuple[int, int]] = []
+    first = precompute(work(3), tmp_path / "a", workers, 2)
+    rest = precompute(work(8), tmp_path / "a", workers, 2, lambda *at: seen.append(at))
+    assert (first.planned, rest.iterations, rest.planned) == (3, 8, 5)
+    assert seen[0] == (0, 0)
+    assert seen[-1] == (8, 5)
+    assert precompute(work(8), tmp_path / "a", workers, 2).planned == 0
+    precompute(work(8), tmp_path / "b", workers, 2)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_every_iteration_of_every_epoch_is_there(tmp_path: Path, workers: ProcessExecutor) -> None:
+    asked, store = work(8), Folder(tmp_path)
+    summary = precompute(asked, tmp_path, workers, 2)
+    epochs = [asked.sampling.epoch(epoch) for epoch in range(8)]
+    assert len(epochs[0]) < 8
+    for samples in [samples for epoch in epochs for samples in epoch][:8]:
+        assert store.slice(JOB.request_key(asked.batches(samples)), RANKS - 1).ranks == RANKS
+    assert summary.packs == len(list(store.files()))
+    held = json.loads((tmp_path / "precompute.json").read_bytes())
+    assert held == origin(JOB, LENGTHS, None, asked.sampling) | {"iterations": 8}
+
+
+@pytest.mark.parametrize(("other", "field"), [({"seed_of": 1}, "lengths"), ({"shuffle": False}, "shuffle")])
+def test_a_folder_for_something_else_is_refused(
+    other: dict[str, object], field: str, tmp_path: Path, workers: ProcessExecutor
+) -> None:
+    precompute(work(1), tmp_path, workers, 2)
+    before = files(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        precompute(work(1, **other), tmp_path, workers, 2)
+    assert refused.value.field == field
+    assert files(tmp_path) == before
+
+
+def test_a_batch_that_cannot_be_planned_is_named(tmp_path: Path, workers: ProcessExecutor) -> None:
+    with pytest.raises(CapacityError, match="sample"):
+        Work(JOB, [10**6], None, 1)
+    tight = replace(JOB, policy=replace(JOB.policy, token_cap=1))
+    with pytest.raises(IterationError, match="iteration 0 of epoch 0"):
+        precompute(Work(tight, LENGTHS, None, 1), tmp_path, workers, 2)
+
+
+def test_killed_anywhere_the_command_goes_on(tmp_path: Path) -> None:
+    lengths, out = tmp_path / "lengths.jsonl", tmp_path / "plans"
+    lengths.write_text("\n".join(map(str, LENGTHS.tolist())))
+    words = [
+        "precompute",
+        "--lengths",
+        str(lengths),
+        "--ranks",
+        "4",
+        "--tokens-per-rank",
+        "512",
+        "--out",
+        str(out),
+    ]
+    words += ["--iterations", "80", "--workers", "1", "--json"]
+    command = [sys.executable, "-m", "apportion", *words]
+    for least in (1, 12):
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            while process.poll() is None and sum(1 for _ in out.rglob("*.plan")) < least:
+                time.sleep(0.02)
+            os.kill(process.pid, signal.SIGKILL)
+    ended = subprocess.run(command, capture_output=True, check=True)
+    record = json.loads(ended.stdout)
+    assert record["iterations"] == 80
+    assert 0 < record["planned"] < 80
+    assert cli.main(["store", "check", str(out), "--json"]) == cli.OK

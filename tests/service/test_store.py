@@ -1,0 +1,222 @@
+"""Stores, a folder and a real Redis: what was put is read back or gone, never another thing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.version import __version__
+from apportion.service.http.serve import serving
+from apportion.service.pack import Pack
+from apportion.service.store import Folder, Store, StoreError, open_store
+from tests.service.requests import RANKS, TOKEN, Request, client_of
+
+REQUEST = Request(1)
+
+
+@pytest.fixture(scope="module")
+def packs() -> list[Pack]:
+    return [Request(number).pack() for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("there is no redis-server")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [
+        "redis-server",
+        "--port",
+        str(port),
+        "--save",
+        "",
+        "--dir",
+        str(tmp_path_factory.mktemp("redis")),
+    ]
+    url = f"redis://127.0.0.1:{port}/0"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            with suppress(StoreError):
+                open_store(url).close()
+                break
+        yield url
+        process.terminate()
+
+
+@pytest.fixture(params=["folder", "redis"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "folder" else request.getfixturevalue("redis_url")
+
+
+def test_what_was_put_is_read_back(target: str, packs: list[Pack]) -> None:
+    with closing(open_store(target)) as store:
+        assert store.get(bytes(32)) is None
+        assert store.slice(bytes(32), 0) is None
+        for pack in [*packs, packs[0]]:
+            store.put(pack)
+        for pack in packs:
+            assert store.get(pack.key).data == pack.data
+        assert [store.slice(REQUEST.key, rank).encode() for rank in range(RANKS)] == REQUEST.slices()
+        with pytest.raises(ConfigError, match="rank"):
+            store.slice(REQUEST.key, RANKS)
+        assert store.problem() is None
+
+
+def spoil(target: str, key: bytes, data: bytes) -> None:
+    """Puts other bytes where the store has a pack."""
+    if target.startswith("redis"):
+        import redis
+
+        with closing(redis.Redis.from_url(target)) as client:
+            client.set(f"apportion:{__version__}:{key.hex()}", data)
+    else:
+        Folder(Path(target)).path(key).write_bytes(data)
+
+
+@pytest.mark.parametrize("wrong", ["cut", "changed", "renamed", "empty"])
+def test_what_is_damaged_is_as_if_it_were_not_there(target: str, wrong: str, packs: list[Pack]) -> None:
+    pack = packs[1]
+    changed = bytearray(pack.data)
+    changed[-1] ^= 1  # of the last rank's slice
+    data = {"cut": pack.data[:-1], "changed": bytes(changed), "renamed": packs[0].data, "empty": b""}[wrong]
+    with closing(open_store(target)) as store:
+        for read in (lambda: store.get(pack.key), lambda: store.slice(pack.key, RANKS - 1)):
+            store.put(pack)
+            spoil(target, pack.key, data)
+            assert read() is None
+            store.put(pack)
+            assert store.get(pack.key).data == pack.data
+
+
+def test_a_server_plans_what_its_folder_lost(tmp_path: Path) -> None:
+    for _ in range(2):
+        with (
+            serving(tmp_path, options=["--workers", "1"], token=TOKEN) as server,
+            client_of(server.url) as client,
+        ):
+            REQUEST.put(client)
+            headers = {"accept-encoding": "identity"}
+            body = client.get(f"/v1/plans/{REQUEST.hex}/ranks/1?wait_s=60", headers=headers)
+            assert body.content == REQUEST.slices()[1]
+        path = Folder(tmp_path).path(REQUEST.key)
+        path.write_bytes(path.read_bytes()[:-5])
+
+
+# ---- the folder
+
+
+def test_links_and_folders_are_not_followed(tmp_path: Path, packs: list[Pack]) -> None:
+    store, outside = Folder(tmp_path / "store"), tmp_path / "outside"
+    path = store.path(REQUEST.key)
+    path.parent.mkdir(parents=True)
+    outside.write_bytes(packs[1].data)
+    path.symlink_to(outside)
+    with pytest.raises(StoreError):
+        store.get(REQUEST.key)
+    store.put(packs[1])
+    assert not path.is_symlink()
+    assert store.get(REQUEST.key).data == outside.read_bytes()
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_half(tmp_path: Path, packs: list[Pack]) -> None:
+    store, limit = Folder(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(packs[0].data) - 1, limit[1]))
+        with pytest.raises(StoreError, match="MiB are free"):
+            store.put(packs[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "too large" in store.problem()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    store.put(packs[0])
+    assert store.problem() is None
+
+
+def aged(store: Folder, packs: list[Pack]) -> None:
+    """The packs, the first one unused for the longest time: a day for each pack behind it."""
+    for days, pack in enumerate(reversed(packs)):
+        store.put(pack)
+        os.utime(store.path(pack.key), (time.time() - days * 86400,) * 2)
+
+
+def kept(store: Folder, packs: list[Pack]) -> list[int]:
+    return [number for number, pack in enumerate(packs) if store.path(pack.key).is_file()]
+
+
+def test_the_longest_unused_are_evicted_by_size_and_by_age(tmp_path: Path, packs: list[Pack]) -> None:
+    store = Folder(tmp_path)
+    aged(store, packs)
+    assert store.prune(max_age_s=2.5 * 86400) == (1, len(packs[0].data))
+    assert kept(store, packs) == [1, 2, 3]
+    assert store.get(packs[1].key) is not None  # which makes it young
+    assert store.prune(max_bytes=len(packs[1].data) + len(packs[3].data))[0] == 1
+    assert kept(store, packs) == [1, 3]
+    full = Folder(tmp_path, max_bytes=2 * len(packs[0].data))
+    for pack in packs:
+        full.put(pack)
+    assert len(kept(full, packs)) <= 2
+    assert 3 in kept(full, packs)
+
+
+def _put_often(root: Path, packs: list[bytes]) -> None:
+    store = Folder(root, max_bytes=3 * len(packs[0]))
+    for number in range(100):
+        pack = Pack.decode(packs[number % len(packs)])
+        store.put(pack)
+        found = store.get(pack.key)
+        assert found is None or found.data == pack.data
+
+
+def test_processes_share_a_folder(tmp_path: Path, packs: list[Pack]) -> None:
+    context = get_context("spawn")
+    data = [pack.data for pack in packs]
+    processes = [context.Process(target=_put_often, args=(tmp_path, data)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 3
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_many_plans_are_counted_quickly(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    for number in range(20_000):
+        path = store.path(number.to_bytes(2, "big") + bytes(30))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    began = time.process_time()
+    assert len(list(store.files())) == 20_000
+    assert time.process_time() - began < 1.0
+
+
+# ---- what is no store
+
+
+@pytest.mark.parametrize("target", ["", "redis://127.0.0.1:port/0"])
+def test_what_names_no_store_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="store"):
+        open_store(target)
+
+
+def test_a_redis_that_is_gone_is_said(redis_url: str, packs: list[Pack]) -> None:
+    with pytest.raises(StoreError):
+        open_store("redis://user:word@127.0.0.1:1/0")
+    store: Store = open_store(redis_url)
+    store.close()
