@@ -6,7 +6,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,9 +230,7 @@ def refused(comm: Communicator, case: Any) -> Any:
             if case.deaf:
                 core = model.module.decoder.layers[1].self_attention.core_attention
                 core.forward = lambda query, *_, **given: query.flatten(2)
-            loader = planned_data(replace(case, options={}), config_of(replace(case, options={})), comm.ranks)
-            changed = planned_loader(documents(), config, **planning_of(loader.job))
-            forward_step(endless(changed), model)
+            forward_step(endless(planned_data(case, config, comm.ranks)), model)
         except ApportionError as error:
             return str(error)
         return ""

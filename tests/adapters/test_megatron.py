@@ -88,7 +88,6 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
     [
         (Case(options={"attention_dropout": 0.1}), "attention_dropout = 0.1"),
         (Case(options={"calculate_per_token_loss": False}), "calculate_per_token_loss = False"),
-        (Case(options={"kv_channels": 16}), "head_dim"),
         (Case(divided=False), "finalize_model_grads_func = None"),
         (Case(positions="mrope", options={"mrope_section": [1, 1, 2]}), "position_embedding_type = 'mrope'"),
         (Case(positions="learned_absolute", longest=32), "sequence length = "),

@@ -118,7 +118,6 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(two: Any, tmp_path: Path) 
         ),
         ({"training": {"local_batch_size": 2, "global_batch_size": 4}}, "local_batch_size = 2"),
         ({"training": {"seq_len": 32}}, "sequence length = 32"),
-        ({"training": {"mixed_precision_param": "bfloat16"}}, "bf16"),
         ({"dataloader": {"dataset": "documents.missing"}}, "must name a function"),
     ],
 )

@@ -26,7 +26,7 @@ from apportion.ir.version import __version__
 from apportion.service.http.serve import Serving, serving
 from apportion.service.precompute import Work, precompute
 from apportion.service.problems import ServiceError, UnknownPlanError
-from apportion.service.workers import ProcessExecutor
+from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from apportion.trainer.loading.fetching import PlanTimeoutError
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.sources import local
@@ -298,6 +298,16 @@ def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(
         assert later.compiled_s == compiling.seconds  # a later pass: its plans will say
     (record,) = [record for record in caplog.records if record.name == local.LOG.name]
     assert "apportion warmup" in record.getMessage()
+
+
+def test_a_planner_that_dies_is_an_error() -> None:
+    batches = [Batch.from_lengths([40, 20])]
+    key = job().request_key(batches)
+    with closing(local.LocalSource()) as source:
+        source.submit(key, encode_request(job(), batches), 0)
+        source._planner._process.kill()
+        with pytest.raises(WorkerDiedError, match=r"died \(status -9\)"):
+            source.fetch(key, 0, WAIT_S)
 
 
 def test_a_request_that_cannot_be_planned_is_refused() -> None:

@@ -30,7 +30,7 @@ class PlannerProcess:
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", "-m", __name__]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )

@@ -42,6 +42,7 @@ SEED = 0
 WIDTH = 100  # of the table, in narrower terminals too: lines may wrap, figures may not
 # Planned attention may err twice as much as plain attention, and a last place where plain attention errs by luck less.
 FACTOR = 2.0
+_COLUMNS = ("engine", "kind", "dtype", "error", "of plain attention", "forward", "backward", "")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -210,25 +211,13 @@ def _record(
 
 def _show(rows: list[SelftestRow], record: Mapping[str, Any]) -> None:
     title = f"{record['ranks']} ranks on {record['device']}, {record['tokens']:,} tokens"
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=escape("\n".join(record["skipped"])),
-        caption_justify="left",
-    )
-    for name in ("engine", "kind", "dtype", "error", "of plain attention", "forward", "backward", ""):
-        table.add_column(name)
+    skipped = escape("\n".join(record["skipped"]))
+    table = Table(*_COLUMNS, title=title, title_justify="left", caption=skipped, caption_justify="left")
     for row in rows:
-        table.add_row(
-            row.engine,
-            row.kind,
-            row.dtype,
-            f"{row.error:.1e}",
-            f"{row.plain_error:.1e}",
-            f"{row.forward_ms:.1f} ms",
-            f"{row.backward_ms:.1f} ms",
-            "[green]ok[/green]" if row.ok else "[red]too large[/red]",
-        )
+        errors = f"{row.error:.1e}", f"{row.plain_error:.1e}"
+        times = f"{row.forward_ms:.1f} ms", f"{row.backward_ms:.1f} ms"
+        says = "[green]ok[/green]" if row.ok else "[red]too large[/red]"
+        table.add_row(row.engine, row.kind, row.dtype, *errors, *times, says)
     console = Console()
     console.width = max(console.width, WIDTH)
     console.print(table)
