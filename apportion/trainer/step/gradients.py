@@ -24,7 +24,8 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
     where they were averaged, with and without `no_sync`. Any other module: call it on every rank after the last
     backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a rank
-    that has none. Raises ConfigError for FSDP1, which can only average, and for gradients that are sums already.
+    that has none, and leaves parameters alone that have an attribute `rank_local`, such as experts that other ranks do
+    not have. Raises ConfigError for FSDP1, which can only average, and for gradients that are sums already.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile
     sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
@@ -60,7 +61,9 @@ def _sum_shards(modules: list[FSDPModule]) -> None:
 
 def _add_up(model: nn.Module, group: Any) -> None:
     """A parameter without a gradient on all ranks keeps none."""
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = [
+        one for one in model.parameters() if one.requires_grad and not getattr(one, "rank_local", False)
+    ]
     if not params:
         return
     _refuse_sums(model, params)
