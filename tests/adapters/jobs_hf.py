@@ -82,6 +82,7 @@ FURTHER = {
     "olmo2": ("Olmo2", "sdpa", {}),
     "phi3": ("Phi3", "sdpa", {"pad_token_id": 0, "sliding_window": None}),
     "qwen2": ("Qwen2", "sdpa", {}),
+    "seed_oss": ("SeedOss", "sdpa", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
     "qwen3_moe": (
         "Qwen3Moe",
         "sdpa",
