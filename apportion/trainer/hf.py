@@ -28,6 +28,7 @@ from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import Rehearsal, check_rows
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
+from apportion.trainer.step.shares import batch_under, check_share
 
 try:
     from transformers import AttentionInterface, Cache
@@ -248,11 +249,11 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _wanted(model: Any, handle: Any) -> dict[str, Tensor]:
     """What a batch's labels and their number are; on other devices than CPUs in the model's first forward alone: that
     waits for the device."""
-    batches = [one for one in wiring.watch.batches if one.handle is handle]
-    if not batches or (model.device.type != "cpu" and hasattr(model, "_held")):
+    batch = batch_under(handle)
+    if batch is None or (model.device.type != "cpu" and hasattr(model, "_held")):
         return {}
     model._held = True
-    labels, valid = batches[0].labels[None].cpu(), max(batches[0].valid_tokens, 1)
+    labels, valid = batch.labels[None].cpu(), max(batch.valid_tokens, 1)
     return {"shift_labels": labels.double(), "num_items_in_batch": torch.tensor(valid).double()}
 
 
@@ -310,10 +311,10 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
 
 
 def _check_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises as `wiring.check_loss`."""
+    """Raises as `check_share`."""
     handle, loss = kwargs.get(NAME), getattr(output, "loss", None)
     if isinstance(handle, PlanHandle) and loss is not None:
-        wiring.check_loss(loss, handle)
+        check_share(loss, batch_under(handle))
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from apportion.trainer.epochs import Epochs
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step import wiring
+from apportion.trainer.step.shares import check_share
 
 try:
     import lightning  # noqa: F401
@@ -96,7 +97,7 @@ class Planned:
         wiring.require_calls(
             batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
         )
-        wiring.check_loss(share, batch.handle, None)
+        check_share(share, batch, None)
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and steps != batch.is_last:

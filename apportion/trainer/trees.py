@@ -33,7 +33,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.step import wiring
+from apportion.trainer.step.shares import check_share
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 
@@ -91,7 +91,7 @@ class Predictions:
                 f"log_probs takes logits of this rank's {self.rows} rows, [rows, vocabulary], got {list(logits.shape)}"
             )
         if self.batch is not None:
-            wiring.check_loss(logits, self.batch.handle, None)
+            check_share(logits, self.batch, None)
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
         return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
 

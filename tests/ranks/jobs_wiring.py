@@ -80,8 +80,10 @@ def trained(comm: Communicator, what: str, steps: int = 2) -> str:
             labels = b.tokens[None] if what == "tokens" else labels
             loss = ap.normalised_loss(logits, labels, valid, averaged_over)
             (loss * comm.ranks if what.endswith("by hand") else loss).backward()
-            if b.is_last:
-                if what in ("", "seeds", "sinks", "here", "experts") or (
+            if what == "twice":
+                ap.sum_gradients(model, comm._base)
+            if b.is_last or what == "early":
+                if what in ("", "seeds", "sinks", "here", "experts", "early", "both averaged over") or (
                     what == "second" and not b.iteration
                 ):
                     ap.sum_gradients(model, comm._base)
@@ -98,11 +100,11 @@ def _wrapped(model: Any, comm: Communicator, what: str) -> Any:
         model.head.weight.rank_local = True
     if what.startswith("ddp"):
         wrapped = DistributedDataParallel(model, process_group=comm._base)
-        return ap.sum_gradients(wrapped) if what == "ddp summed" else wrapped
+        return ap.sum_gradients(wrapped) if what in ("ddp summed", "ddp both averaged over") else wrapped
     if what.startswith("fsdp"):
         mesh = DeviceMesh.from_group(comm._base, "cpu")
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
-        return ap.sum_gradients(wrapped) if what == "fsdp summed" else wrapped
+        return ap.sum_gradients(wrapped) if what in ("fsdp summed", "fsdp both averaged over") else wrapped
     return model

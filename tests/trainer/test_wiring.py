@@ -42,6 +42,14 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank alone"),
         ("softmax", r"ExecutionError: attention \(Softmax.*rows of this rank alone"),
+        ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
+        ("early", r"ExecutionError: an optimizer stepped behind microbatch 0 of iteration 0"),
+        ("both averaged over", r"ConfigError: model = 'Net': is given sums.*leave out averaged_over"),
+        (
+            "ddp both averaged over",
+            r"ConfigError: model = 'Distributed.*sums gradients, and the loss is mult",
+        ),
+        ("fsdp both averaged over", r"ConfigError: model = 'FSDP2': sums gradients, and the loss is mult"),
         ("deaf", r"ExecutionError: attention used the plan 0 times"),
     ],
 )

@@ -282,9 +282,21 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
         if length and int(ids.min()) < 0:
             rule, remedy = "must not be negative", f"write {IGNORED} as the label of what is not to be learnt"
             raise ConfigError(f"{where}: {name}", int(ids.min()), rule, remedy)
+    _check_place(where, tokens, labels)
     for name in filter(given.__contains__, LOSS_MASKS):
         labels = labels.where(_ones(f"{where}: {name}", given[name], length), IGNORED)
     return _Sample(tokens, labels, fields)
+
+
+def _check_place(where: str, tokens: Tensor, labels: Tensor) -> None:
+    """Raises ConfigError for labels that are all the token behind their own, and not their own."""
+    own, ahead = (labels[:-1] == tokens[:-1], labels[:-1] == tokens[1:])
+    there = labels[:-1] != IGNORED
+    if int(there.sum()) > 3 and ahead[there].all() and not own[there].all():
+        rule = "are those of the next token already, and would be shifted once more"
+        raise ConfigError(
+            f"{where}: {LABELS}", "shifted", rule, "give each label beside the token that it is"
+        )
 
 
 def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:

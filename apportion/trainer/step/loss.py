@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from apportion.ir.errors import ConfigError
-from apportion.trainer.step.wiring import batch_of, check_loss
+from apportion.trainer.step.shares import batch_of, check_share
 
 #: the label of tokens that predict nothing, as torch has it
 IGNORED = -100
@@ -31,7 +31,7 @@ def normalised_loss(
 
     Raises ConfigError for other shapes and a negative number, and where the labels are a batch's, for another number
     than the batch has, and weights of its samples that are left out; ExecutionError where no attention has used the
-    batch's plan, and as `wiring.check_loss`.
+    batch's plan, and as `check_share`.
     """
     batch = batch_of(labels)
     if valid_tokens < 0:
@@ -50,7 +50,7 @@ def normalised_loss(
         losses = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
         total = (losses * weights.to(losses.dtype)).sum()
     share = total * (averaged_over / (valid_tokens or 1))
-    check_loss(share, None if batch is None else batch.handle, averaged_over)
+    check_share(share, batch, averaged_over)
     return share
 
 

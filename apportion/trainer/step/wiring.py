@@ -1,36 +1,29 @@
-"""Checks that plans reach attention and that ranks train one model, up to the first optimizer steps.
+"""Checks that plans reach attention and that ranks train one model.
 
-PlannedBatch ──add──► Watch ◄──check_loss── loss ──graph──► parameters, DDP or FSDP2 around them, other attention
-                        └──optimizer's step──► parameters and gradients, compared between ranks
+PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of models
+                   └──optimizer's step──► what was forgotten; parameters and gradients, compared between ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.compiler import is_compiling
-from torch.distributed._composable_state import _module_state_mapping
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ExecutionError
 
 if TYPE_CHECKING:
     from apportion.trainer.loading.batch import PlannedBatch
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
-_ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
-_SUMS = (
-    "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
-)
+SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
 
 
 class Watch:
@@ -43,6 +36,8 @@ class Watch:
         self.batches = WeakSet[Any]()
         self.models = WeakSet[Any]()
         self.settled = False  # an optimizer's first step was found to be right
+        self.behind: PlannedBatch | None = None  # the loss that was computed last is of
+        self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
         self._given: list[PlanHandle] = []
         self._unused = False  # kwargs were given since the last step
         self._reached = False
@@ -75,7 +70,7 @@ class Watch:
         for _ in self._graph(query, self._owners):
             pass
 
-    def behind(self, loss: Tensor) -> Iterator[Any]:
+    def graph(self, loss: Tensor) -> Iterator[Any]:
         """The nodes of a loss' graph, up to the first parameter that is known from another one."""
         return self._graph(loss, self._scanned)
 
@@ -115,15 +110,25 @@ class Watch:
         """Compares ranks: behind a step, since its closure may run backward. Raises ExecutionError."""
         params = _parameters(optimizer)
         known = [one for one in params if one in self._owners]
-        if self._communicator.ranks == 1 or not known:
+        owner = self._owners[known[0]] if known else None
+        if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
             return
-        owner = self._owners[known[0]]
-        if owner is None or owner() in (None, optimizer):  # ZeRO steps on parts, inside of its step
+        self._check_place()
+        if self._communicator.ranks > 1:
             self._owners.update(dict.fromkeys(known, ref(optimizer)))
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # ever less often
                 self._compare(params)
                 self.settled = True
+
+    def _check_place(self) -> None:
+        """Raises ExecutionError where the loss was not the last of an iteration."""
+        if self.behind is not None and not self.behind.is_last:
+            raise ExecutionError(
+                f"an optimizer stepped behind microbatch {self.behind.microbatch} of iteration "
+                f"{self.behind.iteration}, which has more, and losses are shares of the mean of all: step where "
+                "batch.is_last"
+            )
 
     def _check_models(self, params: list[Tensor]) -> None:
         """Raises ExecutionError for an enabled model that trains without plans, while plans are given out."""
@@ -146,7 +151,7 @@ class Watch:
             own = {id(one): one for one in model.parameters()}
             held |= own if own.keys() & held.keys() else {}  # frozen ones too
         compared = [one for one in held.values() if _is_replicated(one)]
-        remedies = {"gradients": _SUMS, "parameters": "give all ranks the same ones, before the first step"}
+        remedies = {"gradients": SUMS, "parameters": "give all ranks the same ones, before the first step"}
         for what, remedy in remedies.items():
             values = [one if what == "parameters" else one.grad for one in compared]
             rows = self._communicator.all_gather(_norms(values), f"norms of {what}")
@@ -185,80 +190,6 @@ def _norms(values: list[Tensor | None]) -> list[int]:
     with torch.no_grad():
         norms = [-1.0 if one is None else float(one.float().norm()) for one in values]
     return torch.tensor(norms, dtype=torch.float64).view(torch.int64).tolist()
-
-
-# ---- a loss
-
-
-def batch_of(labels: Tensor) -> PlannedBatch | None:
-    """The batch whose labels these are, or a view of them. Raises ConfigError for its tokens."""
-    for batch in watch.batches if labels.numel() and not is_compiling() else ():
-        if labels.data_ptr() == batch.labels.data_ptr():
-            found: PlannedBatch = batch
-            return found
-        if labels.data_ptr() == batch.tokens.data_ptr():
-            rule = "are what rows are given, not what they predict"
-            raise ConfigError("labels", "the batch's tokens", rule, "give batch.labels")
-    return None
-
-
-def check_loss(loss: Tensor, handle: PlanHandle | None, factor: float | None = 1.0) -> None:
-    """Checks a share of the step's mean, loss / factor, or with None what a loss is made of; handle: of its batch, if
-    that is known. Its backward raises ConfigError where DDP or FSDP2 average gradients and nothing makes up for it.
-    Raises ExecutionError where attention looked at a rank's rows alone."""
-    if is_compiling() or not loss.requires_grad:
-        return
-    ranks = 1 if handle is None else handle.communicator.ranks
-    averaging, leaves = None if handle is None else _averaging(handle.wrapper), set[int]()
-    for node in watch.behind(loss):
-        if handle is not None and ranks > 1 and _sees_rows(node, handle.padded_rows):
-            raise ExecutionError(
-                f"attention ({node.name()}) looked at the {handle.padded_rows} rows of this rank alone, and not by the "
-                "plan: hand batch.handle on to every layer, and call ap.planned_attention there"
-            )
-        leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
-    averaging = averaging or _sharded(leaves)
-    if averaging and factor is not None and ranks > 1:
-        loss.register_hook(partial(_refuse_average, averaging, ranks, factor))  # type: ignore[no-untyped-call]
-
-
-def _sees_rows(node: Any, rows: int) -> bool:
-    """Whether it is attention over as many rows as this rank has."""
-    if rows < 2 or not any(part in node.name() for part in _ATTENTION):
-        return False
-    shapes = [tuple(one.shape) for one in node._input_metadata[:1]]
-    inner = [
-        shape[-2:] == (rows, rows) if "Softmax" in node.name() else rows in shape[1:-1] for shape in shapes
-    ]
-    return any(len(shape) > 2 and found for shape, found in zip(shapes, inner, strict=True))
-
-
-def _averaging(wrapper: nn.Module | None) -> str | None:
-    """The name of a DDP module that averages, as its own and torch's communication hooks do."""
-    if wrapper is None or hasattr(wrapper, "_summed") or dist.get_world_size(wrapper.process_group) == 1:  # type: ignore[arg-type]
-        return None
-    hooks: Any = wrapper._comm_hooks
-    own = all(hook.__module__.startswith("torch.") for hook, _ in hooks)
-    return type(wrapper).__name__ if own else None
-
-
-def _sharded(leaves: set[int]) -> str | None:
-    """The name of FSDP2, where it averages gradients of one of the parameters of these ids."""
-    states: Any = (state() for state in [*_module_state_mapping.values()] if leaves)
-    groups = (group for state in states for group in getattr(state, "_fsdp_param_groups", ()))
-    averaged = (one for group in groups if group.gradient_divide_factor is None for one in group.fsdp_params)
-    return next(("FSDP2" for one in averaged if id(getattr(one, "_unsharded_param", None)) in leaves), None)
-
-
-def _refuse_average(averaging: str, ranks: int, factor: float, grad: Tensor | None) -> None:
-    """Raises ConfigError where the share goes into the loss as it is, or over a number of microbatches."""
-    scale = 0.0 if grad is None else float(grad) * factor
-    if scale > 0 and abs(1 / scale - round(1 / scale)) < 1e-6:
-        rule = (
-            f"averages gradients, and the loss is a share of one mean: they would be {ranks} times too small"
-        )
-        remedy = f"{_SUMS}; or give normalised_loss(..., averaged_over={ranks})"
-        raise ConfigError("model", averaging, rule, remedy)
 
 
 def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:
