@@ -123,7 +123,7 @@ class Folded:
 class Independent:
     """A microbatch of samples; what tokens have are fields of the dataset."""
 
-    FIELDS = ("old", "advantages", "weights")
+    FIELDS = ("old", "advantages", "shares")
 
     def __init__(self, samples, old, advantages, weights):
         self.dataset, self.lengths = self, [len(ids) for ids in samples]
@@ -135,7 +135,7 @@ class Independent:
     def __getitem__(self, index):
         ids, old, advantage, weight = self.columns[index]
         labels = torch.where(torch.arange(len(ids)) >= PROMPT, ids, -100)
-        of_sample = {"advantages": advantage, "weights": weight}
+        of_sample = {"advantages": advantage, "shares": weight}
         fields = {name: value.expand(len(ids)) for name, value in of_sample.items()}
         return {"input_ids": ids, "labels": labels, "old": old, **fields}
 

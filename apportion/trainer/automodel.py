@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from apportion.ir.errors import MissingDependencyError
 from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import IGNORED
-from apportion.trainer.step.wiring import expect_attention
 
 try:
     from nemo_automodel.components.distributed.context_parallel.sharder import (
@@ -68,7 +68,7 @@ def _shard(
 ) -> tuple[Any, dict[str, Any], ShardLayout]:
     """Automodel's verb: this rank's rows, labels of the token to predict among them, and the plan."""
     planned.check_unweighted("the recipe's loss")
-    expect_attention(planned.handle)
+    wiring.watch.expect(planned.handle)
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
     spare = len(layout.local_token_global_indices) - len(planned.tokens)
     labels = pad(planned.labels, (0, spare), value=IGNORED)

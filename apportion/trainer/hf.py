@@ -26,8 +26,9 @@ from apportion.ir.request.hf_config import masks_of, model_of, windows_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import Rehearsal, check_rows
+from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
-from apportion.trainer.step.wiring import expect_attention
+from apportion.trainer.step.shares import batch_under, check_share
 
 try:
     from transformers import AttentionInterface, Cache
@@ -64,8 +65,10 @@ def enable(model: Any, *, check: bool = True) -> Any:
         raise ConfigError("model", type(model).__name__, rule, "plan models of attention layers alone")
     if not hasattr(base, "_served"):
         base._planned, base._served = indexes, set()  # layers that must use a handle, and that have
+        base._ran = set()  # whether forwards with gradients had a plan, since the last step
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
         model.register_forward_hook(_balance, with_kwargs=True)
+        model.register_forward_hook(_check_loss, with_kwargs=True)
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         base.register_forward_hook(_check_layers, with_kwargs=True)
         _choose(base)
@@ -75,6 +78,7 @@ def enable(model: Any, *, check: bool = True) -> Any:
         if not hasattr(layer, "_served"):  # made since the model was enabled
             layer._served = base._served
             _choose(layer)
+    wiring.watch.models.add(model)
     model._rows_checked = not check or check_rows(model, _arguments)
     return model
 
@@ -164,6 +168,7 @@ def loader(
     require_enabled(model)
     if not getattr(model, "_rows_checked", True):
         model._rows_checked = check_rows(model, _arguments)
+    wiring.watch.own(model.parameters())
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
@@ -177,7 +182,7 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, as `normalised_loss`. Raises
     ConfigError for samples with `loss_weights`, which that does not know. A model that is not enabled refuses them, and
     so does the first optimizer step where no attention has used the plan."""
-    expect_attention(batch.handle)
+    wiring.watch.expect(batch.handle)
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
     return _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
@@ -216,18 +221,47 @@ class _NoCache:
 
 def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Labels of a batch are shifted, and losses of a rank are shares of the step's mean. Raises ConfigError."""
-    if kwargs.get(NAME) is None:
+    handle = kwargs.get(NAME)
+    if handle is None:
         return None
+    if kwargs.get("logits_to_keep"):
+        rule = "would leave rows of the loss out"
+        raise ConfigError(
+            "logits_to_keep", "a number", rule, "leave it out, and set the labels of rows to -100"
+        )
+    wanted = {} if is_compiling() else _wanted(model, handle)
     for name in ("shift_labels", "num_items_in_batch"):
-        if kwargs.get("labels") is not None and kwargs.get(name) is None:
+        given = kwargs.get(name)
+        if kwargs.get("labels") is not None and given is None:
             rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
             raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
+        if (
+            given is not None
+            and name in wanted
+            and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name])
+        ):
+            rule = "is another one than the batch's, and shares of ranks would not add up to one mean"
+            remedy = "give labels in the samples, or another loss by ap.normalised_loss on the logits"
+            raise ConfigError(name, "changed", rule, remedy)
     return args, _without_guard(kwargs)
+
+
+def _wanted(model: Any, handle: Any) -> dict[str, Tensor]:
+    """What a batch's labels and their number are; on other devices than CPUs in the model's first forward alone: that
+    waits for the device."""
+    batch = batch_under(handle)
+    if batch is None or (model.device.type != "cpu" and hasattr(model, "_held")):
+        return {}
+    model._held = True
+    labels, valid = batch.labels[None].cpu(), max(batch.valid_tokens, 1)
+    return {"shift_labels": labels.double(), "num_items_in_batch": torch.tensor(valid).double()}
 
 
 def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Raises ConfigError for what would change the mask, and for positions that are not the plan's."""
     handle = kwargs.get(NAME)
+    if torch.is_grad_enabled() and base.training and not is_compiling():
+        base._ran.add(handle is not None)
     if handle is None:
         return None
     base._served.clear()
@@ -274,6 +308,13 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
             "is another implementation's; call hf.enable when the model is whole"
         )
     base._served.clear()  # torch.compile finds it as it was
+
+
+def _check_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Raises as `check_share`."""
+    handle, loss = kwargs.get(NAME), getattr(output, "loss", None)
+    if isinstance(handle, PlanHandle) and loss is not None:
+        check_share(loss, batch_under(handle))
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.epochs import Epochs
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.step.wiring import require_calls
+from apportion.trainer.step import wiring
+from apportion.trainer.step.shares import check_share
 
 try:
     import lightning  # noqa: F401
@@ -92,10 +93,11 @@ class Planned:
         divides by, microbatches and the ranks over which gradients are averaged. Logs the mean over all tokens of the
         iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
         tokens. Every rank calls it. Raises ConfigError where a step is not an iteration, ExecutionError where attention
-        has not used the batch's plan."""
-        require_calls(
+        has not used the batch's plan, in one layer or in all."""
+        wiring.require_calls(
             batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
         )
+        check_share(share, batch, None)
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and steps != batch.is_last:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,11 @@ from apportion.trainer.megatron_attention import (
     model_of,
 )
 
+_FINALIZE = (
+    "Megatron divides gradients by the tokens of all ranks there",
+    "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads",
+)
+_LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
 _POSITIONS = ("rope", "learned_absolute", "none")
 
 __all__ = ["endless", "forward_step", "model_of", "planned_loader", "planned_spec"]
@@ -73,7 +79,8 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
     """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch. Raises
     ConfigError where nothing would divide by the tokens, for layers without planned attention, and for what is not
-    planned (yarn, mrope, MLA, multi-token prediction); ExecutionError where a layer has not used the plan."""
+    planned (yarn, mrope, MLA, multi-token prediction, routers that look at a rank's rows); ExecutionError where a layer
+    has not used the plan."""
     module = unwrap_model(model)
     _check(module)
     if module.position_embedding_type == "rope" and not isinstance(module.rotary_pos_emb, PlannedRotary):
@@ -99,19 +106,31 @@ def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Ten
 
 
 def _check(module: Any) -> None:
-    if module.training and module.config.finalize_model_grads_func is None:
-        rule = "Megatron divides gradients by the tokens of all ranks there"
-        remedy = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
-        raise ConfigError("finalize_model_grads_func", None, rule, remedy)
-    if (given := module.position_embedding_type) not in _POSITIONS:
-        remedy = "name one of these"
-        raise ConfigError("position_embedding_type", given, f"must be one of {_POSITIONS}", remedy)
-    if module.config.multi_latent_attention:
-        rule = "multi-latent attention is not planned by this adapter"
-        raise ConfigError("multi_latent_attention", True, rule, "use another one")
-    if module.config.mtp_num_layers:
-        rule = "its next rows are not the next tokens: multi-token prediction is not planned by this adapter"
-        raise ConfigError("mtp_num_layers", module.config.mtp_num_layers, rule, "leave it out")
+    config, positions = module.config, module.position_embedding_type
+    experts = bool(config.num_moe_experts)
+    types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
+    local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]
+    of_rows, leave = "it depends on how many rows, and which, a rank has", "leave it out"
+    for name, refused, rule, remedy in (
+        (
+            "finalize_model_grads_func",
+            module.training and config.finalize_model_grads_func is None,
+            *_FINALIZE,
+        ),
+        ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
+        ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", leave),
+        ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", leave),
+        ("moe_expert_capacity_factor", experts and config.moe_expert_capacity_factor, of_rows, leave),
+        ("moe_router_load_balancing_type", experts and "sinkhorn" in types, of_rows, "take another one"),
+        (
+            "moe_router_load_balancing_type",
+            experts and local,
+            of_rows,
+            "take global_aux_loss, or a weight of 0",
+        ),
+    ):
+        if refused:
+            raise ConfigError(name, getattr(config, name, positions), rule, remedy)
     if not hasattr(module, "planned_layers"):
         module.planned_layers = count_layers(module)
 

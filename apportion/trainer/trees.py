@@ -33,6 +33,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.step.shares import check_share
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 
@@ -43,17 +44,16 @@ Columns = tuple[Ints, ...]
 class Predictions:
     """What this rank's rows predict, all int64 [n], sorted by sample and token.
 
-    rows: of this rank, padding too. samples: those of the trees that the rank has a part of. transport: the ranks that
-    have the rest of the microbatch. row: of this rank, which predicts; target: the id that it predicts; sample, token:
-    whose, and its place there, from 1 on; place: the same, `samples` end to end. What is known of each row (values,
-    entropies) is known of each prediction as `x[found.row]`. predicting: the rows, int64, that predict anything; at:
-    which of them does.
+    rows: of this rank, padding too. samples: those of the trees that the rank has a part of. batch: of these rows. row:
+    of this rank, which predicts; target: the id that it predicts; sample, token: whose, and its place there, from 1 on;
+    place: the same, `samples` end to end. What is known of each row (values, entropies) is known of each prediction as
+    `x[found.row]`. predicting: the rows, int64, that predict anything; at: which of them does.
     """
 
     forest: Forest
     rows: int
     samples: tuple[int, ...]
-    transport: Transport | None
+    batch: PlannedBatch | None
     row: Tensor
     target: Tensor
     sample: Tensor
@@ -64,12 +64,12 @@ class Predictions:
 
     @staticmethod
     def of(
-        forest: Forest, rows: int, samples: tuple[int, ...], transport: Transport | None, columns: Columns
+        forest: Forest, rows: int, samples: tuple[int, ...], batch: PlannedBatch | None, columns: Columns
     ) -> Predictions:
         """columns: row, target, sample, token, place."""
         used = np.bincount(columns[0], minlength=1) > 0
         found = (*columns, np.flatnonzero(used), (np.cumsum(used) - 1)[columns[0]])
-        return Predictions(forest, rows, samples, transport, *map(torch.from_numpy, found))
+        return Predictions(forest, rows, samples, batch, *map(torch.from_numpy, found))
 
     def __len__(self) -> int:
         return len(self.row)
@@ -90,6 +90,8 @@ class Predictions:
             raise ExecutionError(
                 f"log_probs takes logits of this rank's {self.rows} rows, [rows, vocabulary], got {list(logits.shape)}"
             )
+        if self.batch is not None:
+            check_share(logits, self.batch, None)
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
         return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
 
@@ -120,8 +122,8 @@ class Predictions:
         divides it by their number. A collective, differentiable: the gradient is the sum of what all losses want."""
         starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
         place = starts.to(self.sample.device)[self.sample] + self.token
-        if self.transport is not None:
-            everywhere = _to_all(self.transport, len(self))
+        if self.batch is not None:
+            everywhere = _to_all(self.batch.handle.communicator, len(self))
             place, values = everywhere(place), everywhere(values)
         return torch.split(values.new_zeros(sum(lengths)).index_copy(0, place, values), lengths)
 
@@ -129,6 +131,25 @@ class Predictions:
         """[samples] of each sample the sum of the values [n] of all ranks, such as the log-probability of an answer; 0
         in samples of other microbatches. A collective, differentiable, as `gather`."""
         return torch.stack([one.sum() for one in self.gather(values)])
+
+    def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """[pairs], [pairs]: of `values` [samples], such as log-ratios of answers, those of samples 0, 2, … and 1, 3, …
+        that are in this microbatch. Raises ExecutionError for a pair of which only one is: give both one group in
+        `fold`."""
+        trees = np.arange(len(self.forest)) if self.batch is None else self.batch.samples
+        here = np.isin(self.forest.tree_of, trees)
+        if len(values) != self.forest.samples or self.forest.samples % 2:
+            raise ExecutionError(
+                f"pairs takes an even number of samples, {self.forest.samples}, got {len(values)}"
+            )
+        apart = np.flatnonzero(here[0::2] != here[1::2])
+        if len(apart):
+            raise ExecutionError(
+                f"of pair {apart[0]} only one sample is in this microbatch: the two must begin alike, and have one "
+                "group in `fold`"
+            )
+        first = torch.from_numpy(np.flatnonzero(here[0::2]) * 2).to(values.device)
+        return values[first], values[first + 1]
 
 
 def unfold(
@@ -143,13 +164,12 @@ def unfold(
     flat = _flat_rows(forest, batch)
     here = _Here.of(forest, flat)
     samples = tuple(np.flatnonzero(np.isin(forest.tree_of, here.trees)).tolist())
-    transport = None if batch is None else batch.handle.communicator
     columns = _columns(forest, samples, here)
-    found = Predictions.of(forest, len(flat), samples, transport, columns)
+    found = Predictions.of(forest, len(flat), samples, batch, columns)
     if loss_mask is not None:
         counts = found.take(loss_mask).bool().numpy()
         kept = tuple(column[counts] for column in columns)
-        found = Predictions.of(forest, len(flat), samples, transport, kept)
+        found = Predictions.of(forest, len(flat), samples, batch, kept)
     return found if batch is None else found.to(batch.sample_ids.device)
 
 

@@ -17,10 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import apportion as ap
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.job import Job
+from apportion.ir.errors import ApportionError
 from apportion.ir.request.hf_config import model_of
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import hf
+from apportion.trainer.step import wiring
 from tests.ranks.loading import planning_of
 
 LENGTHS = [40, 1, 97, 23, 64, 9, 130, 33]
@@ -80,6 +82,7 @@ FURTHER = {
     "olmo2": ("Olmo2", "sdpa", {}),
     "phi3": ("Phi3", "sdpa", {"pad_token_id": 0, "sliding_window": None}),
     "qwen2": ("Qwen2", "sdpa", {}),
+    "seed_oss": ("SeedOss", "sdpa", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
     "qwen3_moe": (
         "Qwen3Moe",
         "sdpa",
@@ -255,3 +258,30 @@ def synced(model: Any, is_last: Any) -> Any:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     return nullcontext()
+
+
+def trained(comm: Communicator, what: str) -> str:
+    """Why a loop with this mistake ends; "" where it does not."""
+    wiring.watch = wiring.Watch()
+    model = hf.enable(made("llama"))
+    if what == "frozen":
+        model.model.embed_tokens.weight.requires_grad_(False).add_(comm.rank)
+    kind, _, summed = what.partition(" ")
+    batches = loader(model, comm.ranks, comm)
+    wrapped = model
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(model, process_group=comm._base)
+    elif kind == "fsdp":
+        wrapped = fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"))
+    wrapped = ap.sum_gradients(wrapped) if summed else wrapped
+    called = torch.compile(wrapped, backend="aot_eager") if kind == "compiled" else wrapped
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    try:
+        for batch in batches:
+            called(**hf.inputs(batch)).loss.backward()
+            if kind in ("summed", "frozen"):
+                ap.sum_gradients(model, comm._base)
+            optimizer.step()
+    except ApportionError as error:
+        return str(error)
+    return ""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from apportion.backends.torch.transport import Communicator
@@ -51,6 +52,17 @@ class Deaf(Net):
         return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens))
 
     validation_step = training_step
+
+
+class Half(Net):
+    """Beside the model that has the plan, attention of its own over the rank's rows."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        rows = self.net.model.embed_tokens(batch.tokens)[None, None]
+        own = scaled_dot_product_attention(rows, rows, rows).mean()
+        return self.shared_loss(batch, self.net(**hf.inputs(batch)).loss + own)
+
+    validation_step = Net.training_step
 
 
 class Plain(LightningModule):

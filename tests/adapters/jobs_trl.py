@@ -243,9 +243,8 @@ def dpo(comm: Communicator, samples: Any) -> Any:
         log_probs = found.sums(found.log_probs(model(**hf.inputs(b)).logits))
         with torch.no_grad():
             kept = found.sums(found.log_probs(frozen(**hf.inputs(b)).logits))
-        here = torch.isin(torch.from_numpy(forest.tree_of), torch.from_numpy(b.samples))
-        ratio = (log_probs - kept)[here]
-        loss = -logsigmoid(0.3 * (ratio[0::2] - ratio[1::2])).sum() / 6
+        chosen, rejected = found.pairs(log_probs - kept)
+        loss = -logsigmoid(0.3 * (chosen - rejected)).sum() / 6
         (loss / comm.ranks).backward()
         total += loss.detach()
     ap.sum_gradients(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +24,10 @@ from tests.adapters import jobs_hf as jobs
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process of its own."""
-    monkeypatch.setattr(wiring, "_watch", wiring.Watch())
-    monkeypatch.setattr(import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks", OrderedDict())
+    monkeypatch.setattr(wiring, "watch", wiring.Watch())
+    for when in ("pre", "post"):
+        hooks = f"_global_optimizer_{when}_hooks"
+        monkeypatch.setattr(import_module("torch.optim.optimizer"), hooks, OrderedDict())
 
 
 @pytest.fixture
@@ -82,6 +85,25 @@ def test_no_optimizer_steps_before_attention_has_used_a_plan(model: Any, batch: 
         assert torch.equal(value, old)
 
 
+def test_a_model_that_trains_without_plans_beside_one_that_has_them_is_named(model: Any, batch: Any) -> None:
+    student = hf.enable(jobs.made("llama"))
+    optimizer = torch.optim.SGD(student.parameters(), lr=1.0)
+    plain = {"input_ids": batch.tokens[None], "labels": batch.tokens[None]}
+    student(**plain).loss.backward()
+    optimizer.step()  # no batch was given out yet
+    given = hf.inputs(batch)
+    with torch.no_grad():
+        model(**given)  # a teacher
+    kept = {name: value for name, value in given.items() if name not in (hf.NAME, hf.LAST, "past_key_values")}
+    student(**kept).loss.backward()
+    with pytest.raises(ExecutionError, match="LlamaForCausalLM ran without a plan, while batches were given"):
+        optimizer.step()
+    given = hf.inputs(batch)
+    student(**given).loss.backward()
+    student(**plain).loss.backward()  # beside it
+    optimizer.step()
+
+
 def test_batches_may_be_fetched_ahead_of_optimizer_steps(model: Any, batch: Any) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
     later = [hf.inputs(one) for one in list(jobs.loader(model, 1)) * 2]
@@ -103,6 +125,12 @@ def test_batches_may_be_fetched_ahead_of_optimizer_steps(model: Any, batch: Any)
         ({"position_ids": torch.arange(20)[None]}, "position_ids.shape.*397 rows"),
         ({"shift_labels": None}, r"shift_labels.*shifted.*hf\.inputs"),
         ({"num_items_in_batch": None}, "num_items_in_batch.*mean is over all ranks"),
+        ({"num_items_in_batch": 1}, "num_items_in_batch.*another one than the batch's"),
+        (
+            {"shift_labels": torch.zeros(1, 397, dtype=torch.int64)},
+            "shift_labels.*another one than the batch's",
+        ),
+        ({"logits_to_keep": 1}, "logits_to_keep.*leave rows of the loss out"),
     ],
 )
 def test_arguments_that_do_not_fit_a_plan_are_refused(
@@ -153,3 +181,21 @@ def test_calls_are_counted_where_attention_runs(model: Any) -> None:
     assert batch.handle.calls == 2
     loss.backward()
     assert batch.handle.calls == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("summed", "^$"),
+        ("ddp summed", "^$"),
+        ("fsdp summed", "^$"),
+        ("forgotten", r"gradients differ between ranks.*ap\.sum_gradients\(model\)"),
+        ("compiled", r"gradients differ between ranks"),
+        ("ddp", r"DistributedDataParallel.*averages gradients"),
+        ("fsdp", r"FSDP2.*averages gradients"),
+        ("frozen", r"parameters differ between ranks, 1 of \d+, first of shape \(128, 64\)"),
+    ],
+)
+def test_loops_that_forget_something_end(pool: Any, what: str, says: str) -> None:
+    for found in pool.run(jobs.trained, 2, what):
+        assert re.search(says, found), found

@@ -46,6 +46,12 @@ def test_a_step_whose_model_does_not_get_the_plan_is_refused(pool: Any, tmp_path
         assert "batch.handle" in why
 
 
+def test_attention_over_the_rows_of_a_rank_is_refused(pool: Any, tmp_path: Path) -> None:
+    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Half):
+        assert "looked at the" in why
+        assert "rows of this rank alone" in why
+
+
 @pytest.mark.parametrize("given", [[1], None, lambda: [1]])
 def test_what_makes_no_loader_is_refused(given: Any) -> None:
     with pytest.raises(

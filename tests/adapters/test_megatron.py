@@ -94,6 +94,12 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
         (Case(spec="own"), "'decoder.layers.1.self_attention']: would not know the plan"),
         (Case(deaf=True), "attention used the plan 1 times in 2 layers or more"),
         (Case(options={"mtp_num_layers": 1}), "mtp_num_layers = 1"),
+        (
+            Case(options={"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}),
+            "moe_expert_capacity_factor",
+        ),
+        (Case(options={"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}), "'sinkhorn'"),
+        (Case(options={"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}), "global_aux_loss"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:

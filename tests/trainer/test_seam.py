@@ -99,13 +99,27 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None
             {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]},
             r"sequence 0: attention_mask.*without padding",
         ),
+        ({"input_ids": [1, 2, 3], "labels": [1, -1, 3]}, r"labels = -1: must not be negative; write -100"),
+        (
+            {"input_ids": [1, 2, 3, 4, 5], "labels": [2, 3, 4, 5, -100]},
+            r"labels = 'shifted': are those of the next",
+        ),
+        ({"input_ids": [1, 2, -3]}, r"input_ids = -3: must not be negative"),
+        ({"input_ids": [1, 2, 3], "weights": [1, 2, 3]}, r"weights.*name them loss_weights"),
+        ({"input_ids": [1, 2, 3], "label": [1, 2, 3]}, r"label = .*name them labels"),
+        ({"input_ids": [1, 2, 3], "assistant_mask": [0, 1, 1]}, r"assistant_mask.*name it loss_mask"),
+        ({"input_ids": [1, 2, 3], "loss_masks": [0, 1, 1]}, r"loss_masks.*name it loss_mask"),
+        ({"input_ids": [1, 2, 3], "padding_mask": [1, 1, 0]}, r"padding_mask.*cut padding off"),
+        ({"input_ids": [1, 2, 3], "segment_ids": [0, 0, 1]}, r"segment_ids.*documents\(\[lengths\]\)"),
+        ({"input_ids": [1, 2, 3], "document_ids": [0, 0, 1]}, r"document_ids.*documents\(\[lengths\]\)"),
     ],
 )
 def test_samples_that_are_no_samples_are_told_by_field(
     sample: dict[str, list[str | float] | float], told: str
 ) -> None:
+    loader = loader_of(Samples([sample], [len(sample.get("input_ids", [1, 2, 3]))]))
     with pytest.raises(ConfigError, match=told):
-        list(loader_of(Samples([sample], [3])))
+        list(loader)
 
 
 def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none() -> None:

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer import trees
+from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import Communicator
 from tests.ranks import jobs_trees
 from tests.ranks.jobs_trees import Rollouts
+from tests.ranks.loading import HereSource, job
 from tests.ranks.rank_pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +173,20 @@ def test_the_example_counts_and_agrees() -> None:
 
 
 # ---- mistakes
+
+
+def test_pairs_of_a_microbatch_are_whole() -> None:
+    samples = [[1, 2], [1, 3], [4, 5], [6, 7]]  # the second pair begins with two tokens
+    forest = trees.fold(samples, groups=[0, 0, 1, 1])
+    values = torch.arange(4.0)
+    assert [list(map(float, one)) for one in trees.unfold(forest).pairs(values)] == [[0, 2], [1, 3]]
+    (batch,) = PlannedLoader(forest, source=HereSource(job()), sampler=[[0]])
+    assert [list(map(float, one)) for one in trees.unfold(forest, batch).pairs(values)] == [[0], [1]]
+    (batch,) = PlannedLoader(forest, source=HereSource(job()), sampler=[[0, 2]])
+    with pytest.raises(ExecutionError, match="of pair 1 only one sample is in this microbatch"):
+        trees.unfold(forest, batch).pairs(values)
+    with pytest.raises(ExecutionError, match="even number of samples, 4, got 3"):
+        trees.unfold(forest).pairs(values[:3])
 
 
 def test_what_does_not_fit_is_named() -> None:

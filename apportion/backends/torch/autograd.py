@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.calls import Attending
 from apportion.backends.torch.executor import Gradients, Layer, Projection, TorchMachine
@@ -50,7 +51,9 @@ def attending(
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
     """The machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
     handle.agree()
-    handle.calls += phase == "forward"
+    if phase == "forward":
+        handle.calls += 1
+        handle.wrapper = DistributedDataParallel._active_ddp_module
     device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0
     _require_current(device)

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.calls import by_value
@@ -63,6 +64,7 @@ class PlanHandle:
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
         self.calls = 0
+        self.wrapper: DistributedDataParallel | None = None  # whose forward called attention last
         self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self

@@ -21,6 +21,8 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.rows import WEIGHTS
+from apportion.trainer.step import wiring
+from apportion.trainer.step.loss import IGNORED
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,9 @@ class PlannedBatch:
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
     _places: list[Places] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        wiring.watch.add(self)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors there."""
@@ -67,6 +72,22 @@ class PlannedBatch:
                 "use normalised_loss(..., weights=) in a loop of your own",
             )
             raise ConfigError(WEIGHTS, "a field of the samples", rule, remedy)
+
+    def check_loss(self, divisor: float, weighted: bool) -> None:
+        """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
+        Raises ConfigError, ExecutionError."""
+        wiring.require_calls(self.handle, 0, 1, "hand batch.handle on to every layer of the model")
+        if WEIGHTS in self.fields and not weighted:
+            remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
+            raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
+        own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
+        here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
+        if divisor not in own and divisor == here:
+            rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
+            remedy = (
+                "give batch.valid_tokens; with weights, batch.total_weight or the sum of yours over all ranks"
+            )
+            raise ConfigError("valid_tokens", divisor, rule, remedy)
 
     # ---- token tensors
 

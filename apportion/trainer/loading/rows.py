@@ -36,14 +36,35 @@ LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 #: fields that say nothing where every entry is this
 _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
 _PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_DOCUMENTS = ("segment_ids", "segment_id", "document_ids", "document_id", "doc_ids", "sequence_ids")
+_PADDING = ("padding_mask", "pad_mask", "key_padding_mask")
+#: names that other packages have for what is called otherwise here
+_LEARNT = (
+    "completion_masks",
+    "assistant_mask",
+    "assistant_tokens_mask",
+    "loss_masks",
+    "label_mask",
+    "labels_mask",
+)
+_WEIGHTS = ("weight", "weights", "loss_weight")
 _BY_MASK = "the mask of the plan says it: samples come without padding and without positions of their own"
 #: fields that would change the result and that no batch brings to the model: (rule, remedy)
 _REFUSED = {
     "attention_mask": (_BY_MASK, "cut padding off, and give the loader `masks`"),
     **dict.fromkeys(_PACKED, (_BY_MASK, "give the loader ap.Samples(dataset), which makes documents of it")),
     "token_type_ids": ("no layer would be given it", "leave it out where the model can do without"),
+    **dict.fromkeys(_DOCUMENTS, (_BY_MASK, "give the loader `masks`, such as documents([lengths])")),
+    **dict.fromkeys(_PADDING, (_BY_MASK, "cut padding off, and give the loader `masks`")),
     **dict.fromkeys(
-        ("shift_labels", "label_ids"), ("labels of this name would be ignored", "name them labels")
+        _LEARNT, ("a mask of this name would not be applied", "name it loss_mask, 1 where is learnt")
+    ),
+    **dict.fromkeys(
+        _WEIGHTS, ("weights of this name would not be applied", f"name them {WEIGHTS}, or as you like")
+    ),
+    **dict.fromkeys(
+        ("shift_labels", "label_ids", "label", "target", "targets", "target_ids"),
+        ("labels of this name would be ignored", "name them labels, beside the tokens that they are"),
     ),
     "prompt_mask": ("is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
     "inputs_embeds": ("rows are looked up by token id", "leave it out"),
@@ -257,9 +278,25 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
     dropped = (TOKENS, LABELS, *_SAYS_NOTHING, *LOSS_MASKS)
     fields = {name: _field(f"{where}: {name}", given[name], length) for name in given if name not in dropped}
     labels = _field(f"{where}: {LABELS}", _whole(f"{where}: {LABELS}", given.get(LABELS, tokens)), length)
+    for name, ids in ((TOKENS, tokens), (LABELS, labels.where(labels != IGNORED, 0))):
+        if length and int(ids.min()) < 0:
+            rule, remedy = "must not be negative", f"write {IGNORED} as the label of what is not to be learnt"
+            raise ConfigError(f"{where}: {name}", int(ids.min()), rule, remedy)
+    _check_place(where, tokens, labels)
     for name in filter(given.__contains__, LOSS_MASKS):
         labels = labels.where(_ones(f"{where}: {name}", given[name], length), IGNORED)
     return _Sample(tokens, labels, fields)
+
+
+def _check_place(where: str, tokens: Tensor, labels: Tensor) -> None:
+    """Raises ConfigError for labels that are all the token behind their own, and not their own."""
+    own, ahead = (labels[:-1] == tokens[:-1], labels[:-1] == tokens[1:])
+    there = labels[:-1] != IGNORED
+    if int(there.sum()) > 3 and ahead[there].all() and not own[there].all():
+        rule = "are those of the next token already, and would be shifted once more"
+        raise ConfigError(
+            f"{where}: {LABELS}", "shifted", rule, "give each label beside the token that it is"
+        )
 
 
 def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:

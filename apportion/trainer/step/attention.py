@@ -26,6 +26,7 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer.step import wiring
 
 __all__ = [
     "Communicator",
@@ -161,6 +162,8 @@ def planned_attention(
     batched = q.dim() == 4
     if batched:
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
+    if not (is_compiling() or wiring.watch.settled) and q.requires_grad:
+        wiring.watch.reach(q)
     score = score_of(q.shape[-1], _one_scale(scale, scaling), softcap)
     named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
     out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)

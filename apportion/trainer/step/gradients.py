@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.ir.errors import ConfigError
+from apportion.trainer.step import wiring
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
@@ -24,7 +25,8 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
     where they were averaged, with and without `no_sync`. Any other module: call it on every rank after the last
     backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a rank
-    that has none. Raises ConfigError for FSDP1, which can only average, and for gradients that are sums already.
+    that has none, and leaves parameters alone that have an attribute `rank_local`, such as experts that other ranks do
+    not have. Raises ConfigError for FSDP1, which can only average, and for gradients that are sums already.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile
     sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
@@ -60,10 +62,12 @@ def _sum_shards(modules: list[FSDPModule]) -> None:
 
 def _add_up(model: nn.Module, group: Any) -> None:
     """A parameter without a gradient on all ranks keeps none."""
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = [
+        one for one in model.parameters() if one.requires_grad and not getattr(one, "rank_local", False)
+    ]
     if not params:
         return
-    _refuse_sums(model, params)
+    _refuse_sums(model, params, group)
     held = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, held.tolist())]
@@ -74,15 +78,16 @@ def _add_up(model: nn.Module, group: Any) -> None:
             param.grad._summed_at = param.grad._version  # type: ignore[attr-defined]
 
 
-def _refuse_sums(model: nn.Module, params: list[nn.Parameter]) -> None:
-    """Raises ConfigError where all gradients are what the last call left: backward and zero_grad make others, or change
-    their versions."""
+def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
+    """Raises ConfigError where all gradients are what the last call left, with or without what one backward added:
+    zero_grad makes others, or changes versions once more; and where the loss was multiplied by the ranks."""
     grads = [param.grad for param in params if param.grad is not None]
-    if grads and all(getattr(grad, "_summed_at", None) == grad._version for grad in grads):
-        rule = "has gradients that are sums already: nothing was added since the last call"
-        raise ConfigError(
-            "model", type(model).__name__, rule, "call sum_gradients once, after the last backward"
-        )
+    once = "call sum_gradients once, after the last backward of a step, and zero_grad behind it"
+    if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):
+        raise ConfigError("model", type(model).__name__, "has gradients that are sums already", once)
+    if wiring.watch.scale == (ranks := dist.get_world_size(group)) > 1:
+        rule = f"is given sums of gradients, and the loss was multiplied by the {ranks} ranks as well"
+        raise ConfigError("model", type(model).__name__, rule, "leave out averaged_over")
 
 
 def _grads(params: list[nn.Parameter], held: list[int]) -> Iterator[Tensor]:

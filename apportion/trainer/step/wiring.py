@@ -1,30 +1,95 @@
-"""Checks that plans which a model is given reach its attention, before an optimizer steps on the gradients."""
+"""Checks that plans reach attention and that ranks train one model.
+
+PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of models
+                   └──optimizer's step──► what was forgotten; parameters and gradients, compared between ranks
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ExecutionError
 
+if TYPE_CHECKING:
+    from apportion.trainer.loading.batch import PlannedBatch
+
+_CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
+SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
+
 
 class Watch:
-    """Stops the first optimizer step of the process where attention has run under none of the handles given by then.
-    Later steps are not watched, since a trainer may fetch batches ahead."""
+    """What this process has been given and has computed.
+
+    batches: those in use. models: those that `hf.enable` has changed. Optimizers are watched that step on parameters of
+    a planned loss; which these are is read off its graph once."""
 
     def __init__(self) -> None:
+        self.batches = WeakSet[Any]()
+        self.models = WeakSet[Any]()
+        self.settled = False  # an optimizer's first step was found to be right
+        self.behind: PlannedBatch | None = None  # the loss that was computed last is of
+        self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
         self._given: list[PlanHandle] = []
-        self._hook: Any = None
+        self._unused = False  # kwargs were given since the last step
         self._reached = False
+        self._hook: Any = None
+        self._communicator: Any = None
+        self._owners: Any = WeakIdKeyDictionary()  # parameter -> reference to what steps on it, None before
+        self._scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-    def add(self, handle: PlanHandle) -> None:
-        """Names a handle that a model is about to be given."""
+    def add(self, batch: PlannedBatch) -> None:
         if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._check)
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            register_optimizer_step_post_hook(self._after_step)
+        self.batches.add(batch)
+        self._communicator = batch.handle.communicator
+
+    def expect(self, handle: PlanHandle) -> None:
+        """The handle is about to be given to a model."""
+        self._unused = True
         if not self._seen():
             self._given.append(handle)
+
+    def own(self, parameters: Iterable[Tensor]) -> None:
+        """Marks parameters of a planned model."""
+        for one in parameters:
+            self._owners.setdefault(one, None)
+
+    def reach(self, query: Tensor) -> None:
+        """Marks parameters behind queries of planned attention, up to the first that is known."""
+        for _ in self._graph(query, self._owners):
+            pass
+
+    def graph(self, loss: Tensor) -> Iterator[Any]:
+        """The nodes of a loss' graph, up to the first parameter that is known from another one."""
+        return self._graph(loss, self._scanned)
+
+    def _graph(self, root: Tensor, known: Any) -> Iterator[Any]:
+        pending, seen = [root.grad_fn], set[Any]()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                if leaf in known:
+                    return
+                known[leaf] = None
+                self.own([leaf])
+            yield node
+            pending += [one for one, _ in node.next_functions]
+
+    # ---- around an optimizer's step
 
     def _seen(self) -> bool:
         if not self._reached and any(handle.calls for handle in self._given):
@@ -32,21 +97,99 @@ class Watch:
             self._given.clear()
         return self._reached
 
-    def _check(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Raises ExecutionError."""
         if not self._seen() and self._given:
             raise ExecutionError(
                 "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer; "
                 "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
             )
+        self._check_models(_parameters(optimizer))
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        """Compares ranks: behind a step, since its closure may run backward. Raises ExecutionError."""
+        params = _parameters(optimizer)
+        known = [one for one in params if one in self._owners]
+        owner = self._owners[known[0]] if known else None
+        if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
+            return
+        self._check_place()
+        if self._communicator.ranks > 1:
+            self._owners.update(dict.fromkeys(known, ref(optimizer)))
+            steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+            if steps & (steps - 1) == 0:  # ever less often
+                self._compare(params)
+                self.settled = True
+
+    def _check_place(self) -> None:
+        """Raises ExecutionError where the loss was not the last of an iteration."""
+        if self.behind is not None and not self.behind.is_last:
+            raise ExecutionError(
+                f"an optimizer stepped behind microbatch {self.behind.microbatch} of iteration "
+                f"{self.behind.iteration}, which has more, and losses are shares of the mean of all: step where "
+                "batch.is_last"
+            )
+
+    def _check_models(self, params: list[Tensor]) -> None:
+        """Raises ExecutionError for an enabled model that trains without plans, while plans are given out."""
+        held = {*map(id, params)}
+        for model in self.models:
+            ran = model.base_model._ran
+            if ran and held & {*map(id, model.parameters())}:
+                if ran == {False} and self._unused:
+                    raise ExecutionError(
+                        f"{type(model).__name__} ran without a plan, while batches were given out: what wraps it must "
+                        "hand the argument 'apportion' of hf.inputs(batch) on, with the others"
+                    )
+                ran.clear()
+        self._unused = False
+
+    def _compare(self, params: list[Tensor]) -> None:
+        """A collective. Raises ExecutionError where values of parameters or gradients differ between ranks."""
+        held = {id(one): one for one in params}
+        for model in self.models:
+            own = {id(one): one for one in model.parameters()}
+            held |= own if own.keys() & held.keys() else {}  # frozen ones too
+        compared = [one for one in held.values() if _is_replicated(one)]
+        remedies = {"gradients": SUMS, "parameters": "give all ranks the same ones, before the first step"}
+        for what, remedy in remedies.items():
+            values = [one if what == "parameters" else one.grad for one in compared]
+            rows = self._communicator.all_gather(_norms(values), f"norms of {what}")
+            bits = [torch.tensor(row, dtype=torch.int64).view(torch.float64) for row in rows]
+            if len({len(row) for row in bits}) > 1:
+                counts = [len(row) for row in bits]
+                raise ExecutionError(
+                    f"optimizers step on other numbers of parameters on other ranks: {counts}"
+                )
+            apart = ~torch.isclose(bits[0], torch.stack(bits), rtol=_CLOSE, atol=0, equal_nan=True).all(0)
+            if apart.any():
+                first = int(apart.nonzero()[0])
+                raise ExecutionError(
+                    f"{what} differ between ranks, {int(apart.sum())} of {len(apart)}, first of shape "
+                    f"{tuple(compared[first].shape)}: norms {[float(row[first]) for row in bits]}. Remedy: {remedy}; "
+                    "where a parameter is another one on each rank, as an expert's, set its attribute `rank_local`"
+                )
 
 
-_watch = Watch()
+watch = Watch()
 
 
-def expect_attention(handle: PlanHandle) -> None:
-    """Has the first optimizer step raise ExecutionError where no attention has used a plan by then."""
-    _watch.add(handle)
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _is_replicated(param: Tensor) -> bool:
+    """Whether all ranks hold the whole parameter."""
+    elsewhere = isinstance(param, DTensor) or hasattr(param, "_fsdp_flattened") or param.is_meta
+    expert = getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's word
+    return param.is_floating_point() and not elsewhere and not expert
+
+
+def _norms(values: list[Tensor | None]) -> list[int]:
+    """Of each the norm, as bits of float64; -1.0 for None."""
+    with torch.no_grad():
+        norms = [-1.0 if one is None else float(one.float().norm()) for one in values]
+    return torch.tensor(norms, dtype=torch.float64).view(torch.int64).tolist()
 
 
 def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:

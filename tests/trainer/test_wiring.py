@@ -1,0 +1,58 @@
+"""Loops of one's own that would train a wrong model are ended, by the first steps' checks; right ones are not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.ranks import jobs_wiring
+from tests.ranks.rank_pool import Pool
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "",
+        "ddp summed",
+        "ddp averaged over",
+        "ddp by hand",
+        "fsdp summed",
+        "fsdp averaged over",
+        "fsdp by hand",
+        "experts",
+    ],
+)
+def test_right_loops_train(pool: Pool, what: str) -> None:
+    assert pool.run(jobs_wiring.trained, 2, what) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("forgotten", r"ExecutionError: gradients differ between ranks.*ap\.sum_gradients\(model\)"),
+        ("compiled", r"ExecutionError: gradients differ between ranks"),
+        ("second", r"ExecutionError: gradients differ between ranks"),
+        ("ddp", r"ConfigError: model = 'DistributedDataParallel': averages gradients.*averaged_over=2"),
+        ("fsdp", r"ConfigError: model = 'FSDP2': averages gradients.*ap\.sum_gradients"),
+        ("seeds", r"ExecutionError: parameters differ between ranks, 7 of 9"),
+        ("sinks", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(2,\)"),
+        ("here", r"ConfigError: valid_tokens.*labels of all ranks.*give batch\.valid_tokens"),
+        ("tokens", r"ConfigError: labels = .*give batch\.labels"),
+        ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
+        ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank alone"),
+        ("softmax", r"ExecutionError: attention \(Softmax.*rows of this rank alone"),
+        ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
+        ("early", r"ExecutionError: an optimizer stepped behind microbatch 0 of iteration 0"),
+        ("both averaged over", r"ConfigError: model = 'Net': is given sums.*leave out averaged_over"),
+        (
+            "ddp both averaged over",
+            r"ConfigError: model = 'Distributed.*sums gradients, and the loss is mult",
+        ),
+        ("fsdp both averaged over", r"ConfigError: model = 'FSDP2': sums gradients, and the loss is mult"),
+        ("deaf", r"ExecutionError: attention used the plan 0 times"),
+    ],
+)
+def test_wrong_loops_end_at_once(pool: Pool, what: str, says: str) -> None:
+    for found in pool.run(jobs_wiring.trained, 2, what):
+        assert re.match(says, found), found
