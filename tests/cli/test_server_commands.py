@@ -12,8 +12,8 @@ import pytest
 from apportion import cli
 from apportion.service.http.serve import Serving, serving
 from apportion.service.store import Folder
+from tests.service.requests import TOKEN, Request, client_of
 
-TOKEN = "token-of-the-tests-0123456789"
 PLAN = ("plan", "--workload", "examples/doc_lengths.json", "--ranks", "4", "--tokens-per-rank", "1024")
 
 
@@ -64,8 +64,6 @@ def test_a_wrong_token_and_no_server_are_said(
 def test_reports_of_a_server_and_of_its_folder(
     server: Serving, folder: Path, said: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from tests.service.requests import Request, client_of
-
     request, page = Request(1), tmp_path / "r.html"
     with client_of(server.url) as client:
         request.put(client)
@@ -82,8 +80,6 @@ def test_reports_of_a_server_and_of_its_folder(
 
 
 def test_a_store_is_checked_and_pruned(said: Callable[..., Any], tmp_path: Path) -> None:
-    from tests.service.requests import Request
-
     store = Folder(tmp_path)
     for number in range(3):
         store.put(Request(number).pack())
