@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.service.stores import redis_server
 
 from apportion import cli
-from apportion.service.http.run.child import serving
+from apportion.service.http.serve import serving
+from tests.service.stores import redis_server
 
 ROOT, WORKLOAD = Path(__file__).parents[2], "examples/code_lengths.json"
 
@@ -53,8 +53,8 @@ def test_it_asks_a_server(tmp_path: Path) -> None:
 
 
 def test_it_asks_redis_and_hides_its_password(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server:
-        assert "Redis" in checks(run("doctor", "--redis", server.url, "--json"))["redis"]["said"]
+    with redis_server(tmp_path) as url:
+        assert "answers" in checks(run("doctor", "--redis", url, "--json"))["redis"]["said"]
     done = run("doctor", "--redis", "redis://me:secret@127.0.0.1:1/0")
     assert done.returncode == cli.FAILED
     assert "secret" not in done.stdout + done.stderr

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from apportion.service.http.serve import serving
 from apportion.service.pack import Pack
 from apportion.service.store import Folder, Store, StoreError, open_store
 from tests.service.requests import RANKS, TOKEN, Request, client_of
+from tests.service.stores import redis_server
 
 REQUEST = Request(1)
 
@@ -33,28 +31,8 @@ def packs() -> list[Pack]:
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("there is no redis-server")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [
-        "redis-server",
-        "--port",
-        str(port),
-        "--save",
-        "",
-        "--dir",
-        str(tmp_path_factory.mktemp("redis")),
-    ]
-    url = f"redis://127.0.0.1:{port}/0"
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            with suppress(StoreError):
-                open_store(url).close()
-                break
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
         yield url
-        process.terminate()
 
 
 @pytest.fixture(params=["folder", "redis"])

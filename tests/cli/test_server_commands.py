@@ -1,0 +1,102 @@
+"""Commands around a planning server: serve, plan --server, report of a URL, store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apportion import cli
+from apportion.service.http.serve import Serving, serving
+from apportion.service.store import Folder
+from tests.service.requests import TOKEN, Request, client_of
+
+PLAN = ("plan", "--workload", "examples/doc_lengths.json", "--ranks", "4", "--tokens-per-rank", "1024")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("APPORTION_SERVE_WORKERS", "1")
+        patched.setenv("APPORTION_SERVE_PLAN_S", "100")
+        with serving(folder, token=TOKEN) as running:
+            yield running
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("APPORTION_TOKEN", TOKEN)
+
+    def run(*args: str, ends: int = cli.OK) -> Any:
+        assert cli.main([*args, "--json"]) == ends
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_server_makes_the_same_plan(server: Serving, said: Callable[..., Any], tmp_path: Path) -> None:
+    there, here = tmp_path / "there.plan", tmp_path / "here.plan"
+    far = said(*PLAN, "--server", server.url, "-o", str(there))
+    near = said(*PLAN, "-o", str(here))
+    assert there.read_bytes() == here.read_bytes()
+    assert far.keys() == near.keys()
+    assert far["id"] == near["id"]
+    assert said("verify", str(there))["ok"]
+
+
+def test_a_wrong_token_and_no_server_are_said(
+    server: Serving, said: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("another-token-0123456\n")
+    wrong = said(*PLAN, "--server", server.url, "--token-file", str(tmp_path / "token"), ends=cli.BAD_INPUT)
+    assert "unauthorized" in wrong["error"]["message"]
+    assert "https" in said(*PLAN, "--server", "planner:8321", ends=cli.BAD_INPUT)["error"]["message"]
+
+
+def test_reports_of_a_server_and_of_its_folder(
+    server: Serving, folder: Path, said: Callable[..., Any], tmp_path: Path
+) -> None:
+    request, page = Request(1), tmp_path / "r.html"
+    with client_of(server.url) as client:
+        request.put(client)
+        assert client.get(f"/v1/plans/{request.hex}/ranks/0?wait_s=60").status_code == 200
+    for plan in (f"{server.url}/v1/plans/{request.hex}", str(Folder(folder).path(request.key))):
+        said("report", plan, "-o", str(page))
+        assert "fcp on 4 ranks" in page.read_text(encoding="utf-8")
+        page.unlink()
+    for wrong in (f"{server.url}/v1/plans/{'0' * 64}", f"{server.url}/v1/plans/x"):
+        said("report", wrong, "-o", str(page), ends=cli.BAD_INPUT)
+    assert not page.exists()
+    taken = said("report", f"{server.url}/v1/plans/{request.hex}", "--hardware", "h100", ends=cli.BAD_INPUT)
+    assert taken["error"]["field"] == "--hardware"
+
+
+def test_a_store_is_checked_and_pruned(said: Callable[..., Any], tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    for number in range(3):
+        store.put(Request(number).pack())
+    found = said("store", "check", str(tmp_path), "--verify", "--workers", "1")
+    assert (found["ok"], found["plans"], found["bad"]) == (True, 3, [])
+    path = store.path(Request(1).key)
+    path.write_bytes(path.read_bytes()[:-1])
+    found = said("store", "check", str(tmp_path), ends=cli.FAILED)
+    assert [item["path"] for item in found["bad"]] == [str(path)]
+    assert said("store", "prune", str(tmp_path), "--gb", "0")["evicted"] == 3
+    assert said("store", "prune", str(tmp_path), "--days", "1")["kept"] == 0
+    said("store", "prune", str(tmp_path), ends=cli.BAD_INPUT)
+    said("store", "check", str(tmp_path / "none"), ends=cli.BAD_INPUT)
+
+
+def test_serve_says_what_is_wrong(said: Callable[..., Any], tmp_path: Path) -> None:
+    short = tmp_path / "token"
+    short.write_text("short")
+    for words in (("--token-file", str(short)), ("--host", "256.1.1.1"), ("--store", "redis://:x:y/z")):
+        assert "error" in said("serve", *words, ends=cli.BAD_INPUT)
