@@ -23,7 +23,7 @@ from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.attention import Communicator
 from tests.ranks import jobs_trees
 from tests.ranks.jobs_trees import Rollouts
-from tests.ranks.loading import HereSource, job
+from tests.ranks.loading import job, planning
 from tests.ranks.rank_pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,9 +180,9 @@ def test_pairs_of_a_microbatch_are_whole() -> None:
     forest = trees.fold(samples, groups=[0, 0, 1, 1])
     values = torch.arange(4.0)
     assert [list(map(float, one)) for one in trees.unfold(forest).pairs(values)] == [[0, 2], [1, 3]]
-    (batch,) = PlannedLoader(forest, source=HereSource(job()), sampler=[[0]])
+    (batch,) = PlannedLoader(forest, **planning(job()), sampler=[[0]])
     assert [list(map(float, one)) for one in trees.unfold(forest, batch).pairs(values)] == [[0], [1]]
-    (batch,) = PlannedLoader(forest, source=HereSource(job()), sampler=[[0, 2]])
+    (batch,) = PlannedLoader(forest, **planning(job()), sampler=[[0, 2]])
     with pytest.raises(ExecutionError, match="of pair 1 only one sample is in this microbatch"):
         trees.unfold(forest, batch).pairs(values)
     with pytest.raises(ExecutionError, match="even number of samples, 4, got 3"):
