@@ -232,7 +232,7 @@ def test_a_program_without_a_guard_of_its_main_module_is_run_once(tmp_path: Path
         "from tests.service.requests import Request",
         "workers = ProcessExecutor(1)",
         "print(workers.submit(plan_pack, Request(0).data).result(60.0).data == Request(0).pack().data)",
-        "workers.shutdown(cancel_futures=True)",
+        "workers.shutdown()",
     ]
     (program := tmp_path / "train.py").write_text("\n".join(lines))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -70,7 +70,7 @@ def run(settings: Settings) -> None:
             settings.workers, settings.plan_s, settings.worker_bytes, settings.ray, spare=1
         )
         engine = Engine(executor, workers, store, metrics)
-        warming = [executor.submit(warm_up) for _ in range(workers)]
+        warming = [executor.submit(warm_up, b"") for _ in range(workers + 1)]
         gc.freeze()  # what is imported stays
         _announce(settings, _url(listening))
         try:

@@ -1,83 +1,60 @@
-"""Processes of this machine: a deadline and a death end one task, and cost no other one."""
+"""Planner processes of this machine: a deadline and a death end one task, and cost no other one.
+
+    thread ── pipes ── python -m apportion.service.workers.process      one pair a worker
+
+A process is a fresh interpreter: it never runs the main module of the program that started it, and works below any
+process. Only bytes travel: name of the function and request one way, the outcome back.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing.connection
 import os
-import resource
-import signal
+import select
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, Future
 from contextlib import suppress
-from functools import partial
-from multiprocessing import spawn
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from apportion.ir.errors import ApportionError
+from apportion.service.workers.process import read_frame, read_outcome, write_task
+from apportion.service.workers.work import Done, Refusal
 
 T = TypeVar("T")
-PRELOADED = "apportion.service.workers.work"
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_KILLED_FIRST = b"800"  # of 1000: where memory ends, the system kills workers before servers and trainers
+_MODULE = "apportion.service.workers.process"
+#: a process is one core: the executor has as many as it is to use
+_THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "NUMBA")
 
 
 class WorkerDiedError(ApportionError, RuntimeError):
     """The process that had the task died: by a signal, or as the system's memory ended."""
 
 
-class _Process(ForkServerProcess):
-    """Does not import the main module of its parent, which a script without `if __name__ == "__main__"` would run."""
-
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        here = threading.get_ident()
-        with _Process._lock:
-            real = spawn.get_preparation_data
-
-            def prepared(name: str) -> dict[str, Any]:
-                own, data = threading.get_ident() == here, real(name)
-                return {key: data[key] for key in data if not (own and key.startswith("init_main"))}
-
-            spawn.get_preparation_data = prepared
-            try:
-                return ForkServerProcess._Popen(process_obj)
-            finally:
-                spawn.get_preparation_data = real
-
-
-class _Context(ForkServerContext):
-    Process = _Process
-
-
 class ProcessExecutor(Executor):
     """workers: processes; task_s: a task that takes longer is ended, with `TimeoutError`; memory_bytes: that each may
-    map beyond what it has at its start. Processes are forked from one that has the planner imported.
-
-    Each process has a pool and a thread of its own: what processes share would be lost with one that is killed while it
-    holds the lock.
-    """
+    map beyond what it has at its start. Each begins with its first
+    task."""
 
     def __init__(self, workers: int, task_s: float | None = None, memory_bytes: int | None = None) -> None:
-        self._context, self._task_s = _Context(), task_s
-        self._context.set_forkserver_preload([PRELOADED])
-        self._limits = os.getpid(), memory_bytes
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._pids, self._stopped = set[int](), False
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
+        self._task_s, self._memory_bytes = task_s, memory_bytes
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], bytes] | None] = SimpleQueue()
+        self._workers, self._stopped = set[_Worker](), False
+        self._threads = [
+            threading.Thread(target=self._serve, name="apportion-planner", daemon=True)
+            for _ in range(workers)
+        ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As `Executor.submit`; the future raises `TimeoutError`, and `WorkerDiedError`."""
+        """fn: of `workers.work`, or another function of a module, from bytes to an outcome; args: the request. The
+        future raises `TimeoutError`, and `WorkerDiedError`."""
+        (request,) = args
         future: Future[T] = Future()
-        self._tasks.put((future, partial(fn, *args, **kwargs)))
+        self._tasks.put((future, fn, request))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -85,96 +62,77 @@ class ProcessExecutor(Executor):
         self._stopped |= cancel_futures
         for _ in self._threads:
             self._tasks.put(None)
-        for pid in list(self._pids) if cancel_futures else ():
-            _kill(pid)
+        for worker in list(self._workers) if cancel_futures else ():
+            worker.kill()
         for thread in self._threads if wait else ():
             thread.join()
 
     def _serve(self) -> None:
         """One thread, with a process that is made anew whenever it is gone."""
-        process: _Worker | None = None
+        worker: _Worker | None = None
         while (task := self._tasks.get()) is not None:
-            future, call = task
+            future, fn, request = task
             if self._stopped:
                 future.cancel()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                if process is None or process.is_gone():
-                    process = _Worker(self._context, self._limits, self._pids)
-                future.set_result(process.run(call, self._task_s))
+                if worker is None or worker.is_gone():
+                    self._left(worker)
+                    self._workers.add(worker := _Worker(self._memory_bytes))
+                future.set_result(worker.run(fn, request, self._task_s))
             except BaseException as error:
                 future.set_exception(error)
-        if process is not None:
-            process.end()
+        self._left(worker)
+
+    def _left(self, worker: _Worker | None) -> None:
+        if worker is not None:
+            self._workers.discard(worker)
+            worker.end()
 
 
 class _Worker:
-    """One process. Raises WorkerDiedError where it does not start."""
+    """One process."""
 
-    def __init__(self, context: _Context, limits: tuple[int, int | None], pids: set[int]) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=limits)
-        self._pids, self._is_gone = pids, False
-        try:
-            self._pid = self._pool.submit(os.getpid).result()
-        except BrokenProcessPool as error:
-            raise WorkerDiedError("a worker died when it started") from error
-        self._pids.add(self._pid)
+    def __init__(self, memory_bytes: int | None) -> None:
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        one_thread = {f"{name}_NUM_THREADS": "1" for name in _THREADS}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(memory_bytes or 0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | one_thread | {"PYTHONPATH": path},
+        )
 
-    def run(self, call: Callable[[], T], most_s: float | None) -> T:
-        """Raises what the call raises, TimeoutError, and WorkerDiedError."""
+    def run(self, fn: Callable[..., Any], request: bytes, most_s: float | None) -> Done | Refusal:
+        """Raises TimeoutError, and WorkerDiedError; then the process is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
-            return self._pool.submit(call).result(most_s)
-        except BrokenProcessPool as error:
-            self.end()
-            raise WorkerDiedError("a worker died") from error
-        except TimeoutError:
-            self.end()
-            raise
+            write_task(self._process.stdin, fn, request)
+            ready = select.poll()
+            ready.register(self._process.stdout, select.POLLIN)
+            if not ready.poll(None if most_s is None else 1e3 * most_s):
+                self.kill()
+                raise TimeoutError(f"planning took longer than {most_s} s")
+            return read_outcome(read_frame(self._process.stdout))
+        except (OSError, EOFError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            self.kill()
+            raise WorkerDiedError(f"a worker died (status {self._process.wait()})") from None
 
     def is_gone(self) -> bool:
         """Whether it ended, also while it had nothing to do."""
-        return self._is_gone or not _is_alive(self._pid)
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Any thread may."""
+        self._process.kill()
 
     def end(self) -> None:
-        self._is_gone = True
-        self._pids.discard(self._pid)
-        _kill(self._pid)
-        self._pool.shutdown()
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _is_alive(pid: int) -> bool:
-    """Of a process that somebody else waits for: dead ones linger until then."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _begin(parent: int, memory_bytes: int | None) -> None:
-    """In a new worker: signals of the terminal are for the parent, whose end is this process's, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(
-        _DIES_WITH_PARENT, signal.SIGKILL
-    )  # of the fork server, which ends with our parent
-    threading.Thread(target=_watch, args=[parent], daemon=True).start()
-    with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
-        file.write(_KILLED_FIRST)
-    if memory_bytes is not None:
-        with open("/proc/self/statm") as file:
-            mapped = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes,) * 2)
-
-
-def _watch(parent: int) -> None:
-    """Ends this process soon after its parent's parent is gone."""
-    with suppress(OSError):
-        file = os.pidfd_open(parent)
-        multiprocessing.connection.wait([file])
-        os._exit(1)
+        self.kill()
+        self._process.wait()
+        for file in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # of what the process did not read
+                file.close()  # type: ignore[union-attr]

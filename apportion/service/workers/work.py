@@ -82,7 +82,7 @@ def plan_page(request: bytes) -> bytes:
     return ended.stdout
 
 
-def warm_up() -> None:
-    """Imports and compiles what most requests need."""
+def warm_up(request: bytes = b"") -> Done | Refusal:
+    """Imports and compiles what most requests need; for a worker that has no request yet."""
     job = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("fcp")), 512)
-    plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))
+    return plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))

@@ -14,8 +14,7 @@ from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.loops.jit import compiling
 from apportion.service.pack import Pack, expanded
 from apportion.service.problems import ServiceError, UnknownPlanError
-from apportion.service.workers.pipe import PlannerProcess
-from apportion.service.workers.work import Done, Refusal
+from apportion.service.workers import Done, ProcessExecutor, Refusal, plan_pack
 from apportion.trainer.loading.sources.source import Source
 
 LOG = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class LocalSource(Source):
 
     shared = False
     _has_planned: ClassVar[bool] = False  # some source of this process
-    _planner: PlannerProcess | None = field(default=None, init=False)
+    _planner: ProcessExecutor | None = field(default=None, init=False)
     _asked: dict[bytes, Future[Done | Refusal]] = field(default_factory=dict, init=False)
     _begun_s: float | None = field(default=None, init=False)
     _there_s: float | None = field(default=None, init=False)  # seconds compiled there
@@ -43,8 +42,8 @@ class LocalSource(Source):
             if self._over or key in self._asked:
                 return
             if self._planner is None:
-                self._planner, self._begun_s = PlannerProcess(), time.monotonic()
-            self._asked[key] = self._planner.submit(request)
+                self._planner, self._begun_s = ProcessExecutor(1), time.monotonic()
+            self._asked[key] = self._planner.submit(plan_pack, request)
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
         """Raises ServiceError where the request cannot be planned, WorkerDiedError."""
@@ -65,7 +64,7 @@ class LocalSource(Source):
         with self._lock:
             self._over = True
             if self._planner is not None:
-                self._planner.close()
+                self._planner.shutdown(cancel_futures=True)
 
     @property
     def compiled_s(self) -> float:

@@ -1,0 +1,93 @@
+"""A planner process: `python -m apportion.service.workers.process PARENT MEMORY_BYTES`.
+
+    stdin: (module, function, request), …      stdout: an outcome each      frames: length u32, little endian · msgpack
+
+Ends when stdin does, or the process PARENT is gone. MEMORY_BYTES: that it may map beyond what it has now, 0 for any.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from struct import Struct
+from typing import IO, Any
+
+import msgspec
+
+from apportion.service.workers.work import Done, Refusal
+
+_SIZE = Struct("<I")
+_KILLED_FIRST = b"800"  # of 1000: where memory ends, the system kills workers before servers and trainers
+
+
+def write_frame(file: IO[bytes], data: Any) -> None:
+    body = msgspec.msgpack.encode(data)
+    file.write(_SIZE.pack(len(body)) + body)
+    file.flush()
+
+
+def read_frame(file: IO[bytes]) -> Any:
+    """What the next frame has. Raises EOFError behind the last."""
+    head = file.read(_SIZE.size)
+    body = file.read(_SIZE.unpack(head)[0]) if len(head) == _SIZE.size else b""
+    if not body:
+        raise EOFError
+    return msgspec.msgpack.decode(body)
+
+
+def write_task(file: IO[bytes], fn: Callable[..., Any], request: bytes) -> None:
+    write_frame(file, (fn.__module__, fn.__qualname__, request))
+
+
+def read_outcome(fields: Any) -> Done | Refusal:
+    """Raises RuntimeError for a function that failed."""
+    kind, *values = fields
+    if kind == "failed":
+        raise RuntimeError(values[0])
+    return Done(*values) if kind == "done" else Refusal(*values)
+
+
+def _outcome(module: str, name: str, request: bytes) -> tuple[Any, ...]:
+    try:
+        found = getattr(import_module(module), name)(request)
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    return ("done" if isinstance(found, Done) else "refused"), *found
+
+
+def main(parent: str, memory_bytes: str) -> None:
+    """Works on what comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the parent
+    threading.Thread(target=_watch, args=[int(parent)], daemon=True).start()
+    with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(_KILLED_FIRST)
+    if int(memory_bytes):
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + int(memory_bytes),) * 2)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a solver prints is no answer
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            write_frame(answers, _outcome(*read_frame(sys.stdin.buffer)))
+    os._exit(0)
+
+
+def _watch(parent: int) -> None:
+    """Ends this process, whatever it does, when its parent is gone."""
+    with suppress(OSError):
+        gone = select.poll()
+        gone.register(os.pidfd_open(parent), select.POLLIN)
+        gone.poll()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
