@@ -26,6 +26,7 @@ from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.rows import LOSS_MASKS, WEIGHTS
 from apportion.trainer.loading.samples import Samples
+from apportion.trainer.step import wiring
 
 try:
     import accelerate  # noqa: F401
@@ -123,6 +124,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         if NAME in inputs and num_items_in_batch is None:  # in evaluation, not every Trainer counts
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        wiring.watch.accounted = True  # Trainer multiplies by the ranks
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _check(self, predicts: bool) -> None:

@@ -98,6 +98,7 @@ class Planned:
             batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
         )
         check_share(share, batch, None)
+        wiring.watch.accounted = True
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and steps != batch.is_last:

@@ -269,12 +269,12 @@ def trained(comm: Communicator, what: str) -> str:
     kind, _, summed = what.partition(" ")
     batches = loader(model, comm.ranks, comm)
     wrapped = model
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         wrapped = DistributedDataParallel(model, process_group=comm._base)
-    elif kind == "fsdp":
+    elif kind.startswith("fsdp"):
         wrapped = fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"))
     wrapped = ap.sum_gradients(wrapped) if summed else wrapped
-    called = torch.compile(wrapped, backend="aot_eager") if kind == "compiled" else wrapped
+    called = torch.compile(wrapped, backend="aot_eager") if kind.endswith("compiled") else wrapped
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
         for batch in batches:

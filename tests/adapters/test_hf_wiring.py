@@ -193,6 +193,8 @@ def test_calls_are_counted_where_attention_runs(model: Any) -> None:
         ("compiled", r"gradients differ between ranks"),
         ("ddp", r"DistributedDataParallel.*averages gradients"),
         ("fsdp", r"FSDP2.*averages gradients"),
+        ("ddp_compiled", r"DistributedDataParallel.*averages gradients"),
+        ("fsdp_compiled", r"FSDP2.*averages gradients"),
         ("frozen", r"parameters differ between ranks, 1 of \d+, first of shape \(128, 64\)"),
     ],
 )

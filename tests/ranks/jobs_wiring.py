@@ -75,8 +75,8 @@ def trained(comm: Communicator, what: str, steps: int = 2) -> str:
         for b in PlannedLoader(data, source=source, communicator=comm, shuffle=False, rows_multiple=2):
             logits = (torch.compile(wrapped, backend="aot_eager") if what == "compiled" else wrapped)(b)
             valid, labels = b.valid_tokens, b.labels[None] if what == "tokens" else b.labels
-            if what == "here":
-                valid = (labels != IGNORED).sum()
+            if what in ("here", "copied"):
+                valid, labels = (labels != IGNORED).sum(), labels.clone() if what == "copied" else labels
             labels = b.tokens[None] if what == "tokens" else labels
             loss = ap.normalised_loss(logits, labels, valid, averaged_over)
             (loss * comm.ranks if what.endswith("by hand") else loss).backward()

@@ -38,6 +38,7 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ("seeds", r"ExecutionError: parameters differ between ranks, 7 of 9"),
         ("sinks", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(2,\)"),
         ("here", r"ConfigError: valid_tokens.*labels of all ranks.*give batch\.valid_tokens"),
+        ("copied", r"ConfigError: valid_tokens.*labels of all ranks"),
         ("tokens", r"ConfigError: labels = .*give batch\.labels"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank alone"),

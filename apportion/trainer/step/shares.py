@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed._composable_state import _module_state_mapping
-from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
+from apportion.trainer.step.reductions import Reduction, reduction_of
 
 if TYPE_CHECKING:
     from apportion.trainer.loading.batch import PlannedBatch
@@ -21,23 +20,19 @@ if TYPE_CHECKING:
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
 
-class Reduction(NamedTuple):
-    """What reduces gradients, over how many ranks, to sums or to averages."""
-
-    name: str
-    ranks: int
-    sums: bool
-
-
 def batch_of(labels: Tensor) -> PlannedBatch | None:
-    """The batch whose labels these are, or a view of them. Raises ConfigError for its tokens."""
+    """The batch whose labels these are, or a view or, until ranks were compared, a copy of them. Raises ConfigError for
+    its tokens."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
-        if labels.data_ptr() == batch.labels.data_ptr():
-            found: PlannedBatch = batch
-            return found
         if labels.data_ptr() == batch.tokens.data_ptr():
             rule = "are what rows are given, not what they predict"
             raise ConfigError("labels", "the batch's tokens", rule, "give batch.labels")
+        copied = not wiring.watch.settled and labels.numel() == batch.labels.numel()
+        if labels.data_ptr() == batch.labels.data_ptr() or (
+            copied and torch.equal(labels.flatten().cpu(), batch.labels.cpu())
+        ):
+            found: PlannedBatch = batch
+            return found
     return None
 
 
@@ -64,7 +59,7 @@ def check_share(loss: Tensor, batch: PlannedBatch | None, factor: float | None =
             _check_attention(node, batch.handle.padded_rows)
     if factor is not None and (leaves or not watch.settled):
         wrapper = None if batch is None else batch.handle.wrapper
-        loss.register_hook(partial(_check_scale, _replicated(wrapper) or _sharded(leaves), factor))  # type: ignore[no-untyped-call]
+        loss.register_hook(partial(_check_scale, reduction_of(wrapper, leaves), factor))  # type: ignore[no-untyped-call]
 
 
 def _check_attention(node: Any, rows: int) -> None:
@@ -79,40 +74,17 @@ def _check_attention(node: Any, rows: int) -> None:
         )
 
 
-def _replicated(wrapper: DistributedDataParallel | None) -> Reduction | None:
-    """DDP's; None for communication hooks other than torch's, which average too."""
-    if wrapper is None or not all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks):
-        return None
-    ranks = dist.get_world_size(wrapper.process_group)
-    return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed"))
-
-
-def _sharded(leaves: set[int]) -> Reduction | None:
-    """FSDP2's of one of the parameters of these ids, which are whole ones."""
-    states: Any = (state() for state in [*_module_state_mapping.values()] if leaves)
-    for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
-        divided = group.gradient_divide_factor
-        if leaves & {id(getattr(one, "_unsharded_param", None)) for one in group.fsdp_params} and divided in (
-            None,
-            1,
-        ):
-            return Reduction("FSDP2", group.mesh_info.mesh.size(), divided == 1)
-    return None
-
-
 def _check_scale(reduction: Reduction | None, factor: float, grad: Tensor | None) -> None:
     """Raises ConfigError where the share goes into a loss as it is, or over a number of microbatches, and gradients are
     averaged; or times the ranks, and they are summed."""
     if grad is None:
         return
     scale = wiring.watch.scale = float(grad) * factor
-    if reduction is None or reduction.ranks == 1 or scale <= 0:
+    wiring.watch.accounted = True
+    if reduction is None or reduction.ranks == 1:
         return
-    ranks = reduction.ranks
-    if not reduction.sums and abs(1 / scale - round(1 / scale)) < 1e-6:
-        rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
-        remedy = f"{wiring.SUMS}; or give normalised_loss(..., averaged_over={ranks})"
-        raise ConfigError("model", reduction.name, rule, remedy)
-    if reduction.sums and scale == ranks:
-        rule = f"sums gradients, and the loss is multiplied by the {ranks} ranks as well"
+    if not reduction.sums and scale > 0 and abs(1 / scale - round(1 / scale)) < 1e-6:
+        raise wiring.averaged(reduction)
+    if reduction.sums and scale == reduction.ranks:
+        rule = f"sums gradients, and the loss is multiplied by the {reduction.ranks} ranks as well"
         raise ConfigError("model", reduction.name, rule, "leave out sum_gradients, or averaged_over")

@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.ir.errors import ExecutionError
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer.step.reductions import Reduction, reduction_of
 
 if TYPE_CHECKING:
     from apportion.trainer.loading.batch import PlannedBatch
@@ -37,9 +38,11 @@ class Watch:
         self.models = WeakSet[Any]()
         self.settled = False  # an optimizer's first step was found to be right
         self.behind: PlannedBatch | None = None  # the loss that was computed last is of
+        self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
         self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
         self._given: list[PlanHandle] = []
         self._unused = False  # kwargs were given since the last step
+        self._last: PlanHandle | None = None  # whose
         self._reached = False
         self._hook: Any = None
         self._communicator: Any = None
@@ -56,7 +59,7 @@ class Watch:
 
     def expect(self, handle: PlanHandle) -> None:
         """The handle is about to be given to a model."""
-        self._unused = True
+        self._unused, self._last = True, handle
         if not self._seen():
             self._given.append(handle)
 
@@ -109,6 +112,12 @@ class Watch:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Compares ranks: behind a step, since its closure may run backward. Raises ExecutionError."""
         params = _parameters(optimizer)
+        if (
+            self._last is not None and self._last.calls and not self.accounted
+        ):  # a loss that nothing here has seen
+            reduction = reduction_of(self._last.wrapper, {*map(id, params)})
+            if reduction is not None and reduction.ranks > 1 and not reduction.sums:
+                raise averaged(reduction)
         known = [one for one in params if one in self._owners]
         owner = self._owners[known[0]] if known else None
         if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
@@ -190,6 +199,13 @@ def _norms(values: list[Tensor | None]) -> list[int]:
     with torch.no_grad():
         norms = [-1.0 if one is None else float(one.float().norm()) for one in values]
     return torch.tensor(norms, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def averaged(reduction: Reduction) -> ConfigError:
+    """Why gradients are too small."""
+    name, ranks, _ = reduction
+    rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
+    return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
 
 
 def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:
