@@ -17,7 +17,7 @@ from apportion.ir.errors import ApportionError
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import IGNORED
-from tests.ranks.loading import HereSource, Recorded, job
+from tests.ranks.loading import Recorded, job, planning
 
 
 class Layer(nn.Module):
@@ -69,10 +69,10 @@ def trained(comm: Communicator, what: str, steps: int = 2) -> str:
         model.get_parameter("layers.1.sinks").data += comm.rank
     wrapped, averaged_over = _wrapped(model, comm, what), comm.ranks * what.endswith("averaged over") or 1
     data = Weighted() if what == "weights" else Recorded()
-    source = HereSource(job(comm.ranks, 66, microbatches=2))
+    plans = planning(job(comm.ranks, 66, microbatches=2))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
-        for b in PlannedLoader(data, source=source, communicator=comm, shuffle=False, rows_multiple=2):
+        for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
             logits = (torch.compile(wrapped, backend="aot_eager") if what == "compiled" else wrapped)(b)
             valid, labels = b.valid_tokens, b.labels[None] if what == "tokens" else b.labels
             if what in ("here", "copied"):

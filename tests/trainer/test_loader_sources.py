@@ -305,7 +305,9 @@ def test_a_planner_that_dies_is_an_error() -> None:
     key = job().request_key(batches)
     with closing(local.LocalSource()) as source:
         source.submit(key, encode_request(job(), batches), 0)
-        source._planner._process.kill()
+        while not source._planner._workers:
+            time.sleep(0.01)
+        next(iter(source._planner._workers)).kill()
         with pytest.raises(WorkerDiedError, match=r"died \(status -9\)"):
             source.fetch(key, 0, WAIT_S)
 

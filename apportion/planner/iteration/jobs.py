@@ -1,6 +1,6 @@
 """Plans an iteration of a job.
 
-    job, batches ──pack──► microbatches ──place, schedule, lower, seal──► iteration plan
+job, batches ──pack──► microbatches ──place, schedule, lower, seal──► iteration plan
 """
 
 from __future__ import annotations
