@@ -186,10 +186,10 @@ class Engine:
             entry.plan = pack.head.id
             self._cache(pack)
             self._start(self._keep(pack))
+            self.metrics.planning.observe(outcome.seconds)
+            self.metrics.readiness.observe(asyncio.get_running_loop().time() - entry.since)
         else:
             entry.data = outcome.data
-        self.metrics.planning.observe(outcome.seconds)
-        self.metrics.readiness.observe(asyncio.get_running_loop().time() - entry.since)
         self._finish(entry, State.READY)
 
     def _died(self, entry: Entry, error: WorkerDiedError) -> None:
@@ -212,7 +212,8 @@ class Engine:
         self._finish(entry, State.REFUSED)
 
     def _finish(self, entry: Entry, state: State) -> None:
-        self.metrics.plans.labels(state).inc()
+        if entry.work is plan_pack:
+            self.metrics.plans.labels(state).inc()
         entry.finish(state)
 
     # ---- memory and store

@@ -147,7 +147,7 @@ class PlannedLoader:
             self._sampling = Sampling(lengths, self.job.tokens, self.job.microbatches, *order)
         self._waits = Waits(number("timeout_s", timeout_s, above=True))
         self._made = origin(self.job, lengths, masks, self._sampling)
-        self._source = open_source(source, token, ca, self._waits.timeout_s, self._made)
+        self._source = open_source(source, token, ca, self._waits.timeout_s, self._made, self.job.digest)
         self._communicator = communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
         self._groups = Groups.of(replicas)

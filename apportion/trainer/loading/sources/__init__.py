@@ -19,12 +19,13 @@ def open_source(
     ca: str | Path | None,
     timeout_s: float,
     made: Mapping[str, Any],
+    job: bytes,
 ) -> Source:
-    """The source of that name: "local", a URL or several, or a folder. token, ca, timeout_s: as `ServiceSource`; made:
-    as `FolderSource`. Raises ConfigError."""
+    """The source of that name: "local", a URL or several, or a folder. token, ca, timeout_s, job: as `ServiceSource`;
+    made: as `FolderSource`. Raises ConfigError."""
     urls = (source,) if isinstance(source, str) else source
     if isinstance(urls, list | tuple) and urls and all(_is_url(one) for one in urls):
-        return ServiceSource(tuple(urls), token, None if ca is None else str(ca), timeout_s)
+        return ServiceSource(tuple(urls), token, None if ca is None else str(ca), timeout_s, job)
     for name, value in (("token", token), ("ca", ca)):
         if value is not None:
             rule = "is for a planning service, and the source is none"

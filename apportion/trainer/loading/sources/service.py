@@ -17,17 +17,18 @@ CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then 
 
 @dataclass(eq=False)
 class ServiceSource(Source):
-    """urls: of equal servers, http(s)://HOST:PORT; token, ca: as `Client`; timeout_s: that somebody waits for a plan.
-    Slices of iterations in a row come over a stream. Raises ConfigError."""
+    """urls: of equal servers, http(s)://HOST:PORT; token, ca: as `Client`; timeout_s: that somebody waits for a plan;
+    job: digest, by which load balancers send all ranks to one server. Slices of iterations in a row come over a stream. Raises ConfigError."""
 
     urls: tuple[str, ...]
     token: str | None = field(default=None, repr=False)
     ca: str | None = None
     timeout_s: float = 300.0
+    job: bytes = b""
 
     def __post_init__(self) -> None:
         call_s = min(CALL_S, self.timeout_s / 3)
-        self._client = Client(self.urls, self.token, ca=self.ca, timeout_s=call_s)
+        self._client = Client(self.urls, self.token, ca=self.ca, timeout_s=call_s, job=self.job)
         self._stream: Iterator[IterationSlice] | None = None
         self._coming = deque[bytes]()  # keys of what the stream still has to bring
 
