@@ -102,7 +102,7 @@ class Watch:
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Raises ExecutionError."""
-        if not self._seen() and self._given:
+        if self is watch and not self._seen() and self._given:
             raise ExecutionError(
                 "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer; "
                 "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
@@ -111,6 +111,8 @@ class Watch:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Compares ranks: behind a step, since its closure may run backward. Raises ExecutionError."""
+        if self is not watch:  # of an earlier loop in this process
+            return
         params = _parameters(optimizer)
         if (
             self._last is not None and self._last.calls and not self.accounted
