@@ -18,7 +18,8 @@ CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then 
 @dataclass(eq=False)
 class ServiceSource(Source):
     """urls: of equal servers, http(s)://HOST:PORT; token, ca: as `Client`; timeout_s: that somebody waits for a plan;
-    job: digest, by which load balancers send all ranks to one server. Slices of iterations in a row come over a stream. Raises ConfigError."""
+    job: digest, by which load balancers send all ranks to one server. Slices of iterations in a row come over a stream.
+    Raises ConfigError."""
 
     urls: tuple[str, ...]
     token: str | None = field(default=None, repr=False)
