@@ -345,9 +345,3 @@ def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:
     assert "engine flash" in text
     assert "linear_tflops" in text
     assert "(assumed)" in text
-
-
-def test_a_file_of_one_plan_has_no_epochs(run: Cli, plan_file: Path) -> None:
-    for option in ("--epoch", "--iteration"):
-        found = run("report", plan_file, option, 1, "-o", plan_file.with_suffix(".html"), "--json")
-        assert found.json["error"]["field"] == option

@@ -87,8 +87,8 @@ def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights()
     flags = [flag for flag in [*rest, *json.loads(last["CMD"])] if flag.startswith("--")]
     assert set(flags) <= options_of("serve")
     assert rest[rest.index("--host") + 1] == "0.0.0.0"
-    store = json.loads(last["CMD"])
-    assert store[store.index("--store") + 1].startswith(last["VOLUME"])
+    environment = " ".join(rest for name, rest in steps if name == "ENV")
+    assert f"APPORTION_SERVE_STORE={last['VOLUME']}/" in environment
     port = rest[rest.index("--port") + 1]
     assert last["EXPOSE"] == port
     assert f"http://127.0.0.1:{port}/healthz" in last["HEALTHCHECK"]
@@ -99,12 +99,14 @@ def test_the_image_installs_what_is_there_and_serves_as_a_user_with_few_rights()
 def test_compose_runs_the_service_with_a_token_and_redis_as_its_cache() -> None:
     composed = read("compose.yaml")
     service, redis = composed["services"]["apportion"], composed["services"]["redis"]
-    flags = [word for word in service["command"] if word.startswith("--")]
-    assert set(flags) <= options_of("serve")
-    assert service["command"][service["command"].index("--store") + 1] == "redis://redis:6379/0"
-    assert "APPORTION_TOKEN" in service["environment"]
+    environment = service["environment"]
+    options = {name.removeprefix("APPORTION_SERVE_") for name in environment if "_SERVE_" in name}
+    assert {f"--{name.lower().replace('_', '-')}" for name in options} <= options_of("serve")
+    assert environment["APPORTION_SERVE_STORE"] == "redis://redis:6379/0"
+    assert "APPORTION_TOKEN" in environment
     assert "--maxmemory-policy allkeys-lru" in redis["command"]
-    assert all(part["restart"] and part["healthcheck"]["test"] for part in (service, redis))
+    assert service["restart"] == redis["restart"] == "unless-stopped"
+    assert redis["healthcheck"]["test"]
     assert service["depends_on"]["redis"]["condition"] == "service_healthy"
 
 

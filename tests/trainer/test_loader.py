@@ -489,7 +489,7 @@ def test_samples_of_equal_lengths_are_the_same_on_all_ranks(pool: Pool, how: str
 def test_gradients_of_a_plain_module_are_summed_once_a_step(pool: Pool) -> None:
     for grad, error in pool.run(jobs_loader.summed_again, 2):
         assert grad == 5.0
-        assert "sums already: nothing was added since the last call" in error
+        assert "has gradients that are sums already; call sum_gradients once" in error
 
 
 def test_gradients_of_ddp_are_made_sums_once(pool: Pool) -> None:

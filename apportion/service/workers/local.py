@@ -1,6 +1,6 @@
 """Planner processes of this machine: a deadline and a death end one task, and cost no other one.
 
-    thread ── pipes ── python -m apportion.service.workers.process      one pair a worker
+    thread ── pipes ── workers.process.main      one pair a worker
 
 A process is a fresh interpreter: it never runs the main module of the program that started it, and works below any
 process. Only bytes travel: name of the function and request one way, the outcome back.
@@ -24,7 +24,7 @@ from apportion.service.workers.process import read_frame, read_outcome, write_ta
 from apportion.service.workers.work import Done, Refusal
 
 T = TypeVar("T")
-_MODULE = "apportion.service.workers.process"
+_PROGRAM = "from apportion.service.workers.process import main; main()"
 #: a process is one core: the executor has as many as it is to use
 _THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "NUMBA")
 
@@ -98,7 +98,7 @@ class _Worker:
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         one_thread = {f"{name}_NUM_THREADS": "1" for name in _THREADS}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE, str(os.getpid()), str(memory_bytes or 0)],
+            [sys.executable, "-P", "-c", _PROGRAM, str(os.getpid()), str(memory_bytes or 0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | one_thread | {"PYTHONPATH": path},

@@ -1,4 +1,4 @@
-"""A planner process: `python -m apportion.service.workers.process PARENT MEMORY_BYTES`.
+"""A planner process: `main`, in an interpreter of its own with the arguments PARENT MEMORY_BYTES.
 
     stdin: (module, function, request), …      stdout: an outcome each      frames: length u32, little endian · msgpack
 
@@ -62,16 +62,17 @@ def _outcome(module: str, name: str, request: bytes) -> tuple[Any, ...]:
     return ("done" if isinstance(found, Done) else "refused"), *found
 
 
-def main(parent: str, memory_bytes: str) -> None:
+def main() -> None:
     """Works on what comes."""
+    parent, memory_bytes = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the parent
-    threading.Thread(target=_watch, args=[int(parent)], daemon=True).start()
+    threading.Thread(target=_watch, args=[parent], daemon=True).start()
     with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_KILLED_FIRST)
-    if int(memory_bytes):
+    if memory_bytes:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + int(memory_bytes),) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes,) * 2)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints is no answer
     with suppress(EOFError, BrokenPipeError):
@@ -87,7 +88,3 @@ def _watch(parent: int) -> None:
         gone.register(os.pidfd_open(parent), select.POLLIN)
         gone.poll()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
