@@ -23,6 +23,7 @@ from apportion.service.http.serve import Serving, serving
 from apportion.service.http.tokens import ANYONE, Tokens
 from apportion.service.pack import expanded
 from apportion.service.problems import KINDS
+from tests.processes import below, running
 from tests.service.requests import MSGPACK, RANKS, TOKEN, Request, client_of
 
 ZSTD = {"accept-encoding": "zstd"}
@@ -294,10 +295,7 @@ def test_a_server_that_ends_ends_its_workers(tmp_path: Path) -> None:
             ready(client, Request(5))
         children = below(server.pid)
         assert children
-    deadline = time.monotonic() + 10.0
-    while alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
+    assert not running(children, 10.0)
 
 
 def test_a_killed_server_leaves_no_worker_and_its_plans(tmp_path: Path) -> None:
@@ -307,22 +305,13 @@ def test_a_killed_server_leaves_no_worker_and_its_plans(tmp_path: Path) -> None:
         children = below(server.pid)
         server.process.kill()
         server.process.wait()
-    deadline = time.monotonic() + 10.0
-    while alive := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
+    assert not running(children, 10.0)
     with serving(tmp_path, options=["--workers", "1"]) as server, client_of(server.url, None) as client:
         assert Request(6).put(client).status_code == 200
         assert (
             slice_of(client, Request(6), 2, **{"accept-encoding": "identity"}).content
             == Request(6).slices()[2]
         )
-
-
-def below(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    direct = [int(text) for task in tasks for text in task.read_text().split()]
-    return direct + [deeper for child in direct for deeper in below(child)]
 
 
 def test_a_port_that_is_taken_is_named(server: Serving) -> None:

@@ -1,0 +1,29 @@
+"""Processes below another one, as the system tells them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+def below(pid: int) -> list[int]:
+    """Children, and theirs."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    direct = [int(text) for task in tasks for text in task.read_text().split()]
+    return direct + [deeper for child in direct for deeper in below(child)]
+
+
+def running(pids: Iterable[int], seconds: float = 0.0) -> set[int]:
+    """Those that still run after a while."""
+    until = time.monotonic() + seconds
+    while (alive := {pid for pid in pids if _runs(pid)}) and time.monotonic() < until:
+        time.sleep(0.05)
+    return alive
+
+
+def _runs(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
