@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -28,6 +29,8 @@ from apportion.service.workers.work import warm_up
 LOG = logging.getLogger("apportion.service")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 5.0
+WARMING_S = 30.0  # for workers, before the server listens; the first start of an installation compiles longer
+BACKLOG = 2048
 RECEIVED = 16 << 10  # bytes of a connection at once, which bounds how long parsing them holds up the others
 
 
@@ -62,7 +65,7 @@ def run(settings: Settings) -> None:
     if settings.store is not None:
         store = open_store(settings.store, settings.store_bytes, settings.store_age_s)
     _allow_connections()
-    listening = _listen(settings.host, settings.port)
+    listening = _bound(settings.host, settings.port)
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Engine]:
@@ -72,12 +75,12 @@ def run(settings: Settings) -> None:
         engine = Engine(executor, workers, store, metrics)
         warming = [executor.submit(warm_up, b"") for _ in range(workers + 1)]
         gc.freeze()  # what is imported stays
-        _announce(settings, _url(listening))
         try:
+            await asyncio.wait(map(asyncio.wrap_future, warming), timeout=WARMING_S)
+            listening.listen(BACKLOG)  # not before: a load balancer sends requests elsewhere until then
+            _announce(settings, _url(listening))
             yield engine
         finally:
-            for each in warming:
-                each.cancel()
             await engine.close()
 
     config = uvicorn.Config(
@@ -103,15 +106,16 @@ def _announce(settings: Settings, url: str) -> None:
         LOG.info("%s listens, with a page and /docs; store: %s", url, settings.store or "memory")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=2048)
+        listening.bind((host, port))
     except (OSError, OverflowError) as error:
         rule = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
         remedy = "name another port, or 0 for a free one"
         raise ConfigError("--host, --port", f"{host}:{port}", rule, remedy) from None
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
     return listening
 
 
