@@ -16,6 +16,7 @@ from torch import Tensor
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints, group_of
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
@@ -23,6 +24,8 @@ from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.rows import WEIGHTS
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import IGNORED
+
+HIDDEN = ("fields", "batch", "_replicas", "_places")  # from as_dict
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,7 @@ class PlannedBatch:
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
+    _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
     _places: list[Places] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +62,7 @@ class PlannedBatch:
     def as_dict(self) -> dict[str, Any]:
         """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
         name of one of these."""
-        shown = [item.name for item in fields(self) if item.name not in ("fields", "batch", "_places")]
+        shown = [item.name for item in fields(self) if item.name not in HIDDEN]
         if twice := sorted(self.fields.keys() & set(shown)):
             rule = "is the name of something that the batch itself has"
             raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")

@@ -331,6 +331,7 @@ class PlannedLoader:
                 local_to_sample=own.local_to_sample,
                 samples=samples,
                 batch=batch,
+                _replicas=self._groups.replicas,
             )
 
     def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
@@ -394,7 +395,7 @@ class PlannedLoader:
             )
         if (found := apart(ranks)) is not None:
             return ExecutionError(
-                f"iteration {wanted.number}: ranks hold parts of sample {found[0]}, whose tokens differ: "
+                f"iteration {wanted.number}: ranks read sample {found[0]}, whose tokens differ: "
                 f"{by_value(found[1])}. Give all ranks the same dataset, whole and in one order"
             )
         return None

@@ -134,10 +134,12 @@ def local_rows(
     read: Callable[[int], Sample],
     samples: Ints | None = None,
     form: Form = Form(),
+    first: bool = False,
 ) -> Rows:
     """The rows of the slice's rank. `read(i)` gives sequence i of the batch and is called once for each sequence that
     the rank holds, or for one where it holds none; samples: the number of each sequence in its dataset, by default its
-    own. Raises ExecutionError where a sample has another length or other fields, or the plan is of another batch."""
+    own. first: whether all ranks read sequence 0, to compare it. Raises ExecutionError where a sample has another
+    length or other fields, or the plan is of another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
     held = _ReadSequences(read, batch)
@@ -150,7 +152,7 @@ def local_rows(
         targets = np.where(targets >= 0, targets - start, NOWHERE)
         made.fill(slice(row, row + length), held.of(sequence), token - start, targets)
         made.ids[row : row + length] = int(numbers[sequence])
-    return made.rows._replace(shared=_shared(spans, batch, held, numbers))
+    return made.rows._replace(shared=_shared(spans, batch, held, numbers, first))
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
@@ -158,13 +160,19 @@ def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form)
     where the plan is of other batches."""
     wanted.check(piece)
     for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
-        yield local_rows(own, batch, partial(_read, dataset, samples), samples, form)
+        first = (
+            wanted.number == 0 and own is piece.slices[0]
+        )  # equal lengths say nothing of samples held whole
+        yield local_rows(own, batch, partial(_read, dataset, samples), samples, form, first)
 
 
-def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tuple[tuple[int, int], ...]:
+def _shared(
+    spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints, first: bool
+) -> tuple[tuple[int, int], ...]:
     here = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
     parts = np.flatnonzero((here > 0) & (here < batch.lengths))
     longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
+    longest += [0] if first and 0 not in longest else []
     return tuple((int(numbers[i]), crc32(held.of(i).tokens.numpy().tobytes())) for i in longest)
 
 
