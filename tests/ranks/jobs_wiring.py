@@ -32,7 +32,9 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, handle: Any) -> Tensor:
         q, k, v = self.qkv(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
         if self.how == "plan":
-            return hidden + ap.planned_attention(q, k, v, handle, sinks=self.sinks).flatten(1)
+            return hidden + ap.planned_attention(q, k, v, handle, handle.kinds[0], sinks=self.sinks).flatten(
+                1
+            )
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         if self.how == "sdpa":
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -68,8 +70,14 @@ _SUMMED = (
 )
 
 
-def trained(comm: Communicator, what: str, steps: int = 2) -> str:
-    """Why a loop with this mistake ends; "" where it does not."""
+def trained(comm: Communicator, what: str) -> str:
+    """Why a loop with this mistake ends, or what it is warned of; "" where it does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return _trained(comm, what)
+
+
+def _trained(comm: Communicator, what: str) -> str:
     wiring.watch = wiring.Watch()
     how = {"sdpa": ("plan", "sdpa"), "softmax": ("by hand", "plan"), "deaf": ("sdpa", "sdpa")}.get(what, ())
     model = Net(*how, seed=comm.rank * (what == "seeds"))
@@ -77,10 +85,11 @@ def trained(comm: Communicator, what: str, steps: int = 2) -> str:
         model.get_parameter("layers.1.sinks").data += comm.rank
     if what == "frozen":
         model.table.weight.requires_grad_(False).add_(comm.rank)
-    warnings.simplefilter("error", UserWarning)
     wrapped, averaged_over = _wrapped(model, comm, what), comm.ranks * what.endswith("averaged over") or 1
     data = Weighted() if what == "weights" else Recorded()
     plans = planning(job(comm.ranks, 66, microbatches=2))
+    if what == "kinds":
+        plans["masks"] = {"near": ap.masks.sliding_window(4), "wide": ap.masks.causal()}
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
         for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
@@ -145,5 +154,8 @@ def _wrapped(model: Any, comm: Communicator, what: str) -> Any:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
+        if what == "fsdp layers":
+            for layer in model.layers:
+                ap.sum_gradients(layer)
         return ap.sum_gradients(wrapped) if what in ("fsdp summed", "fsdp both averaged over") else wrapped
     return model

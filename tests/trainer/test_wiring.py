@@ -36,6 +36,7 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ("second", r"ExecutionError: gradients differ between ranks"),
         ("ddp", r"ConfigError: model = 'DistributedDataParallel': averages gradients.*averaged_over=2"),
         ("fsdp", r"ConfigError: model = 'FSDP2': averages gradients.*ap\.sum_gradients"),
+        ("fsdp layers", r"ConfigError: model = 'FSDP2': averages gradients"),
         ("seeds", r"ExecutionError: parameters differ between ranks, 7 of 9"),
         ("sinks", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(2,\)"),
         ("here", r"ConfigError: valid_tokens.*labels of all ranks.*give batch\.valid_tokens"),
@@ -44,6 +45,7 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ("next tokens", r"ConfigError: labels = .*give batch\.labels"),
         ("next labels", r"ConfigError: labels = 'batch\.labels\[1:\]': .*shifted once more"),
         ("halves", r"UserWarning: the loss is divided by 2, .*leave that out"),
+        ("kinds", r"UserWarning: no layer has called attention of the kinds \['wide'\]: give each its kind="),
         (
             "clipped",
             r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale behind it",

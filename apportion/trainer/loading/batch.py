@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from warnings import warn
 
 import numpy as np
 import torch
@@ -79,11 +80,13 @@ class PlannedBatch:
 
     def check_loss(self, divisor: float, weighted: bool) -> None:
         """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
-        Raises ConfigError, ExecutionError."""
+        Warns where a kind is not called: its layers may be on another stage. Raises ConfigError, ExecutionError."""
         wiring.require_calls(self.handle, 0, 1, "hand batch.handle on to every layer of the model")
         if WEIGHTS in self.fields and not weighted:
             remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
             raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
+        if unused := sorted({*self.handle.kinds} - self.handle.called):
+            warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
         own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
         here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
         if divisor not in own and divisor == here:

@@ -173,7 +173,10 @@ def _shared(
     parts = np.flatnonzero((here > 0) & (here < batch.lengths))
     longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
     longest += [0] if first and 0 not in longest else []
-    return tuple((int(numbers[i]), crc32(held.of(i).tokens.numpy().tobytes())) for i in longest)
+    apart = _ReadSequences(held.read, batch)  # what is read to compare it may have other fields
+    return tuple(
+        (int(numbers[i]), crc32((held if here[i] else apart).of(i).tokens.numpy().tobytes())) for i in longest
+    )
 
 
 @dataclass(frozen=True)
