@@ -126,7 +126,7 @@ def replicated(comm: Communicator, what: str) -> str:
     """Why a loop of two groups of one rank ends."""
     wiring.watch = wiring.Watch()
     own, model = (
-        [dist.new_group([rank]) for rank in range(2)][comm.rank],
+        dist.new_group([comm.rank], use_local_synchronization=True),
         Net(seed=comm.rank * (what == "seeds")),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
