@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +32,9 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, handle: Any) -> Tensor:
         q, k, v = self.qkv(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
         if self.how == "plan":
-            return hidden + ap.planned_attention(q, k, v, handle, sinks=self.sinks).flatten(1)
+            return hidden + ap.planned_attention(q, k, v, handle, handle.kinds[0], sinks=self.sinks).flatten(
+                1
+            )
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         if self.how == "sdpa":
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -60,35 +64,79 @@ class Weighted(Recorded):
         return {"input_ids": ids, "loss_weights": ids.astype("float32")}
 
 
-def trained(comm: Communicator, what: str, steps: int = 2) -> str:
-    """Why a loop with this mistake ends; "" where it does not."""
+_SUMMED = (
+    *("", "seeds", "sinks", "frozen", "here", "experts", "early", "both averaged over", "chunks", "halves"),
+    *("next tokens", "next labels", "clipped"),
+)
+
+
+def trained(comm: Communicator, what: str) -> str:
+    """Why a loop with this mistake ends, or what it is warned of; "" where it does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return _trained(comm, what)
+
+
+def _trained(comm: Communicator, what: str) -> str:
     wiring.watch = wiring.Watch()
     how = {"sdpa": ("plan", "sdpa"), "softmax": ("by hand", "plan"), "deaf": ("sdpa", "sdpa")}.get(what, ())
     model = Net(*how, seed=comm.rank * (what == "seeds"))
     if what == "sinks":
         model.get_parameter("layers.1.sinks").data += comm.rank
+    if what == "frozen":
+        model.table.weight.requires_grad_(False).add_(comm.rank)
     wrapped, averaged_over = _wrapped(model, comm, what), comm.ranks * what.endswith("averaged over") or 1
     data = Weighted() if what == "weights" else Recorded()
     plans = planning(job(comm.ranks, 66, microbatches=2))
+    if what == "kinds":
+        plans["masks"] = {"near": ap.masks.sliding_window(4), "wide": ap.masks.causal()}
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
         for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
             logits = (torch.compile(wrapped, backend="aot_eager") if what == "compiled" else wrapped)(b)
-            valid, labels = b.valid_tokens, b.labels[None] if what == "tokens" else b.labels
+            valid, labels = b.valid_tokens, b.labels
             if what in ("here", "copied"):
                 valid, labels = (labels != IGNORED).sum(), labels.clone() if what == "copied" else labels
+            if what in ("next tokens", "next labels"):
+                logits, labels = logits[:-1], (b.tokens if what == "next tokens" else b.labels)[1:]
             labels = b.tokens[None] if what == "tokens" else labels
             loss = ap.normalised_loss(logits, labels, valid, averaged_over)
-            (loss * comm.ranks if what.endswith("by hand") else loss).backward()
+            if what == "chunks":
+                loss = sum(
+                    ap.normalised_loss(logits[i : i + 8], labels[i : i + 8], valid)
+                    for i in range(0, len(labels), 8)
+                )
+            scale = {"ddp scaled": 65536, "halves": 1 / 2}.get(what, comm.ranks if "by hand" in what else 1)
+            (loss * scale).backward()
             if what == "twice":
                 ap.sum_gradients(model, comm._base)
             if b.is_last or what == "early":
-                if what in ("", "seeds", "sinks", "here", "experts", "early", "both averaged over") or (
-                    what == "second" and not b.iteration
-                ):
+                if what == "clipped":
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                if what in _SUMMED or (what == "second" and not b.iteration):
                     ap.sum_gradients(model, comm._base)
                 optimizer.step()
                 optimizer.zero_grad()
+    except (ApportionError, UserWarning) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def replicated(comm: Communicator, what: str) -> str:
+    """Why a loop of two groups of one rank ends."""
+    wiring.watch = wiring.Watch()
+    own, model = (
+        dist.new_group([comm.rank], use_local_synchronization=True),
+        Net(seed=comm.rank * (what == "seeds")),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plans = planning(job(1, 66), communicator=Communicator(own), replicas=comm._base)
+    try:
+        for b in PlannedLoader(Recorded(), **plans):
+            ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
+            ap.sum_gradients(model, own if what == "own group" else comm._base)
+            optimizer.step()
+            optimizer.zero_grad()
     except ApportionError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -106,5 +154,8 @@ def _wrapped(model: Any, comm: Communicator, what: str) -> Any:
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
+        if what == "fsdp layers":
+            for layer in model.layers:
+                ap.sum_gradients(layer)
         return ap.sum_gradients(wrapped) if what in ("fsdp summed", "fsdp both averaged over") else wrapped
     return model

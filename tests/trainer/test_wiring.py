@@ -14,6 +14,7 @@ from tests.ranks.rank_pool import Pool
     "what",
     [
         "",
+        "chunks",
         "ddp summed",
         "ddp averaged over",
         "ddp by hand",
@@ -35,11 +36,22 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ("second", r"ExecutionError: gradients differ between ranks"),
         ("ddp", r"ConfigError: model = 'DistributedDataParallel': averages gradients.*averaged_over=2"),
         ("fsdp", r"ConfigError: model = 'FSDP2': averages gradients.*ap\.sum_gradients"),
+        ("fsdp layers", r"ConfigError: model = 'FSDP2': averages gradients"),
         ("seeds", r"ExecutionError: parameters differ between ranks, 7 of 9"),
         ("sinks", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(2,\)"),
         ("here", r"ConfigError: valid_tokens.*labels of all ranks.*give batch\.valid_tokens"),
         ("copied", r"ConfigError: valid_tokens.*labels of all ranks"),
         ("tokens", r"ConfigError: labels = .*give batch\.labels"),
+        ("next tokens", r"ConfigError: labels = .*give batch\.labels"),
+        ("next labels", r"ConfigError: labels = 'batch\.labels\[1:\]': .*shifted once more"),
+        ("halves", r"UserWarning: the loss is divided by 2, .*leave that out"),
+        ("kinds", r"UserWarning: no layer has called attention of the kinds \['wide'\]: give each its kind="),
+        (
+            "clipped",
+            r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale behind it",
+        ),
+        ("frozen", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(800, 16\)"),
+        ("ddp scaled", r"ConfigError: model = 'DistributedDataParallel': averages gradients"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank alone"),
         ("softmax", r"ExecutionError: attention \(Softmax.*rows of this rank alone"),
@@ -57,3 +69,11 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
 def test_wrong_loops_end_at_once(pool: Pool, what: str, says: str) -> None:
     for found in pool.run(jobs_wiring.trained, 2, what):
         assert re.match(says, found), found
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("", ""), ("own group", "gradients differ"), ("seeds", "parameters differ")]
+)
+def test_groups_train_one_model(pool: Pool, what: str, says: str) -> None:
+    for found in pool.run(jobs_wiring.replicated, 2, what):
+        assert re.match(f"ExecutionError: {says} between ranks" if says else "$", found), found

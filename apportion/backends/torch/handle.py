@@ -40,7 +40,8 @@ class PlanHandle:
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
     any number of layers and of microbatches in flight. padding: rows without tokens behind the others, in all that
     layers are given and give back: their results and gradients are 0. calls: forward calls of attention so far,
-    recomputed ones too. Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine.
+    recomputed ones too; called: of which kinds. Raises ExecutionError where the slice is not this rank's,
+    UnknownNameError for another engine.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
-        self.calls = 0
+        self.calls, self.called = 0, set[str]()
         self.wrapper: DistributedDataParallel | None = None  # whose forward called attention last
         self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from warnings import warn
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints, group_of
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
@@ -23,6 +25,8 @@ from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.rows import WEIGHTS
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import IGNORED
+
+HIDDEN = ("fields", "batch", "_replicas", "_places")  # from as_dict
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,7 @@ class PlannedBatch:
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
+    _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
     _places: list[Places] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +63,7 @@ class PlannedBatch:
     def as_dict(self) -> dict[str, Any]:
         """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
         name of one of these."""
-        shown = [item.name for item in fields(self) if item.name not in ("fields", "batch", "_places")]
+        shown = [item.name for item in fields(self) if item.name not in HIDDEN]
         if twice := sorted(self.fields.keys() & set(shown)):
             rule = "is the name of something that the batch itself has"
             raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")
@@ -75,11 +80,13 @@ class PlannedBatch:
 
     def check_loss(self, divisor: float, weighted: bool) -> None:
         """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
-        Raises ConfigError, ExecutionError."""
+        Warns where a kind is not called: its layers may be on another stage. Raises ConfigError, ExecutionError."""
         wiring.require_calls(self.handle, 0, 1, "hand batch.handle on to every layer of the model")
         if WEIGHTS in self.fields and not weighted:
             remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
             raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
+        if unused := sorted({*self.handle.kinds} - self.handle.called):
+            warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
         own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
         here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
         if divisor not in own and divisor == here:

@@ -331,6 +331,7 @@ class PlannedLoader:
                 local_to_sample=own.local_to_sample,
                 samples=samples,
                 batch=batch,
+                _replicas=self._groups.replicas,
             )
 
     def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:

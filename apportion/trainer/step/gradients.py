@@ -68,6 +68,8 @@ def _add_up(model: nn.Module, group: Any) -> None:
     if not params:
         return
     _refuse_sums(model, params, group)
+    _refuse_changed(model, params)
+    wiring.watch.summed.add(model)
     held = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, held.tolist())]
@@ -88,6 +90,23 @@ def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> No
     if wiring.watch.scale == (ranks := dist.get_world_size(group)) > 1:
         rule = f"is given sums of gradients, and the loss was multiplied by the {ranks} ranks as well"
         raise ConfigError("model", type(model).__name__, rule, "leave out averaged_over")
+
+
+def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:
+    """Raises ConfigError where all gradients were changed since their backward, from the second call on."""
+    held = [param.grad for param in params if hasattr(param.grad, "_left_at")]
+    if held and all(grad._version != grad._left_at for grad in held if grad is not None):
+        rule = "has gradients that were clipped or scaled by what this rank alone has"
+        remedy = "call sum_gradients behind the last backward, and clip or unscale behind it"
+        raise ConfigError("model", type(model).__name__, rule, remedy)
+    for param in params:
+        if not hasattr(param, "_tells_version"):
+            param._tells_version = param.register_post_accumulate_grad_hook(_tell_version)  # type: ignore
+
+
+def _tell_version(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad._left_at = param.grad._version  # type: ignore[attr-defined]
 
 
 def _grads(params: list[nn.Parameter], held: list[int]) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -17,23 +18,33 @@ from apportion.trainer.step.reductions import Reduction, reduction_of
 if TYPE_CHECKING:
     from apportion.trainer.loading.batch import PlannedBatch
 
+_SCALED = 65536  # by torch's GradScaler, to begin with
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
 
 def batch_of(labels: Tensor) -> PlannedBatch | None:
     """The batch whose labels these are, or a view or, until ranks were compared, a copy of them. Raises ConfigError for
-    its tokens."""
+    its tokens, and for labels that are shifted once more."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
-        if labels.data_ptr() == batch.tokens.data_ptr():
+        if _within(labels, batch.tokens):
             rule = "are what rows are given, not what they predict"
             raise ConfigError("labels", "the batch's tokens", rule, "give batch.labels")
         copied = not wiring.watch.settled and labels.numel() == batch.labels.numel()
-        if labels.data_ptr() == batch.labels.data_ptr() or (
+        if (viewed := _within(labels, batch.labels)) or (
             copied and torch.equal(labels.flatten().cpu(), batch.labels.cpu())
         ):
+            behind = batch.labels[1:]
+            if viewed and 1 < labels.numel() == behind.numel() and labels.data_ptr() == behind.data_ptr():
+                rule = "are those of the next token already, and would be shifted once more"
+                raise ConfigError("labels", "batch.labels[1:]", rule, "give batch.labels, and all logits")
             found: PlannedBatch = batch
             return found
     return None
+
+
+def _within(one: Tensor, whole: Tensor) -> bool:
+    """Whether it is the other tensor, or a part of it."""
+    return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def batch_under(handle: PlanHandle) -> PlannedBatch | None:
@@ -59,7 +70,8 @@ def check_share(loss: Tensor, batch: PlannedBatch | None, factor: float | None =
             _check_attention(node, batch.handle.padded_rows)
     if factor is not None and (leaves or not watch.settled):
         wrapper = None if batch is None else batch.handle.wrapper
-        loss.register_hook(partial(_check_scale, reduction_of(wrapper, leaves), factor))  # type: ignore[no-untyped-call]
+        count = batch.microbatch + 1 if batch is not None and batch.is_last else 1
+        loss.register_hook(partial(_check_scale, reduction_of(wrapper, leaves), factor, count))  # type: ignore[no-untyped-call]
 
 
 def _check_attention(node: Any, rows: int) -> None:
@@ -74,13 +86,21 @@ def _check_attention(node: Any, rows: int) -> None:
         )
 
 
-def _check_scale(reduction: Reduction | None, factor: float, grad: Tensor | None) -> None:
+def _check_scale(reduction: Reduction | None, factor: float, microbatches: int, grad: Tensor | None) -> None:
     """Raises ConfigError where the share goes into a loss as it is, or over a number of microbatches, and gradients are
-    averaged; or times the ranks, and they are summed."""
+    averaged; or times the ranks, and they are summed. Warns of a division by microbatches: a share may be half of a
+    loss on purpose."""
     if grad is None:
         return
-    scale = wiring.watch.scale = float(grad) * factor
+    scale = float(grad) * factor
+    scale = wiring.watch.scale = scale / _SCALED if scale % _SCALED == 0 else scale
     wiring.watch.accounted = True
+    if microbatches > 1 and abs(scale * microbatches - 1) < 1e-6:
+        warn(
+            f"the loss is divided by {microbatches}, as many as the iteration has microbatches, and is a share of the "
+            "mean of all of them already: leave that out (with accelerate, gradient_accumulation_steps=1)",
+            stacklevel=1,
+        )
     if reduction is None or reduction.ranks == 1:
         return
     if not reduction.sums and scale > 0 and abs(1 / scale - round(1 / scale)) < 1e-6:

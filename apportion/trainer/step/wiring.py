@@ -7,6 +7,7 @@ PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -30,12 +31,13 @@ SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, el
 class Watch:
     """What this process has been given and has computed.
 
-    batches: those in use. models: those that `hf.enable` has changed. Optimizers are watched that step on parameters of
+    batches: those in use. models: those that `hf.enable` has changed. summed: those whose gradients were added up; of
+    these and those frozen parameters are compared too. Optimizers are watched that step on parameters of
     a planned loss; which these are is read off its graph once."""
 
     def __init__(self) -> None:
         self.batches = WeakSet[Any]()
-        self.models = WeakSet[Any]()
+        self.models, self.summed = WeakSet[Any](), WeakSet[Any]()
         self.settled = False  # an optimizer's first step was found to be right
         self.behind: PlannedBatch | None = None  # the loss that was computed last is of
         self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
@@ -45,7 +47,7 @@ class Watch:
         self._last: PlanHandle | None = None  # whose
         self._reached = False
         self._hook: Any = None
-        self._communicator: Any = None
+        self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
         self._owners: Any = WeakIdKeyDictionary()  # parameter -> reference to what steps on it, None before
         self._scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -55,7 +57,9 @@ class Watch:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
         self.batches.add(batch)
-        self._communicator = batch.handle.communicator
+        self._transports = [
+            one for one in (batch.handle.communicator, batch._replicas) if one is not None and one.ranks > 1
+        ]
 
     def expect(self, handle: PlanHandle) -> None:
         """The handle is about to be given to a model."""
@@ -125,7 +129,7 @@ class Watch:
         if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
             return
         self._check_place()
-        if self._communicator.ranks > 1:
+        if self._transports:
             self._owners.update(dict.fromkeys(known, ref(optimizer)))
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # ever less often
@@ -158,14 +162,14 @@ class Watch:
     def _compare(self, params: list[Tensor]) -> None:
         """A collective. Raises ExecutionError where values of parameters or gradients differ between ranks."""
         held = {id(one): one for one in params}
-        for model in self.models:
+        for model in {*self.models, *self.summed}:
             own = {id(one): one for one in model.parameters()}
             held |= own if own.keys() & held.keys() else {}  # frozen ones too
         compared = [one for one in held.values() if _is_replicated(one)]
         remedies = {"gradients": SUMS, "parameters": "give all ranks the same ones, before the first step"}
-        for what, remedy in remedies.items():
+        for transport, (what, remedy) in product(self._transports, remedies.items()):
             values = [one if what == "parameters" else one.grad for one in compared]
-            rows = self._communicator.all_gather(_norms(values), f"norms of {what}")
+            rows = transport.all_gather(_norms(values), f"norms of {what}")
             bits = [torch.tensor(row, dtype=torch.int64).view(torch.float64) for row in rows]
             if len({len(row) for row in bits}) > 1:
                 counts = [len(row) for row in bits]
