@@ -24,6 +24,9 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any, NamedTuple, TypeVar
 
+# httpx imports these two where it first needs them, and a process that is forked meanwhile would have half of them
+import anyio._backends._asyncio  # noqa: F401
+import httpcore  # noqa: F401
 import httpx
 import msgspec
 
