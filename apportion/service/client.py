@@ -14,19 +14,15 @@ import asyncio
 import os
 import re
 import ssl
-import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import aclosing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, NamedTuple, TypeVar
 
-# httpx imports these two where it first needs them, and a process that is forked meanwhile would have half of them
-import anyio._backends._asyncio  # noqa: F401
-import httpcore  # noqa: F401
 import httpx
 import msgspec
 
@@ -36,6 +32,7 @@ from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integer, number
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
+from apportion.service.event_loop import event_loop
 from apportion.service.frames import ALIVE, HEAD, PROBLEM_FRAME
 from apportion.service.pack import MAX_BODY, expanded
 from apportion.service.problems import (
@@ -53,7 +50,6 @@ SLACK_S = 0.3  # beyond a call's time, for an answer that comes at its end
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
 MAX_PROBLEM, STREAMED = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's stay: freeing them takes its locks
 T = TypeVar("T")
 
 
@@ -149,7 +145,7 @@ class Client:
         for call in list(self._calls):
             call.cancel()
         if session := self._sessions.pop(os.getpid(), None):
-            wait([asyncio.run_coroutine_threadsafe(session.aclose(), _loop())], SLACK_S)
+            wait([asyncio.run_coroutine_threadsafe(session.aclose(), event_loop())], SLACK_S)
 
     def _limit(self, wait_s: float) -> float:
         return max(wait_s, self.timeout_s) + SLACK_S
@@ -159,7 +155,7 @@ class Client:
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         """The result of `work` on the event loop, whose own limit is held here once more."""
-        call = asyncio.run_coroutine_threadsafe(work, _loop())
+        call = asyncio.run_coroutine_threadsafe(work, event_loop())
         self._calls.add(call)
         try:
             if self._closed:
@@ -308,35 +304,7 @@ class _Feed:
     def close(self) -> None:
         """Has the response closed, without waiting for it; a parent's is left to the parent."""
         if self._response is not None and self._process == os.getpid():
-            asyncio.run_coroutine_threadsafe(self._end(), _loop())
-
-
-class _Resolvers(ThreadPoolExecutor):
-    """Threads in which names are looked up: one that hangs holds up neither another one nor the end of the process."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        found: Future[T] = Future()
-
-        def look_up() -> None:
-            try:
-                found.set_result(fn(*args, **kwargs))
-            except Exception as error:
-                found.set_exception(error)
-
-        found.set_running_or_notify_cancel()
-        threading.Thread(target=look_up, daemon=True).start()
-        return found
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """Of this process, begun where there is none."""
-    if (found := _loops.get(os.getpid())) is None:
-        made = asyncio.new_event_loop()
-        made.set_default_executor(_Resolvers(1))
-        found = _loops.setdefault(os.getpid(), made)
-        if found is made:
-            threading.Thread(target=made.run_forever, name="apportion-client", daemon=True).start()
-    return found
+            asyncio.run_coroutine_threadsafe(self._end(), event_loop())
 
 
 async def _body(response: httpx.Response, most: int) -> bytes:
@@ -389,7 +357,9 @@ def _server(url: str) -> str:
     return url.rstrip("/")
 
 
+@cache
 def _tls(ca: str | Path | None) -> ssl.SSLContext:
+    """Made once, by a parent where there is one: OpenSSL has locks that a fork in another thread would leave locked."""
     try:
         return ssl.create_default_context(cafile=None if ca is None else str(ca))
     except OSError as error:  # ssl.SSLError is one

@@ -20,6 +20,7 @@ from apportion.ir.bytes.codec import decode
 from apportion.ir.errors import ConfigError
 from apportion.planner.iteration.jobs import plan_job
 from apportion.service.client import PLAN, Client
+from apportion.service.event_loop import event_loop
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
 from apportion.service.http.serve import Serving
 from apportion.service.pack import Pack
@@ -358,3 +359,20 @@ def test_a_forked_process_has_connections_of_its_own(
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(open_stream)) == 2
     assert client.fetch(key, 1, 60.0).rank == 1
+
+
+def test_a_fork_waits_until_the_event_loop_holds_nothing() -> None:
+    """What its thread locks, a module that it imports for instance, would be locked in the child forever."""
+    lock, held = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.3)
+
+    event_loop().call_soon_threadsafe(hold)
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if lock.acquire(timeout=5.0) else 1)
+    assert os.waitpid(child, 0)[1] == 0

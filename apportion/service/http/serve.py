@@ -94,7 +94,7 @@ def run(settings: Settings) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(GRACE_S),
     )
-    with suppress(KeyboardInterrupt):
+    with listening, suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -113,6 +113,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
     except (OSError, OverflowError) as error:
+        listening.close()
         rule = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
         remedy = "name another port, or 0 for a free one"
         raise ConfigError("--host, --port", f"{host}:{port}", rule, remedy) from None
