@@ -143,13 +143,29 @@ def test_a_request_that_harms_workers_is_set_aside(work: Any, type: str) -> None
 
 def test_the_queue_has_an_end(workers: ProcessExecutor) -> None:
     async def test(engine: Engine) -> None:
-        for number in range(10, 14):  # two lanes, two in the queue
+        for number in range(10, 13):  # one is planned, two in the queue
             await submit(engine, Request(number))
         with pytest.raises(ServiceError, match="429 queue-full"):
             await submit(engine, Request(19))
         while len(engine._schedule):
             await asyncio.sleep(0.01)
         assert await submit(engine, Request(19)) is not State.REFUSED
+
+    run(workers, test, limits=Limits(queued=2))
+
+
+def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: ProcessExecutor) -> None:
+    async def ask(engine: Engine, number: int, tenant: str) -> None:
+        request = Request(number)
+        await engine.submit(request.key, request.data, request.job.digest, RANKS, tenant)
+
+    async def test(engine: Engine) -> None:
+        for number in range(60, 63):  # one is planned
+            await ask(engine, number, "many")
+        await ask(engine, 70, "few")
+        for tenant in ("many", "few"):
+            with pytest.raises(ServiceError, match="429 queue-full"):
+                await ask(engine, 71, tenant)
 
     run(workers, test, limits=Limits(queued=2))
 

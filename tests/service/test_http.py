@@ -149,6 +149,8 @@ def test_a_stream_ends_where_a_slice_is_not_ready_in_time(client: httpx.Client) 
         ("GET", f"/v1/plans/{'00' * 32}/ranks/a", "invalid", "rank"),
         ("GET", f"/v1/plans/{'00' * 32}/ranks/0?wait_s=nan", "invalid", "wait_s"),
         ("GET", f"/v1/plans/{'00' * 32}/ranks/0?wait_s=61", "invalid", "wait_s"),
+        ("GET", f"/v1/plans/{'AA' * 32}/ranks/0", "invalid", "key"),
+        ("GET", f"/v1/plans/{'00' * 32}/ranks/\N{ARABIC-INDIC DIGIT ONE}", "invalid", "rank"),
         ("GET", "/v1/ranks/0/stream", "invalid", "key"),
         ("GET", "/v1/plans?count=0", "invalid", "count"),
         ("DELETE", "/v1/plans", "method", None),
@@ -222,12 +224,15 @@ def test_tokens_are_read_from_lines(tmp_path: Path) -> None:
     assert "0123" not in repr(tokens)
     for text, rule in (
         ("one", "line 1"),
+        ("# nobody\n", "names no tenant"),
         ("one: short", "16"),
         ("a: 0123456789abcdef\nb: 0123456789abcdef", "same"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=rule):
             Tokens.read(None, file)
+    with pytest.raises(ConfigError, match="16"):
+        Tokens.read("", None)  # of an empty file: no server without a token that was meant to have one
 
 
 # ---- connections

@@ -90,3 +90,18 @@ def test_a_lane_is_left_to_light_requests(clock: Clock) -> None:
     assert schedule.next([heavy]) is None
     assert schedule.next([heavy, light]) is None
     assert schedule.next([]).key == b"H"
+
+
+def test_a_job_that_is_new_takes_no_second_lane(clock: Clock) -> None:
+    schedule = Schedule(1, clock)
+    first, second, other = (
+        entry("n", 0.0, job="new"),
+        entry("N", 1.0, job="new"),
+        entry("o", 9.0, job="other"),
+    )
+    for each in (first, second, other):
+        schedule.add(each)
+    assert schedule.next([]) is first
+    assert schedule.next([first]) is other
+    schedule.ended(first, 0.01)
+    assert schedule.next([other]) is second

@@ -97,7 +97,7 @@ def test_a_server_plans_what_its_folder_lost(tmp_path: Path) -> None:
 # ---- the folder
 
 
-def test_links_and_folders_are_not_followed(tmp_path: Path, packs: list[Pack]) -> None:
+def test_links_and_pipes_are_not_followed(tmp_path: Path, packs: list[Pack]) -> None:
     store, outside = Folder(tmp_path / "store"), tmp_path / "outside"
     path = store.path(REQUEST.key)
     path.parent.mkdir(parents=True)
@@ -105,6 +105,10 @@ def test_links_and_folders_are_not_followed(tmp_path: Path, packs: list[Pack]) -
     path.symlink_to(outside)
     with pytest.raises(StoreError):
         store.get(REQUEST.key)
+    path.unlink()
+    os.mkfifo(path)
+    assert store.get(REQUEST.key) is None  # without waiting for a writer
+    path.symlink_to(outside)
     store.put(packs[1])
     assert not path.is_symlink()
     assert store.get(REQUEST.key).data == outside.read_bytes()

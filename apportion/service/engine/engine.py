@@ -138,9 +138,7 @@ class Engine:
     def _queue(
         self, key: bytes, work: Work, request: bytes, job: bytes, ranks: int, tenant: str, due: float
     ) -> Entry:
-        waiting = len(self._schedule)
-        if waiting >= self._limits.queued or self._queued_bytes + len(request) > self._limits.queued_bytes:
-            raise ServiceError("queue-full", f"{waiting} requests wait for a worker", retry_after=1.0)
+        self._admit(tenant, len(request))
         now = asyncio.get_running_loop().time()
         entry = Entry(key, work, request, job, ranks, tenant, due, now)
         self._queued_bytes += len(request)
@@ -148,18 +146,28 @@ class Engine:
         self._dispatch()
         return entry
 
+    def _admit(self, tenant: str, size: int) -> None:
+        """Raises ServiceError where the queue is full, and the tenant has its even share of it."""
+        waiting, most, most_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
+        if waiting >= most or self._queued_bytes + size > most_bytes:
+            count, held, share = self._schedule.share(tenant)
+            if count >= most * share or held + size > most_bytes * share:
+                raise ServiceError("queue-full", f"{waiting} requests wait for a worker", retry_after=1.0)
+
     def _dispatch(self) -> None:
+        now = asyncio.get_running_loop().time()
         while (entry := self._schedule.next(self._running)) is not None:
             self._running.add(entry)
             entry.state = State.PLANNING
             self._queued_bytes -= len(entry.request)
             planning = asyncio.wrap_future(self._executor.submit(entry.work, entry.request))
-            planning.add_done_callback(partial(self._ended, entry))
+            planning.add_done_callback(partial(self._ended, entry, now))
         self.metrics.queued.set(len(self._schedule))
         self.metrics.running.set(len(self._running))
 
-    def _ended(self, entry: Entry, planning: asyncio.Future[Done | Refusal]) -> None:
+    def _ended(self, entry: Entry, began: float, planning: asyncio.Future[Done | Refusal]) -> None:
         self._running.discard(entry)
+        self._schedule.ended(entry, asyncio.get_running_loop().time() - began)  # however it ended
         try:
             self._take(entry, planning.result())
         except WorkerDiedError as error:
@@ -180,7 +188,6 @@ class Engine:
             self._refuse(entry, ServiceError(outcome.type, outcome.detail, field=outcome.field))
             return
         entry.seconds = outcome.seconds
-        self._schedule.ended(entry, outcome.seconds)
         if entry.work is plan_pack:
             pack = Pack.decode(outcome.data, entry.key)
             entry.plan = pack.head.id

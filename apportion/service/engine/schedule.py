@@ -45,13 +45,19 @@ class Schedule:
     def add(self, entry: Entry) -> None:
         self._queued.setdefault(entry.tenant, {})[entry] = None
 
+    def share(self, tenant: str) -> tuple[int, int, float]:
+        """Requests of a tenant that wait, their bytes, and the even share of the queue that it may fill."""
+        queued = self._queued.get(tenant, {})
+        return len(queued), sum(len(each.request) for each in queued), 1 / len({tenant, *self._queued})
+
     def next(self, running: Collection[Entry]) -> Entry | None:
         """Takes out what is to be planned now, None where nothing can be."""
         if len(running) > self._workers:
             return None
         only_light = len(running) == self._workers
         for tenant in sorted(self._queued, key=self._had):
-            fitting = [entry for entry in self._queued[tenant] if not only_light or self._is_light(entry)]
+            queued = self._queued[tenant]
+            fitting = [each for each in queued if not only_light or self._is_light(each, running)]
             if fitting:
                 found = min(fitting, key=lambda entry: entry.due)
                 self._take(found)
@@ -73,8 +79,10 @@ class Schedule:
         spent, since = self._spent.get(tenant, (0.0, 0.0))
         return float(spent * 0.5 ** ((self._clock() - since) / HALF_LIFE_S))
 
-    def _is_light(self, entry: Entry) -> bool:
-        return self._seconds.get(entry.job, 0.0) < LIGHT_S
+    def _is_light(self, entry: Entry, running: Collection[Entry]) -> bool:
+        """Of a job that nothing is known of yet, one request at a time finds it out."""
+        seconds = self._seconds.get(entry.job)
+        return seconds < LIGHT_S if seconds is not None else all(entry.job != each.job for each in running)
 
 
 def _remember(values: OrderedDict[bytes, T], key: bytes, value: T) -> None:

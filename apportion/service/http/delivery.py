@@ -9,6 +9,7 @@ A frame is `kind u8 · length u32, little endian · payload`, see `frames`. Plai
 from __future__ import annotations
 
 import asyncio
+import re
 from urllib.parse import parse_qs
 
 import msgspec
@@ -23,6 +24,7 @@ from apportion.service.problems import ServiceError
 
 MAX_WAIT_S, MAX_KEYS = 60.0, 256
 ALIVE_S = 2.0
+_KEY = re.compile("[0-9a-f]{64}")
 MEDIA = b"application/vnd.apportion.slice"
 STREAM = b"application/vnd.apportion.stream"
 _FIXED = ((b"cache-control", b"public, max-age=31536000, immutable"), (b"vary", b"accept-encoding"))
@@ -110,17 +112,13 @@ def _slice(pack: Pack, rank: int) -> bytes:
 
 def key_of(text: str) -> bytes:
     """The key of 64 hex digits. Raises ServiceError."""
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise ServiceError("invalid", "a key has 64 hex digits", field="key")
-    return key
+    if not _KEY.fullmatch(text):
+        raise ServiceError("invalid", "a key has 64 hex digits, in lower case", field="key")
+    return bytes.fromhex(text)
 
 
 def _rank(text: str) -> int:
-    if not text.isdecimal() or len(text) > 6:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 6:
         raise ServiceError("invalid", "a rank is a number from 0 on", field="rank")
     return int(text)
 

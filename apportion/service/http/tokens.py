@@ -48,7 +48,7 @@ class Tokens:
     @staticmethod
     def read(token: str | None, tenants: Path | None) -> Tokens:
         """token: one for all; tenants: a file of lines `name: token`. Raises ConfigError."""
-        found = {ANYONE: token} if token else {}
+        found = {} if token is None else {ANYONE: token}
         lines = [] if tenants is None else read_text(tenants).splitlines()
         for number, line in enumerate(lines, 1):
             name, colon, value = line.partition(":")
@@ -57,4 +57,6 @@ class Tokens:
                     rule = "must be `name: token`, each name once"
                     raise ConfigError(f"{tenants}, line {number}", "...", rule, "one line a tenant")
                 found[name.strip()] = value.strip()
+        if tenants is not None and not found:
+            raise ConfigError(str(tenants), "...", "names no tenant", "write a line `name: token` for each")
         return Tokens(found)

@@ -30,6 +30,7 @@ SUFFIX, PART = ".plan", ".part"
 STALE_S = 3600.0  # a part that nobody has finished by then is a dead process's
 YOUNG_S = 600.0  # a pack is made younger by reading at most so often
 MAX_PACK = 4 << 30
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is no file, and is not waited for
 FULL = 0.9  # evicted down to this share of the most
 _number = count()
 LOG = getLogger(__name__)
@@ -133,7 +134,7 @@ class Folder:
         """What `use` makes of a key's file, None where it is not there or damaged; damage is logged and removed."""
         path = self.path(key)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = os.open(path, _READ)
         except FileNotFoundError:
             return None
         except OSError as error:
