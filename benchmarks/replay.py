@@ -12,7 +12,10 @@ recipes with their own parameters on log-normal documents; random mixtures of pa
     transfers   who sends what to whom, in any order
     order       the programs, wherever rows lie in memory
     memory      the programs
-    bytes       the plan's id: all that is left, header, report and encoding
+    report      what the planner says of the plan, but for its size in bytes
+    bytes       the plan's id: all that is left, header, request and encoding
+
+All but the last are of a plan that was encoded and decoded: in another format it has another id and the same meaning.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests/data/replays.json"
-STEPS = ("layouts", "tasks", "transfers", "order", "memory", "bytes")
+STEPS = ("layouts", "tasks", "transfers", "order", "memory", "report", "bytes")
 
 Ints = NDArray[np.integer[Any]]
 Rows = dict[str, Ints]  # columns of equal length
@@ -152,7 +155,7 @@ def _keys(plan: Any) -> list[tuple[str, str]]:
 
 
 def _ranked(table: Any) -> Rows:
-    return {"rank": table.rank_of_row(), **{name: table[name] for name in table.columns}}
+    return {"rank": table.rank_of_row(), **{name: table[name] for name in sorted(table.columns)}}
 
 
 #: columns of lists that number operands
@@ -188,7 +191,9 @@ def _sorted(rows: Rows) -> Rows:
 def digests(plan: Any) -> list[str]:
     """One for each step."""
     made = [_digest(tables) for tables in meaning(plan).values()]
-    return [*made, plan.id.hex()[:12]]
+    report = {name: value for name, value in plan.report.items() if name != "plan_bytes"}
+    told = json.dumps(report, sort_keys=True, default=lambda value: value.item())
+    return [*made, hashlib.sha256(told.encode()).hexdigest()[:12], plan.id.hex()[:12]]
 
 
 def _digest(tables: Sequence[Rows]) -> str:
@@ -205,13 +210,14 @@ def _digest(tables: Sequence[Rows]) -> str:
 
 def record(told: bool = False) -> dict[str, list[str]]:
     """Case -> digests of its steps, or how it was refused."""
+    from apportion.ir.bytes.codec import Plan
     from apportion.ir.errors import ApportionError
 
     found, listed = {}, cases()
     for case in track(listed, "planning", console=Console(stderr=True), disable=not told, transient=True):
         try:
             plan = case.make()
-            found[case.name] = ["refused"] if plan is None else digests(plan)
+            found[case.name] = ["refused"] if plan is None else digests(Plan.decode(plan.encode()))
         except ApportionError as error:
             found[case.name] = [f"refused: {type(error).__name__}"]
     return found
@@ -306,7 +312,8 @@ def tell(base: str, count: int, found: Mapping[str, str], as_json: bool) -> int:
         print(f"{count} plans, not one differs from {base}")
         return 0
     first = Counter(found.values())
-    print(f"{len(found)} of {count} plans differ from {base}; the first step that does:")
+    other = len(found) - first["bytes"]
+    print(f"{len(found)} of {count} plans differ from {base}, {other} in meaning; the first step that does:")
     print("  " + ", ".join(f"{step} {first[step]}" for step in (*STEPS, "refused", "missing") if first[step]))
     print("\n".join(f"  {step:<10}{name}" for name, step in list(found.items())[:20]))
     return 1

@@ -50,6 +50,9 @@ def test_the_first_step_that_differs_is_named(plan: Plan) -> None:
     span = replace(plan.layouts["attention"], spans=Table(*_moved(plan.layouts["attention"].spans)))
     other = replay.digests(replace(plan, layouts={"attention": span}))
     assert replay.differing({"case": other}, known) == {"case": "layouts"}
+    told = replay.digests(replace(plan, report={**plan.report, "slots": -1}))
+    assert replay.differing({"case": told}, known) == {"case": "report"}
+    assert replay.digests(replace(plan, report={**plan.report, "plan_bytes": {}}))[:-1] == known["case"][:-1]
     assert replay.differing({"case": [*known["case"][:-1], "0"]}, known) == {"case": "bytes"}
     assert replay.differing({"case": ["refused: ConfigError"]}, known) == {"case": "refused"}
     assert replay.differing({"other": known["case"]}, known) == {"other": "missing", "case": "missing"}
