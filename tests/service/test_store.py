@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -202,3 +202,40 @@ def test_a_redis_that_is_gone_is_said(redis_url: str, packs: list[Pack]) -> None
         open_store("redis://user:word@127.0.0.1:1/0")
     store: Store = open_store(redis_url)
     store.close()
+
+
+def test_a_redis_that_hangs_is_waited_for_once(tmp_path: Path, packs: list[Pack]) -> None:
+    import redis
+
+    with redis_server(tmp_path) as url, closing(open_store(url)) as store:
+        store.put(packs[0])
+        with closing(redis.Redis.from_url(url)) as client:
+            pid = int(client.info("server")["process_id"])
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for pack in 5 * packs:
+            with pytest.raises(StoreError, match="Timeout"):
+                store.get(pack.key)
+        assert time.monotonic() - began < 4.0
+        os.kill(pid, signal.SIGCONT)
+        end = time.monotonic() + 10.0
+        while store.problem() is not None and time.monotonic() < end:
+            with suppress(StoreError):
+                assert store.get(packs[0].key).data == packs[0].data
+        assert store.problem() is None
+
+
+def test_a_redis_that_is_full_is_said_though_it_can_be_read(tmp_path: Path, packs: list[Pack]) -> None:
+    import redis
+
+    with redis_server(tmp_path) as url, closing(open_store(url)) as store:
+        store.put(packs[0])
+        with closing(redis.Redis.from_url(url)) as client:
+            client.config_set("maxmemory", 1)
+            with pytest.raises(StoreError, match="maxmemory"):
+                store.put(packs[1])
+            assert store.get(packs[0].key).data == packs[0].data
+            assert "maxmemory" in store.problem()
+            client.config_set("maxmemory", 0)
+        store.put(packs[1])
+        assert store.problem() is None

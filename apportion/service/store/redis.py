@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from logging import getLogger
+from threading import Lock
 from typing import Any
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
@@ -13,10 +15,13 @@ from apportion.service.store.protocol import StoreError
 
 try:
     import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
 except ImportError as error:
     raise MissingDependencyError("redis", "redis", "keeping plans in Redis") from error
 
-WAIT_S = 5.0
+WAIT_S = 2.0  # for an answer
+GONE_S = 5.0  # that a Redis which did not answer is not asked: requests do not wait for it one after another
 AGE_S = 86400.0
 LOG = getLogger(__name__)
 
@@ -27,9 +32,13 @@ class RedisStore:
 
     def __init__(self, url: str, max_age_s: float | None = None) -> None:
         self._age_s = int(AGE_S if max_age_s is None else max(1.0, max_age_s))
-        self._failed: str | None = None
+        self._failed: tuple[str, str] | None = None  # a command, and why it failed
+        self._again, self._lock = 0.0, Lock()  # when a Redis that did not answer is asked again
+        once_more = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # of a connection from before its restart
         try:
-            self._redis = redis.Redis.from_url(url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S)
+            self._redis = redis.Redis.from_url(
+                url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S, retry=once_more
+            )
         except ValueError as error:
             raise ConfigError("store", "redis://...", str(error), "write redis://HOST:PORT/0") from None
         self._call("PING")
@@ -59,19 +68,34 @@ class RedisStore:
         self._call("SET", _name(pack.key), pack.data, "EX", self._age_s)
 
     def problem(self) -> str | None:
-        return self._failed
+        failed = self._failed
+        return None if failed is None else failed[1]
 
     def close(self) -> None:
         self._redis.close()
 
-    def _call(self, *command: Any) -> Any:
+    def _call(self, name: str, *more: Any) -> Any:
+        self._admit(name)
         try:
-            answer: Any = self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
+            answer: Any = self._redis.execute_command(name, *more)  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
-            self._failed = f"Redis: {error}"
-            raise StoreError(f"cannot {command[0]}: {self._failed}") from error
-        self._failed = None
+            if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+                self._again = time.monotonic() + GONE_S
+            self._failed = name, f"Redis: {error}"
+            raise StoreError(f"cannot {name}: {self.problem()}") from error
+        self._again, failed = 0.0, self._failed
+        if failed is not None and name in ("SET", failed[0]):  # that it can be read says nothing of SET
+            self._failed = None
         return answer
+
+    def _admit(self, name: str) -> None:
+        """Of a Redis that did not answer, one call at a time finds out whether it does again. Raises StoreError."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._again:
+                raise StoreError(f"cannot {name}: {self.problem()}")
+            if self._again:
+                self._again = now + GONE_S
 
     def _damaged(self, key: bytes, error: DecodeError) -> None:
         LOG.warning("Redis, %s: %s; it is planned again", _name(key), error)
