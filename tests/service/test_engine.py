@@ -218,6 +218,20 @@ def test_a_restart_finds_what_was_planned(workers: ProcessExecutor, tmp_path: Pa
     run(workers, second, Folder(tmp_path))
 
 
+def test_what_another_server_put_into_the_store_is_given_to_all_who_wait(
+    workers: ProcessExecutor, tmp_path: Path
+) -> None:
+    async def test(engine: Engine) -> None:
+        waiting = [asyncio.create_task(engine.pack(Request(41).key, 30.0)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        Folder(tmp_path).put(pack)
+        assert [found.data for found in await asyncio.gather(*waiting)] == 3 * [pack.data]
+        assert not engine._arriving
+
+    pack = Request(41).pack()
+    run(workers, test, Folder(tmp_path))
+
+
 class Full(Folder):
     def get(self, key: bytes) -> Pack | None:
         raise StoreError("cannot read")

@@ -188,6 +188,16 @@ def test_many_plans_are_counted_quickly(tmp_path: Path) -> None:
     assert time.process_time() - began < 1.0
 
 
+def test_a_folder_that_cannot_be_counted_is_said(tmp_path: Path, packs: list[Pack]) -> None:
+    store = Folder(tmp_path, max_bytes=1 << 20)
+    store.put(packs[0])
+    shelf = tmp_path / __version__ / "zz"
+    shelf.symlink_to(shelf)  # as one that another user closed
+    with pytest.raises(StoreError, match="zz"):
+        Folder(tmp_path, max_bytes=1 << 20).put(packs[1])
+    shelf.unlink()
+
+
 # ---- what is no store
 
 

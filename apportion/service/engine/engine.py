@@ -28,6 +28,7 @@ from apportion.service.workers.work import Work
 DEATHS = 3  # of workers, before a request is set aside
 GRACE_S = 1.0  # who asks before the request is submitted waits so long for it
 LOOK_S = 0.05  # then twice as long, and so on: whether another server has put a plan into the store
+SAID_S = 1.0  # failures of the store are logged so often: every rank's look for a plan may be one
 WAITING = 1 << 14  # keys that are waited for and not known
 LOG = getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Engine:
         self._running, self._arriving = set[Entry](), dict[bytes, asyncio.Event]()
         self._tasks = set[asyncio.Future[object]]()
         self._queued_bytes = self._cached_bytes = 0
+        self._said = -SAID_S
 
     # ---- what handlers ask
 
@@ -238,7 +240,7 @@ class Engine:
         Raises UnknownPlanError where neither comes in time."""
         loop = asyncio.get_running_loop()
         until, pause_s = loop.time() + wait_s, LOOK_S
-        while (pack := await self._stored(key)) is None and key not in self._entries:
+        while (pack := self.hot(key) or await self._stored(key)) is None and key not in self._entries:
             left_s = until - loop.time()
             if left_s <= 0 or len(self._arriving) >= WAITING:
                 self._arriving.pop(key, None)
@@ -248,7 +250,14 @@ class Engine:
                 async with asyncio.timeout(min(pause_s, left_s)):
                     await arriving.wait()
             pause_s *= 2
+        self._arrived(key)
         return pack
+
+    def _arrived(self, key: bytes) -> None:
+        """Wakes those who wait for a key that was not known."""
+        arriving = self._arriving.pop(key, None)
+        if arriving is not None:
+            arriving.set()
 
     def _cache(self, pack: Pack) -> None:
         if pack.key in self._packs:
@@ -281,7 +290,10 @@ class Engine:
             yield
         except (StoreError, DecodeError) as error:
             self.metrics.store_errors.inc()
-            LOG.error("%s", error)
+            now = asyncio.get_running_loop().time()
+            if now - self._said >= SAID_S:
+                self._said = now
+                LOG.error("%s", error)
 
     def _restored(self, pack: Pack | None, job: bytes, tenant: str) -> Entry | None:
         """The entry of a pack that the store had, if it did."""

@@ -76,13 +76,13 @@ class Folder:
         path = self.path(pack.key)
         try:
             write_whole(path, pack.data)
+            self._evict(len(pack.data))
             self._failed = None
         except OSError as error:
-            self._failed = f"{path}: {error.strerror or error} ({_free(self.root)})"
+            self._failed = f"{error.filename or path}: {error.strerror or error} ({_free(self.root)})"
             raise StoreError(
                 f"cannot keep a plan: {self._failed}; make room, or name another folder"
             ) from error
-        self._evict(len(pack.data))
 
     def problem(self) -> str | None:
         return self._failed
