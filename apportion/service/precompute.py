@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -119,11 +120,24 @@ def precompute(
     return Summary(run.there, run.planned, len(sizes), sum(sizes), time.monotonic() - began)
 
 
+def made_for(folder: Path) -> dict[str, Any]:
+    """What the plans of a folder are for, and how many iterations; empty in the store of a server. Raises
+    ConfigError."""
+    path = folder / ORIGIN
+    if not path.is_file():
+        return {}
+    try:
+        held: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return {**held, "iterations": integer("iterations", held.get("iterations"))}
+    except (msgspec.DecodeError, ConfigError) as error:
+        rule = f"is not as precompute wrote it ({error})"
+        raise ConfigError(str(path), "...", rule, "delete it: the plans are kept") from None
+
+
 def _claim(folder: Path, work: Work) -> None:
     """Writes down what the plans are for. Raises ConfigError where the folder's are for something else."""
     path, asked, iterations = folder / ORIGIN, work.origin, work.iterations
-    if path.is_file():
-        held = json.loads(path.read_bytes())
+    if held := made_for(folder):
         iterations = max(iterations, held.pop("iterations"))
         if (found := difference(held, asked)) is not None:
             name, before, now = found

@@ -96,6 +96,8 @@ def test_a_store_is_checked_and_pruned(said: Callable[..., Any], tmp_path: Path)
 
 
 def test_serve_says_what_is_wrong(said: Callable[..., Any], tmp_path: Path) -> None:
+    for option in ("--plan-s", "--worker-gb", "--store-gb", "--store-days"):
+        assert option in said("serve", option, "inf", ends=cli.BAD_INPUT)["error"]["message"]
     short = tmp_path / "token"
     short.write_text("short")
     for words in (("--token-file", str(short)), ("--host", "256.1.1.1"), ("--store", "redis://:x:y/z")):

@@ -69,6 +69,16 @@ def test_a_folder_for_something_else_is_refused(
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "record", [b"", b"[1]", b"{}", b'{"iterations": "x"}', b'{"iterations": 5}', b"\xff"]
+)
+def test_a_record_that_is_damaged_is_named(record: bytes, tmp_path: Path, workers: ProcessExecutor) -> None:
+    (tmp_path / "precompute.json").write_bytes(record)
+    with pytest.raises(ConfigError):
+        precompute(work(1), tmp_path, workers, 2)
+    assert files(tmp_path) == {"precompute.json": record}
+
+
 def test_a_batch_that_cannot_be_planned_is_named(tmp_path: Path, workers: ProcessExecutor) -> None:
     with pytest.raises(CapacityError, match="sample"):
         Work(JOB, [10**6], None, 1)

@@ -34,19 +34,22 @@ def serve(
     ] = None,
     store_gb: Annotated[
         float | None,
-        _option("Evict the plans unused longest beyond so many 10^9 bytes.", "--store-gb", min=0.001),
+        _option(
+            "Evict the plans unused longest beyond so many 10^9 bytes.", "--store-gb", min=0.001, max=1e9
+        ),
     ] = None,
     store_days: Annotated[
-        float | None, _option("Evict plans that nobody used for so many days.", "--store-days", min=0.001)
+        float | None,
+        _option("Evict plans that nobody used for so many days.", "--store-days", min=0.001, max=1e5),
     ] = None,
     workers: Annotated[
         int, _option("Processes that plan. Default: one a core.", "--workers", min=0, show_default=False)
     ] = 0,
     worker_gb: Annotated[
-        float, _option("Memory that each of them may use, in 2^30 bytes.", "--worker-gb", min=0.1)
+        float, _option("Memory that each of them may use, in 2^30 bytes.", "--worker-gb", min=0.1, max=1e6)
     ] = 8.0,
     plan_s: Annotated[
-        float, _option("Seconds that planning one request may take.", "--plan-s", min=0.1)
+        float, _option("Seconds that planning one request may take.", "--plan-s", min=0.1, max=1e6)
     ] = 600.0,
     token_file: Annotated[
         Path | None,

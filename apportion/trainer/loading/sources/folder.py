@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.origin import difference
 from apportion.ir.errors import ConfigError
 from apportion.ir.version import __version__
-from apportion.service.precompute import ORIGIN
+from apportion.service.precompute import made_for
 from apportion.service.store import open_store
 from apportion.trainer.loading.sources.source import Source
 
@@ -46,7 +45,7 @@ class FolderSource(Source):
         self._store.close()
 
     def _missing(self, key: bytes) -> ConfigError:
-        told = self._told()
+        told = made_for(Path(self.folder))
         own = {name: value for name, value in self.made.items() if value is not None and name in told}
         releases = [entry.name for entry in Path(self.folder).iterdir() if entry.is_dir()]
         if releases and __version__ not in releases:
@@ -60,9 +59,3 @@ class FolderSource(Source):
             return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)
         rule = f"the plans in {self.folder} were made with {held!r}"
         return ConfigError(name, asked, rule, "give the same, or precompute into another folder")
-
-    def _told(self) -> dict[str, Any]:
-        """Empty in the store of a server."""
-        path = Path(self.folder, ORIGIN)
-        found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-        return found
