@@ -34,13 +34,10 @@ def serve(
     ] = None,
     store_gb: Annotated[
         float | None,
-        _option(
-            "Evict the plans unused longest beyond so many 10^9 bytes.", "--store-gb", min=0.001, max=1e9
-        ),
+        _option("Evict the plans unused longest beyond so many GB (10^9).", "--store-gb", min=0.001, max=1e9),
     ] = None,
     store_days: Annotated[
-        float | None,
-        _option("Evict plans that nobody used for so many days.", "--store-days", min=0.001, max=1e5),
+        float | None, _option("Evict plans unused for so many days.", "--store-days", min=0.001, max=1e5)
     ] = None,
     workers: Annotated[
         int, _option("Processes that plan. Default: one a core.", "--workers", min=0, show_default=False)

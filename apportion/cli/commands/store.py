@@ -66,13 +66,10 @@ def prune(
     folder: Place,
     gb: Annotated[
         float | None,
-        typer.Option(
-            "--gb", help="Evict the plans unused longest beyond so many 10^9 bytes.", min=0, max=1e9
-        ),
+        typer.Option("--gb", help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9),
     ] = None,
     days: Annotated[
-        float | None,
-        typer.Option("--days", help="Evict plans that nobody used for so many days.", min=0, max=1e5),
+        float | None, typer.Option("--days", help="Evict plans unused for so many days.", min=0, max=1e5)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
