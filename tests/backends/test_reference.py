@@ -18,8 +18,8 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.masks import bands
-from apportion.ir.parse import parse
 from tests.support import oracle
+from tests.support.parse import parse
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
 EXACT = 1e-10

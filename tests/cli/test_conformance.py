@@ -23,9 +23,9 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import section_id
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import Op
-from apportion.ir.parse import parse
 from apportion.ir.tensors import PHASES
 from tests.support import broken_plans, conformance_reader, conformance_suite
+from tests.support.parse import parse
 
 ROOT = Path(__file__).parents[2]
 FOLDER = conformance_suite.SUITE

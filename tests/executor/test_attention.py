@@ -21,7 +21,6 @@ from apportion.backends.torch.memory.arenas import Memory
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.masks import specs as masks
-from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.sequences import Sequence
@@ -32,6 +31,7 @@ from tests.ranks.cases import Case, batch_of, make_plan
 from tests.ranks.rank_pool import Pool
 from tests.support import oracle
 from tests.support.oracle import Problem
+from tests.support.parse import parse
 from tests.support.sparse import sparse
 
 COVER = cases.pairwise()

@@ -34,11 +34,11 @@ from apportion.ir.isa import (
 )
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import INF
-from apportion.ir.parse import parse
 from apportion.ir.plan import wellformed as structure
 from apportion.ir.tensors import PHASES, TENSOR_NAMES, Tensor
 from apportion.ir.text import format_plan
 from tests.support.formats import SCHEMAS, decoded
+from tests.support.parse import parse
 from tests.support.random_plans import random_plan
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
-from apportion.ir.parse import parse
 from apportion.ir.verify import check
 from benchmarks import fuzz_plans
+from tests.support.parse import parse
 from tests.support.random_plans import random_plan
 from tests.support.sparse import sparse
 

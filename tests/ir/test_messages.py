@@ -10,7 +10,6 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import ALL_TO_ALL, Op
-from apportion.ir.parse import parse
 from apportion.ir.plan.messages import Messages, find_messages
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.request.batch import Batch
@@ -19,6 +18,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner import api
+from tests.support.parse import parse
 from tests.support.strategies import STRATEGIES, cluster, has_own_cap
 
 ROOT = Path(__file__).parents[1]

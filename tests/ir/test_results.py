@@ -12,13 +12,13 @@ from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import RESULTS, Op
 from apportion.ir.masks import specs as masks
-from apportion.ir.parse import parse
 from apportion.ir.plan import totals
 from apportion.ir.plan.fusion import find_complete, result_ranges
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import PHASES, Space, Tensor
+from tests.support.parse import parse
 
 PLAN = (Path(__file__).resolve().parents[1] / "plans/results.txt").read_text()
 

@@ -17,13 +17,13 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import Op
 from apportion.ir.masks import bands
-from apportion.ir.parse import parse
 from apportion.ir.plan import plain, totals
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 from apportion.ir.verify import check
 from apportion.planner.bounds import remote_bytes
 from tests.support import oracle
+from tests.support.parse import parse
 
 MODEL = ap.Model(4, 2, 8, 12, dtype="bf16", hidden=16, ffn=16, layers=1)
 NARROW = replace(MODEL, sent_gradients="model")

@@ -14,8 +14,8 @@ from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, DecodeError, VersionError
 from apportion.ir.isa import TABLES, Op
-from apportion.ir.parse import parse
 from apportion.ir.text import excerpt, format_instruction, format_plan
+from tests.support.parse import parse
 from tests.support.random_plans import random_plan
 
 GOLDEN = Path(__file__).parents[2] / "apportion/schemas/golden"

@@ -13,11 +13,11 @@ import apportion as ap
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
-from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table
 from apportion.ir.tensors import Tensor
 from apportion.ir.verify import RULES, Violation, check, verify
 from tests.support.broken_plans import CASES, GOOD, broken
+from tests.support.parse import parse
 
 PLANS = Path(__file__).parent.parent / "plans"
 NAMES = sorted(path.stem for path in PLANS.glob("*.txt"))

@@ -16,10 +16,10 @@ from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.loops.sorting import stable_order
 from apportion.ir.masks.bands import intersect_area, overlaps
-from apportion.ir.parse import parse
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.verify import attended, check
 from apportion.ir.verify.attended import pairs
+from tests.support.parse import parse
 
 PLANS = Path(__file__).parent.parent / "plans"
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
@@ -171,7 +171,7 @@ import sys
 if sys.argv[1] == "plain":
     sys.modules["numba"] = None
 from pathlib import Path
-from apportion.ir.parse import parse
+from tests.support.parse import parse
 from apportion.ir.loops.jit import HAS_NUMBA
 from apportion.ir.verify import check
 print(HAS_NUMBA, file=sys.stderr)

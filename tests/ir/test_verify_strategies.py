@@ -11,8 +11,8 @@ import pytest
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.parse import parse
 from apportion.ir.verify import Violation, check
+from tests.support.parse import parse
 from tests.support.strategies import STRATEGIES, cluster
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=1)
@@ -225,7 +225,7 @@ VERDICTS = """
 import json, sys
 if sys.argv[1] == "plain":
     sys.modules["numba"] = None
-from apportion.ir.parse import parse
+from tests.support.parse import parse
 from apportion.ir.verify import check
 for plan in json.load(sys.stdin):
     print(*check(parse(plan)))

@@ -14,7 +14,6 @@ from apportion.backends import reference
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
-from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Move, Table
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
@@ -23,6 +22,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.remap import LINEAR, Flow, Remapping, even_parameters, even_tokens, row_costs
 from apportion.planner.tasks.rows import Rows
+from tests.support.parse import parse
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 import apportion as ap
 from apportion.ir.masks.spec import Mask
-from apportion.ir.parse import parse
 from apportion.planner.recipe.recipes import entries
+from tests.support.parse import parse
 
 CLUSTER = ap.Cluster(2, 2)
 MASKS = {

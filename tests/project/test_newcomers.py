@@ -27,7 +27,8 @@ def test_a_mask_a_pass_and_an_op_are_shown() -> None:
 def test_a_change_applies_and_runs(name: str, tmp_path: Path) -> None:
     diff, code = CHANGES[name]
     shutil.copytree(ROOT / "apportion", tmp_path / "apportion", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests/plans", tmp_path / "tests/plans")
+    for folder in ("tests/plans", "tests/support"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_DISABLE_JIT": "1"}
     subprocess.run(["git", "apply", "-"], input=diff, cwd=tmp_path, check=True, text=True)
     before = subprocess.run(

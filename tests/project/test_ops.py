@@ -18,7 +18,6 @@ from apportion.backends.interp import Machine, Operand, Step, compile_program
 from apportion.backends.local_ranks import Rank
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, Argument, Op, Rule, Use
-from apportion.ir.parse import parse
 from apportion.ir.plan.ops import LISTS, list_table
 from apportion.ir.tensors import PARTIALS, Tensor
 from apportion.ir.text.words import form_of
@@ -27,6 +26,7 @@ from apportion.ir.verify.scan import allowed, rule_table
 from apportion.planner.simulate.durations import pass_table
 from apportion.planner.simulate.launches import kernel_table
 from tests.project.test_newcomers import CHANGES
+from tests.support.parse import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ROOT / "tests/plans/clear.txt"
@@ -100,7 +100,7 @@ import numpy as np
 from apportion.backends import reference
 from apportion.ir.bytes import codec
 from apportion.ir import verify
-from apportion.ir.parse import parse
+from tests.support.parse import parse
 from apportion.planner.simulate import simulate
 
 source = Path(sys.argv[1]).read_text()
@@ -135,7 +135,7 @@ def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "apportion", tmp_path / "apportion", ignore=shutil.ignore_patterns("__pycache__"))
     diff, _ = CHANGES["An op"]
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_DISABLE_JIT": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.parse import parse
+from tests.support.parse import parse
 
 # Three ranks of eight tokens, one causal document. Rank 0 computes all that its keys are in, rank 1 gets the keys of
 # rank 0, rank 2 sends its queries to rank 1 and gets a partial back; two head sets, the first of them moved apart.

@@ -16,10 +16,10 @@ from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import section_id
 from apportion.ir.isa import TABLES, VERSION
-from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
 from tests.support import broken_plans
+from tests.support.parse import parse
 
 PLANS = Path(__file__).resolve().parents[1] / "plans"
 

@@ -26,11 +26,11 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.masks import bands, specs as masks
-from apportion.ir.parse import parse
 from apportion.ir.plan.tables import Table
 from apportion.ir.request.sequences import Sequence
 from tests.support import oracle
 from tests.support.conformance_faults import broken, malformed, newer
+from tests.support.parse import parse
 from tests.support.random_plans import random_plan
 from tests.support.strategies import STRATEGIES, steps
 

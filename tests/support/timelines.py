@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.parse import parse
 from apportion.planner.simulate import Run, simulate_with
 from apportion.planner.simulate.program import WAIT
+from tests.support.parse import parse
 
 PLANS = sorted(Path(__file__).resolve().parents[1].glob("plans/*.txt"))
 

@@ -83,7 +83,7 @@ class Plan:
         return slice_plan(self, checked_rank(rank, self.header.ranks))
 
     def text(self, rank: int | None = None) -> str:
-        """The plan, or one rank of it, as text; the whole text parses back with `ir.parse`."""
+        """The plan, or one rank of it, as text (`ir.text`)."""
         return format_plan(self, rank)
 
     def layout(self, name: str) -> Layout:

@@ -1,4 +1,4 @@
-"""How instructions are written: the words shared by printing and parsing."""
+"""How instructions are written: their words, and the form of each op's rows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from apportion.ir.isa import OP_NAMES, Op, Rule, Use
-from apportion.ir.tensors import TENSOR_NAMES, Space
+from apportion.ir.isa import Op, Rule, Use
+from apportion.ir.tensors import Space
 
 Row = tuple[int, ...]
 Operand = tuple[int, int, int, int, int, int]  # tensor, space, row, rows, col, heads
 
 NONE: Operand = (0, 0, 0, 0, 0, 0)
 SPACE_NAMES = MappingProxyType({Space.HOME: "home", Space.WORK: "work"})
-TENSORS = MappingProxyType({name: int(tensor) for tensor, name in TENSOR_NAMES.items()})
-SPACES = MappingProxyType({name: int(space) for space, name in SPACE_NAMES.items()})
-OPS = MappingProxyType({name: op for op, name in OP_NAMES.items()})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy, Recipe
@@ -26,6 +25,7 @@ from apportion.planner import api
 from tests.ranks import cases, jobs
 from tests.ranks.rank_pool import Pool
 from tests.support import oracle
+from tests.support.parse import parse
 from tests.support.sparse import sparse
 from tests.support.strategies import STRATEGIES, WIDE, cluster, has_own_cap
 

@@ -11,7 +11,6 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
-from apportion.ir.parse import parse
 from apportion.ir.plan.messages import find_messages
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -19,6 +18,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.tensors import HEADLESS, KV_SIDE, Space, Tensor
 from apportion.planner import api
 from apportion.planner.simulate import Run, simulate, simulate_with
+from tests.support.parse import parse
 from tests.support.timelines import PLANS, STRATEGIES, Unit, plan_of
 from tests.support.walks import complete_rows, computed_statistics
 

@@ -20,7 +20,6 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
-from apportion.ir.parse import parse
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
@@ -31,6 +30,7 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, simulate, simulate_with
 from apportion.planner.simulate.losses import whole_us
+from tests.support.parse import parse
 from tests.support.timelines import (
     MODEL,
     PLANS,
@@ -670,7 +670,7 @@ import hashlib, json, sys
 from dataclasses import replace
 from pathlib import Path
 {before}
-from apportion.ir.parse import parse
+from tests.support.parse import parse
 from apportion.ir.loops.jit import HAS_NUMBA
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import Hardware

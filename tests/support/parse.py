@@ -1,4 +1,4 @@
-"""Reads plans as text: each line by its first word. `ir.text` shows the form."""
+"""Plans from text, as tests write them: each line by its first word. `ir.text` shows the form."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, RESULTS, SPAN_COLUMNS, TABLES, VERSION, Op
-from apportion.ir.parse.completed import DraftProgram, TextDraft
-from apportion.ir.tensors import PHASES
-from apportion.ir.text.words import FORMS, NONE, OPS, SPACES, TENSORS, Form, Operand, Row
+from apportion.ir.tensors import PHASES, TENSOR_NAMES
+from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Form, Operand, Row
+from tests.support.text_draft import DraftProgram, TextDraft
+
+TENSORS = {name: int(tensor) for tensor, name in TENSOR_NAMES.items()}
+SPACES = {name: int(space) for space, name in SPACE_NAMES.items()}
+OPS = {name: op for op, name in OP_NAMES.items()}
 
 _INT = r"(\d{1,15})"
 _NAME = r'("(?:[^"\\]|\\.)*"|[\w.-]+)'
