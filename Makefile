@@ -127,7 +127,7 @@ $(PLAIN)/.ready: pyproject.toml
 test-plain: $(PLAIN)/.ready
 	$(PLAIN)/bin/pytest $(patsubst %,tests/%.py,$(addprefix ir/test_,bands masks batch codec text verify hf_config config forest format) \
 	  $(addprefix planner/,test_checks test_cost solvers/test_lpt solvers/test_matching simulate/test_launches) \
-	  backends/test_reference cli/test_conformance)
+	  backends/test_numpy cli/test_conformance)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/planning.py

@@ -1,7 +1,7 @@
 """Gradients that travel in the model's dtype (`sent_gradients: model`): what they cost in accuracy, what they save.
 
 Run: python -m benchmarks.gradients errors [--recipes fcp,ring] [--dtypes bf16,fp16]    eight processes, gloo
-     python -m benchmarks.gradients hops [--recipes fcp,ring] [--ranks 2,4,8,16,32]     the reference, in float64
+     python -m benchmarks.gradients hops [--recipes fcp,ring] [--ranks 2,4,8,16,32]     in float64, on numpy
      python -m benchmarks.gradients times [--recipes fcp,auto] [--ranks 8,64]           simulated
 
 errors: two nodes of four ranks, the plain engine, two batches of 4,096 tokens; of each gradient the norm of the
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import spawn
 
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.bench import cluster_of
 from apportion.comparison import Refusal, Setting, Trial, attempt
 from apportion.ir.bytes.codec import Plan
@@ -147,7 +147,7 @@ def _rounding(recipe: str, ranks: int) -> float:
         api.plan(Batch.from_lengths([tokens]), cluster, replace(model, sent_gradients=way), recipe=recipe)
         for way in SENT_GRADIENTS
     ]
-    exact, found = (reference.run(plan, plan.header.kinds[0], *given).dk for plan in plans)
+    exact, found = (executor.run(plan, plan.header.kinds[0], *given).dk for plan in plans)
     if exact is None or found is None:
         raise AssertionError("dO was given")
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from apportion.backends import numpy_kernels, reference
-from apportion.backends.numpy_kernels import Band, Gradients, Partial, Scores
+from apportion.backends import numpy as executor
+from apportion.backends.interp import GradTask, Task
+from apportion.backends.numpy import Partial
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -33,6 +35,8 @@ WHOLE = 16_384  # tokens up to which all rows are compared
 CELLS = 2**24  # (query, key) cells of one window at most
 WORK = 2**42  # cells × tokens of a window at most
 EXACT = 1e-10
+ATTEND, ATTEND_GRAD = executor.attend, executor.attend_grad
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ def plan_of(instance: Instance) -> Plan:
 
 
 @every_instance
-def test_instance_is_planned_and_computes_what_plain_attention_does(instance: Instance) -> None:
+def test_instance_is_planned_and_computes_what_plain_attention_does(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "attend", attend)
+    monkeypatch.setattr(executor, "attend_grad", attend_grad)
     plan = plan_of(instance)  # verified, as plans are by default
     (kind,) = plan.header.kinds
     assert plan.report["area"] == {kind: instance.pairs}
@@ -110,7 +118,7 @@ def check(plan: Plan, kind: str, instance: Instance) -> None:
     for begin, end in instance.windows():
         shown[begin:end] = True
     p = replace(p, q=p.q * shown[:, None, None], do=p.do * shown[:, None, None])
-    found = reference.run(plan, kind, p.q, p.k, p.v, p.do, kernels=reference.Kernels(forward, backward))
+    found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
     rows = oracle.Rows(p, instance.bands)
     dk, dv = np.zeros_like(p.k), np.zeros_like(p.v)
     for begin, end in instance.windows():
@@ -131,21 +139,25 @@ def _runs(q: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(shown[::2].tolist(), shown[1::2].tolist(), strict=True))
 
 
-def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, band: Band, scores: Scores) -> Partial:
+def attend(q: Array, k: Array, v: Array, task: Task, layer: Any) -> Partial:
     out = Partial(np.zeros((*q.shape[:2], v.shape[2])), np.zeros(q.shape[:2]))
     for a, b in _runs(q):
-        part = numpy_kernels.forward(q[a:b], k, v, Band(band.dmin - a, band.dmax - a), scores)
-        out.o[a:b], out.lse[a:b] = part
+        out.o[a:b], out.lse[a:b] = ATTEND(q[a:b], k, v, moved(task, a), layer)
     return out
 
 
-def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, *rest: Any) -> Gradients:
-    *rows, band, scores = rest
-    grads = Gradients(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v))
+def attend_grad(
+    q: Array, kv: tuple[Array, ...], do: Array, sums: tuple[Array, ...], task: GradTask, layer: Any
+) -> tuple[Array, ...]:
+    dq, dk, dv = (np.zeros_like(array) for array in (q, *kv))
     for a, b in _runs(q):
-        moved = Band(band.dmin - a, band.dmax - a)
-        part = numpy_kernels.backward(q[a:b], k, v, *(row[a:b] for row in rows), moved, scores)
-        grads.dq[a:b] = part.dq
-        grads.dk[:] += part.dk
-        grads.dv[:] += part.dv
-    return grads
+        shown = tuple(row[a:b] for row in sums)
+        dq[a:b], *more = ATTEND_GRAD(q[a:b], kv, do[a:b], shown, moved(task, a), layer)
+        dk += more[0]
+        dv += more[1]
+    return dq, dk, dv
+
+
+def moved(task: Any, rows: int) -> Any:
+    """The task without its first query rows."""
+    return task._replace(dmin=task.dmin - rows, dmax=task.dmax - rows)

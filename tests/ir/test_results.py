@@ -194,10 +194,10 @@ def test_random_rows_keep_their_sums() -> None:
     plan = parse(PLAN)
     rng = np.random.default_rng(0)
     q, k, v, do = (rng.normal(size=(16, h, w)) for h, w in ((4, 4), (2, 4), (2, 6), (4, 6)))
-    from apportion.backends import reference
+    from apportion.backends import numpy as executor
 
-    found = reference.run(plan, "default", q, k, v, do)
-    copied = reference.run(
+    found = executor.run(plan, "default", q, k, v, do)
+    copied = executor.run(
         parse(PLAN.replace(" results", "").replace("  deliver ", "  copy ")), "default", q, k, v, do
     )
     for one, other in zip(found[:5], copied[:5], strict=True):

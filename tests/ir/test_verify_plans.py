@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.backends import reference
+from apportion.backends import numpy as executor
+from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.loops.sorting import stable_order
@@ -97,7 +98,7 @@ def computed(plan: Plan) -> list[np.ndarray]:
     q, do = (draw.normal(size=(tokens, head.q_heads, width)) for width in (head.head_dim, head.v_head_dim))
     k, v = (draw.normal(size=(tokens, head.kv_heads, width)) for width in (head.head_dim, head.v_head_dim))
     sinks = draw.normal(size=head.q_heads)
-    results = [reference.run(plan, kind, q, k, v, do, sinks=sinks) for kind in head.kinds]
+    results = [executor.run(plan, kind, q, k, v, do, LocalLayer(sinks)) for kind in head.kinds]
     return [array for result in results for array in result if array is not None]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import apportion as ap
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
@@ -22,6 +22,7 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.remap import LINEAR, Flow, Remapping, even_parameters, even_tokens, row_costs
 from apportion.planner.tasks.rows import Rows
+from tests.support.moves import remap
 from tests.support.parse import parse
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
@@ -133,11 +134,11 @@ def test_plans_carry_moves_that_verify_and_run(objective: str, nodes: int, ranks
     assert parse(plan.text()) == plan
     x = np.random.default_rng(0).standard_normal((plan.request.batch.tokens, 3))
     home, even = plan.layout("attention"), plan.layout(LINEAR)
-    there = reference.remap(plan, 0, reference.scatter(home, x))
-    for ours, theirs in zip(there, reference.scatter(even, x), strict=True):
+    there = remap(plan, 0, executor.scatter(home, x))
+    for ours, theirs in zip(there, executor.scatter(even, x), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    back = reference.remap(plan, 0, there, inverse=True)
-    np.testing.assert_array_equal(reference.gather(home, back), x)
+    back = remap(plan, 0, there, inverse=True)
+    np.testing.assert_array_equal(executor.gather(home, back), x)
 
 
 def test_groups_that_split_heads_have_rows_of_their_own() -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from apportion import cli
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.ir.masks import bands
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -56,7 +56,7 @@ def test_the_recipe_of_the_readme_plans_and_runs() -> None:
     batch = Batch.from_lengths([3000, 1100, 50])
     plan = make_plan(batch, Cluster(1, 4), Model(2, 1, 4, dtype="fp64", layers=1), recipe)
     problem = oracle.Problem.random(0, batch.tokens, 2, 1, 4, 4, False, None)
-    found = reference.run(plan, "default", problem.q, problem.k, problem.v, problem.do)
+    found = executor.run(plan, "default", problem.q, problem.k, problem.v, problem.do)
     expected = oracle.dense(problem, bands.dense(batch.bands("default"), batch.tokens, batch.tokens))
     np.testing.assert_allclose(found.o, expected.o, atol=1e-10)
     np.testing.assert_allclose(found.dk, expected.dk, atol=1e-10)
@@ -95,6 +95,14 @@ def test_files_that_the_documents_name_are_there(document: str) -> None:
     places = (ROOT, ROOT / "apportion/schemas")
     missing = [name for name in named if not any((place / name).exists() for place in places)]
     assert not missing
+
+
+def test_the_python_of_the_design_runs() -> None:
+    code = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(code) == 1
+    subprocess.run([sys.executable, "-W", "error", "-c", code[0]], check=True)
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

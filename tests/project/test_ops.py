@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.backends.interp import Machine, Operand, Step, compile_program
-from apportion.backends.local_ranks import Rank
+from apportion.backends.numpy import Rank
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, Argument, Op, Rule, Use
 from apportion.ir.plan.ops import LISTS, list_table
@@ -97,7 +97,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import numpy as np
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.ir.bytes import codec
 from apportion.ir import verify
 from tests.support.parse import parse
@@ -116,7 +116,7 @@ spans = simulate(plan).runs["default", "forward"].spans
 assert took > 0
 rng = np.random.default_rng(0)
 q, k, v, do = (rng.normal(size=(16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2), (8, 2)))
-for ours, theirs in zip(*(reference.run(p, "default", q, k, v, do) for p in (plan, added)), strict=True):
+for ours, theirs in zip(*(executor.run(p, "default", q, k, v, do) for p in (plan, added)), strict=True):
     assert ours is theirs or np.array_equal(ours, theirs)
 
 def broken(line):
@@ -145,4 +145,4 @@ def test_what_the_diff_replaces_runs_as_it_is() -> None:
     assert "merge O.work[0:8) -> O.home[0:8) first" in PLAN.read_text()
     plan = parse(PLAN.read_text())
     q, k, v = (np.ones((16, heads, width)) for heads, width in ((8, 4), (1, 4), (1, 2)))
-    assert reference.run(plan, "default", q, k, v).o.shape == (16, 8, 2)
+    assert executor.run(plan, "default", q, k, v).o.shape == (16, 8, 2)

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends import reference
+from apportion.backends import numpy as executor
+from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
 from tests.support.conformance_suite import Weights, tables_of
+from tests.support.moves import remap
 
 Array = np.ndarray
 
@@ -63,7 +65,7 @@ class _Inputs:
 
 
 def run(folder: Path) -> bytes:
-    """What the reference backend makes of a case."""
+    """What the numpy executor makes of a case."""
     plan, inputs = Plan.decode((folder / "case.plan").read_bytes()), _Inputs(folder / "inputs.f64")
     head, hidden = plan.header, int(inputs.take(1)[0])
     shapes = ((head.q_heads, head.head_dim), (head.kv_heads, head.head_dim), (head.kv_heads, head.v_head_dim))
@@ -73,7 +75,7 @@ def run(folder: Path) -> bytes:
         found += _run_kind(plan, kind, inputs, weights)
     for number, move in enumerate(plan.moves):
         source = plan.layout(move.source)
-        found += reference.remap(plan, number, [source.tokens(rank) for rank in range(head.ranks)])
+        found += remap(plan, number, [source.tokens(rank) for rank in range(head.ranks)])
     return b"".join(np.ascontiguousarray(array, "<f8").tobytes() for array in found)
 
 
@@ -85,14 +87,11 @@ def _run_kind(plan: Plan, kind: str, inputs: _Inputs, weights: Weights | None) -
     sinks = inputs.take(head.q_heads)
     shapes = (q, k, v, do) if weights is None else ((weights.q.shape[1],), do)
     parts = [[inputs.take(int(rows), *shape) for shape in shapes] for rows in home.rows_per_rank]
-    *given, do_all = (reference.gather(home, part) for part in zip(*parts, strict=True))
-    layer = {"scale": scale, "softcap": softcap or None, "sinks": None if np.isinf(sinks).all() else sinks}
-    if weights is None:
-        o, lse, saved = reference.run_forward(plan, kind, *given, **layer)
-        *grads, dsinks = reference.run_backward(plan, kind, saved, do_all)
-    else:
-        o, lse, saved = reference.run_block_forward(plan, kind, *given, _Projection(weights), **layer)
-        *grads, dsinks = reference.run_block_backward(plan, kind, saved, do_all)
+    *given, do_all = (executor.gather(home, part) for part in zip(*parts, strict=True))
+    projection = None if weights is None else _Projection(weights)
+    layer = LocalLayer(None if np.isinf(sinks).all() else sinks, scale, softcap or None, projection)
+    o, lse, saved = executor.forward(plan, kind, given, layer)
+    *grads, dsinks = executor.backward(plan, kind, saved, do_all)
     found = [np.zeros(head.q_heads) if dsinks is None else dsinks]
     for rank in range(head.ranks):
         found += [array[home.tokens(rank)] for array in (o, lse, *grads)]

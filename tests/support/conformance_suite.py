@@ -5,7 +5,7 @@
 
 Plans stay as they are when the planner changes: the suite is of the format. All else follows from them. Inputs are
 multiples of 1/64 that bf16 holds exactly. Outputs are those of dense attention (`oracle.py`), which knows no plan;
-where a plan rounds gradients on their way, those of the reference backend, which are held against dense attention.
+where a plan rounds gradients on their way, those of the numpy executor, which are held against dense attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import msgpack
 import numpy as np
 
 import apportion as ap
-from apportion.backends import reference
+from apportion.backends import numpy as executor
+from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
@@ -259,8 +260,8 @@ def answer_of(plan: Plan, kind: str, problem: oracle.Problem) -> oracle.Answer:
     answer = oracle.dense(problem, bands.dense(plan.request.batch.bands(kind), tokens, tokens))
     if plan.header.sent_gradients != "model":
         return answer
-    layer = {"sinks": problem.sinks, "scale": problem.scale, "softcap": problem.softcap}
-    rounded = reference.run(plan, kind, problem.q, problem.k, problem.v, problem.do, **layer)
+    layer = LocalLayer(problem.sinks, problem.scale, problem.softcap)
+    rounded = executor.run(plan, kind, problem.q, problem.k, problem.v, problem.do, layer)
     for ours, exact in zip(rounded, answer, strict=True):
         assert ours is None or np.abs(ours - exact).max() <= _ROUNDED * np.abs(exact).max()
     return oracle.Answer(*rounded)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from apportion.backends import reference
+from apportion.backends import numpy as executor
+from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.spec import Mask
@@ -53,7 +54,7 @@ def compare(plan: Plan, kind: str, layer: tuple, seed: int) -> None:
     batch, (heads, kv_heads, width, v_width, sinks, softcap) = plan.request.batch, layer
     p = oracle.Problem.random(seed, batch.tokens, heads, kv_heads, width, v_width, sinks, softcap)
     expected = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
-    found = reference.run(plan, kind, p.q, p.k, p.v, p.do, sinks=p.sinks, softcap=p.softcap)
+    found = executor.run(plan, kind, p.q, p.k, p.v, p.do, LocalLayer(p.sinks, softcap=p.softcap))
     for name, ours, theirs in zip(oracle.Answer._fields, found, expected, strict=True):
         assert (ours is None) == (theirs is None), name
         if ours is not None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 import apportion as ap
-from apportion.backends import reference
-from apportion.backends.reference import Saved
+from apportion.backends import numpy as executor
+from apportion.backends.numpy import Saved
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import bands, specs as masks
@@ -275,7 +275,7 @@ def test_idle_ranks_serve_and_time_falls() -> None:
 
 
 class Pipeline:
-    """Stages of one attention layer with its residual, o + x, run tick by tick on the reference backend. Hidden states
+    """Stages of one attention layer with its residual, o + x, run tick by tick on the numpy executor. Hidden states
     are [tokens, heads, width]; q = x, k = 0.7 x, v = 0.5 x of head 0."""
 
     def __init__(self, table: TickTable, batches: list[Batch], cluster: Cluster, kinds: list[str]) -> None:
@@ -296,7 +296,7 @@ class Pipeline:
         q, k, v = (
             np.concatenate(c) for c in zip(*(qkv(self.x[self.key(p)]) for p in made.parts), strict=True)
         )
-        o, _, saved = reference.run_forward(plan, DEFAULT_KIND, q, k, v)
+        o, _, saved = executor.forward(plan, DEFAULT_KIND, (q, k, v))
         for part in made.parts:
             index, layer = self.key(part)
             rows = slice(part.start, part.start + part.tokens)
@@ -312,7 +312,7 @@ class Pipeline:
             for rank, home in zip(self.ranks(part), self.left.pop(self.key(part)), strict=True):
                 homes[rank] = home
         do = np.concatenate([self.incoming(part) for part in made.parts])
-        dq, dk, dv, _ = reference.run_backward(plan, DEFAULT_KIND, Saved(self.layer, tuple(homes)), do)
+        dq, dk, dv, _ = executor.backward(plan, DEFAULT_KIND, Saved(self.layer, tuple(homes)), do)
         for part in made.parts:
             rows = slice(part.start, part.start + part.tokens)
             self.dx[self.key(part)] = self.incoming(part) + pulled(dq[rows], dk[rows], dv[rows])

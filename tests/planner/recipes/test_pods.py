@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.cli.inputs import recipe_of
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.workload import lognormal_lengths
@@ -49,8 +49,8 @@ def test_numbers_are_those_of_attention(name: str) -> None:
     batch = ap.Batch.from_lengths(LENGTHS)
     cluster = ap.Cluster(4, 2)
     q, k, v = (np.random.default_rng(0).normal(size=(sum(LENGTHS), heads, 4)) for heads in (4, 2, 2))
-    apart = reference.run(ap.plan(batch, cluster, MODEL, _recipe(name, 4)), "default", q, k, v)
-    whole = reference.run(ap.plan(batch, cluster, MODEL, "fcp"), "default", q, k, v)
+    apart = executor.run(ap.plan(batch, cluster, MODEL, _recipe(name, 4)), "default", q, k, v)
+    whole = executor.run(ap.plan(batch, cluster, MODEL, "fcp"), "default", q, k, v)
     assert np.abs(apart.o - whole.o).max() < 1e-12
 
 

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from apportion.backends import local_network, local_ranks, reference
+from apportion.backends import numpy as executor
 from apportion.backends.interp import Operand
-from apportion.backends.local_network import LocalView
-from apportion.backends.local_ranks import Rank
-from apportion.backends.numpy_kernels import Partial
+from apportion.backends.numpy import LocalLayer, LocalView, Partial, Rank
 from apportion.ir import verify
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
@@ -150,7 +148,7 @@ def compare(plan: Plan) -> None:
     """q, k and v given."""
     m, batch = plan.request.model, plan.request.batch
     p = oracle.Problem.random(1, batch.tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim, sinks=True)
-    found = reference.run(plan, "default", p.q, p.k, p.v, p.do, sinks=p.sinks)
+    found = executor.run(plan, "default", p.q, p.k, p.v, p.do, LocalLayer(p.sinks))
     wanted = oracle.dense(p, allowed(batch))
     assert_exact({name: (getattr(found, name), getattr(wanted, name)) for name in wanted._fields})
 
@@ -161,8 +159,8 @@ def compare_block(plan: Plan) -> None:
     rng = np.random.default_rng(0)
     x, sinks = rng.standard_normal((batch.tokens, m.hidden)), rng.standard_normal(m.q_heads)
     do = rng.standard_normal((batch.tokens, m.q_heads, m.value_dim))
-    o, lse, saved = reference.run_block_forward(plan, "default", x, weights, sinks=sinks)
-    dx, dsinks = reference.run_block_backward(plan, "default", saved, do)
+    o, lse, saved = executor.forward(plan, "default", [x], LocalLayer(sinks, project=weights))
+    dx, dsinks = executor.backward(plan, "default", saved, do)
     found = {"o": o, "lse": lse, "dx": dx, "dsinks": dsinks, "weights": np.concatenate(_flat(weights))}
     plain = Weights(m)
     every = x, batch.positions(), range(m.q_heads), range(m.kv_heads)
@@ -225,7 +223,7 @@ def test_kinds_take_their_own_turns() -> None:
     for kind in kinds:
         p = oracle.Problem.random(2, batch.tokens, 8, 2, 4, 6)
         wanted = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
-        found = reference.run(plan, kind, p.q, p.k, p.v, p.do)
+        found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
         assert_exact(
             {name: (getattr(found, name), getattr(wanted, name)) for name in ("o", "dq", "dk", "dv")}
         )
@@ -370,8 +368,8 @@ def test_ahead_launches_a_stage_before_the_one_before_is_computed() -> None:
 def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict[tuple, memory.Arena]:
     """The highest work row and head column that anything writes, by (rank, tensor, phase)."""
     found: dict[tuple, memory.Arena] = defaultdict(lambda: memory.Arena(0, 0))
-    rank_of: dict[int, local_ranks.Rank] = {}
-    view, write, phase = local_ranks.Rank.view, local_network.LocalView.write, []
+    rank_of: dict[int, Rank] = {}
+    view, write, phase = Rank.view, LocalView.write, []
 
     def noted_view(self: Rank, operand: Operand) -> LocalView:
         seen = view(self, operand)
@@ -387,20 +385,20 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
             found[key] = memory.Arena(max(rows, operand.row + operand.rows), max(heads, stop))
         write(self, values)
 
-    monkeypatch.setattr(local_ranks.Rank, "view", noted_view)
-    monkeypatch.setattr(local_network.LocalView, "write", noted_write)
+    monkeypatch.setattr(Rank, "view", noted_view)
+    monkeypatch.setattr(LocalView, "write", noted_write)
     m, tokens = plan.request.model, plan.request.batch.tokens
     p = oracle.Problem.random(1, tokens, m.q_heads, m.kv_heads, m.head_dim, m.value_dim)
     phase.append("forward")
     if project:
         x = np.ones((tokens, m.hidden))
-        *_, saved = reference.run_block_forward(plan, "default", x, Weights(m))
+        *_, saved = executor.forward(plan, "default", [x], LocalLayer(project=Weights(m)))
         phase.append("backward")
-        reference.run_block_backward(plan, "default", saved, p.do)
+        executor.backward(plan, "default", saved, p.do)
     else:
-        *_, saved = reference.run_forward(plan, "default", p.q, p.k, p.v)
+        *_, saved = executor.forward(plan, "default", [p.q, p.k, p.v])
         phase.append("backward")
-        reference.run_backward(plan, "default", saved, p.do)
+        executor.backward(plan, "default", saved, p.do)
     monkeypatch.undo()
     return dict(found)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 import apportion as ap
-from apportion.backends import reference
+from apportion.backends import numpy as executor
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import bands
@@ -278,11 +278,11 @@ WAYS = {
 
 
 def compare(plan: Plan, kind: str = "default") -> None:
-    """Forward and backward on the reference backend against dense attention."""
+    """Forward and backward in float64 against dense attention."""
     model, batch = plan.request.model, plan.request.batch
     p = oracle.Problem.random(3, batch.tokens, model.q_heads, model.kv_heads, 4, 4)
     want = oracle.dense(p, bands.dense(batch.bands(kind), batch.tokens, batch.tokens))
-    found = reference.run(plan, kind, p.q, p.k, p.v, p.do)
+    found = executor.run(plan, kind, p.q, p.k, p.v, p.do)
     for ours, theirs in zip(found, want, strict=True):
         if theirs is not None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)

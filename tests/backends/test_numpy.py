@@ -1,4 +1,4 @@
-"""The reference backend on the hand-written plans, which together use every op of the instruction set."""
+"""The numpy executor on the hand-written plans, which together use every op of the instruction set."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from apportion.backends import null, reference
+from apportion.backends import numpy as executor
 from apportion.backends.interp import compile_program
+from apportion.backends.numpy import LocalLayer
 from apportion.ir import verify
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
@@ -19,6 +20,7 @@ from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.masks import bands
 from tests.support import oracle
+from tests.support.moves import remap
 from tests.support.parse import parse
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))
@@ -54,9 +56,8 @@ def allowed(plan: Plan, kind: str) -> np.ndarray:
     return bands.dense(plan.request.batch.bands(kind), tokens, tokens)
 
 
-def run(plan: Plan, kind: str, p: oracle.Problem, **more: object) -> reference.Result:
-    layer = {"sinks": p.sinks, "scale": p.scale, "softcap": p.softcap}
-    return reference.run(plan, kind, p.q, p.k, p.v, p.do, **layer, **more)
+def run(plan: Plan, kind: str, p: oracle.Problem) -> executor.Result:
+    return executor.run(plan, kind, p.q, p.k, p.v, p.do, LocalLayer(p.sinks, p.scale, p.softcap))
 
 
 def assert_close(found: tuple, expected: tuple, tolerance: float = EXACT) -> None:
@@ -146,8 +147,8 @@ def test_heads_are_projected_exchanged_and_pushed_back() -> None:
     everything = x, batch.positions(), range(plan.header.q_heads), range(plan.header.kv_heads)
     q, k, v = weights.project(*everything)
     answer = oracle.dense(oracle.Problem(q, k, v, do, sinks), allowed(plan, "default"))
-    o, lse, saved = reference.run_block_forward(plan, "default", x, weights, sinks=sinks)
-    dx, dsinks = reference.run_block_backward(plan, "default", saved, do)
+    o, lse, saved = executor.forward(plan, "default", [x], LocalLayer(sinks, project=weights))
+    dx, dsinks = executor.backward(plan, "default", saved, do)
     expected = weights.gradient(*everything, (answer.dq, answer.dk, answer.dv))
     for found, wanted in [(o, answer.o), (lse, answer.lse), (dx, expected), (dsinks, answer.dsinks)]:
         np.testing.assert_allclose(found, wanted, rtol=EXACT, atol=EXACT)
@@ -175,41 +176,28 @@ def test_same_plan_gives_the_same_bits() -> None:
 def test_backward_may_run_twice_from_one_forward() -> None:
     plan = load("q_moves")
     p = problem(plan)
-    _, _, saved = reference.run_forward(plan, "default", p.q, p.k, p.v)
-    once, again = (reference.run_backward(plan, "default", saved, p.do)[:3] for _ in range(2))
+    _, _, saved = executor.forward(plan, "default", [p.q, p.k, p.v])
+    once, again = (executor.backward(plan, "default", saved, p.do)[:3] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
-
-
-def test_float32_is_as_good_as_plain_attention_in_float32() -> None:
-    plan = load("reshuffle")
-    p, mask = problem(plan, sinks=True), allowed(plan, "global")
-    exact = oracle.dense(p, mask)
-    plain = oracle.dense(p.cast(np.float32), mask)
-    found = run(plan, "global", p, dtype=np.float32)
-    for ours, theirs, truth in zip(found, plain, exact, strict=True):
-        assert ours.dtype == np.float32
-        assert np.abs(ours - truth).max() <= 2 * np.abs(theirs - truth).max() + 1e-7
 
 
 def test_remap_moves_rows_between_layouts_and_back() -> None:
     plan = load("reshuffle")
     x = np.random.default_rng(0).standard_normal((16, 3))
     source, target = (plan.layout(name) for name in ("attention", "linear"))
-    moved = reference.remap(plan, 0, reference.scatter(source, x))
-    for ours, theirs in zip(moved, reference.scatter(target, x), strict=True):
+    moved = remap(plan, 0, executor.scatter(source, x))
+    for ours, theirs in zip(moved, executor.scatter(target, x), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    back = reference.remap(plan, 0, moved, inverse=True)
-    np.testing.assert_array_equal(reference.gather(source, back), x)
+    back = remap(plan, 0, moved, inverse=True)
+    np.testing.assert_array_equal(executor.gather(source, back), x)
 
 
-def test_remap_refuses_rows_of_another_layout_and_moves_that_do_not_meet() -> None:
+def test_moves_that_do_not_meet_are_an_error() -> None:
     plan = load("reshuffle")
-    parts = reference.scatter(plan.layout("attention"), np.zeros((16, 1)))
-    with pytest.raises(ExecutionError, match="rank 0 holds 8 rows of layout attention, got 7"):
-        reference.remap(plan, 0, [parts[0][:7], parts[1]])
+    parts = executor.scatter(plan.layout("attention"), np.zeros((16, 1)))
     crossed = broken("reshuffle", "send 1 row=4 rows=4; receive 1", "send 1 row=4 rows=3; receive 1")
     with pytest.raises(ExecutionError, match="rank 1 receives 4 rows from rank 0"):
-        reference.remap(crossed, 0, parts)
+        remap(crossed, 0, parts)
 
 
 # --- plans that cannot run: the error says who, where and why
@@ -312,7 +300,7 @@ def test_a_projecting_plan_needs_a_projection() -> None:
         run(plan, "default", p)
 
 
-# --- the interpreter and the null backend
+# --- what is executed
 
 
 def test_programs_compile_to_steps_with_their_rows() -> None:
@@ -324,35 +312,3 @@ def test_programs_compile_to_steps_with_their_rows() -> None:
     assert [task.kv_of for task in attend.tasks] == [(0,), (0,)]
     scattered = next(o for o in program.operands if o.heads == (0, 2))
     assert scattered.columns == slice(0, 2, 1)  # side by side in the work arena
-
-
-def test_null_backend_records_every_call_and_returns_zeros() -> None:
-    plan = load("relay")
-    backend = null.NullBackend(plan.for_rank(2))
-    p = problem(plan)
-    o, lse = backend.forward("default", p.q[24:], p.k[24:], p.v[24:])
-    grads = backend.backward("default", p.do[24:])
-    assert (o.shape, lse.shape) == ((8, 4, 4), (8, 4))
-    assert [g.shape for g in grads] == [(8, 4, 4), (8, 1, 4), (8, 1, 4)]
-    assert [call.op for call in backend.calls[:4]] == ["launch", "attend", "wait", "launch"]
-    sent = [(call.peer, call.operands) for call in backend.calls if call.send and call.phase == "forward"]
-    assert sent == [(1, ("KV.work[0:8) heads 0",)), (3, ("KV.work[0:8) heads 0",))]
-
-
-def test_null_backend_checks_shapes_and_kinds() -> None:
-    plan = load("relay")
-    backend = null.NullBackend(plan.for_rank(2))
-    p = problem(plan)
-    with pytest.raises(ExecutionError, match="q has shape"):
-        backend.forward("default", p.q, p.k, p.v)
-    with pytest.raises(UnknownNameError):
-        backend.forward("local", p.q[24:], p.k[24:], p.v[24:])
-
-
-def test_null_backend_takes_hidden_states_where_the_plan_projects() -> None:
-    backend = null.NullBackend(load("heads").for_rank(1))
-    o, _ = backend.forward_block("default", np.zeros((8, 6)))
-    assert o.shape == (8, 4, 4)
-    assert backend.calls[0].operands == ("X.home[0:8)", "Q.work[8:16) heads 0,2", "KV.work[8:16) heads 0,1")
-    with pytest.raises(ExecutionError, match="hidden has shape"):
-        backend.forward_block("default", np.zeros((7, 6)))

@@ -1,0 +1,532 @@
+"""All ranks of a plan in one process, in float64 on numpy: slow, plain, and what other executors are held against.
+
+    from apportion.backends import numpy as executor
+
+    found = executor.run(plan, "default", q, k, v, do)      # tensors in token order
+    found.o, found.lse, found.dq, found.dk, found.dv
+
+    tensors in token order ──scatter──► home rows of each rank ──programs──► home rows ──gather──► token order
+
+It shows what a plan computes, without devices and processes, to those who write a plan, a pass or an executor. All
+numbers are float64, sums and what travels too; gradients alone are rounded on their way where the plan's model asks for
+it. In shapes T are the tokens, Hq and Hk the heads of queries and keys, D and Dv their widths, E is that of hidden
+states.
+
+Ranks are generators that take turns. A launch copies what it sends; a wait yields until every peer of the round has
+launched it too. Rows that nobody wrote hold NaN, and so do rows in flight and partials that were used up. A plan that
+reads them, sends what nobody receives, writes where a round is under way, or cannot go on, ends in an ExecutionError
+that says where the ranks stand.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.backends.interp import GradTask, Machine, Operand, Program, RowOp, Step, Task, compile_program
+from apportion.ir.arrays import Floats, Ints
+from apportion.ir.errors import ExecutionError, UnknownNameError
+from apportion.ir.isa import ALL_TO_ALL, Op
+from apportion.ir.plan.tables import Header, Layout
+from apportion.ir.tensors import HEADLESS, PARTIALS, TENSOR_NAMES, Tensor
+
+if TYPE_CHECKING:
+    from apportion.ir.bytes.codec import Plan  # which loads compiled loops; executing has none
+
+__all__ = ["LocalLayer", "Projection", "Result", "Saved", "backward", "forward", "gather", "run", "scatter"]
+
+Array = NDArray[Any]
+Arrays = tuple[Floats, ...]
+Heads = tuple[int, ...]
+Strip = tuple[slice, slice, Floats]
+#: a rank's home rows, tensor -> its arrays
+Home = dict[Tensor, Arrays]
+
+#: query rows that are computed at a time; 256 rows × 8K keys × 8 heads are 128 MiB
+STRIP = 256
+
+
+# --- calls
+
+
+class Projection(Protocol):
+    """A layer's projection, for plans that take hidden states. The executor holds no weights."""
+
+    def project(self, hidden: Floats, positions: Ints, q_heads: Heads, kv_heads: Heads, /) -> Arrays:
+        """q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] of hidden [n, E], whose tokens are
+        at int64 positions [n] of their sequences."""
+
+    def gradient(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads, grads: Arrays, /) -> Floats:
+        """The gradient [n, E] of hidden from `grads`, those of q, k and v of the heads `q` and `kv`; weights' gradients
+        stay in the object."""
+
+
+@dataclass(frozen=True)
+class LocalLayer:
+    """What a layer adds to a plan. sinks: [Hq], learned logits; scale: of q·k, D^-1/2 by default; softcap: logits
+    become softcap·tanh(logit / softcap); project: where the plan takes hidden states."""
+
+    sinks: Array | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    project: Projection | None = None
+
+
+PLAIN = LocalLayer()
+
+
+class Result(NamedTuple):
+    """float64, in token order: o [T, Hq, Dv], lse [T, Hq], dq [T, Hq, D], dk [T, Hk, D], dv [T, Hk, Dv], dsinks [Hq].
+    Gradients are None without `do`, dsinks also without sinks."""
+
+    o: Floats
+    lse: Floats
+    dq: Floats | None = None
+    dk: Floats | None = None
+    dv: Floats | None = None
+    dsinks: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What forward leaves for backward: each rank's home rows of q, k, v (or hidden states), o and lse."""
+
+    layer: LocalLayer
+    homes: tuple[Home, ...]
+
+
+def run(
+    plan: Plan, kind: str, q: Array, k: Array, v: Array, do: Array | None = None, layer: LocalLayer = PLAIN
+) -> Result:
+    """Forward, and backward where the output's gradient `do` is given. Shapes and errors as in `forward`."""
+    o, lse, saved = forward(plan, kind, (q, k, v), layer)
+    return Result(o, lse) if do is None else Result(o, lse, *backward(plan, kind, saved, do))
+
+
+def forward(
+    plan: Plan, kind: str, given: Sequence[Array], layer: LocalLayer = PLAIN
+) -> tuple[Floats, Floats, Saved]:
+    """Planned attention of one kind, in token order.
+
+    given: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects. Any
+    real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and what `backward`
+    needs. A row that sees no key has o = 0 and lse = -inf (its sink logit, with sinks). Raises UnknownNameError for a
+    kind that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
+    """
+    home = plan.layout(plan.header.home_layout)
+    tensors = {Tensor.Q: tuple(given[:1]), Tensor.KV: tuple(given[1:])}
+    if layer.project is not None:
+        positions = gather(home, [home.position_ids(rank) for rank in range(plan.header.ranks)])
+        tensors = {Tensor.X: (*given, positions)}
+    homes = _execute(plan, (kind, "forward"), layer, _scattered(plan, tensors))
+    o, lse = _gathered(plan, homes, Tensor.O)
+    saved = tuple({tensor: rows[tensor] for tensor in (*tensors, Tensor.O)} for rows in homes)
+    return o, lse, Saved(layer, saved)
+
+
+def backward(plan: Plan, kind: str, saved: Saved, do: Array) -> tuple[Floats | None, ...]:
+    """The gradients of what `forward` was given, from that of its output, do [T, Hq, Dv]; behind them that of the
+    sinks, [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
+    given = _scattered(plan, {Tensor.DO: (do,)})
+    homes = [deepcopy(rows) | more for rows, more in zip(saved.homes, given, strict=True)]
+    homes = _execute(plan, (kind, "backward"), saved.layer, homes)
+    results = (Tensor.DX,) if Tensor.X in saved.homes[0] else (Tensor.DQ, Tensor.DKV)
+    grads = [array for tensor in results for array in _gathered(plan, homes, tensor)]
+    if saved.layer.sinks is None:
+        return (*grads, None)
+    o, lse = _gathered(plan, saved.homes, Tensor.O)
+    share = np.exp(saved.layer.sinks - np.where(lse > -np.inf, lse, np.inf))
+    return (*grads, -(share * (do * o).sum(axis=-1)).sum(axis=0))
+
+
+def scatter(layout: Layout, x: Array) -> list[Array]:
+    """The rows of x [T, ...] that each rank holds, in row order."""
+    return [x[layout.tokens(rank)] for rank in range(layout.spans.ranks)]
+
+
+def gather(layout: Layout, parts: Sequence[Array]) -> Array:
+    """The inverse of `scatter`: [T, ...] in token order."""
+    rows = np.concatenate(list(parts))
+    out = np.empty_like(rows)
+    out[np.concatenate([layout.tokens(rank) for rank in range(layout.spans.ranks)])] = rows
+    return out
+
+
+def _scattered(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Home]:
+    """Each rank's home rows of the given tensors."""
+    layout, head = plan.layout(plan.header.home_layout), plan.header
+    homes: list[Home] = [{} for _ in range(head.ranks)]
+    for tensor, arrays in given.items():
+        tokens, hidden = int(layout.rows_per_rank.sum()), np.shape(arrays[0])[-1] if arrays else 0
+        shapes = _shapes(head, tensor, tokens, head.heads_of(tensor), hidden)
+        if len(arrays) != len(shapes):
+            raise ExecutionError(f"{len(arrays)} arrays for {', '.join(shapes)}; the plan takes each")
+        for (name, shape), array in zip(shapes.items(), arrays, strict=True):
+            if np.shape(array) != shape:
+                raise ExecutionError(f"{name} has shape {np.shape(array)}; the plan is for {shape}")
+            if np.isnan(array).any():
+                raise ExecutionError(f"{name} holds NaN, which here means rows that nobody wrote")
+        parts = (scatter(layout, np.asarray(array, np.float64)) for array in arrays)
+        for rows, home in zip(zip(*parts, strict=True), homes, strict=True):
+            home[tensor] = rows
+    return homes
+
+
+def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of each array of a tensor, by name."""
+    lead = (rows,) if tensor in HEADLESS else (rows, heads)
+    widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden)
+    named = zip(tensor.contents.parts, widths, strict=True)
+    return {part.name: (*lead, width) if width else lead for part, width in named}
+
+
+def _gathered(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:
+    """The arrays of a tensor in token order, from the home rows of all ranks."""
+    for rank, home in enumerate(homes):
+        if any(np.isnan(array).any() for array in home[tensor]):
+            rows = f"home rows of {TENSOR_NAMES[tensor]}"
+            raise ExecutionError(f"rank {rank}: {rows} were never written, or used up")
+    arrays = zip(*(home[tensor] for home in homes), strict=True)
+    return tuple(gather(plan.layout(plan.header.home_layout), parts) for parts in arrays)
+
+
+def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequence[Home]) -> list[Home]:
+    """What is at home when all programs of a kind and phase have ended."""
+    head, network = plan.header, Network()
+    if layer.sinks is not None and np.shape(layer.sinks) != (head.q_heads,):
+        raise ExecutionError(f"sinks of shape {np.shape(layer.sinks)} for {head.q_heads} query heads")
+    if key not in plan.programs:
+        raise UnknownNameError("kind", key[0], f"the plan has {', '.join(head.kinds)}", "name one of these")
+    programs = [compile_program(plan.programs[key].rank(rank), head) for rank in range(head.ranks)]
+    rows = plan.layout(plan.header.home_layout).rows_per_rank.tolist()
+    ranks = [Rank(rank, one, layer, network, rows[rank], homes[rank]) for rank, one in enumerate(programs)]
+    _take_turns(ranks, " ".join(key))
+    for (round_, source, target), queue in network.mail.items():
+        for tile, _ in queue:
+            raise ExecutionError(f"round {round_}: rank {target} does not receive {tile} of rank {source}")
+    return [rank.home for rank in ranks]
+
+
+# --- attention of one task: n query rows, m key rows, h query heads; keys and values with a column per query head
+
+
+class Partial(NamedTuple):
+    """Normalised output [n, h, Dv] and log-sum-exp [n, h]; (0, -inf) is the identity of `merge`."""
+
+    o: Floats
+    lse: Floats
+
+
+def _strips(q: Floats, k: Floats, task: Task | GradTask, layer: LocalLayer) -> Iterator[Strip]:
+    """Query rows, the keys that any of them sees, and logits [h, rows, keys], -inf where a pair is not allowed. No
+    dense mask of a task is ever built."""
+    for a in range(0, len(q), STRIP):
+        b = min(a + STRIP, len(q))
+        keys = slice(max(0, a - task.dmax), min(len(k), b - task.dmin))
+        if keys.start < keys.stop:
+            distance = np.arange(a, b)[:, None] - np.arange(keys.start, keys.stop)
+            logits = q[a:b].swapaxes(0, 1) @ k[keys].transpose(1, 2, 0) * _scale(q, layer)
+            if layer.softcap is not None:
+                logits = layer.softcap * np.tanh(logits / layer.softcap)
+            allowed = (task.dmin <= distance) & (distance <= task.dmax)
+            yield slice(a, b), keys, np.where(allowed, logits, -np.inf)
+
+
+def _scale(q: Floats, layer: LocalLayer) -> float:
+    return float(q.shape[2] ** -0.5) if layer.scale is None else layer.scale
+
+
+def attend(q: Floats, k: Floats, v: Floats, task: Task, layer: LocalLayer) -> Partial:
+    """Attention of q [n, h, D] on k [m, h, D], v [m, h, Dv] inside the task's band; (0, -inf) for rows without keys."""
+    out = Partial(np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf))
+    for rows, keys, logits in _strips(q, k, task, layer):
+        top = _finite(logits.max(axis=-1))
+        with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
+            lse = top + np.log(np.exp(logits - top[..., None]).sum(axis=-1))
+        weights = np.exp(logits - _finite(lse)[..., None])
+        out.o[rows] = (weights @ v[keys].swapaxes(0, 1)).swapaxes(0, 1)
+        out.lse[rows] = lse.T
+    return out
+
+
+def attend_grad(q: Floats, kv: Arrays, do: Floats, sums: Arrays, task: GradTask, layer: LocalLayer) -> Arrays:
+    """dq [n, h, D], dk [m, h, D] and dv [m, h, Dv], per query head. sums: the merged lse and delta =
+    rowsum(dO · O), both [n, h]. Rows whose merged LSE is -inf saw no key anywhere and contribute nothing."""
+    (k, v), (lse, delta) = kv, sums
+    dq, dk, dv = (np.zeros_like(array) for array in (q, k, v))
+    for rows, keys, logits in _strips(q, k, task, layer):
+        allowed, do_rows = np.isfinite(logits), do[rows].swapaxes(0, 1)
+        weights = np.where(allowed, np.exp(logits - _finite(lse[rows].T)[..., None]), 0)
+        d_weights = do_rows @ v[keys].transpose(1, 2, 0)
+        d_logits = weights * (d_weights - delta[rows].T[..., None]) * _scale(q, layer)
+        if layer.softcap is not None:  # tanh' = 1 - tanh²
+            d_logits *= 1 - (np.where(allowed, logits, 0) / layer.softcap) ** 2
+        dq[rows] += (d_logits @ k[keys].swapaxes(0, 1)).swapaxes(0, 1)
+        dk[keys] += (d_logits.swapaxes(1, 2) @ q[rows].swapaxes(0, 1)).swapaxes(0, 1)
+        dv[keys] += (weights.swapaxes(1, 2) @ do_rows).swapaxes(0, 1)
+    return dq, dk, dv
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The attention over two disjoint sets of keys from the attention over each (online softmax)."""
+    lse = np.logaddexp(a.lse, b.lse)
+    weight_a, weight_b = (np.exp(part.lse - _finite(lse))[..., None] for part in (a, b))
+    return Partial(a.o * weight_a + b.o * weight_b, lse)
+
+
+def rounded(values: Floats, dtype: str) -> Floats:
+    """The nearest numbers of bf16 or fp16, ties to even, as float64 (by way of float32 for bf16)."""
+    if dtype == "fp16":
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, as on a device
+            return values.astype(np.float16).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    carry = np.where(np.isfinite(values), 0x7FFF + (bits >> 16 & 1), 0)  # into the exponent
+    return (bits + carry.astype(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+def _finite(lse: Floats) -> Floats:
+    """-inf becomes 0, so that differences to it are never inf - inf."""
+    return np.where(lse == -np.inf, 0.0, lse)
+
+
+# --- ranks
+
+
+class Network:
+    """Between ranks: which of them launched each round, and what is on its way, by (round, from, to)."""
+
+    def __init__(self) -> None:
+        self.launched = defaultdict[int, set[int]](set)
+        self.mail = defaultdict[tuple[int, int, int], deque[tuple[Operand, Arrays]]](deque)
+
+    def receive(self, round_: int, source: int, target: int, into: Operand) -> Arrays:
+        """The next tile of the pair. Both sides list a pair's transfers alike, else ExecutionError."""
+        queue = self.mail[round_, source, target]
+        if not queue:
+            raise ExecutionError(f"receives {into} from rank {source}, which sends no more in round {round_}")
+        sent, values = queue.popleft()
+        if (sent.tensor, sent.rows, sent.heads) != (into.tensor, into.rows, into.heads):
+            raise ExecutionError(f"receives {into} from rank {source}, which sends {sent}")
+        return values
+
+
+@dataclass(frozen=True, eq=False)
+class LocalView:
+    """An operand in a rank's memory: `arrays` are the tensor's whole home or work arrays."""
+
+    operand: Operand
+    arrays: Arrays
+
+    @property
+    def _index(self) -> tuple[Any, ...]:
+        rows = self.operand.row_slice
+        return (rows,) if self.operand.tensor in HEADLESS else (rows, self.operand.columns)
+
+    def peek(self) -> Arrays:
+        """A copy of the values, whatever they are."""
+        return tuple(np.array(array[self._index]) for array in self.arrays)
+
+    def read(self) -> Arrays:
+        """A copy of the values. Raises ExecutionError where rows hold none."""
+        values = self.peek()
+        for value in values:
+            if np.isnan(value).any():
+                row = self.operand.row + int(np.argwhere(np.isnan(value))[0][0])
+                raise ExecutionError(f"reads {self.operand}: row {row} is unwritten, used up or in flight")
+        return values
+
+    def take(self) -> Arrays:
+        """As `read`; a partial is used up by this."""
+        values = self.read()
+        if self.operand.tensor in PARTIALS:
+            self.poison()
+        return values
+
+    def write(self, values: Sequence[Floats | float]) -> None:
+        """values: an array for each of the tensor's, or a number for all of its rows."""
+        for array, value in zip(self.arrays, values, strict=True):
+            array[self._index] = value
+
+    def add(self, values: Sequence[Floats], first: bool) -> None:
+        """Adds to the rows, or overwrites them where they are the first."""
+        self.write(values if first else [a + b for a, b in zip(self.read(), values, strict=True)])
+
+    def merge(self, part: Partial, first: bool) -> None:
+        """Merges into the rows of O, or overwrites them."""
+        self.write(part if first else merge(Partial(*self.read()), part))
+
+    def poison(self) -> None:
+        """The rows hold nothing from here on."""
+        self.write([np.nan] * len(self.arrays))
+
+
+class Rank(Machine[LocalView]):
+    """One rank's machine."""
+
+    def __init__(
+        self, rank: int, program: Program, layer: LocalLayer, network: Network, rows: int, given: Home
+    ) -> None:
+        super().__init__(program)
+        if program.uses_project and Tensor.X not in given:
+            raise ExecutionError("the plan takes hidden states, X.home: give them, and a layer that projects")
+        self.rank, self.at, self._layer, self._network = rank, 0, layer, network
+        self._hidden_width = given[Tensor.X][0].shape[1] if Tensor.X in given else 0
+        self.home = {t: given.get(t) or self._empty(t, rows, program.header.heads_of(t)) for t in Tensor if t}
+        self._work = {arena.tensor: self._empty(*arena) for arena in program.arenas}
+        #: launched rounds: the instruction, and what each operand must hold until the round's wait
+        self._flights: dict[int, tuple[Step, list[tuple[LocalView, Arrays]]]] = {}
+        self.bind()
+
+    def _empty(self, tensor: Tensor, rows: int, heads: int) -> Arrays:
+        shapes = _shapes(self.program.header, tensor, rows, heads, self._hidden_width)
+        return tuple(np.full(shape, np.nan) for shape in shapes.values())
+
+    def view(self, operand: Operand) -> LocalView:
+        arrays = (self.home if operand.is_home else self._work).get(operand.tensor)
+        if arrays is None or operand.row + operand.rows > len(arrays[0]):
+            raise ExecutionError(f"rank {self.rank}: {operand} leaves the rows that there are")
+        return LocalView(operand, arrays)
+
+    def advance(self) -> Iterator[set[int]]:
+        """Executes; where the rank must wait for others, yields which."""
+        for step in self.program.steps:
+            self.at = step.index
+            while missing := self._missing(step):
+                yield missing
+            self.handlers[step.op](step)
+        self.at = len(self.program.steps)
+        if self._flights:
+            raise ExecutionError(f"the program ends without a wait for rounds {sorted(self._flights)}")
+
+    def _missing(self, step: Step) -> set[int]:
+        if step.op != Op.WAIT or step.round not in self._flights:
+            return set()
+        launch, _ = self._flights[step.round]
+        everyone, peers = range(self.program.header.ranks), {transfer.peer for transfer in launch.transfers}
+        return {*(everyone if launch.mode & ALL_TO_ALL else peers)} - self._network.launched[step.round]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, instruction {self.at} of {len(self.program.steps)}"
+
+    def around(self) -> str:
+        """The instructions around the current one, with an arrow."""
+        steps = self.program.steps[max(0, self.at - 2) : self.at + 2]
+        return "\n".join(f"  {'→' if s.index == self.at else ' '} {s.index}: {s}" for s in steps)
+
+    # the ops
+
+    def launch(self, step: Step) -> None:
+        head, views = self.program.header, [self.views[transfer.operand] for transfer in step.transfers]
+        for view, transfer in zip(views, step.transfers, strict=True):
+            if transfer.send:
+                values = view.take()
+                if head.narrows(view.operand.tensor):
+                    values = tuple(rounded(value, head.dtype) for value in values)
+                self._network.mail[step.round, self.rank, transfer.peer].append((view.operand, values))
+            else:
+                view.poison()
+        self._flights[step.round] = step, [(view, view.peek()) for view in views]
+        self._network.launched[step.round].add(self.rank)
+
+    def wait(self, step: Step) -> None:
+        if step.round not in self._flights:
+            raise ExecutionError(f"waits for round {step.round}, which it did not launch")
+        launch, flight = self._flights.pop(step.round)
+        for (view, held), transfer in zip(flight, launch.transfers, strict=True):
+            if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(view.peek(), held, strict=True)):
+                raise ExecutionError(f"{view.operand} was overwritten while round {step.round} was in flight")
+            if not transfer.send:
+                view.write(self._network.receive(step.round, transfer.peer, self.rank, view.operand))
+
+    def attend(self, step: Step) -> None:
+        for task in step.tasks:
+            (q,), (k, v) = self.views[task.q].read(), self.views[task.kv].read()
+            part = attend(q, k[:, task.kv_of], v[:, task.kv_of], task, self._layer)
+            self.views[task.o].merge(part, task.first)
+
+    def attend_grad(self, step: Step) -> None:
+        for task in step.grads:
+            (q,), (k, v), (do,) = (self.views[index].read() for index in (task.q, task.kv, task.do))
+            shared, sums = (k[:, task.kv_of], v[:, task.kv_of]), self.views[task.delta].read()
+            dq, dk, dv = attend_grad(q, shared, do, sums, task, self._layer)
+            self.views[task.dq].add([dq], task.first_dq)
+            readers = np.eye(k.shape[1])[:, task.kv_of]  # the query heads of each KV head, which are added up
+            self.views[task.dkv].add([readers @ dk, readers @ dv], task.first_dkv)
+
+    def delta(self, step: Step) -> None:
+        for row in step.rowops:
+            (do,), (o, lse) = self.views[row.a].read(), self.views[row.b].read()
+            self.views[row.c].write([lse, (do * o).sum(axis=-1)])
+
+    def merge(self, step: Step) -> None:
+        for row in step.rowops:
+            self.views[row.c].merge(Partial(*self.views[row.a].take()), row.first)
+
+    def add(self, step: Step) -> None:
+        for row in step.rowops:
+            self.views[row.c].add(self.views[row.a].take(), row.first)
+
+    def copy(self, step: Step) -> None:
+        for row in step.rowops:
+            self.views[row.c].write(self.views[row.a].take())
+
+    deliver = copy
+
+    def clear(self, step: Step) -> None:
+        for row in step.rowops:
+            view = self.views[row.c]
+            view.write([0.0, -np.inf if view.operand.tensor == Tensor.O else 0.0][: len(view.arrays)])
+
+    def project(self, step: Step) -> None:
+        for row in step.rowops:
+            q, k, v = cast("Projection", self._layer.project).project(*self._projected(row))
+            for index, values in ((row.b, [q]), (row.c, [k, v])):
+                if index:
+                    self.views[index].write(values)
+
+    def project_grad(self, step: Step) -> None:
+        for row in step.rowops:
+            grads = (*self._grads(row, row.b, Tensor.Q), *self._grads(row, row.c, Tensor.KV))
+            dx = cast("Projection", self._layer.project).gradient(*self._projected(row), grads)
+            self.views[row.d].add([dx], row.first)
+
+    def _projected(self, row: RowOp) -> tuple[Floats, Ints, Heads, Heads]:
+        hidden, positions = self.views[row.a].read()
+        q, kv = (self.program.operands[index].heads for index in (row.b, row.c))
+        return hidden, positions.astype(np.int64), q, kv
+
+    def _grads(self, row: RowOp, index: int, tensor: Tensor) -> Arrays:
+        """The gradients of an operand, used up; without an operand, gradients of no heads."""
+        rows = self.program.operands[row.a].rows
+        return self.views[index].take() if index else self._empty(tensor, rows, 0)
+
+    def finish(self, step: Step) -> None:
+        for row in step.rowops:
+            view, (o, lse) = self.views[row.c], self.views[row.c].read()
+            if self._layer.sinks is not None:
+                sinks = np.broadcast_to(self._layer.sinks[list(view.operand.heads)], lse.shape)
+                view.merge(Partial(np.zeros_like(o), sinks), first=False)
+
+
+def _take_turns(ranks: list[Rank], where: str) -> None:
+    """Runs every rank as far as it goes, in turn, until all are done."""
+    running = {rank: rank.advance() for rank in ranks}
+    while running:
+        before, waits = [rank.at for rank in ranks], dict[Rank, set[int]]()
+        for rank, turn in running.items():
+            try:
+                waits[rank] = next(turn, set())
+            except ExecutionError as error:
+                raise ExecutionError(f"{where}: {rank}: {error}\n{rank.around()}") from error
+        running = {rank: running[rank] for rank, missing in waits.items() if missing}
+        if running and before == [rank.at for rank in ranks]:
+            lines = [f"{where}: deadlock, no rank can go on"]
+            for rank in running:
+                lines += [f"{rank}: waits for ranks {sorted(waits[rank])} to launch", rank.around()]
+            raise ExecutionError("\n".join(lines))
