@@ -34,8 +34,8 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.solvers.contracts import GroupingProblem
 from apportion.planner.solvers.grouping import ilp
-from apportion.planner.solvers.kit.grouping import GroupingCases
 from apportion.planner.solvers.status import Budget
+from apportion.testing import PROBLEMS
 
 GOAL = 1.01
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     # what is loaded and compiled once is not the solver's time
-    ilp.solve(GroupingCases().medium(np.random.default_rng(0)), Budget(steps=1))
+    ilp.solve(PROBLEMS["grouping"].drawn(np.random.default_rng(0), large=True), Budget(steps=1))
     console = Console(stderr=True)
     rows = [measure(seed, args) for seed in track(seeds, "solving", console=console, transient=True)]
     broken = [row for row in rows if not row.bound_ms <= row.value_ms <= row.greedy_ms * (1 + 1e-9)]

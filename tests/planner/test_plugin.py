@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 import apportion as ap
+from apportion import testing
 from apportion.ir.fields import load
 from apportion.planner import plugins
 from apportion.planner.problem import PlacePass
 from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.recipe.registry import STEPS, broken, find_pass, names
 from apportion.planner.route.routes import RoutePass
-from apportion.planner.solvers import kit
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 
 
 def test_its_solver_is_listed_and_keeps_the_contract() -> None:
     assert [entry.name for entry in list_solvers()] == [*(name for _, name in SOLVERS), "emptiest"]
-    kit.check(find_solver("partition", "emptiest"))
+    testing.check(find_solver("partition", "emptiest"))
 
 
 def test_its_solver_runs_from_a_recipe_file(tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ def compare(
       apportion solvers compare --kind partition --problems 200 --json
     """
     from apportion.cli.printed import recipes as printed
+    from apportion.cli.solver_comparison import compare as compared
     from apportion.ir.fields import choice
     from apportion.planner.solvers.contracts import KINDS
-    from apportion.planner.solvers.kit.comparison import compare as compared
     from apportion.planner.solvers.registry import list_solvers
 
     if kind is not None:
@@ -144,7 +144,7 @@ def compare(
     wanted = [entry for entry in list_solvers() if kind in (None, entry.kind)]
     there = [entry for entry in wanted if entry.installed]
     with progress("solving", problems * len(there)) as tell:
-        rows = [asdict(row) for row in compared(there, problems, tell)]
+        rows = compared(there, problems, tell)
     missing = [f"{entry.kind} {entry.name}" for entry in wanted if not entry.installed]
     if missing:
         note(f"not installed: {', '.join(missing)}: pip install 'apportion[solvers]'")

@@ -7,8 +7,8 @@
     grouping    GroupingProblem      Grouping      ilp
     hypergraph  HypergraphProblem    Sides         greedy, mtkahypar
 
-A solver is a function (problem, budget) -> result. It is deterministic, its value does
-not depend on the order of the items, it says why it stopped, and it keeps to the budget. `kit` checks all of that.
+A solver is a function (problem, budget) -> result. It is deterministic, its value does not depend on the order of the
+items, it says why it stopped, and it keeps to the budget: `apportion.testing` checks that.
 A problem that no answer can serve ends INFEASIBLE; arrays that do not fit together raise ConfigError.
 """
 

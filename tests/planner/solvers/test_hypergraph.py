@@ -15,9 +15,9 @@ from apportion.planner.solvers.hypergraph import mtkahypar, solver as hypergraph
 from apportion.planner.solvers.hypergraph.graph import graph_of
 from apportion.planner.solvers.hypergraph.moves import board_of, refine, regroup
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
-from apportion.planner.solvers.kit.hypergraph import HypergraphCases
 from apportion.planner.solvers.registry import SOLVERS
 from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.testing.problems import Hypergraphs
 
 ENGINES = ["greedy", "mtkahypar"]
 
@@ -194,7 +194,7 @@ def test_an_answer_out_of_balance_is_repaired(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_many_vertices_are_merged_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = HypergraphCases().large(np.random.default_rng(0))
+    problem = Hypergraphs().of(np.random.default_rng(0), [90, 60, 30, *[3] * 20], 2, 4, 0.1)
     sizes = []
     held = mtkahypar._run
     monkeypatch.setattr(mtkahypar, "_run", lambda jobs: sizes.extend(jobs) or held(jobs))

@@ -1,4 +1,4 @@
-"""The registry, the words for results, and the conformance kit on every built-in solver."""
+"""The registry, the words for results, and what every built-in solver must keep."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apportion import testing
 from apportion.ir.errors import ConfigError, MissingDependencyError, UnknownNameError
 from apportion.planner.recipe.registry import users_of
-from apportion.planner.solvers import highs, kit, registry
+from apportion.planner.solvers import highs, registry
 from apportion.planner.solvers.contracts import (
     KINDS,
     Partition,
@@ -22,7 +23,6 @@ from apportion.planner.solvers.contracts import (
     TransportProblem,
     TwoLevelCost,
 )
-from apportion.planner.solvers.kit.cases import CASES
 from apportion.planner.solvers.partition import ilp, swap
 from apportion.planner.solvers.partition.lpt import solve as lpt_solve
 from apportion.planner.solvers.registry import SOLVERS, Entry, find_solver
@@ -37,7 +37,7 @@ LONG = [("partition", "ilp"), ("hypergraph", "mtkahypar")]
     "key", marked(list(SOLVERS), [at for at, key in enumerate(SOLVERS) if key not in LONG]), ids="-".join
 )
 def test_keeps_the_contract(key: tuple[str, str]) -> None:
-    kit.check(SOLVERS[key])
+    testing.check(SOLVERS[key])
 
 
 def test_listing_imports_no_engine() -> None:
@@ -133,7 +133,7 @@ def test_what_does_not_fit_together_is_refused(make: Callable[..., Any], fault: 
         make()
 
 
-# ---- the kit itself finds what is wrong
+# ---- the check itself finds what is wrong
 
 
 def overfull(problem: PartitionProblem, budget: Budget) -> Partition:
@@ -173,10 +173,10 @@ def hopeful(problem: PartitionProblem, budget: Budget) -> Partition:
         (hopeful, "there is no answer|are not one of"),
     ],
 )
-def test_the_kit_finds_a_solver_that_does_not_keep_it(solver: Callable[..., Any], fault: str) -> None:
+def test_the_check_finds_a_solver_that_does_not_keep_it(solver: Callable[..., Any], fault: str) -> None:
     entry = Entry("bad", "partition", f"{__name__}:{solver.__name__}", "", "")
-    with pytest.raises(kit.ConformanceError, match=fault):
-        kit.check(entry)
+    with pytest.raises(testing.ConformanceError, match=fault):
+        testing.check(entry)
 
 
 def test_the_exact_partition_is_exact_where_sizes_are_large() -> None:
@@ -185,7 +185,7 @@ def test_the_exact_partition_is_exact_where_sizes_are_large() -> None:
     problem = PartitionProblem(weights, sizes, np.full(4, 857650229), np.array([1000.0, 1.0, 0.5, 1000.0]))
     found = find_solver("partition", "ilp").load()(problem, Budget())
     assert found.termination.status is Status.OPTIMAL
-    assert found.termination.value == pytest.approx(CASES["partition"].optimum(problem))
+    assert found.termination.value == pytest.approx(testing.PROBLEMS["partition"].optimum(problem))
 
 
 def test_the_exact_partition_counts_its_nodes_and_leaves_large_programs(

@@ -14,9 +14,9 @@ from apportion.ir.errors import CapacityError, MissingDependencyError
 from apportion.planner.solvers.contracts import GroupingProblem, PartitionProblem
 from apportion.planner.solvers.grouping import ilp, mixing
 from apportion.planner.solvers.highs import SolverRun
-from apportion.planner.solvers.kit.grouping import GroupingCases
 from apportion.planner.solvers.partition.lpt import makespan_bound, solve as solve_lpt
 from apportion.planner.solvers.status import Budget, Limit, Status
+from apportion.testing import PROBLEMS
 
 
 def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingProblem:
@@ -31,9 +31,9 @@ def drawn(seed: int, sequences: int, ranks: int, room: float = 2.0) -> GroupingP
 
 @pytest.mark.parametrize("seed", range(12))
 def test_small_problems_are_proven_and_right(seed: int) -> None:
-    problem = GroupingCases().small(np.random.default_rng(100 + seed))
+    problem = PROBLEMS["grouping"].drawn(np.random.default_rng(100 + seed))
     found = ilp.solve(problem, Budget())
-    best = GroupingCases().optimum(problem)
+    best = PROBLEMS["grouping"].optimum(problem)
     assert found.termination.status is Status.OPTIMAL
     assert found.termination.value == pytest.approx(best, rel=1e-6)
 
@@ -44,7 +44,7 @@ def test_never_above_the_greedy_mix_and_never_below_its_bound(seed: int) -> None
     start, found = ilp.greedy(problem), ilp.solve(problem, Budget(gap=0.01, steps=20))
     assert found.termination.bound <= found.termination.value <= start.termination.value
     assert start.termination.bound <= found.termination.bound
-    assert not list(GroupingCases().faults(problem, found))
+    assert not list(PROBLEMS["grouping"].faults(problem, found))
     if found.termination.limit is Limit.GAP:
         assert found.termination.gap <= 1.01 + 1e-5
 
@@ -137,7 +137,7 @@ def test_thousands_of_sequences_end_within_bounded_steps(monkeypatch: pytest.Mon
     assert max(programs) <= (mixed_programs._MOST_KINDS + 2 * mixed_programs._MOST_HEAVY + 2) * columns
     assert len(spreads) <= 20 * (len(programs) + 2)
     assert found.termination.bound <= found.termination.value <= ilp.greedy(problem).termination.value
-    assert not list(GroupingCases().faults(problem, found))
+    assert not list(PROBLEMS["grouping"].faults(problem, found))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -162,10 +162,10 @@ def test_without_pulp_it_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['pulp'] = None\n"
         "from apportion.planner.solvers.grouping import ilp\n"
-        "from apportion.planner.solvers.kit.cases import GroupingCases\n"
+        "from apportion.testing import PROBLEMS\n"
         "from apportion.planner.solvers.status import Budget\n"
         "import numpy as np\n"
-        "try:\n    ilp.solve(GroupingCases().medium(np.random.default_rng(0)), Budget())\n"
+        "try:\n    ilp.solve(PROBLEMS['grouping'].drawn(np.random.default_rng(0), large=True), Budget())\n"
         "except ImportError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

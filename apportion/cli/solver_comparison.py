@@ -1,0 +1,56 @@
+"""Solvers against the optimum, on problems so small that all their answers are enumerated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from apportion.planner.solvers.registry import Entry
+from apportion.planner.solvers.status import Status
+from apportion.testing import PROBLEMS
+
+_NEAR = 1e-6
+
+
+def compare(entries: Sequence[Entry], problems: int, tell: Callable[[str], object]) -> list[dict[str, Any]]:
+    """A row for each solver, all of a kind on the same problems, drawn from seeds 0, 1, ….
+
+    entries: installed ones; tell: called behind every problem, with the solver's name. Of `problems` with an answer:
+    solved, those it found one for; optimal, those whose value is the optimum, and proven, those of which it said so;
+    worst, mean: its value over the optimum, None where nothing was solved or an optimum is 0. ms: the median of a call.
+    Raises what a solver raises.
+    """
+    return [_compared(entry, problems, tell) for entry in entries]
+
+
+def _compared(entry: Entry, problems: int, tell: Callable[[str], object]) -> dict[str, Any]:
+    kind, solver = PROBLEMS[entry.kind], entry.load()
+    drawn = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
+    solver(drawn[0], entry.budget)  # what loads or compiles once is not the solver's time
+    times, best, values, proven = [], [], [], 0
+    for problem in drawn:
+        begun = time.perf_counter()
+        result = solver(problem, entry.budget)
+        times.append(1e3 * (time.perf_counter() - begun))
+        tell(f"{entry.kind} {entry.name}")
+        optimum = kind.optimum(problem)
+        best += [] if optimum is None else [optimum]
+        if optimum is not None and result.termination.solved:
+            values.append((kind.value(problem, result), optimum))
+            proven += result.termination.status is Status.OPTIMAL
+    ratios = [value / optimum for value, optimum in values if optimum > 0]
+    return {
+        "kind": entry.kind,
+        "solver": entry.name,
+        "problems": len(best),
+        "solved": len(values),
+        "optimal": sum(value <= optimum + _NEAR * max(1.0, optimum) for value, optimum in values),
+        "proven": proven,
+        "worst": max(ratios, default=None),
+        "mean": fmean(ratios) if ratios else None,
+        "ms": median(times),
+    }

@@ -1,0 +1,105 @@
+"""What authors of plug-ins run: `check` holds a solver to the contract of its kind.
+
+    from apportion import testing
+    from apportion.planner.solvers.registry import find_solver
+
+    def test_mine():
+        testing.check(find_solver("partition", "mine"))
+
+No test framework is needed: a breach raises ConformanceError, which is an AssertionError. Passes are checked when they
+are found (`planner/recipe/registry.py`), and plans by the verifier. `problems.py` has problems and rules of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from apportion.planner.solvers.registry import Entry
+from apportion.planner.solvers.status import Budget, Status, Termination
+from apportion.testing.problems import PROBLEMS, Problems
+
+__all__ = ["PROBLEMS", "ConformanceError", "check"]
+
+_SMALL, _LARGE_SEED, _TOLERANCE = 12, 1000, 1e-6
+
+
+class ConformanceError(AssertionError):
+    """A solver breaks its contract; says which check, on which problem, and the numbers."""
+
+
+def check(entry: Entry, budget: Budget | None = None) -> None:
+    """Draws problems of the kind of an Entry, 12 small ones and a large one, and holds its solver to these rules:
+
+    - an answer is feasible, has the value it claims, and a status that fits it;
+    - bound <= optimum <= value on small problems, whose optimum is enumerated; none only where there is none or none
+      was found;
+    - the same problem has the same answer, to the bit, and the value does not depend on the order of the items;
+    - a problem without an answer is refused (ValueError), or ends INFEASIBLE or NO_SOLUTION, without a value.
+
+    budget: in steps of the solver, its own where none is given. Raises ConformanceError, MissingDependencyError.
+    """
+    solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
+    for seed in (*range(_SMALL), _LARGE_SEED):
+        problem = kind.drawn(np.random.default_rng(seed), large=seed == _LARGE_SEED)
+        other = kind.permuted(problem, np.random.default_rng(seed + 1))
+        result, again, moved = (solver(one, budget) for one in (problem, problem, other))
+        bounds = _in_bounds(result.termination, kind.optimum(problem)) if seed < _SMALL else ()
+        for fault in chain(_in_answer(kind, problem, result), bounds, _in_repeats(result, again, moved)):
+            raise ConformanceError(f"{entry.kind} problem {seed}: {fault}")
+    if (problem := kind.hopeless()) is not None:
+        with suppress(ValueError):
+            end = solver(problem, budget).termination
+            if end.solved or end.value is not None:
+                raise ConformanceError(f"{end} at {end.value}, but there is no answer")
+
+
+def _in_answer(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
+    end = result.termination
+    if not end.solved:
+        yield from _told((end.value is not None, f"{end} with a value of {end.value}"))
+        return
+    yield from kind.faults(problem, result)
+    value, proven = kind.value(problem, result), end.status is Status.OPTIMAL
+    yield from _told(
+        (not _near(end.value, value), f"claims the value {end.value}, has {value}"),
+        (proven and not _near(end.bound, value), f"OPTIMAL at {value} with the bound {end.bound}"),
+    )
+
+
+def _in_bounds(end: Termination, best: float | None) -> Iterator[str]:
+    if best is None:
+        yield from _told((end.solved, f"{end}, but there is no answer"))
+        return
+    slack = _TOLERANCE * max(1.0, best)
+    yield from _told(
+        (end.status is Status.INFEASIBLE, f"INFEASIBLE, but {best} is possible"),
+        (end.bound > best + slack, f"bound {end.bound} above the optimum {best}"),
+        (end.value is not None and end.value < best - slack, f"value {end.value} below the optimum {best}"),
+        (end.status is Status.OPTIMAL and not _near(end.value, best), f"OPTIMAL, the optimum is {best}"),
+    )
+
+
+def _in_repeats(result: Any, again: Any, moved: Any) -> Iterator[str]:
+    for name in (field.name for field in fields(result)):
+        a, b = getattr(result, name), getattr(again, name)
+        same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        yield from _told((not same, f"{name} differs from run to run: {a} and {b}"))
+    one, two = result.termination, moved.termination
+    same = one.status is two.status and _near(one.value, two.value)
+    yield from _told((not same, f"{one} at {one.value}, in another order {two} at {two.value}"))
+
+
+def _told(*found: tuple[bool, str]) -> Iterator[str]:
+    yield from (fault for broken, fault in found if broken)
+
+
+def _near(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(abs(one - other) <= _TOLERANCE * max(1.0, abs(one), abs(other)))
