@@ -7,7 +7,7 @@ has one method that takes a `Step` and finds its operands in `self.views`. A pro
 run many times; views, arenas and rounds in flight belong to one machine, that is, to one call.
 
 Two calls may take turns on a rank, so that one computes while the other's rounds are under way: a program falls into
-dispatch, compute and collect (`ir.segments`), each executed as a whole.
+dispatch, compute and collect (`ir.plan.segments`), each executed as a whole.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Program:
 
     @property
     def cuts(self) -> Cuts:
-        """Where this rank alone would cut; see `ir.segments`."""
+        """Where this rank alone would cut; see `ir.plan.segments`."""
         return own_cuts(*self._columns)
 
     def segments(self, cuts: Cuts) -> Segments:

@@ -6,21 +6,14 @@ Every text is escaped, and a card has a few kilobytes, whatever it shows. Colour
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.errors import ConfigError
-
-if TYPE_CHECKING:
-    from apportion.ir.masks.spec import Mask
 
 BARS = 96
 GRID = 64
-_LONGEST = 65536
 _BLUE, _GREY = "#4477aa", "#8b97a3"
 
 
@@ -89,26 +82,6 @@ def sampled(bands: Ints, length: int) -> Bools:
         inside = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
         seen |= inside & (query - key >= low) & (query - key <= high)
     return seen
-
-
-def length_for(mask: Mask) -> int:
-    """Tokens of a sequence that shows a mask: its own length where it has one, else four times its largest
-    parameter."""
-    length = min(4 * max(12, *_numbers(mask)), _LONGEST)
-    try:
-        mask.check(length, "mask")
-    except ConfigError as error:  # it says which length fits
-        length = max(_numbers(error.value))
-    return length
-
-
-def _numbers(data: Any) -> list[int]:
-    """All whole numbers in the fields of a mask, however deep, and a 1."""
-    if is_dataclass(data):
-        data = tuple(vars(data).values())
-    if isinstance(data, list | tuple):
-        return [1, *(number for part in data for number in _numbers(part))]
-    return [1, data] if isinstance(data, int) and not isinstance(data, bool) else [1]
 
 
 def _svg(title: str, width: int, height: int, inside: str) -> str:

@@ -34,7 +34,7 @@ SPECS = [
 def test_every_mask_has_a_picture_of_its_bands(spec: masks.Mask) -> None:
     shown = spec._repr_html_()
     assert type(spec).__name__ in shown
-    length = cards.length_for(spec)
+    length = spec.shown_length()
     seen = cards.sampled(spec.bands(length), length)
     assert seen.any()
     assert shown.count("M") >= len(np.flatnonzero(seen.any(1)))

@@ -105,7 +105,7 @@ def _head(problem: Problem, allowed: Array, head: int) -> tuple[Array, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """One head under a band mask, some query rows at a time: bands [n, 6] as in `ir.bands`, global tokens."""
+    """One head under a band mask, some query rows at a time: bands [n, 6] as in `ir.masks.bands`, global tokens."""
 
     problem: Problem
     bands: Array

@@ -330,7 +330,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
 
-    LSE is differentiable with return_lse, the same on all ranks. window, causal, layer: as `ir.declared`."""
+    LSE is differentiable with return_lse, the same on all ranks. window, causal, layer: as `ir.masks.declared`."""
     rule = handle.number, kind, score.scale, score.softcap, return_lse
     out, lse = attend_op(q, k, v, sinks, *rule, window, causal, layer)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:

@@ -148,7 +148,7 @@ class PlanHandle:
         return name
 
     def check(self, kind: str, window: int | None, causal: bool | None, layer: str | None = None) -> None:
-        """Holds what a layer says of its mask against the plan's, as `ir.declared`, once. Raises ConfigError."""
+        """Holds what a layer says of its mask against the plan's, as `ir.masks.declared`, once. Raises ConfigError."""
         said = kind, window, causal
         if said not in self._held:
             Declared(window, causal).check(self.slice.header.diagonals, kind, layer)

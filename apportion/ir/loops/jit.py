@@ -1,7 +1,7 @@
 """Optional compilation of hot loops.
 
 A function under `jit` is plain Python on integers and numpy columns. With numba it comes compiled with the package
-(`ir.shelf`), or is compiled on first use and cached on disk; without, it runs as written. Results are equal by
+(`ir.loops.shelf`), or is compiled on first use and cached on disk; without, it runs as written. Results are equal by
 construction: one source, integer arithmetic.
 """
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from textwrap import shorten
 from typing import Any, ClassVar
 
@@ -38,6 +38,7 @@ ZERO = np.zeros(1, np.int64)
 CAUSAL, FULL = (0, INF), (-INF, INF)
 
 _SHOWN = 100  # characters of a parameter, in a notebook
+_LONGEST_SHOWN = 65536  # tokens, there
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,22 @@ class Mask(ABC):
         """What a notebook shows: the mask on a sequence that is long enough to see it."""
         from apportion.ir import cards
 
-        length = cards.length_for(self)
+        length = self.shown_length()
         picture = cards.cells(
             f"queries down, keys across, {length} tokens", cards.sampled(self.bands(length), length)
         )
         rows = [(key, shorten(str(value), _SHOWN)) for key, value in vars(self).items()]
         rows.append(("drawn on", f"{length:,} tokens"))
         return cards.card(type(self).__name__, rows, picture)
+
+    def shown_length(self) -> int:
+        """Tokens of a sequence that shows it: its own length, if it has one, else four times its largest parameter."""
+        length = min(4 * max(12, *_numbers(self)), _LONGEST_SHOWN)
+        try:
+            self.check(length, "mask")
+        except ConfigError as error:  # it says which length fits
+            length = max(_numbers(error.value))
+        return length
 
     def positions(self, length: int) -> Ints:
         """[length] position id of each token."""
@@ -207,6 +217,15 @@ def _lower_columns(
     token, value = np.concatenate(tokens), np.concatenate(values)
     order = np.argsort(token, kind="stable")
     return token[order], value[order]
+
+
+def _numbers(data: Any) -> list[int]:
+    """All whole numbers in the fields of a mask, however deep, and a 1."""
+    if is_dataclass(data):
+        data = tuple(vars(data).values())
+    if isinstance(data, list | tuple):
+        return [1, *(number for part in data for number in _numbers(part))]
+    return [1, data] if isinstance(data, int) and not isinstance(data, bool) else [1]
 
 
 def _by_length(lengths: Ints, starts: Ints) -> Iterable[tuple[int, Ints]]:

@@ -1,6 +1,6 @@
 """What follows from the tables of programs: whose rows are whose, what meets what, how many heads, what room.
 
-Verifier, simulator, messages and executors ask here. Indexes are used as they stand: `ir.structure` has checked them.
+Verifier, simulator, messages and executors ask here. Indexes are used as they stand: `ir.plan.wellformed` checked them.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def is_config(data: Any) -> bool:
 
 
 class ModelFields(TypedDict):
-    """Fields of `ir.model.Model`."""
+    """Fields of `ir.request.model.Model`."""
 
     q_heads: int
     kv_heads: int

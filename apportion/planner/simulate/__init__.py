@@ -31,7 +31,8 @@ from apportion.planner.simulate.durations import Costs, Work, end_us, task_pairs
 from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
 from apportion.planner.simulate.path import PathStep
 from apportion.planner.simulate.program import WAIT, Script, Traffic, View, write_script
-from apportion.planner.simulate.timeline import Run, Simulation, Spans
+from apportion.planner.simulate.simulation import Simulation
+from apportion.planner.simulate.timeline import Run, Spans
 from apportion.planner.simulate.traffic import find_traffic, port_count
 
 __all__ = [

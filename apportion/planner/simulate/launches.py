@@ -7,7 +7,7 @@ that is described, whoever's kernels a hardware file has the times of; engines t
                                                   the accumulator's dtype to the model's
 
 A projection is the layer's own, and counts only for what puts its rows in place, or adds them into dX. The messages of
-a round are those of `ir.messages`.
+a round are those of `ir.plan.messages`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Format: "Trace Event Format" (Google), complete events (X), metadata (M) and flo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.tensors import TENSOR_NAMES, Tensor
 from apportion.planner.simulate.launches import WORK_NAMES
 from apportion.planner.simulate.path import PathStep
-
-if TYPE_CHECKING:
-    from apportion.planner.simulate.timeline import Run
+from apportion.planner.simulate.timeline import Run
 
 DEFAULT_RANKS = 64
 

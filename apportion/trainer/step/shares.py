@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import warn
 
 import torch
@@ -15,14 +15,11 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.reductions import Reduction, reduction_of
 
-if TYPE_CHECKING:
-    from apportion.trainer.loading.batch import PlannedBatch
-
 _SCALED = 65536  # by torch's GradScaler, to begin with
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
 
-def batch_of(labels: Tensor) -> PlannedBatch | None:
+def batch_of(labels: Tensor) -> wiring.Watched | None:
     """The batch whose labels these are, or a view or, until ranks were compared, a copy of them. Raises ConfigError for
     its tokens, and for labels that are shifted once more."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
@@ -37,7 +34,7 @@ def batch_of(labels: Tensor) -> PlannedBatch | None:
             if viewed and 1 < labels.numel() == behind.numel() and labels.data_ptr() == behind.data_ptr():
                 rule = "are those of the next token already, and would be shifted once more"
                 raise ConfigError("labels", "batch.labels[1:]", rule, "give batch.labels, and all logits")
-            found: PlannedBatch = batch
+            found: wiring.Watched = batch
             return found
     return None
 
@@ -47,12 +44,12 @@ def _within(one: Tensor, whole: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def batch_under(handle: PlanHandle) -> PlannedBatch | None:
+def batch_under(handle: PlanHandle) -> wiring.Watched | None:
     """The batch of a handle."""
     return next((one for one in wiring.watch.batches if one.handle is handle), None)
 
 
-def check_share(loss: Tensor, batch: PlannedBatch | None, factor: float | None = 1.0) -> None:
+def check_share(loss: Tensor, batch: wiring.Watched | None, factor: float | None = 1.0) -> None:
     """Checks a share of the step's mean, loss / factor, or with None what a loss is made of, and what reduces it.
 
     batch: its own, where that is known. Raises ExecutionError where attention looked at a rank's rows alone. Its

@@ -3,7 +3,7 @@
     sum's work rows    ├──── sent to 2 ────┤── delivered ──┤── sent to 3 ──┤
     written to         a tile of a message   home rows       a tile of a message
 
-Which rows these are follows from the program (`ir.fusion`); where, from the places of messages in the staging arena.
+Which rows these are follows from the program (`ir.plan.fusion`); where, from the places of messages in staging.
 """
 
 from __future__ import annotations

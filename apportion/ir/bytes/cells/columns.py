@@ -1,8 +1,8 @@
 """Tables as cells, one a rank, and back: `schemas/FORMAT.md` describes the bytes.
 
 A cell has the number of rows, and column after column what its numbers are above what was predicted
-(`ir.predictions`), as bytes (`ir.numbers`). A rank without rows has an empty cell. A cell has at least a byte for
-`DENSEST` rows, zeros if need be: few bytes cannot claim many rows.
+(`ir.bytes.cells.predictions`), as bytes (`ir.bytes.cells.numbers`). A rank without rows has an empty cell. A cell has
+at least a byte for `DENSEST` rows, zeros if need be: few bytes cannot claim many rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a column most likely holds, told from what stands before: the format writes what differs (`ir.numbers`).
+"""What a column most likely holds, told from what stands before: `ir.bytes.cells.numbers` writes what differs.
 
     LAST        what the row before holds
     WITH a      that, changed by as much as column a changed
@@ -10,7 +10,7 @@
     NEW         likewise; else the first operand that no row has named so far
     QUERIES a   the largest diagonal of a task whose query rows are operand a: its rows less one
     KEYS a      the smallest of one whose key rows are operand a: minus its rows, and one
-    LIKE        what the source of an operand holds (`ir.sources`); LAST without one
+    LIKE        what the source of an operand holds (`ir.bytes.cells.sources`); LAST without one
     ROW         the row behind the last one's source; else the row behind the last operand
     BACK        as LAST: how many operands before an operand its source stands
 
@@ -320,7 +320,7 @@ def _walk_likes(rows: WalkedRows, column: int, reads: bool) -> int:
     for row in range(begin, rows.end):
         if source[row] > 0:
             if not reads:
-                continue  # `ir.sources` takes none that is not alike
+                continue  # `ir.bytes.cells.sources` takes none that is not alike
             likely = own[row - source[row]]
         else:
             likely = own[row - 1] if row > begin else 0

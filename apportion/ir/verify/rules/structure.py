@@ -1,6 +1,6 @@
 """Instructions are well formed: each op gets operands of its tensors, of equal rows and heads, inside their rows.
 
-`ir.structure` has checked codes, indexes and counts before; here operands meet layouts, arenas and ops.
+`ir.plan.wellformed` has checked codes, indexes and counts before; here operands meet layouts, arenas and ops.
 """
 
 from __future__ import annotations

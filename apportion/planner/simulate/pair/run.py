@@ -11,8 +11,8 @@ Both halves' programs run on the same ranks with the linear layers before and af
     whole    if the plan of the undivided microbatch is given: that one, which hides what it can. Halves fetch again
              what they share with nobody else, so it is the one to beat
 
-Segments are those of the executor (`ir.segments`). The halves share all links and NICs; channels are their own, unless
-process groups are counted: then they share these, and a round waits for those before it in its group.
+Segments are those of the executor (`ir.plan.segments`). The halves share all links and NICs; channels are their own,
+unless process groups are counted: then they share these, and a round waits for those before it in its group.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""Modules that docstrings and documents name in backticks are there: files, and dotted names such as `ir.isa`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("apportion", "benchmarks", "docs", "examples", "tests")
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path for name in FOLDERS for path in (ROOT / name).rglob("*.py")
+}
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "apportion/schemas").rglob("*.md")]
+FILE = re.compile(r"`([\w./-]+\.py)`")
+DOTTED = re.compile(r"`(\w+(?:\.\w+)+)(?:\(.*?\))?`")
+#: what begins a dotted name of a module: folders of the package, but for those that are names of variables too
+FIRST = {path.parent.name for path in (ROOT / "apportion").rglob("__init__.py")}
+FIRST -= {"bytes", "inner", "iteration", "masks", "plan", "request", "torch"}
+#: not ours: another project, and names of forms and entry points that begin with the package's
+OTHERS = {"coverage.py", "apportion.plan", "apportion.slice", "apportion.request", "apportion.iteration"}
+OTHERS |= {"apportion.iteration.slice", "apportion.passes", "apportion.solvers", "apportion.recipes"}
+
+
+@cache
+def texts() -> list[tuple[Path, str]]:
+    return list(_texts())
+
+
+def _texts() -> Iterator[tuple[Path, str]]:
+    yield from ((path, path.read_text(encoding="utf-8")) for path in DOCUMENTS)
+    holders = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, holders) and (text := ast.get_docstring(node)):
+                yield path, text
+
+
+def named(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
+    """(where, name) of all names of a form."""
+    return {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path, text in texts()
+        for name in pattern.findall(text)
+        if name not in OTHERS
+    }
+
+
+def is_there(name: str) -> bool:
+    """Whether a module has this name, or one that has its beginning says the rest."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        whole = "/".join(parts[:length])
+        ends = (f"/{whole}.py", f"/{whole}/__init__.py")
+        found = [path for place, path in SOURCES.items() if f"/{place}".endswith(ends)]
+        if found:
+            texts = [path.read_text(encoding="utf-8") for path in found]
+            return all(any(re.search(rf"\b{part}\b", text) for text in texts) for part in parts[length:])
+    return False
+
+
+def test_files_are_there() -> None:
+    places = [f"/{place}" for place in SOURCES]
+    gone = {(at, name) for at, name in named(FILE) if not any(place.endswith(f"/{name}") for place in places)}
+    assert gone == set()
+
+
+def test_modules_are_there() -> None:
+    dotted = {(at, name) for at, name in named(DOTTED) if name.split(".")[0] in FIRST}
+    assert {(at, name) for at, name in dotted if not name.endswith(".py") and not is_there(name)} == set()
