@@ -137,17 +137,17 @@ def _change(rng: random.Random, name: str, table: Table) -> tuple[str, Table]:
                 before + rng.choice((-256, -128, -64, 64, 128, 256)),
             )
         )
-        return f"{name}.{one}[{row}] {before} -> {int(values[row])}", Table(ptr, columns)
+        return f"{name}.{one}[{row}] {before} -> {int(values[row])}", Table.of(ptr, columns)
     if chance < 0.8:
         for values in columns.values():
             values[row], values[other] = values[other], values[row]
-        return f"{name} {row} <-> {other}", Table(ptr, columns)
+        return f"{name} {row} <-> {other}", Table.of(ptr, columns)
     if chance < 0.9:
         ptr[rank + 1 :] -= 1
-        return f"{name} {row} dropped", Table(ptr, {one: np.delete(v, row) for one, v in columns.items()})
+        return f"{name} {row} dropped", Table.of(ptr, {one: np.delete(v, row) for one, v in columns.items()})
     ptr[rank + 1 :] += 1
     again = {one: np.insert(v, other, v[row]) for one, v in columns.items()}
-    return f"{name} {row} again at {other}", Table(ptr, again)
+    return f"{name} {row} again at {other}", Table.of(ptr, again)
 
 
 def repaired(plan: Plan) -> Plan:
@@ -171,7 +171,7 @@ def repaired(plan: Plan) -> Plan:
                 if surplus and len(at):
                     big = at[int(np.argmax(columns["count"][at]))]
                     columns["count"][big] -= surplus
-        programs[key] = ProgramSet({**program.tables, "instructions": Table(ptr, columns)})
+        programs[key] = ProgramSet({**program.tables, "instructions": Table.of(ptr, columns)})
     return replace(plan, programs=programs)
 
 

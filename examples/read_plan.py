@@ -17,22 +17,18 @@ OPS = ["none", "launch", "wait", "attend", "attend_grad", "delta", "merge", "add
 OPS += ["project_grad", "finish", "deliver"]
 LISTS = {1: "transfers", 2: None, 3: "tasks", 4: "grads"}  # every other op takes rowops
 INDEXES = {"operand", "q", "kv", "o", "do", "delta", "dq", "dkv", "a", "b", "c", "d"}
-# table: its columns, and what is expected of each
-RULES = """
-spans: length LAST, row AFTER length, token AFTER length, sequence LAST, position PLACE token sequence
-moves: send LAST, peer FOLLOW, rows LAST, row AFTER rows
-arenas: tensor LAST, rows LAST, heads LAST
-operands: source BACK, tensor LAST, space LAST, rows LIKE, row ROW, col LIKE, heads LIKE
-instructions: op FOLLOW, round RISE op, channel BY op, mode BY op, count BY op
-transfers: send LAST, peer FOLLOW, operand NEW
-tasks: q NEW, kv NEW, o WITH q, dmin KEYS kv, dmax QUERIES q, first LAST
-grads: q NEW, kv NEW, do WITH q, delta WITH q, dq WITH q, dkv NEW, dmin KEYS kv, dmax QUERIES q, first FOLLOW
-rowops: a FOLLOW, b LAST, c NEW, d LAST, first LAST
-"""
-TABLES = {line.split(":")[0]: line.split(": ")[1].split(", ") for line in RULES.strip().splitlines()}
-#: columns in the order of the plan, where they are written in another one
-ORDERS = {"spans": "row token length sequence position", "operands": "tensor space row rows col heads"}
-ORDERS["moves"] = "send peer row rows"
+# table: its columns
+TABLES = {
+    "spans": "row token length sequence position",
+    "moves": "send peer row rows",
+    "arenas": "tensor rows heads",
+    "operands": "tensor space row rows col heads",
+    "instructions": "op round channel mode count",
+    "transfers": "send peer operand",
+    "tasks": "q kv o dmin dmax first",
+    "grads": "q kv do delta dq dkv dmin dmax first",
+    "rowops": "a b c d first",
+}
 #: what a column is at least, and at most: else 0, and 2**48
 LEAST = dict.fromkeys(["arenas.tensor", "arenas.rows", "instructions.op", "spans.length", "moves.rows"], 1)
 LEAST |= dict.fromkeys(["tasks.dmin", "tasks.dmax", "grads.dmin", "grads.dmax"], -(2**48))
@@ -66,128 +62,57 @@ def plan_id(plan):
     return digest(b"apportion.plan\0" + b"".join(sections) + level[0])
 
 
-class Cell:
-    """The bytes of one rank's rows of a table, from the first to the last."""
+class Part:
+    """The bytes of a part, table after table."""
 
     def __init__(self, data):
         self.data, self.at = data, 0
 
-    def number(self):
-        number = shift = 0
-        while True:
-            require(self.at < len(self.data) and shift < 56, "cells: a number does not end")
-            byte = self.data[self.at]
-            number |= (byte & 127) << shift
-            self.at, shift = self.at + 1, shift + 7
-            if byte < 128:
-                return number
+    def take(self, count):
+        require(count <= len(self.data) - self.at, "tables: the part ends too soon")
+        self.at += count
+        return self.data[self.at - count : self.at]
 
-    def difference(self):
-        number = self.number()
-        return number >> 1 if number % 2 == 0 else -(number + 1 >> 1)
+    def table(self, name):
+        """The rows of a table: the number in each column by its name."""
+        rows, columns = int.from_bytes(self.take(4), "little"), {}
+        require(rows <= max(1, min(2**24, len(self.data) - self.at)), "tables: too many rows")
+        for column in TABLES[name].split() if rows else ():
+            columns[column] = self.column(rows)
+        require(rows < 2 or any(map(any, columns.values())), "tables: rows that take no byte")
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def differences(self, rows):
-        """How much the rows of the next column are above what is expected."""
-        form, found, at = self.data[self.at] if self.at < len(self.data) else 4, [0] * rows, -1
-        require(form <= 3, "cells: no such form")
-        self.at += 1
-        if form == 1:
-            for _ in range(self.number()):
-                at += self.number() + 1
-                require(at < rows, "cells: differences beyond the rows")
-                found[at] = self.difference()
-        if form == 2:
-            self.at += (rows + 7) // 8
-            bits = int.from_bytes(self.data[self.at - (rows + 7) // 8 : self.at], "little")
-            require(self.at <= len(self.data) and not bits >> rows, "cells: bits beyond the rows")
-            found = [self.difference() if bits >> row & 1 else 0 for row in range(rows)]
-        return [self.difference() for _ in range(rows)] if form == 3 else found
+    def column(self, rows):
+        (width,), number = self.take(1), 0
+        require(width in (0, 1, 2, 4, 8), f"tables: a width of {width}")
+        data, column = self.take(width * rows), []
+        steps = [
+            int.from_bytes(data[width * i : width * (i + 1)], "little", signed=True) for i in range(rows)
+        ]
+        for step in steps:
+            number += step
+            column.append(number)
+        narrowest = next(
+            w for w in (0, 1, 2, 4, 8) if not any(step + (1 << 8 * w >> 1) >> 8 * w for step in steps)
+        )
+        require(width == narrowest, "tables: a column is wider than its differences")
+        return column
 
-    def count(self):
-        """How many rows it has, which its bytes bound."""
-        rows = self.number() if self.data else 0
-        require(rows <= min(2 * len(self.data), 1 << 24) and (rows or not self.data), "cells: too many rows")
-        return rows
-
-    def end(self, rows):
-        """Behind the last column come zeros, as few as give it half a byte for a row."""
-        zeros = (rows + 1) // 2 - self.at
-        require(self.data[self.at :] == bytes(max(zeros, 0)), "cells: bytes are left over")
+    def end(self):
+        require(self.at == len(self.data), "tables: bytes are left over")
 
 
-def read_program(cells, others, lenient):
-    """Tables by name, each a list of rows; others: the operands of the part's programs so far, to which these come."""
-    program = {"newest": 0, "operands": [], "others": others, "lenient": lenient}
-    require(len(cells) == 7 or (lenient and len(cells) > 7), "parts: there are 7 tables")
-    for name, cell in zip(PROGRAM, cells, strict=False):
-        program[name] = read_table(name, cell, program)
-    return {name: program[name] for name in PROGRAM}
-
-
-def read_table(name, data, program):
-    """The rows of a table: the number in each column by its name."""
-    cell = Cell(data)
-    rows = [{} for _ in range(cell.count())]
-    if name == "operands":
-        program["first"] = len(program["others"])
-        program["others"] += rows
-    for rule in TABLES[name] if data else ():
-        column, kind, *words = rule.split()
-        memory, differences = {}, cell.differences(len(rows))
-        for i, row in enumerate(rows):
-            before = rows[i - 1] if i else dict.fromkeys([column, *words], 0)
-            key = row[words[0]] if kind in ("BY", "RISE") else before[column]
-            expected = expect(kind, column, words, row, before, memory.get(key), i, program)
-            row[column] = memory[key] = expected + differences[i]
-            if kind == "BACK":
-                require(0 <= row[column] <= program["first"] + i, "cells: a source before the first operand")
-            if kind == "NEW" or (name == "rowops" and kind == "FOLLOW"):
-                program["newest"] = max(program["newest"], row[column])
-    if not program.get("lenient"):
-        cell.end(len(rows))
-    return rows
-
-
-def expect(kind, column, words, row, before, remembered, i, program):
-    """What is expected of a row, from the one before it; remembered: what followed the last time."""
-    last, a = before[column], words[0] if words else None
-    if kind in ("LAST", "BACK"):
-        return last
-    if kind == "PLACE" and (i == 0 or row[words[1]] != before[words[1]]):
-        return 0
-    if kind in ("WITH", "PLACE"):
-        return last + row[a] - before[a]
-    if kind == "AFTER":
-        return last + before[a]
-    if kind in ("BY", "RISE"):
-        return (remembered or 0) + (kind == "RISE" and row[a] <= 2)
-    if kind in ("FOLLOW", "NEW"):
-        unknown = last if kind == "FOLLOW" else program["newest"]
-        return unknown + 1 if remembered is None else remembered
-    if kind in ("KEYS", "QUERIES"):
-        rows = program["operands"][row[a]]["rows"]
-        return rows - 1 if kind == "QUERIES" else 1 - rows
-    others, at = program["others"], program["first"] + i
-    source = others[at - row["source"]] if row["source"] else None
-    if kind == "LIKE":
-        return source[column] if source else last
-    if source and source["space"] == row["space"]:
-        follows = i and before["source"] == row["source"]
-        return source["row"] + (before["row"] - others[at - 1 - row["source"]]["row"] if follows else 0)
-    follows = i and (before["tensor"], before["space"]) == (row["tensor"], row["space"])
-    return before["row"] + before["rows"] if follows else 0
-
-
-def read_part(part, lenient=False):
-    """A part with rows in place of cells; lenient: of a newer minor version, which may have more of everything."""
-    part, facts = msgpack.unpackb(part), {"lenient": lenient}
-    part["layouts"] = [read_table("spans", cell, facts) for cell in part["layouts"]]
-    part["moves"] = [read_table("moves", cell, facts) for cell in part["moves"]]
-    others = []
-    for phases in part["programs"].values():
-        for phase, cells in phases.items():
-            phases[phase] = read_program(cells, others, lenient)
-    return part
+def read_part(data, rank, header, moves):
+    """A rank's tables. moves: of the plan."""
+    part = Part(data)
+    found = {"rank": rank, "layouts": [part.table("spans") for _ in header["layouts"]]}
+    found["programs"] = {
+        kind: {phase: {name: part.table(name) for name in PROGRAM} for phase in header["phases"]}
+        for kind in header["kinds"]
+    }
+    found["moves"] = [part.table("moves") for _ in moves]
+    part.end()
+    return found
 
 
 def slice_id(held):
@@ -218,7 +143,7 @@ def read_plan(data):
     held = msgpack.unpackb(data)
     known = isinstance(held, dict) and held["format"] in ("apportion.plan", "apportion.slice")
     require(known, "envelope: neither a plan nor a slice")
-    require(held["version"][0] == 2 and held["version"][1] >= 0, f"version: {held['version']}, 2.x is read")
+    require(held["version"][0] == 3 and held["version"][1] >= 0, f"version: {held['version']}, 3.x is read")
     whole = held["format"] == "apportion.plan"
     parts = held["parts"] if whole else [held["part"]]
     bins = [*(held[name] for name in (SECTIONS if whole else SLICED)), *parts, held["id"]]
@@ -232,10 +157,10 @@ def read_plan(data):
     check_sections(found, held["version"])
     ranks = len(parts) if whole else held["ranks"]
     require(ranks == found["header"]["ranks"], "parts: not as many as ranks")
-    parts = [read_part(part, lenient=held["version"][1] > 0) for part in parts]
-    for rank, part in enumerate(parts, 0 if whole else held["rank"]):
-        require(part["rank"] == rank, "parts: of another rank")
-        check_part(part, parts[0], found)
+    first = 0 if whole else held["rank"]
+    parts = [read_part(part, rank, found["header"], found["moves"]) for rank, part in enumerate(parts, first)]
+    for part in parts:
+        check_part(part, found)
     return found | ({"parts": parts} if whole else {"rank": held["rank"], "part": parts[0]})
 
 
@@ -265,6 +190,8 @@ def check_header(header, version):
     require(all(0 < len(name) <= 128 for name in names), "sections: a name has 1 to 128 characters")
     for group in (header["kinds"], header["layouts"]):
         require(len(set(group)) == len(group), "sections: a name twice")
+    phases = [phase for phase in ("forward", "backward") if phase in header["phases"]]
+    require(phases and phases == header["phases"], "sections: phases")
     require(set(header["diagonals"]) == set(header["kinds"]), "sections: diagonals must be of each kind")
     for pairs in header["diagonals"].values():
         rises = len(pairs) <= 8 and pairs == sorted(map(list, set(map(tuple, pairs))))
@@ -275,14 +202,9 @@ def check_header(header, version):
         require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that is not there")
 
 
-def check_part(part, first, found):
-    """It has what the sections and the first part say, numbers are in their ranges, and lists are used up."""
+def check_part(part, found):
+    """Numbers are in their ranges, and lists are used up."""
     header, tokens = found["header"], found["layouts"][found["header"]["home_layout"]]["tokens"]
-    require(len(part["moves"]) == len(found["moves"]), "parts: not the moves of the plan")
-    require(len(part["layouts"]) == len(header["layouts"]), "parts: not the layouts of the header")
-    require([*part["programs"]] == header["kinds"], "parts: not the kinds of the header")
-    for kind, phases in part["programs"].items():
-        require(list(phases) == list(first["programs"][kind]), "parts: phases that others have not")
     for spans in part["layouts"]:
         check_rows("spans", spans, {})
         require(all(span["token"] + span["length"] <= tokens for span in spans), "values: beyond the tokens")
@@ -290,7 +212,6 @@ def check_part(part, first, found):
     for moves in part["moves"]:
         check_rows("moves", moves, limits)
     for phases in part["programs"].values():
-        require(list(phases) in (["forward"], ["backward"], ["forward", "backward"]), "parts: phases")
         for program in phases.values():
             for name, rows in program.items():
                 check_rows(name, rows, limits | dict.fromkeys(INDEXES, len(program["operands"]) - 1))
@@ -311,7 +232,7 @@ def check_program(program, header):
     require(len(set(tensors)) == len(tensors), "values: two arenas of a tensor")
     for number, operand in enumerate(program["operands"]):
         none = [operand["tensor"] == 0, operand["rows"] == 0]
-        right = not any(none) if number else not any(operand[name] for name in ORDERS["operands"].split())
+        right = not any(none) if number else not any(operand.values())
         require(right, "values: operand 0 is none, and no other is")
         heads = header["head_sets"][operand["heads"] - 1] if operand["heads"] else [0]
         fits = operand["tensor"] not in (3, 7) or max(heads) < header["kv_heads"]
@@ -328,20 +249,17 @@ def check_program(program, header):
 
 
 def plain(plan):
-    """With lists in place of rows, columns in the order of the plan."""
+    """With lists in place of rows."""
 
-    def rows_of(name, rows):
-        order = ORDERS[name].split() if name in ORDERS else [rule.split()[0] for rule in TABLES[name]]
-        return [[row[column] for column in order] for row in rows]
+    def rows_of(rows):
+        return [[*row.values()] for row in rows]
 
     for part in plan.get("parts") or [plan["part"]]:
-        part["layouts"] = [rows_of("spans", spans) for spans in part["layouts"]]
-        part["moves"] = [rows_of("moves", moves) for moves in part["moves"]]
+        part["layouts"] = [*map(rows_of, part["layouts"])]
+        part["moves"] = [*map(rows_of, part["moves"])]
         for phases in part["programs"].values():
             for phase, program in phases.items():
-                phases[phase] = [rows_of(name, program[name]) for name in PROGRAM]
-        for name in part.keys() - {"rank", "layouts", "programs", "moves"}:
-            del part[name]  # of a newer version
+                phases[phase] = [rows_of(program[name]) for name in PROGRAM]
     return plan
 
 
@@ -376,6 +294,7 @@ def main(*words):
     with open(words[1] if verb else words[0], "rb") as file:
         data = file.read()
     try:
+        require(data[:4] != bytes.fromhex("28b52ffd"), "envelope: it is compressed: zstd -d gives the plan")
         plan = read_plan(data)
     except Refused as error:
         sys.exit(str(error))

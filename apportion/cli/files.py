@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 def read_plan(path: Path, check_id: bool = True) -> Plan:
     """The plan of a file. Raises DecodeError, which names the file."""
     from apportion.ir.bytes.codec import decode
+    from apportion.ir.bytes.transport import expanded
     from apportion.ir.errors import DecodeError
 
     try:
-        return decode(path.read_bytes(), check_id)
+        return decode(expanded(path.read_bytes()), check_id)
     except DecodeError as error:
         raise type(error)(f"{path} is not a plan that this release reads: {error}") from error
 

@@ -292,7 +292,7 @@ SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 MOVE_COLUMNS = ("send", "peer", "row", "rows")
 
 FORMAT = "apportion.plan"
-VERSION = (2, 0)
+VERSION = (3, 0)
 MAX_RANKS = 65_535
 #: no number of a table is beyond this either way: sums of 2**14 of them still fit an int64
 LIMIT = 2**48

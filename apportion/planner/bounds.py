@@ -70,7 +70,8 @@ class Bound:
 
 def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
     """The busiest rank's load over its speed. placed: the placement's bound (of what it cannot split, by
-    `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. The mean by speed holds for any split, so at least that."""
+    `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. The mean by speed holds for any
+    split, so at least that."""
     mean = float(loads.sum()) / float(speeds.sum())
     return Bound("makespan", max(placed, mean), float((loads / speeds).max()))
 

@@ -187,7 +187,7 @@ def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
     )
     by_row = np.lexsort((row, rank))
     ptr = np.searchsorted(rank[by_row], np.arange(len(tokens) + 1))
-    return Table(ptr, {name: column[by_row] for name, column in zip(SPAN_COLUMNS, columns, strict=True)})
+    return Table(ptr, SPAN_COLUMNS, np.stack(columns)[:, by_row])
 
 
 def _table(pieces: Ints, ranks: int) -> Table:
@@ -198,4 +198,4 @@ def _table(pieces: Ints, ranks: int) -> Table:
     order = np.lexsort((peer, -send, rank))
     ptr = np.searchsorted(rank[order], np.arange(ranks + 1))
     columns = (send, peer, row, rows)
-    return Table(ptr, {name: column[order] for name, column in zip(MOVE_COLUMNS, columns, strict=True)})
+    return Table(ptr, MOVE_COLUMNS, np.stack(columns)[:, order])

@@ -28,13 +28,14 @@ import msgspec
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integer, number
 from apportion.ir.request.batch import Batch
 from apportion.ir.version import __version__
 from apportion.service.event_loop import event_loop
 from apportion.service.frames import ALIVE, HEAD, PROBLEM_FRAME
-from apportion.service.pack import MAX_BODY, expanded
+from apportion.service.pack import MAX_BODY
 from apportion.service.problems import (
     BadAnswerError,
     NotReadyError,
@@ -49,7 +50,6 @@ SILENCE_S = 6.0  # of a stream: three of the server's signs of life
 SLACK_S = 0.3  # beyond a call's time, for an answer that comes at its end
 PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
 MAX_PROBLEM, STREAMED = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
-_ZSTD = b"\x28\xb5\x2f\xfd"
 T = TypeVar("T")
 
 
@@ -331,7 +331,7 @@ def _decoded(body: bytes, key: bytes, rank: int, ranks: int | None) -> Iteration
 
 def _expanded(body: bytes) -> bytes:
     try:
-        return expanded(body) if body.startswith(_ZSTD) else body
+        return expanded(body, MAX_BODY)
     except DecodeError as error:
         raise BadAnswerError(str(error)) from None
 

@@ -16,9 +16,9 @@ from itertools import accumulate
 from typing import Annotated, Any
 
 import msgspec
-import zstandard
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.transport import compressed, expanded
 from apportion.ir.bytes.wire import encode_section, encode_struct, unpack
 from apportion.ir.errors import DecodeError
 from apportion.ir.fields import integer
@@ -81,7 +81,7 @@ class Pack:
     @property
     def request(self) -> bytes:
         """The encoded request (`ir.bytes.job`). Raises DecodeError."""
-        return expanded(self.data[self.start : self.start + self.head.sizes[0]])
+        return expanded(self.data[self.start : self.start + self.head.sizes[0]], MAX_BODY)
 
     def slice(self, rank: int) -> bytes:
         """The rank's slice, compressed. Raises ConfigError where there is no such rank."""
@@ -95,8 +95,7 @@ class Pack:
     @staticmethod
     def encode(key: bytes, id: bytes, report: Any, request: bytes, slices: Sequence[bytes]) -> Pack:
         """Compresses the encoded request and the encoded `IterationSlice` of each rank."""
-        press = zstandard.ZstdCompressor(level=3).compress
-        bodies = [press(body) for body in (request, *slices)]
+        bodies = [compressed(body) for body in (request, *slices)]
         head = Head(key, id, encode_section(report), [*map(len, bodies)], [*map(digest, bodies)])
         first = encode_struct(head)
         data = b"".join([_SIZE.pack(MAGIC, len(first)), first, digest(first), *bodies])
@@ -149,14 +148,4 @@ def read_slice(read: Read, key: bytes, rank: int) -> IterationSlice:
     body = read(start + sum(head.sizes[:at]), head.sizes[at])
     if digest(body) != head.digests[at]:
         raise DecodeError(f"pack: the slice of rank {rank} differs from its digest: it was damaged")
-    return IterationSlice.decode(expanded(body))
-
-
-def expanded(body: bytes) -> bytes:
-    """Decompresses a zstd frame of at most `MAX_BODY` bytes. Raises DecodeError."""
-    try:
-        if zstandard.frame_content_size(body) > MAX_BODY:
-            raise DecodeError(f"a compressed body of more than {MAX_BODY} bytes")
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=MAX_BODY)
-    except zstandard.ZstdError as error:
-        raise DecodeError(f"a compressed body: {error}") from None
+    return IterationSlice.decode(expanded(body, MAX_BODY))

@@ -342,7 +342,7 @@ static void advance(Machine *m, Rank *rank, int64_t used[TABLES]) {
 void run_phase(Machine *m, int64_t kind, int phase) {
     const Plan *plan = m->plan;
     int64_t (*used)[TABLES] = allot(plan->ranks, sizeof *used), done = 0, moved = 1;
-    if (!(plan->phases[kind] >> phase & 1)) refuse("the plan has no such phase");
+    if (!(plan->phases >> phase & 1)) refuse("the plan has no such phase");
     m->first = 0, m->last = &m->first;
     for (int64_t n = 0; n < plan->ranks; n++) {
         Rank *rank = m->ranks + n;

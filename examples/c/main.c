@@ -51,9 +51,7 @@ static void print_table(int kind, const Table *table) {
     putchar('[');
     for (int64_t i = 0; i < table->rows; i++) {
         printf(i ? ",[" : "[");
-        for (int place = 0; place < FORMS[kind].columns; place++)
-            for (int c = 0; c < FORMS[kind].columns; c++)
-                if (FORMS[kind].column[c].place == place) printf(place ? ",%lld" : "%lld", (long long)table->column[c][i]);
+        for (int c = 0; c < FORMS[kind].columns; c++) printf(c ? ",%lld" : "%lld", (long long)table->column[c][i]);
         putchar(']');
     }
     putchar(']');
@@ -64,7 +62,7 @@ static void print_programs(const Plan *plan, const Part *part) {
         if (kind) putchar(',');
         print_text(plan->kind_name[kind]);
         for (int phase = 0, shown = 0; phase < 2; phase++) {
-            if (!(plan->phases[kind] >> phase & 1)) continue;
+            if (!(plan->phases >> phase & 1)) continue;
             printf("%s\"%s\":[", shown++ ? "," : ":{", PHASES[phase]);
             for (int t = 0; t < TABLES; t++) {
                 if (t) putchar(',');

@@ -227,143 +227,72 @@ static Digest climb(Bytes part, int64_t rank, int64_t ranks, Value path) {
     return node;
 }
 
-/* ------------------------------------------------------------------------------------------ 4: cells */
+/* ------------------------------------------------------------------------------------------ 4: tables */
 
 const Form FORMS[] = {
-    [ARENAS] = {3, {{"tensor", LAST, 0, 0, 1, 9, 0}, {"rows", LAST, 0, 0, 1, LIMIT, 1}, {"heads", LAST, 0, 0, 0, 65536, 2}}},
-    [OPERAND] = {7, {{"source", LAST, 0, 0, 0, BELOW, -1}, {"tensor", LAST, 0, 0, 0, 9, 0}, {"space", LAST, 0, 0, 0, 1, 1},
-                     {"rows", LIKE, 0, 0, 0, LIMIT, 3}, {"row", ROW, 0, 0, 0, LIMIT, 2}, {"col", LIKE, 0, 0, 0, 65536, 4},
-                     {"heads", LIKE, 0, 0, 0, HEAD_SETS, 5}}},
-    [INSTRUCTIONS] = {5, {{"op", FOLLOW, 0, 0, 1, 13, 0}, {"round", RISE, I_OP, 0, 0, LIMIT, 1}, {"channel", BY, I_OP, 0, 0, LIMIT, 2},
-                          {"mode", BY, I_OP, 0, 0, 3, 3}, {"count", BY, I_OP, 0, 0, LIMIT, 4}}},
-    [TRANSFERS] = {3, {{"send", LAST, 0, 0, 0, 1, 0}, {"peer", FOLLOW, 0, 0, 0, PEERS, 1}, {"operand", NEW, 0, 0, 0, OPERANDS, 2}}},
-    [TASKS] = {6, {{"q", NEW, 0, 0, 0, OPERANDS, 0}, {"kv", NEW, 0, 0, 0, OPERANDS, 1}, {"o", WITH, 0, 0, 0, OPERANDS, 2},
-                   {"dmin", KEYS, 1, 0, -LIMIT, LIMIT, 3}, {"dmax", QUERIES, 0, 0, -LIMIT, LIMIT, 4}, {"first", LAST, 0, 0, 0, 1, 5}}},
-    [GRADS] = {9, {{"q", NEW, 0, 0, 0, OPERANDS, 0}, {"kv", NEW, 0, 0, 0, OPERANDS, 1}, {"do", WITH, 0, 0, 0, OPERANDS, 2},
-                   {"delta", WITH, 0, 0, 0, OPERANDS, 3}, {"dq", WITH, 0, 0, 0, OPERANDS, 4}, {"dkv", NEW, 0, 0, 0, OPERANDS, 5},
-                   {"dmin", KEYS, 1, 0, -LIMIT, LIMIT, 6}, {"dmax", QUERIES, 0, 0, -LIMIT, LIMIT, 7}, {"first", FOLLOW, 0, 0, 0, 3, 8}}},
-    [ROWOPS] = {5, {{"a", FOLLOW, 0, 0, 0, OPERANDS, 0}, {"b", LAST, 0, 0, 0, OPERANDS, 1}, {"c", NEW, 0, 0, 0, OPERANDS, 2},
-                    {"d", LAST, 0, 0, 0, OPERANDS, 3}, {"first", LAST, 0, 0, 0, 1, 4}}},
-    [SPANS] = {5, {{"length", LAST, 0, 0, 1, LIMIT, 2}, {"row", AFTER, S_LENGTH, 0, 0, LIMIT, 0}, {"token", AFTER, S_LENGTH, 0, 0, LIMIT, 1},
-                   {"sequence", LAST, 0, 0, 0, LIMIT, 3}, {"position", PLACE, S_TOKEN, S_SEQUENCE, 0, LIMIT, 4}}},
-    [MOVES] = {4, {{"send", LAST, 0, 0, 0, 1, 0}, {"peer", FOLLOW, 0, 0, 0, PEERS, 1}, {"rows", LAST, 0, 0, 1, LIMIT, 3},
-                   {"row", AFTER, M_ROWS, 0, 0, LIMIT, 2}}}};
+    [ARENAS] = {3, {{"tensor", 1, 9}, {"rows", 1, LIMIT}, {"heads", 0, 65536}}},
+    [OPERAND] = {6, {{"tensor", 0, 9}, {"space", 0, 1}, {"row", 0, LIMIT}, {"rows", 0, LIMIT}, {"col", 0, 65536}, {"heads", 0, HEAD_SETS}}},
+    [INSTRUCTIONS] = {5, {{"op", 1, 13}, {"round", 0, LIMIT}, {"channel", 0, LIMIT}, {"mode", 0, 3}, {"count", 0, LIMIT}}},
+    [TRANSFERS] = {3, {{"send", 0, 1}, {"peer", 0, PEERS}, {"operand", 0, OPERANDS}}},
+    [TASKS] = {6, {{"q", 0, OPERANDS}, {"kv", 0, OPERANDS}, {"o", 0, OPERANDS}, {"dmin", -LIMIT, LIMIT}, {"dmax", -LIMIT, LIMIT},
+                   {"first", 0, 1}}},
+    [GRADS] = {9, {{"q", 0, OPERANDS}, {"kv", 0, OPERANDS}, {"do", 0, OPERANDS}, {"delta", 0, OPERANDS}, {"dq", 0, OPERANDS},
+                   {"dkv", 0, OPERANDS}, {"dmin", -LIMIT, LIMIT}, {"dmax", -LIMIT, LIMIT}, {"first", 0, 3}}},
+    [ROWOPS] = {5, {{"a", 0, OPERANDS}, {"b", 0, OPERANDS}, {"c", 0, OPERANDS}, {"d", 0, OPERANDS}, {"first", 0, 1}}},
+    [SPANS] = {5, {{"row", 0, LIMIT}, {"token", 0, LIMIT}, {"length", 1, LIMIT}, {"sequence", 0, LIMIT}, {"position", 0, LIMIT}}},
+    [MOVES] = {4, {{"send", 0, 1}, {"peer", 0, PEERS}, {"row", 0, LIMIT}, {"rows", 1, LIMIT}}}};
 
-/* What a cell is read with. held: the operands of the part's programs before this one. */
-typedef struct { int64_t ranks, head_sets, newest; int newer; Table held, *operands; } Context;
+static uint64_t little_endian(Bytes *in, int size) {
+    uint64_t number = 0;
+    if (in->end - in->at < size) refuse("tables: the part ends too soon");
+    for (int i = 0; i < size; i++) number |= (uint64_t)*in->at++ << 8 * i;
+    return number;
+}
 
-static int64_t number(Bytes *cell) {
-    uint64_t found = 0;
-    for (int shift = 0; shift < 56; shift += 7) {
-        if (cell->at == cell->end) break;
-        uint8_t byte = *cell->at++;
-        found |= (uint64_t)(byte & 127) << shift;
-        if (byte < 128) return (int64_t)found;
+static int64_t bound(int64_t most, const Plan *plan, const Table *operands) {
+    if (most == HEAD_SETS) return plan->head_sets;
+    if (most == PEERS) return plan->ranks - 1;
+    return most == OPERANDS ? operands->rows - 1 : most;
+}
+
+static int width_of(int64_t low, int64_t high) {
+    if (!low && !high) return 0;
+    if (low >= INT8_MIN && high <= INT8_MAX) return 1;
+    if (low >= INT16_MIN && high <= INT16_MAX) return 2;
+    return low >= INT32_MIN && high <= INT32_MAX ? 4 : 8;
+}
+
+static int read_column(const Column *column, Bytes *part, const Plan *plan, const Table *operands, int64_t rows, int64_t *values) {
+    int width = (int)little_endian(part, 1);
+    int64_t low = 0, high = 0, most = bound(column->most, plan, operands);
+    uint64_t last = 0;
+    if (width != 0 && width != 1 && width != 2 && width != 4 && width != 8) refuse("tables: a width of %d", width);
+    if (width * rows > part->end - part->at) refuse("tables: the part ends too soon");
+    for (int64_t i = 0; i < rows; i++) {
+        uint64_t bits = little_endian(part, width);
+        int64_t step;
+        if (width && width < 8 && bits >> (8 * width - 1)) bits |= ~(uint64_t)0 << 8 * width;
+        memcpy(&step, &bits, 8);
+        low = step < low ? step : low, high = step > high ? step : high;
+        last += bits;
+        memcpy(values + i, &last, 8);
+        if (values[i] < column->least || values[i] > most) refuse("values: %s = %lld cannot be", column->name, (long long)values[i]);
     }
-    refuse("cells: a number does not end, or has more than 8 bytes");
+    if (width != width_of(low, high)) refuse("tables: a column is wider than its differences");
+    return width;
 }
 
-static int64_t difference(Bytes *cell) {
-    int64_t found = number(cell);
-    return found & 1 ? -(found / 2) - 1 : found / 2;
-}
-
-/* How much the rows of the next column are above what is expected. */
-static void differences(Bytes *cell, int64_t rows, int64_t *found) {
-    int64_t form = cell->at < cell->end ? *cell->at++ : 9, row = -1, bits = (rows + 7) / 8;
-    const uint8_t *bit = cell->at;
-    memset(found, 0, (size_t)rows * sizeof *found);
-    if (form > 3) refuse("cells: no such form of a column");
-    if (form == 1) {
-        int64_t count = number(cell);
-        if (count > rows) refuse("cells: more differences than rows");
-        while (count--) {
-            int64_t zeros = number(cell);
-            if (zeros >= rows - row - 1) refuse("cells: a difference beyond the rows");
-            row += zeros + 1;
-            found[row] = difference(cell);
-        }
-    }
-    if (form == 2) {
-        if (bits > cell->end - cell->at || (rows % 8 && bit[bits - 1] >> rows % 8)) refuse("cells: bits beyond the rows");
-        cell->at += bits;
-        for (row = 0; row < rows; row++)
-            if (bit[row / 8] >> row % 8 & 1) found[row] = difference(cell);
-    }
-    if (form == 3)
-        for (row = 0; row < rows; row++) found[row] = difference(cell);
-}
-
-static int64_t row_of_operand(const Table *table, const Table *held, int64_t at, int64_t i) {
-    int64_t *const *column = table->column, source = column[O_SOURCE][i];
-    int follows = i > 0 && column[O_TENSOR][i - 1] == column[O_TENSOR][i] && column[O_SPACE][i - 1] == column[O_SPACE][i];
-    if (source && held->column[O_SPACE][at - source] == column[O_SPACE][i]) {
-        int shifts = i > 0 && column[O_SOURCE][i - 1] == source;
-        int64_t shift = shifts ? column[O_ROW][i - 1] - held->column[O_ROW][at - 1 - source] : 0;
-        return held->column[O_ROW][at - source] + shift;
-    }
-    return follows ? column[O_ROW][i - 1] + column[O_ROWS][i - 1] : 0;
-}
-
-/* What is expected of a row of a column; seen: 1 more than what followed each number, 0: nothing yet. */
-static int64_t expected(const Form *form, int c, const Table *table, Context *context, int64_t i, const int64_t *seen) {
-    const Column *column = form->column + c;
-    int64_t *const *v = table->column, *a = v[column->a], *b = v[column->b], zero = 0;
-    int64_t last = i ? v[c][i - 1] : 0, a_last = i ? a[i - 1] : zero, at = context->held.rows + i;
-    switch (column->rule) {
-    case LAST: return last;
-    case WITH: return last + a[i] - a_last;
-    case AFTER: return last + a_last;
-    case PLACE: return i && b[i] == b[i - 1] ? last + a[i] - a_last : 0;
-    case BY: return seen[a[i]] ? seen[a[i]] - 1 : 0;
-    case RISE: return (seen[a[i]] ? seen[a[i]] - 1 : 0) + (a[i] <= 2);
-    case FOLLOW: return seen[last] ? seen[last] - 1 : last + 1;
-    case NEW: return seen[last] ? seen[last] - 1 : context->newest + 1;
-    case KEYS: return 1 - context->operands->column[O_ROWS][a[i]];
-    case QUERIES: return context->operands->column[O_ROWS][a[i]] - 1;
-    case LIKE: return v[O_SOURCE][i] ? context->held.column[c][at - v[O_SOURCE][i]] : last;
-    default: return row_of_operand(table, &context->held, at, i);
-    }
-}
-
-static int64_t bound(int64_t most, const Context *context, int64_t i) {
-    if (most == HEAD_SETS) return context->head_sets;
-    if (most == PEERS) return context->ranks - 1;
-    if (most == OPERANDS) return context->operands->rows - 1;
-    return most == BELOW ? context->held.rows + i : most;
-}
-
-static Table read_cell(int kind, Bytes cell, Context *context) {
+/* operands: those of the program, of a table that names some. */
+static Table read_table(int kind, Bytes *part, const Plan *plan, const Table *operands) {
     const Form *form = FORMS + kind;
-    int64_t size = cell.end - cell.at, names = context->ranks + 256 + (context->operands ? context->operands->rows : 0);
-    const uint8_t *begin = cell.at;
-    Table table = {size ? number(&cell) : 0, {0}};
-    if (table.rows > 1 << 24 || table.rows > 2 * size || (size && !table.rows)) refuse("cells: so few bytes have no such rows");
-    int64_t *off = allot(table.rows, sizeof *off), *seen = allot(names, sizeof *seen);
-    for (int c = 0; c < form->columns; c++) {
-        /* operands are read behind those of the programs before, which their sources are among */
-        int64_t skip = kind == OPERAND ? context->held.rows : 0, *values = allot(skip + table.rows, sizeof *values);
-        if (skip) memcpy(values, context->held.column[c], (size_t)skip * sizeof *values);
-        if (kind == OPERAND) context->held.column[c] = values;
-        table.column[c] = values + skip;
+    Table table = {(int64_t)little_endian(part, 4), {0}};
+    int wide = 0;
+    if (table.rows > 1 << 24 || (table.rows > 1 && table.rows > part->end - part->at)) refuse("tables: too many rows");
+    for (int c = 0; c < form->columns && table.rows; c++) {
+        table.column[c] = allot(table.rows, sizeof *table.column[c]);
+        wide |= read_column(form->column + c, part, plan, operands, table.rows, table.column[c]);
     }
-    for (int c = 0; c < form->columns && size; c++) {
-        const Column *column = form->column + c;
-        int64_t *values = table.column[c];
-        int names_operands = column->rule == NEW || (kind == ROWOPS && column->rule == FOLLOW);
-        memset(seen, 0, (size_t)names * sizeof *seen);
-        differences(&cell, table.rows, off);
-        for (int64_t i = 0; i < table.rows; i++) {
-            int64_t key = column->rule == BY || column->rule == RISE ? table.column[column->a][i] : i ? values[i - 1] : 0;
-            values[i] = expected(form, c, &table, context, i, seen) + off[i];
-            if (values[i] < column->least || values[i] > bound(column->most, context, i))
-                refuse("values: %s = %lld cannot be", column->name, (long long)values[i]);
-            if (column->rule >= BY && column->rule <= NEW) seen[key] = values[i] + 1;
-            if (names_operands && values[i] > context->newest) context->newest = values[i];
-        }
-    }
-    for (; cell.at < cell.end && !context->newer; cell.at++)
-        if (*cell.at || 2 * (cell.at - begin) >= table.rows) refuse("cells: bytes are left over");
+    if (table.rows > 1 && !wide) refuse("tables: rows that take no byte");
     return table;
 }
 
@@ -438,6 +367,17 @@ static void check_diagonals(const Plan *plan) {
     }
 }
 
+static void read_phases(Plan *plan) {
+    Value list = get(plan->header, "phases", ARRAY, "sections");
+    for (int64_t i = 0; i < list.number; i++) {
+        Value phase = whole(&list.bytes, 0);
+        int number = is(phase, PHASES[1]);
+        if ((!number && !is(phase, PHASES[0])) || plan->phases >> number) refuse("sections: phases are forward and backward");
+        plan->phases |= 1 << number;
+    }
+    if (!plan->phases) refuse("sections: no phase");
+}
+
 static void read_header(Plan *plan, Value version) {
     Value header = plan->header, dtype = get(header, "dtype", STR, "sections"), sent;
     Value inner = get(header, "version", ARRAY, "sections"), home = get(header, "home_layout", STR, "sections");
@@ -458,7 +398,7 @@ static void read_header(Plan *plan, Value version) {
     plan->narrow = found ? half : 0;
     plan->kind_name = names_of(header, "kinds", &plan->kinds);
     plan->layout_name = names_of(header, "layouts", &plan->layout_count);
-    plan->phases = allot(plan->kinds, sizeof *plan->phases);
+    read_phases(plan);
     plan->home = place_of(home, plan->layout_name, plan->layout_count, "sections: home_layout is no layout");
     read_head_sets(plan);
     check_diagonals(plan);
@@ -514,61 +454,29 @@ static void check_program(const Plan *plan, const Program *program) {
         if (used[list] != program->table[list].rows) refuse("counts: they do not add up to the list");
 }
 
-static Bytes cell_of(Bytes *list, const char *what) {
-    Value cell = whole(list, 0);
-    if (cell.type != BIN) refuse("parts: %s must be cells", what);
-    return cell.bytes;
-}
-
-static void read_programs(Plan *plan, Part *part, Value kinds) {
-    Context context = {plan->ranks, plan->head_sets, 0, plan->newer, {0, {0}}, 0};
-    if (kinds.number != plan->kinds) refuse("parts: other kinds than the header");
-    part->programs = allot(plan->kinds, sizeof *part->programs);
-    for (int64_t kind = 0; kind < plan->kinds; kind++) {
-        Value name = whole(&kinds.bytes, 0), phases = whole(&kinds.bytes, 0);
-        int has = 0;
-        if (!equal(name, plan->kind_name[kind]) || phases.type != MAP) refuse("parts: other kinds than the header");
-        for (int64_t n = 0; n < phases.number; n++) {
-            Value phase = whole(&phases.bytes, 0), cells = whole(&phases.bytes, 0);
-            int number = is(phase, PHASES[1]);
-            if ((!number && !is(phase, PHASES[0])) || has >> number || cells.type != ARRAY || cells.number < TABLES ||
-                (cells.number > TABLES && !plan->newer))
-                refuse("parts: phases are forward and backward, of 7 tables");
-            has |= 1 << number;
-            context.newest = 0;
-            context.operands = 0;
-            for (int t = 0; t < TABLES; t++) {
-                Table *table = part->programs[kind][number].table + t;
-                *table = read_cell(t, cell_of(&cells.bytes, "tables"), &context);
-                if (t == OPERAND) context.operands = table, context.held.rows += table->rows;
-            }
-            check_program(plan, part->programs[kind] + number);
-        }
-        if (!plan->phases[kind]) plan->phases[kind] = has; /* of the first part that there is */
-        if (!has || plan->phases[kind] != has) refuse("parts: phases that others have not");
-    }
-}
-
 static void read_part(Plan *plan, Bytes bytes, int64_t rank) {
-    Value map = alone(bytes, MAP, "parts"), layouts = get(map, "layouts", ARRAY, "parts");
-    Value moves = get(map, "moves", ARRAY, "parts");
     Part *part = plan->parts + rank;
-    Context context = {plan->ranks, plan->head_sets, 0, plan->newer, {0, {0}}, 0};
-    if (get(map, "rank", INT, "parts").number != rank) refuse("parts: a part of another rank");
-    if (layouts.number != plan->layout_count || moves.number != plan->move_count) refuse("parts: other layouts or moves");
-    part->spans = allot(layouts.number, sizeof(Table));
-    part->moves = allot(moves.number, sizeof(Table));
-    for (int64_t i = 0; i < layouts.number; i++) {
+    part->spans = allot(plan->layout_count, sizeof(Table));
+    part->moves = allot(plan->move_count, sizeof(Table));
+    part->programs = allot(plan->kinds, sizeof *part->programs);
+    for (int64_t i = 0; i < plan->layout_count; i++) {
         Table *spans = part->spans + i;
-        *spans = read_cell(SPANS, cell_of(&layouts.bytes, "layouts"), &context);
+        *spans = read_table(SPANS, &bytes, plan, 0);
         int64_t total = 0;
         for (int64_t n = 0; n < spans->rows; n++) {
             if (spans->column[S_TOKEN][n] + spans->column[S_LENGTH][n] > plan->tokens) refuse("values: a span beyond the tokens");
             if ((total += spans->column[S_LENGTH][n]) > LIMIT) refuse("values: spans of too many rows");
         }
     }
-    for (int64_t i = 0; i < moves.number; i++) part->moves[i] = read_cell(MOVES, cell_of(&moves.bytes, "moves"), &context);
-    read_programs(plan, part, get(map, "programs", MAP, "parts"));
+    for (int64_t kind = 0; kind < plan->kinds; kind++)
+        for (int phase = 0; phase < 2; phase++) {
+            Program *program = part->programs[kind] + phase;
+            if (!(plan->phases >> phase & 1)) continue;
+            for (int t = 0; t < TABLES; t++) program->table[t] = read_table(t, &bytes, plan, program->table + OPERAND);
+            check_program(plan, program);
+        }
+    for (int64_t i = 0; i < plan->move_count; i++) part->moves[i] = read_table(MOVES, &bytes, plan, 0);
+    if (bytes.at != bytes.end) refuse("tables: bytes are left over");
 }
 
 Bytes read_file(const char *folder, const char *name) {
@@ -638,12 +546,11 @@ Plan read_plan(Bytes file) {
     int64_t count, is_plan = is(format, "apportion.plan");
     if (!is_plan && !is(format, "apportion.slice")) refuse("envelope: neither a plan nor a slice");
     Value major = version.number == 2 ? whole(&numbers, 0) : version, minor = version.number == 2 ? whole(&numbers, 0) : version;
-    if (major.type != INT || minor.type != INT || major.number != 2 || minor.number < 0) refuse("version: only 2.x is read");
+    if (major.type != INT || minor.type != INT || major.number != 3 || minor.number < 0) refuse("version: only 3.x is read");
     part = is_plan ? open_plan(plan.map, &count) : open_slice(plan.map, &plan.rank, &count);
     plan.header = alone(get(plan.map, "header", BIN, "envelope").bytes, MAP, "sections");
     plan.layouts = alone(get(plan.map, "layouts", BIN, "envelope").bytes, MAP, "sections");
     plan.moves = alone(get(plan.map, "moves", BIN, "envelope").bytes, ARRAY, "sections");
-    plan.newer = minor.number > 0;
     read_header(&plan, version);
     if (plan.ranks != count) refuse("parts: not as many as ranks");
     read_names(&plan);

@@ -30,20 +30,19 @@ Value whole(Bytes *in, int depth);
 /* The value of a key of a map, of a type; `what` is said where it is not there. */
 Value get(Value map, const char *key, Type type, const char *what);
 
-/* Section 4: how cells are written; and section 5: their columns, in the order in which cells have them. */
-typedef enum { LAST, WITH, AFTER, PLACE, BY, RISE, FOLLOW, NEW, KEYS, QUERIES, LIKE, ROW } Rule;
-enum { HEAD_SETS = -2, PEERS = -3, OPERANDS = -4, BELOW = -5 }; /* what bounds a column, if no number */
-typedef struct { const char *name; Rule rule; int a, b; int64_t least, most; int place; } Column; /* place: when shown */
+/* Section 5: the columns of tables. */
+enum { HEAD_SETS = -2, PEERS = -3, OPERANDS = -4 }; /* what bounds a column, if no number */
+typedef struct { const char *name; int64_t least, most; } Column;
 typedef struct { int columns; Column column[9]; } Form;
 typedef struct { int64_t rows, *column[9]; } Table;
 
 enum { ARENAS, OPERAND, INSTRUCTIONS, TRANSFERS, TASKS, GRADS, ROWOPS, TABLES, SPANS = TABLES, MOVES };
 enum { A_TENSOR, A_ROWS, A_HEADS };
-enum { O_SOURCE, O_TENSOR, O_SPACE, O_ROWS, O_ROW, O_COL, O_HEADS };
+enum { O_TENSOR, O_SPACE, O_ROW, O_ROWS, O_COL, O_HEADS };
 enum { I_OP, I_ROUND, I_CHANNEL, I_MODE, I_COUNT };
 enum { T_SEND, T_PEER, T_OPERAND };
-enum { S_LENGTH, S_ROW, S_TOKEN, S_SEQUENCE, S_POSITION };
-enum { M_SEND, M_PEER, M_ROWS, M_ROW };
+enum { S_ROW, S_TOKEN, S_LENGTH, S_SEQUENCE, S_POSITION };
+enum { M_SEND, M_PEER, M_ROW, M_ROWS };
 
 extern const Form FORMS[];
 extern const char *const PHASES[2];
@@ -56,8 +55,7 @@ typedef struct { Table *spans, *moves; Program (*programs)[2]; } Part;
 typedef struct {
     Value map, header, layouts, moves;
     int64_t rank, ranks, q_heads, kv_heads, head_dim, v_head_dim, head_sets, kinds, layout_count, move_count, tokens, home;
-    int newer; /* of a minor version that may have more of everything */
-    int narrow, *phases; /* narrow: 1 bf16, 2 fp16: gradients are rounded on their way; phases: of each kind, as bits */
+    int narrow, phases; /* narrow: 1 bf16, 2 fp16: gradients are rounded on their way; phases: as bits */
     Value *kind_name, *layout_name;
     Heads *heads;
     Part *parts;

@@ -87,7 +87,7 @@ def broken(plan: Plan) -> Plan:
     tasks = programs["tasks"]
     dmin = tasks["dmin"].astype(np.int64)
     dmin[0] += 1
-    cut = ProgramSet({**programs.tables, "tasks": Table(tasks.ptr, {**tasks.columns, "dmin": dmin})})
+    cut = ProgramSet({**programs.tables, "tasks": Table.of(tasks.ptr, {**tasks.columns, "dmin": dmin})})
     return replace(plan, programs={**plan.programs, (kind, phase): cut}, sections=None)
 
 
@@ -330,7 +330,7 @@ def test_a_plan_with_another_id_than_its_bytes_breaks_the_rule_of_digests(
 ) -> None:
     plan = Plan.decode(plan_file.read_bytes())
     path = tmp_path / "flipped.plan"
-    path.write_bytes(plan_file.read_bytes().replace(plan.id, bytes([plan.id[0] ^ 1]) + plan.id[1:]))
+    path.write_bytes(plan.encode().replace(plan.id, bytes([plan.id[0] ^ 1]) + plan.id[1:]))
     result = run("verify", path, "--json")
     assert (result.code, result.json["violations"][0]["rule"]) == (1, "digests")
     assert run("show", path).code == 2
@@ -402,5 +402,5 @@ def test_bench_prints_a_table(run: Cli) -> None:
 
 
 def test_version(run: Cli) -> None:
-    assert run("version", "--json").json["format"] == "apportion.plan 2.0"
+    assert run("version", "--json").json["format"] == "apportion.plan 3.0"
     assert "numpy" in run("version").out

@@ -241,7 +241,7 @@ def test_differences_of_plain_data(found: object, why: str) -> None:
 def test_the_command_writes_the_suite_and_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "suite"
     assert cli.main(["conformance", str(folder)]) == 0
-    assert "the suite of format 2.0: 29 cases, 5 reading, 6 slices" in capsys.readouterr().out
+    assert "the suite of format 3.0: 29 cases, 5 reading, 6 slices" in capsys.readouterr().out
     assert (folder / "README.md").read_text() == (FOLDER / "README.md").read_text()
     options = [str(folder), "--level", "read", "--only", "malformed/cut", "--json", "--", *READ_PLAN]
     assert cli.main(["conformance", *options]) == 0

@@ -103,7 +103,7 @@ def test_home_rows_whose_heads_travel_in_another_order_are_staged(
     programs = plan.programs["default", "forward"].rank(2)  # sends its queries, to both others
     table = programs["operands"]
     named = {**table.columns, "heads": (table["tensor"] == Tensor.Q).astype(np.int64)}
-    programs = ProgramSet({**programs.tables, "operands": Table(table.ptr, named)})
+    programs = ProgramSet({**programs.tables, "operands": Table.of(table.ptr, named)})
     found = find_messages(programs, replace(plan.header, head_sets=(heads,)))
     assert set(found.staged[found.send].tolist()) == {is_staged}
 

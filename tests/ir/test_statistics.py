@@ -66,9 +66,11 @@ def test_a_program_without_delta_computes_none() -> None:
     instructions = programs["instructions"]
     keep = instructions["op"] != Op.DELTA
     columns = {name: instructions[name][keep] for name in instructions.columns}
-    tables = {**programs.tables, "instructions": Table(np.array([0, keep.sum()]), columns)}
+    tables = {**programs.tables, "instructions": Table.of(np.array([0, keep.sum()]), columns)}
     rows = instruction_of(instructions["op"], instructions.wide("count"), "rowops")
     stay = keep[rows]
     rowops = programs["rowops"]
-    tables["rowops"] = Table(np.array([0, stay.sum()]), {name: rowops[name][stay] for name in rowops.columns})
+    tables["rowops"] = Table.of(
+        np.array([0, stay.sum()]), {name: rowops[name][stay] for name in rowops.columns}
+    )
     assert not find_statistics(ProgramSet(tables)).tasks

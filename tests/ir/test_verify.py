@@ -78,7 +78,7 @@ def with_spans(plan: Plan, column: str, span: int, value: int) -> Plan:
     spans = plan.layouts["attention"].spans
     columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
     columns[column][span] = value
-    return codec.seal(replace(plan, layouts={"attention": Layout("attention", Table(spans.ptr, columns))}))
+    return codec.seal(replace(plan, layouts={"attention": Layout("attention", Table.of(spans.ptr, columns))}))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_span_across_a_restart_of_positions() -> None:
     rows = {"row": [0, 0], "token": [0, 8], "length": [8, 8], "sequence": [0, 0], "position": [0, 8]}
     columns = {name: np.array(values) for name, values in rows.items()}
     assert set(columns) == set(spans.columns)
-    table = Table(np.array([0, 1, 2]), columns)
+    table = Table.of(np.array([0, 1, 2]), columns)
     found = first(codec.seal(replace(plan, layouts={"attention": Layout("attention", table)})))
     assert (found.rule, found.rank) == ("layouts", 1)
     assert "goes on from token 11, where the position does not count on" in found.message
@@ -116,7 +116,7 @@ def test_moves_make_the_target_layout() -> None:
     columns = {name: np.array(values) for name, values in move.table.columns.items()}
     receives = np.flatnonzero(columns["send"] == 0)[:2]
     columns["row"][receives] = columns["row"][receives[::-1]]
-    swapped = Move(move.source, move.target, Table(move.table.ptr, columns))
+    swapped = Move(move.source, move.target, Table.of(move.table.ptr, columns))
     found = first(codec.seal(replace(plan, moves=(swapped,))))
     assert found.rule == "layouts"
     assert "move attention -> linear: makes rows" in found.message
@@ -172,7 +172,7 @@ def test_a_head_that_nobody_computes() -> None:
     narrow = {Tensor.Q: 1, Tensor.KV: 2, Tensor.O: 1}
     heads = np.array([narrow.get(Tensor(int(tensor)), 0) for tensor in operands["tensor"]])
     narrowed = {**operands.columns, "heads": heads}
-    found = first(with_table(plan, "operands", Table(operands.ptr, narrowed)))
+    found = first(with_table(plan, "operands", Table.of(operands.ptr, narrowed)))
     assert (found.rule, found.message) == ("heads", "no task computes query heads 2, 3 (2 of 4 heads)")
 
 

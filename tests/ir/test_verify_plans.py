@@ -88,7 +88,7 @@ def mutated(plan: Plan, draw: np.random.Generator) -> Plan:
     row, other = draw.integers(len(values), size=2)
     old, stranger = values[row], draw.choice([0, 1, 2, 3, 7, -1, 2**31, 2**47, 2**62])
     values[row] = draw.choice([old - 1, old + 1, values[other], stranger])
-    table = Table(tables[name].ptr, {**tables[name].columns, column: values})
+    table = Table.of(tables[name].ptr, {**tables[name].columns, column: values})
     programs = {**plan.programs, key: ProgramSet({**tables, name: table})}
     return replace(plan, programs=programs, sections=None)
 

@@ -246,7 +246,9 @@ def test_a_wrong_move_is_found(column: str, words: str) -> None:
         column, columns[column][one] - 1
     )
     with pytest.raises(VerifyError, match=f"move attention -> linear: .*{words}"):
-        verify(codec.seal(replace(plan, moves=(Move("attention", LINEAR, Table(move.table.ptr, columns)),))))
+        verify(
+            codec.seal(replace(plan, moves=(Move("attention", LINEAR, Table.of(move.table.ptr, columns)),)))
+        )
 
 
 def test_a_move_that_leaves_rows_behind_is_found() -> None:
@@ -255,6 +257,6 @@ def test_a_move_that_leaves_rows_behind_is_found() -> None:
     table, rank = move.table, move.table.rank_of_row()
     stays = ~((rank == 0) & (table["peer"] == 0))
     ptr = np.searchsorted(rank[stays], np.arange(5))
-    fewer = Table(ptr, {name: column[stays] for name, column in table.columns.items()})
+    fewer = Table.of(ptr, {name: column[stays] for name, column in table.columns.items()})
     with pytest.raises(VerifyError, match="move attention -> linear"):
         verify(codec.seal(replace(plan, moves=(Move("attention", LINEAR, fewer),))))

@@ -31,7 +31,7 @@ def changed(plan: Plan, table: str, column: str, change: int, row: int = -1) -> 
     columns = {name: np.array(values) for name, values in held.columns.items()}
     columns[column][row] += change
     programs = replace(
-        plan.programs[key], tables={**plan.programs[key].tables, table: Table(held.ptr, columns)}
+        plan.programs[key], tables={**plan.programs[key].tables, table: Table.of(held.ptr, columns)}
     )
     return replace(plan, programs={**plan.programs, key: programs})
 
@@ -47,7 +47,7 @@ def test_the_first_step_that_differs_is_named(plan: Plan) -> None:
         assert replay.differing({"case": replay.digests(changed(plan, table, column, 1))}, known) == {
             "case": step
         }
-    span = replace(plan.layouts["attention"], spans=Table(*_moved(plan.layouts["attention"].spans)))
+    span = replace(plan.layouts["attention"], spans=Table.of(*_moved(plan.layouts["attention"].spans)))
     other = replay.digests(replace(plan, layouts={"attention": span}))
     assert replay.differing({"case": other}, known) == {"case": "layouts"}
     told = replay.digests(replace(plan, report={**plan.report, "slots": -1}))

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from apportion.ir.bytes.job import Job
+from apportion.ir.bytes.transport import expanded
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.engine import Engine, Limits, Metrics, State
-from apportion.service.pack import Pack, expanded
+from apportion.service.pack import Pack
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.store import Folder, Store, StoreError
 from apportion.service.workers import ProcessExecutor

@@ -16,12 +16,12 @@ import pytest
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.service.frames import ALIVE, HEAD, PROBLEM_FRAME, SLICE
 from apportion.service.http.openapi import EXAMPLE
 from apportion.service.http.serve import Serving, serving
 from apportion.service.http.tokens import ANYONE, Tokens
-from apportion.service.pack import expanded
 from apportion.service.problems import KINDS
 from tests.processes import below, running
 from tests.service.requests import MSGPACK, RANKS, TOKEN, Request, client_of

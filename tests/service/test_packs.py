@@ -7,8 +7,9 @@ import random
 import pytest
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.service.pack import Pack, Read, expanded, read_slice
+from apportion.service.pack import Pack, Read, read_slice
 from tests.service.requests import JOB, RANKS, Request
 
 REQUEST = Request(1)

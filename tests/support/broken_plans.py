@@ -10,7 +10,7 @@ from tests.support.parse import parse
 # Three ranks of eight tokens, one causal document. Rank 0 computes all that its keys are in, rank 1 gets the keys of
 # rank 0, rank 2 sends its queries to rank 1 and gets a partial back; two head sets, the first of them moved apart.
 GOOD = """
-apportion.plan 2.0
+apportion.plan 3.0
 request {
   "batch": {"lengths": [24], "mask": {"causal": {}}},
   "cluster": {"nodes": 1, "ranks_per_node": 3},

@@ -15,7 +15,7 @@ import numpy as np
 from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.sections import section_id
-from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.isa import VERSION
 from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
 from tests.support import broken_plans
@@ -34,34 +34,17 @@ def rebuilt(plan: Plan, **sections: Any) -> bytes:
 
 
 def newer(plan: Plan) -> bytes:
-    """The plan as a later minor version might write it, with more of everything."""
+    """The plan as a later minor version might write it, with more keys."""
     version = [VERSION[0], VERSION[1] + 7]
-    parts = [msgpack.unpackb(part) for part in plan.sealed().parts]
-    for part in parts:
-        part["extra"] = {"more": [1, 2]}
-        part["layouts"] = [cell and cell + b"\0column" for cell in part["layouts"]]
-        for phases in part["programs"].values():
-            for cells in phases.values():
-                cells[:] = [*(cell and cell + b"\0column" for cell in cells), b"table"]
     header = msgpack.unpackb(plan.sealed().header) | {"version": version, "novel": 1}
-    sections = {"header": msgspec.msgpack.encode(header, order="deterministic")}
-    outer = msgpack.unpackb(rebuilt(plan, parts=[msgpack.packb(part) for part in parts], **sections))
-    return bytes(msgpack.packb(outer | {"version": version, "novel": b"more"}))
+    data = rebuilt(plan, header=msgspec.msgpack.encode(header, order="deterministic"))
+    return bytes(msgpack.packb(msgpack.unpackb(data) | {"version": version, "novel": b"more"}))
 
 
-def _with_part(plan: Plan, edit: Callable[..., Any]) -> bytes:
+def _with_part(plan: Plan, edit: Callable[[bytes], bytes]) -> bytes:
     """With the part of rank 1 changed."""
-    part = msgpack.unpackb(plan.sealed().parts[1])
-    edit(part)
-    return rebuilt(plan, parts=[plan.sealed().parts[0], msgpack.packb(part), *plan.sealed().parts[2:]])
-
-
-def _with_cell(plan: Plan, table: str, edit: Callable[..., Any]) -> bytes:
-    def change(part: dict[str, Any]) -> None:
-        cells, at = part["programs"]["default"]["forward"], list(TABLES).index(table)
-        cells[at] = edit(cells[at])
-
-    return _with_part(plan, change)
+    first, second, *others = plan.sealed().parts
+    return rebuilt(plan, parts=[first, edit(second), *others])
 
 
 def _with_section(plan: Plan, name: str, **fields: Any) -> bytes:
@@ -74,7 +57,7 @@ def _with_value(plan: Plan, table: str, column: str, value: int, row: int = -1) 
     program = plan.programs["default", "forward"]
     columns = {name: np.array(values, np.int64) for name, values in program[table].columns.items()}
     columns[column][row] = value
-    programs = {**program.tables, table: Table(program[table].ptr, columns)}
+    programs = {**program.tables, table: Table.of(program[table].ptr, columns)}
     changed = {**plan.programs, ("default", "forward"): replace(program, tables=programs)}
     return rebuilt(plan, parts=table_bytes.encode_parts(plan.layouts, changed, plan.moves, plan.header.ranks))
 
@@ -83,7 +66,7 @@ def _span(plan: Plan, column: str, value: int) -> bytes:
     spans = plan.layouts["attention"].spans
     columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
     columns[column][-1] = value
-    layouts = {"attention": Layout("attention", Table(spans.ptr, columns))}
+    layouts = {"attention": Layout("attention", Table.of(spans.ptr, columns))}
     return rebuilt(
         plan, parts=table_bytes.encode_parts(layouts, plan.programs, plan.moves, plan.header.ranks)
     )
@@ -92,7 +75,7 @@ def _span(plan: Plan, column: str, value: int) -> bytes:
 def malformed() -> Faults:
     """name -> (what a reader refuses, as FORMAT.md lists it; bytes)."""
     plan = parse(broken_plans.GOOD)
-    return _envelopes(plan) | _sections(plan) | _parts(plan) | _cells(plan) | _values(plan) | _slices(plan)
+    return _envelopes(plan) | _sections(plan) | _tables(plan) | _values(plan) | _slices(plan)
 
 
 def _envelopes(plan: Plan) -> Faults:
@@ -110,8 +93,8 @@ def _envelopes(plan: Plan) -> Faults:
         "another_format": ("envelope", msgpack.packb(outer | {"format": "apportion.plane"})),
         "a_key_missing": ("envelope", msgpack.packb({key: outer[key] for key in outer if key != "moves"})),
         "parts_as_text": ("envelope", msgpack.packb(outer | {"parts": ["a", "b", "c"]})),
-        "another_version": ("version", msgpack.packb(outer | {"version": [3, 0]})),
-        "a_negative_version": ("version", msgpack.packb(outer | {"version": [2, -1]})),
+        "another_version": ("version", msgpack.packb(outer | {"version": [4, 0]})),
+        "a_negative_version": ("version", msgpack.packb(outer | {"version": [3, -1]})),
         "id_of_zeros": ("id", codec.encode_wire(sealed.with_id(bytes(32)))),
         "id_too_short": ("id", codec.encode_wire(sealed.with_id(sealed.id[:31]))),
         "report_changed": ("id", codec.encode_wire(replace(sealed, report=b"\x81\xa1a\x01"))),
@@ -143,7 +126,7 @@ def _slices(plan: Plan) -> Faults:
 def _sections(plan: Plan) -> Faults:
     """Header, layouts and moves."""
     return {
-        "header_version": ("sections", _with_section(plan, "header", version=[2, 1])),
+        "header_version": ("sections", _with_section(plan, "header", version=[3, 1])),
         "header_without_kinds": ("sections", _with_section(plan, "header", kinds=None)),
         "header_no_ranks": ("sections", _with_section(plan, "header", ranks=0)),
         "header_heads": ("sections", _with_section(plan, "header", q_heads=5)),
@@ -164,6 +147,11 @@ def _sections(plan: Plan) -> Faults:
             "sections",
             _with_section(plan, "header", diagonals={"local": [[0, 9]]}),
         ),
+        "header_without_phases": ("sections", _with_section(plan, "header", phases=[])),
+        "header_phases_swapped": (
+            "sections",
+            _with_section(plan, "header", phases=["backward", "forward"]),
+        ),
         "header_home": ("sections", _with_section(plan, "header", home_layout="linear")),
         "header_narrow_fp64": ("sections", _with_section(plan, "header", sent_gradients="model")),
         "layouts_of_others": ("sections", rebuilt(plan, layouts=msgpack.packb({"linear": {"tokens": 24}}))),
@@ -171,48 +159,22 @@ def _sections(plan: Plan) -> Faults:
     }
 
 
-def _parts(plan: Plan) -> Faults:
-    """Parts that have other things than the header says."""
+def _tables(plan: Plan) -> Faults:
+    """Parts whose tables are not written as the format says. A part begins with its spans: rows, width, differences."""
+    edit = partial(_with_part, plan)
+    wide = plan.layouts["attention"].spans.rank(1)
+    assert 0 < len(wide) < 128
     return {
         "a_part_less": ("parts", rebuilt(plan, parts=plan.sealed().parts[:2])),
-        "part_of_another_rank": ("parts", _with_part(plan, lambda part: part.update(rank=0))),
-        "part_without_layouts": ("parts", _with_part(plan, lambda part: part.pop("layouts"))),
-        "part_of_other_kinds": ("parts", _with_part(plan, _rename_kind)),
-        "part_without_phases": (
-            "parts",
-            _with_part(plan, lambda part: part.update(programs={"default": {}})),
-        ),
-        "part_phase_missing": (
-            "parts",
-            _with_part(plan, lambda part: part["programs"]["default"].pop("forward")),
-        ),
-        "part_phases_swapped": ("parts", _with_part(plan, _swap_phases)),
-        "part_table_missing": (
-            "parts",
-            _with_part(plan, lambda part: part["programs"]["default"]["forward"].pop()),
-        ),
-        "part_with_a_move": ("parts", _with_part(plan, lambda part: part["moves"].append(b""))),
-    }
-
-
-def _cells(plan: Plan) -> Faults:
-    """Cells that are not written as the format says."""
-    cell = partial(_with_cell, plan)
-    return {
-        "cell_without_rows": ("cells", cell("operands", lambda old: b"\0")),
-        "cell_too_many_rows": ("cells", cell("operands", lambda old: bytes([255] * 3 + [7]) + bytes(7))),
-        "cell_number_does_not_end": ("cells", cell("operands", lambda old: b"\x80" * 3)),
-        "cell_number_too_long": ("cells", cell("operands", lambda old: b"\x80" * 8 + old)),
-        "cell_form_4": ("cells", cell("operands", lambda old: old[:1] + b"\4" + old[2:])),
-        "cell_cut": ("cells", cell("operands", lambda old: old[:-1])),
-        "cell_byte_left_over": ("cells", cell("operands", lambda old: old + b"\0")),
-        "cell_few_too_many": ("cells", cell("arenas", lambda old: b"\1\1\2\0\2\0\2" + bytes(8))),
-        "cell_few_beyond_the_rows": ("cells", cell("arenas", lambda old: b"\1\1\1\5\2" + bytes(8))),
-        "cell_bits_beyond_the_rows": ("cells", cell("arenas", lambda old: b"\1\2\x03\2\2" + bytes(8))),
-        "operand_source_before_the_first": (
-            "cells",
-            cell("operands", lambda old: old[:1] + b"\1\1\0\x12" + old[2:]),
-        ),
+        "table_without_a_count": ("tables", edit(lambda old: old[:3])),
+        "table_cut": ("tables", edit(lambda old: old[:-1])),
+        "table_missing": ("tables", edit(lambda old: old[:-4])),
+        "table_byte_left_over": ("tables", edit(lambda old: old + b"\0")),
+        "table_too_many_rows": ("tables", edit(lambda old: b"\xff" * 4 + old[4:])),
+        "table_rows_of_no_byte": ("tables", edit(lambda old: b"\2\0\0\0" + bytes(len(old)))),
+        "column_width_3": ("tables", edit(lambda old: old[:4] + b"\3" + old[5:])),
+        "column_width_16": ("tables", edit(lambda old: old[:4] + b"\x10" + old[5:])),
+        "column_too_wide": ("tables", edit(lambda old: b"\1\0\0\0\1\0" + old[6:])),
     }
 
 
@@ -244,14 +206,6 @@ def _values(plan: Plan) -> Faults:
     }
 
 
-def _swap_phases(part: dict[str, Any]) -> None:
-    part["programs"]["default"] = dict(reversed(part["programs"]["default"].items()))
-
-
-def _rename_kind(part: dict[str, Any]) -> None:
-    part["programs"] = {"local": part["programs"]["default"]}
-
-
 def _arena_twice(plan: Plan) -> bytes:
     """The first two arenas of rank 1 are of one tensor."""
     second = int(plan.programs["default", "forward"]["arenas"]["tensor"][1])
@@ -277,7 +231,9 @@ def broken() -> Faults:
     found |= {f"policy_{field}": _with_policy(good, field, value) for field, value in _LIMITS.items()}
     forward = {key: program for key, program in good.programs.items() if key[1] == "forward"}
     found |= {
-        "no_backward": codec.seal(replace(good, programs=forward)),
+        "no_backward": codec.seal(
+            replace(good, header=replace(good.header, phases=("forward",)), programs=forward)
+        ),
         "report_of_other_ranks": codec.seal(replace(good, report={"ranks": 4})),
         "id_of_zeros": replace(good, sections=good.sealed().with_id(bytes(32))),
         "results_added_to": _results("wait 1\n  finish", f"wait 1\n  merge {_OUTPUTS}\n  finish"),
@@ -294,7 +250,7 @@ def _with_span(plan: Plan, column: str, value: int) -> Plan:
     spans = plan.layouts["attention"].spans
     columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
     columns[column][1] = value
-    return codec.seal(replace(plan, layouts={"attention": Layout("attention", Table(spans.ptr, columns))}))
+    return codec.seal(replace(plan, layouts={"attention": Layout("attention", Table.of(spans.ptr, columns))}))
 
 
 def _with_policy(plan: Plan, field: str, value: float) -> Plan:

@@ -18,7 +18,8 @@ def decoded(data: bytes) -> dict[str, Any]:
     plan = msgpack.unpackb(data)
     for name in ("header", "request", "layouts", "moves", "report"):
         plan[name] = msgpack.unpackb(plan[name])
-    parts = [reader.read_part(part) for part in plan["parts"]]
+    held = plan["header"], plan["moves"]
+    parts = [reader.read_part(part, rank, *held) for rank, part in enumerate(plan["parts"])]
     for part in parts:
         part["layouts"] = [columns(rows, SPAN_COLUMNS) for rows in part["layouts"]]
         part["moves"] = [columns(rows, MOVE_COLUMNS) for rows in part["moves"]]

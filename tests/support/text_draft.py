@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -127,6 +128,7 @@ class TextDraft:
             "v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim,
             "dtype": model.dtype,
             "sent_gradients": model.sent_gradients,
+            "phases": [phase for phase in PHASES if phase in {phase for _, phase in self.programs}],
         }
         try:
             header = msgspec.convert(implied | given | {"version": self.version}, Header)
@@ -142,10 +144,11 @@ class TextDraft:
         for kind, phase in self.programs:
             if kind not in header.kinds:
                 raise DecodeError(f"program {kind} {phase}: the header names no such kind")
-        for kind in header.kinds:
-            if not any((kind, phase) in self.programs for phase in PHASES):
-                raise DecodeError(f"header: kind {kind} has no program")
-        return [(kind, phase) for kind in header.kinds for phase in PHASES if (kind, phase) in self.programs]
+        keys = [*product(header.kinds, header.phases)]
+        for kind, phase in keys:
+            if (kind, phase) not in self.programs:
+                raise DecodeError(f"header: kind {kind} has no program {phase}")
+        return keys
 
     def program_set(self, key: tuple[str, str], header: Header) -> ProgramSet:
         found = self.programs[key]
@@ -195,7 +198,5 @@ class TextDraft:
 def _table(rows_of: Mapping[int, list[Row]], names: tuple[str, ...], ranks: int) -> Table:
     ptr = np.cumsum([0, *(len(rows_of.get(rank, ())) for rank in range(ranks))])
     rows = [row for rank in range(ranks) for row in rows_of.get(rank, ())]
-    columns = np.array(rows, np.int64).reshape(len(rows), len(names)).T
-    return Table(
-        ptr, {name: np.ascontiguousarray(column) for name, column in zip(names, columns, strict=True)}
-    )
+    values = np.array(rows, np.int64).reshape(len(rows), len(names))
+    return Table(ptr, names, values.T.copy())

@@ -79,7 +79,7 @@ def plan_of(*programs: str, phase: str = "forward", model: dict[str, Any] = MODE
         "model": model,
         "policy": {"recipe": {"name": "by_hand", "steps": {}}},
     }
-    head = f"apportion.plan 2.0\nrequest {json.dumps(request)}\n"
+    head = f"apportion.plan 3.0\nrequest {json.dumps(request)}\n"
     ranks = [
         f"rank {rank}\nlayout attention: row=0 token={64 * rank} length=64 sequence=0 position={64 * rank}\n"
         f"program default {phase}\n{program}\n"

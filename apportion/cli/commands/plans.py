@@ -65,6 +65,7 @@ def plan(
     """
     from apportion import views
     from apportion.bench import BenchJob, measure, warm_up
+    from apportion.ir.bytes.transport import compressed
     from apportion.ir.plan.summary import plan_rows
 
     if output is not None:
@@ -86,7 +87,7 @@ def plan(
             warm_up(the_recipe)
             row = measure(job)
     if output is not None:
-        files.write(output, row.plan.encode())
+        files.write(output, compressed(row.plan.encode()))
     record = row.record() | {
         "seed": seed,
         "id": row.plan.id.hex(),

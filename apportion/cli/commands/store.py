@@ -109,8 +109,9 @@ def _opened(folder: Path) -> Folder:
 def _fault(file: File, planner: Executor | None) -> str:
     """What is wrong with a pack, nothing where it is whole. planner: has its request planned again, too."""
     from apportion.ir.bytes.iteration_slice import IterationSlice
+    from apportion.ir.bytes.transport import expanded
     from apportion.ir.errors import DecodeError
-    from apportion.service.pack import Pack, expanded
+    from apportion.service.pack import Pack
 
     try:
         path = Path(file.path)

@@ -11,8 +11,10 @@ in other languages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import product
+
+import msgspec
 
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sections import (
@@ -25,24 +27,18 @@ from apportion.ir.bytes.sections import (
 )
 from apportion.ir.bytes.slices import Slice, slice_plan
 from apportion.ir.bytes.table_bytes import encode_parts, read_tables
-from apportion.ir.errors import CapacityError, ConfigError, DecodeError, UnknownNameError
-from apportion.ir.fields import choice
+from apportion.ir.bytes.transport import expanded
+from apportion.ir.errors import CapacityError, ConfigError, DecodeError
 from apportion.ir.isa import FORMAT, MAX_RANKS, VERSION
 from apportion.ir.plan import plain
-from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, checked_rank
+from apportion.ir.plan.tables import PlanTables, checked_rank
 from apportion.ir.text.listing import format_plan
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(PlanTables):
     """A plan of one microbatch for all ranks. Equal plans have equal ids. Build with `seal`."""
 
-    header: Header
-    request: Request
-    layouts: Mapping[str, Layout]
-    programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
-    moves: tuple[Move, ...] = ()
-    report: Mapping[str, Any] = field(default_factory=dict)
     sections: Sections | None = None  # as encoded, set by `seal` and `decode`
 
     @property
@@ -74,34 +70,20 @@ class Plan:
 
     @staticmethod
     def decode(data: bytes) -> Plan:
-        """The plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
-        return decode(data)
+        """The plan in `data`, or in a zstd frame, as files hold it. Raises DecodeError (VersionError for an unknown
+        major version)."""
+        return decode(expanded(data))
 
     def for_rank(self, rank: int) -> Slice:
         """The rank's slice: its part, the header and the proof that it belongs to this plan's id.
         Raises ConfigError where the plan has no such rank."""
-        return slice_plan(self, checked_rank(rank, self.header.ranks))
+        return slice_plan(self, self.sealed(), checked_rank(rank, self.header.ranks))
 
     def text(self, rank: int | None = None) -> str:
         """The plan, or one rank of it, as text (`ir.text`)."""
-        return format_plan(self, rank)
-
-    def layout(self, name: str) -> Layout:
-        """The layout of that name. Raises UnknownNameError."""
-        if not isinstance(name, str) or name not in self.layouts:
-            raise UnknownNameError(
-                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
-            )
-        return self.layouts[name]
-
-    def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
-        """One rank's program of one attention kind and phase, as one-rank tables.
-
-        Raises ConfigError where the plan has no such rank, UnknownNameError for a kind or phase it does not have.
-        """
-        choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
-        choice("phase", phase, [held for of, held in self.programs if of == kind])
-        return self.programs[kind, phase].rank(checked_rank(rank, self.header.ranks))
+        sealed = self.sealed()
+        request, report = map(msgspec.msgpack.decode, (sealed.request, sealed.report))
+        return format_plan(self, sealed.id, request, report, rank)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.id == other.id
@@ -117,10 +99,13 @@ def encode_sections(
 
     parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
     that is to be kept. Raises ConfigError for a report and numbers that no plan can hold, and where the header names
-    other layouts or kinds, or in another order: parts name neither. Raises CapacityError for more bytes than are read.
+    other layouts, kinds or phases: parts name none. Raises CapacityError for more bytes than are read.
     """
     _check_order("layouts", tuple(plan.layouts), plan.header.layouts)
     _check_order("kinds", tuple(dict.fromkeys(kind for kind, _ in plan.programs)), plan.header.kinds)
+    if plan.programs.keys() != {*product(plan.header.kinds, plan.header.phases)}:
+        rule = f"each kind must have the phases of the header: {', '.join(plan.header.phases)}"
+        raise ConfigError("programs", [*plan.programs], rule, "make the header name what the plan has")
     report = _encode_report(plan)
     tokens = plan.request.batch.tokens
     if parts is None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes import slices, wire
-from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.codec import Plan, decode
 from apportion.ir.bytes.iteration_slice import IterationSlice, encode_slice
 from apportion.ir.bytes.sections import check_stored_id
 from apportion.ir.bytes.sequences import FORMAT, MAX_MICROBATCHES, iteration_id, packed, unpacked
@@ -132,7 +132,7 @@ class IterationPlan:
                 f"iteration: {len(found.plans)} plans, but {len(found.indexes)} columns of indexes"
             )
         columns = [unpacked(column) for column in (*found.indexes, found.deferred)]
-        plans = tuple(Plan.decode(plan) for plan in found.plans)
+        plans = tuple(decode(plan) for plan in found.plans)
         real = iteration_id([plan.id for plan in plans], columns[:-1], columns[-1])
         check_stored_id(found.id, real, "iteration")
         try:
@@ -149,7 +149,7 @@ class IterationPlan:
 
 def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
     """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
-    columns = zip(*map(slices.encode_slices, plan.plans), strict=True)
+    columns = zip(*(slices.encode_slices(one, one.sealed()) for one in plan.plans), strict=True)
     return tuple(encode_slice(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sections import Sections, check_stored_id, read_header
@@ -12,11 +11,7 @@ from apportion.ir.bytes.table_bytes import Pair, read_tables
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id
 from apportion.ir.isa import MAX_RANKS
-from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet
-
-if TYPE_CHECKING:
-    from apportion.ir.bytes.codec import Plan
-
+from apportion.ir.plan.tables import Header, Layout, Move, PlanTables, ProgramSet
 
 SLICE_FORMAT = "apportion.slice"
 _CAP = 8  # bytes of a token cap, and of its checksum
@@ -107,24 +102,23 @@ def _open_slice(found: wire.SliceWire) -> Slice:
     return Slice(found.id, found.rank, header, *tables, found)
 
 
-def slice_plan(plan: Plan, rank: int) -> Slice:
-    """The slice of one rank. Raises ConfigError where the plan has no such rank."""
+def slice_plan(plan: PlanTables, sealed: Sections, rank: int) -> Slice:
+    """The slice of one rank. sealed: the plan as encoded. Raises ConfigError where the plan has no such rank."""
     if not 0 <= rank < plan.header.ranks:
         raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
-    (found,) = _slice_wires(plan, [rank])
+    (found,) = _slice_wires(plan, sealed, [rank])
     layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
     programs = {key: program.rank(rank) for key, program in plan.programs.items()}
     moves = tuple(Move(move.source, move.target, move.table.rank(rank)) for move in plan.moves)
     return Slice(found.id, rank, plan.header, layouts, programs, moves, found)
 
 
-def encode_slices(plan: Plan) -> list[bytes]:
-    """The bytes of every rank's slice, without opening any."""
-    return [wire.encode_struct(found) for found in _slice_wires(plan, range(plan.header.ranks))]
+def encode_slices(plan: PlanTables, sealed: Sections) -> list[bytes]:
+    """The bytes of every rank's slice, without opening any. sealed: the plan as encoded."""
+    return [wire.encode_struct(found) for found in _slice_wires(plan, sealed, range(plan.header.ranks))]
 
 
-def _slice_wires(plan: Plan, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
-    s: Sections = plan.sealed()
+def _slice_wires(plan: PlanTables, s: Sections, ranks: Iterable[int]) -> Iterator[wire.SliceWire]:
     digests = [digest(s.request), digest(s.report)]
     for rank in ranks:
         yield wire.SliceWire(

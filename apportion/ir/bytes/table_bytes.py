@@ -1,85 +1,73 @@
-"""The integer columns of a plan, encoded and read rank by rank: spans, programs and moves."""
+"""The tables of a plan as bytes, rank by rank, and back: spans, programs and moves.
+
+A rank's part is what it has of each table, one behind the other: the spans of each layout, the tables of each program,
+the moves. `columns` has the bytes of a table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise, product
+from typing import Any
 
 import numpy as np
 
-from apportion.ir.arrays import Ints
-from apportion.ir.bytes import wire
-from apportion.ir.bytes.cells.columns import Cell, Cells
-from apportion.ir.bytes.cells.predictions import RULES, no_operands
-from apportion.ir.bytes.cells.sources import room_for
-from apportion.ir.bytes.parts import encoder
+from apportion.ir.arrays import Ints, offsets
+from apportion.ir.bytes import columns, wire
+from apportion.ir.bytes.columns import COUNT, MAX_ROWS, Bytes
 from apportion.ir.bytes.sections import read_moves, read_tokens
-from apportion.ir.errors import DecodeError
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES
 from apportion.ir.loops.threads import spread
 from apportion.ir.plan import wellformed
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Table
 from apportion.ir.tensors import PHASES
 
 Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
-Placed = tuple[tuple[str, ...], Ints]  # a column and its place
 Tables = tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]
 
 
 class Parts(list[bytes]):
-    """The parts of all ranks, as they were encoded, which know the columns that they were made from."""
+    """The parts of all ranks, as they were encoded, which know the tables that they were made from."""
 
-    def __init__(self, parts: Iterable[bytes], columns: Iterable[Placed]) -> None:
+    def __init__(self, parts: Iterable[bytes], tables: Sequence[Table]) -> None:
         super().__init__(parts)
-        self._made, self._columns = tuple(self), tuple(columns)
-        arrays = [column for _, column in self._columns]
-        memory = list(map(_memory, arrays))
-        owners = [owner for owner in memory if owner is not None]
-        if len(owners) == len(arrays):
-            for array in (*arrays, *owners):
+        self._made, self._tables = tuple(self), tuple(tables)
+        arrays = [array for table in tables for array in (table.ptr, table.values)]
+        if all(map(_is_owner, arrays)):
+            for array in arrays:
                 array.setflags(write=False)
 
     def are_of(
         self, layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
     ) -> bool:
-        """Whether `encode_parts` would give the same again, told without encoding: these have the very columns that
+        """Whether `encode_parts` would give the same again, told without encoding: these have the very arrays that
         the parts were made from, and nobody can have written to them. A False may mean that this is not known."""
-        columns = _named_columns(layouts, programs, moves)
-        same = tuple(self) == self._made and len(self._columns) == len(columns)
+        tables = tables_of(layouts, programs, moves)
+        same = tuple(self) == self._made and len(self._tables) == len(tables)
         return same and all(
-            name == known and column is source and _is_sealed(source)
-            for (name, column), (known, source) in zip(columns, self._columns, strict=True)
+            ours.names == known.names
+            and ours.ptr is known.ptr
+            and ours.values is known.values
+            and all(_is_owner(array) and not array.flags.writeable for array in (ours.ptr, ours.values))
+            for ours, known in zip(tables, self._tables, strict=True)
         )
 
 
-def _named_columns(
+def _is_owner(array: Ints) -> bool:
+    """Whether nobody else can write to its memory."""
+    return type(array) is np.ndarray and array.base is None
+
+
+def tables_of(
     layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
-) -> list[Placed]:
-    """All that parts are made from, each with its place in them."""
-    tables: list[tuple[tuple[str, ...], Table, tuple[str, ...]]] = [
-        (("layout", name), layout.spans, SPAN_COLUMNS) for name, layout in layouts.items()
-    ]
-    tables += [
-        ((*key, n), program[n], cols) for key, program in programs.items() for n, cols in TABLES.items()
-    ]
-    tables += [(("move", str(number)), move.table, MOVE_COLUMNS) for number, move in enumerate(moves)]
-    found: list[Placed] = []
-    for place, table, names in tables:
-        found.append(((*place, "ptr"), table.ptr))
-        if len(table):
-            found += [((*place, name), table.columns[name]) for name in names]
-    return found
-
-
-def _memory(column: Ints) -> Ints | None:
-    """The array whose memory a column is, or is a part of; None where it looks into somebody else's."""
-    owner = column if column.base is None else column.base
-    return owner if type(owner) is np.ndarray and owner.base is None else None
-
-
-def _is_sealed(column: Ints) -> bool:
-    owner = _memory(column)
-    return owner is not None and not column.flags.writeable and not owner.flags.writeable
+) -> list[Table]:
+    """All tables in the order of a part: kinds as they come, forward before backward."""
+    found = [layout.spans for layout in layouts.values()]
+    kinds = dict.fromkeys(kind for kind, _ in programs)
+    ordered = [programs[key] for key in product(kinds, PHASES) if key in programs]
+    found += [program[name] for program in ordered for name in TABLES]
+    return found + [move.table for move in moves]
 
 
 def encode_parts(
@@ -91,35 +79,52 @@ def encode_parts(
 ) -> Parts:
     """The part of every rank, the same on any number of threads. Raises ConfigError for numbers that no plan can hold.
 
-    Columns, and the arrays that they are parts of, are read-only from then on: the verifier need not read the parts.
+    Arrays are read-only from then on: the verifier need not read the parts.
     """
-    written = encoder(
-        [layout.spans for layout in layouts.values()],
-        {key: programs[key].tables for key in _ordered(programs)},
-        [move.table for move in moves],
-        ranks,
-    )
-    made = spread(written.parts, _pieces(written.before, threads), threads)
-    return Parts(chain.from_iterable(made), _named_columns(layouts, programs, moves))
+    tables = tables_of(layouts, programs, moves)
+    return Parts(encode_tables(tables, ranks, threads), tables)
 
 
-def _ordered(programs: Mapping[Pair, ProgramSet]) -> list[Pair]:
-    """Kinds as they come, forward before backward."""
-    kinds = list(dict.fromkeys(kind for kind, _ in programs))
-    return sorted(programs, key=lambda key: (kinds.index(key[0]), PHASES.index(key[1])))
+def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iterator[bytes]:
+    """As `encode_parts`, of tables in the order of `tables_of`; nothing becomes read-only."""
+    widths = spread(_measured, tables, threads)
+    rows = np.array([np.diff(table.ptr) for table in tables])
+    wide = np.array([width.sum(0, dtype=np.int64) for width in widths])
+    heads = np.array([[len(table.names)] for table in tables])
+    sizes = COUNT + (rows > 0) * (heads + rows * wide)
+    ends = np.cumsum(sizes.T).reshape(ranks, len(tables)).T
+    out = np.empty(int(sizes.sum()), np.uint8)
+    items = zip(tables, widths, ends - sizes, strict=True)
+    spread(lambda item: columns.write(item[0].values, item[0].ptr, item[1], item[2], out), items, threads)
+    return (out[a:b].tobytes() for a, b in pairwise([0, *ends[-1].tolist()]))
 
 
-#: rows of all tables that are encoded at a time: what is made of them on the way is 100 bytes each
-_ROWS_AT_ONCE = 1 << 18
+def _measured(table: Table) -> Bytes:
+    """uint8 [columns, ranks]: bytes of a difference. Raises ConfigError for what no plan can hold."""
+    longest = int(np.diff(table.ptr).max(initial=0))
+    if longest > MAX_ROWS:
+        raise ConfigError("rows", longest, f"a rank has at most {MAX_ROWS} in a table", "use larger blocks")
+    values = table.values
+    if values.itemsize > 4 and values.size and (values.min() < -LIMIT or values.max() > LIMIT):
+        column, row = np.argwhere((values < -LIMIT) | (values > LIMIT))[0].tolist()
+        rule = f"is outside [-2**48, 2**48] in row {row}"
+        raise ConfigError(table.names[column], int(values[column, row]), rule, "use smaller numbers")
+    widths = np.empty((len(table.names), table.ranks), np.uint8)
+    columns.measure(values, table.ptr, widths)
+    return widths
 
 
-def _pieces(before: Ints, threads: int) -> list[range]:
-    """Ranges of ranks with much the same rows, as many for each thread. before: int64 [ranks + 1], rows before each."""
-    rows = int(before[-1])
-    count = threads * max(-(-rows // (threads * _ROWS_AT_ONCE)), 1)
-    bounds = np.searchsorted(before, rows * np.arange(count + 1) // count)
-    bounds[-1] = len(before) - 1  # the last ranks may be without rows
-    return [range(begin, end) for begin, end in pairwise(np.unique(bounds).tolist())]
+#: columns of tables that may be int32; dtypes with their bounds
+_NARROW = {names for name, names in TABLES.items() if name != "arenas"}
+_DTYPES: tuple[tuple[type[np.integer[Any]], int], ...] = ((np.int32, 1 << 30), (np.int64, 1 << 62))
+_FAULTS = {
+    columns.SHORT: "ends before its last row",
+    columns.WIDTH: "has a width that is none of 0, 1, 2, 4 and 8",
+    columns.ROWS: f"has more than {MAX_ROWS} rows, or rows that take no byte",
+    columns.WIDE: "is wider than its differences",
+    columns.LEFT: "is followed by further bytes",
+    columns.FAR: "has a number outside [-2**62, 2**62)",
+}
 
 
 def read_tables(
@@ -132,26 +137,18 @@ def read_tables(
 ) -> Tables:
     """What the ranks from `first` on hold. layouts, moves: these sections; parts: of the ranks; tokens: of the batch,
     where it is known. Raises DecodeError."""
-    version, lenient = header.version, wire.newer(header.version)
-    of_layouts = read_tokens(layouts, header, tokens, version)
-    pairs = read_moves(moves, header, version)
-    read = [wire.read_part(part, rank, version) for rank, part in enumerate(parts, first)]
-    for part in read:
-        _check_part(part, header, len(pairs), read[0], lenient)
-    none = no_operands(len(read))
-
-    def table(cells: list[Cell], where: str, name: str) -> Table:
-        return Cells(cells, where, first).table(RULES[name], header.ranks, none, lenient)
-
-    spans = {
-        name: table([part.layouts[number] for part in read], f"layout {name}", "spans")
-        for number, name in enumerate(header.layouts)
-    }
-    remaps = {
-        (source, target): table([part.moves[number] for part in read], f"move {source} -> {target}", "moves")
-        for number, (source, target) in enumerate(pairs)
-    }
-    programs = _read_programs(read, header.ranks, first, lenient)
+    of_layouts = read_tokens(layouts, header, tokens, header.version)
+    pairs = read_moves(moves, header, header.version)
+    for part in parts:
+        wire.check_size(part, "part")
+    keys = [*product(header.kinds, header.phases)]
+    forms: list[tuple[str, tuple[str, ...]]] = [(f"layout {name}", SPAN_COLUMNS) for name in header.layouts]
+    forms += [(f"{' '.join(key)} {name}", names) for key in keys for name, names in TABLES.items()]
+    forms += [(f"move {source} -> {target}", MOVE_COLUMNS) for source, target in pairs]
+    tables = read_parts(forms, parts, first)
+    spans = dict(zip(header.layouts, tables, strict=False))
+    programs = {key: {name: next(tables) for name in TABLES} for key in keys}
+    remaps = dict(zip(pairs, tables, strict=True))
     wellformed.check(header, of_layouts, spans, programs, remaps, first)
     return (
         {name: Layout(name, table) for name, table in spans.items()},
@@ -160,44 +157,30 @@ def read_tables(
     )
 
 
-def _check_part(
-    part: wire.RankTables, header: Header, moves: int, other: wire.RankTables, lenient: bool
-) -> None:
-    """Whether it has what the header says, and the phases that another one has. Raises DecodeError."""
-    where = f"part of rank {part.rank}"
-    if list(part.programs) != list(header.kinds) or len(part.moves) != moves:
-        raise DecodeError(f"{where}: its attention kinds or its number of moves are not the plan's")
-    if len(part.layouts) != len(header.layouts):
-        raise DecodeError(f"{where}: {len(part.layouts)} layouts, the header names {len(header.layouts)}")
-    for kind, programs in part.programs.items():
-        known = [phase for phase in PHASES if phase in programs]
-        if not known or not list(programs) == known == list(other.programs[kind]):
-            raise DecodeError(f"{where}: its phases of {kind} are not the plan's")
-        for tables in programs.values():
-            if len(tables) < len(TABLES) or (len(tables) > len(TABLES) and not lenient):
-                raise DecodeError(f"{where}: {len(tables)} tables of {kind}, expected {len(TABLES)}")
-
-
-def _read_programs(
-    parts: list[wire.RankTables], ranks: int, first: int, lenient: bool
-) -> dict[Pair, dict[str, Table]]:
-    cells = {
-        (kind, phase): {
-            name: Cells([part.programs[kind][phase][n] for part in parts], f"{kind} {phase} {name}", first)
-            for n, name in enumerate(TABLES)
-        }
-        for kind, phases in parts[0].programs.items()
-        for phase in phases
-    }
-    operands = room_for([of["operands"].rows for of in cells.values()], ranks)
-    found: dict[Pair, dict[str, Table]] = {}
-    for number, (key, of) in enumerate(cells.items()):
-        operands.read(number, of["operands"], lenient)
-        named = operands.named(number)
-        found[key] = {
-            name: operands.table(number)
-            if name == "operands"
-            else table.table(RULES[name], ranks, named, lenient)
-            for name, table in of.items()
-        }
-    return found
+def read_parts(
+    forms: Sequence[tuple[str, tuple[str, ...]]], parts: Sequence[bytes], first: int
+) -> Iterator[Table]:
+    """The tables of parts, as lowering makes them: operands, instructions and lists int32, where that holds the sum of
+    any two of their numbers; all others int64. forms: of each its place, for messages, and its columns."""
+    data, bounds = (
+        np.frombuffer(b"".join(parts), np.uint8),
+        np.array([*accumulate(map(len, parts), initial=0)]),
+    )
+    rows, places = np.zeros((2, len(forms), len(parts)), np.int64)
+    fault = np.zeros(3, np.int64)
+    columns.scan(data, bounds, np.array([len(names) for _, names in forms]), rows, places, fault)
+    if fault[0]:
+        kind, rank, table = fault.tolist()
+        raise DecodeError(f"rank {first + rank}, {forms[table][0]}: {_FAULTS[kind]}")
+    for (where, names), own, at in zip(forms, rows, places, strict=True):
+        ptr = offsets(own)
+        for dtype, bound in _DTYPES[0 if names in _NARROW else 1 :]:
+            fault[:] = 0
+            values = np.empty((len(names), int(ptr[-1])), dtype)
+            columns.read(data, at, ptr, bound, values, fault)
+            if fault[0] != columns.FAR:
+                break
+        if fault[0]:
+            kind, rank, column = fault.tolist()
+            raise DecodeError(f"rank {first + rank}, {where}: column {names[column]!r} {_FAULTS[kind]}")
+        yield Table(ptr, names, values)

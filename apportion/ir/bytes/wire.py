@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from apportion.ir.bytes.cells.columns import Cell
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.isa import VERSION
 
@@ -27,7 +26,7 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
         "layouts": 1 << 20,
         "moves": 1 << 20,
         "report": 4 << 20,
-        "part": 16 << 20,
+        "part": 64 << 20,
     }
 )
 
@@ -74,16 +73,6 @@ class SliceWire(Version):
     id: bytes
 
 
-class RankTables(msgspec.Struct):
-    """One rank's tables: layouts in the header's order, tables of programs in that of `isa.TABLES`, moves in that of
-    their section."""
-
-    rank: int
-    layouts: Annotated[list[Cell], _Few]
-    programs: Annotated[dict[str, Annotated[dict[str, Annotated[list[Cell], _Few]], _Few]], _Few]
-    moves: Annotated[list[Cell], _Few]
-
-
 def _scalar(value: Any) -> Any:
     """Scalars and maps that planners put into reports."""
     if isinstance(value, np.generic):
@@ -98,7 +87,6 @@ encode_section = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_scalar
 _encoder = msgspec.msgpack.Encoder()
 encode_struct = _encoder.encode
 _decode_version = msgspec.msgpack.Decoder(Version).decode
-_decode_part = msgspec.msgpack.Decoder(RankTables).decode
 
 
 @cache
@@ -163,7 +151,7 @@ def read_section(
 
     plain: makes plain data of what `decoder` gives.
     """
-    _check_size(data, what)
+    check_size(data, what)
     value = unpack(decoder, data, what)
     if not newer(version) and unpack(lambda _: encode_section(plain(value)), data, what) != data:
         raise DecodeError(
@@ -172,19 +160,7 @@ def read_section(
     return value
 
 
-def read_part(data: bytes, rank: int, version: tuple[int, int]) -> RankTables:
-    """A rank's part. Raises DecodeError."""
-    _check_size(data, "part")
-    what = f"part of rank {rank}"
-    part: RankTables = unpack(_decode_part, data, what)
-    if part.rank != rank:
-        raise DecodeError(f"{what}: says that it is of rank {part.rank}")
-    if not newer(version):
-        check_canonical(len(data), part, what)
-    return part
-
-
-def _check_size(data: bytes, what: str) -> None:
+def check_size(data: bytes, what: str) -> None:
     if len(data) > MAX_BYTES[what]:
         raise DecodeError(f"{what}: {len(data)} bytes, at most {MAX_BYTES[what]} are read")
 

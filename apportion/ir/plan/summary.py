@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
+from apportion.ir.plan.tables import PlanTables
 from apportion.ir.plan.totals import pairs
-
-if TYPE_CHECKING:
-    from apportion.ir.bytes.codec import Plan
 
 Record = Mapping[str, Any]
 
@@ -98,7 +96,7 @@ def _time_rows(record: Record) -> list[tuple[str, str]]:
     ]
 
 
-def loads(plan: Plan) -> Floats:
+def loads(plan: PlanTables) -> Floats:
     """[ranks] pairs of (query, key) that each rank computes forward, over heads, and layers of each kind."""
     model, total = plan.request.model, np.zeros(plan.header.ranks)
     for kind in plan.header.kinds:
@@ -106,7 +104,7 @@ def loads(plan: Plan) -> Floats:
     return total
 
 
-def tokens(plan: Plan) -> Ints:
+def tokens(plan: PlanTables) -> Ints:
     """[ranks] tokens that each rank holds: in the attention layout where it has rows of its own."""
     name = "attention" if "attention" in plan.layouts else plan.header.home_layout
     return np.asarray(plan.layout(name).rows_per_rank, np.int64)

@@ -1,4 +1,4 @@
-"""The plan: layouts and programs as integer columns of all ranks, one rank after another.
+"""The plan: layouts and programs as integer tables of all ranks, one rank after another.
 
     Plan ── header     format, version, recipe, seed, kinds, head sets, what an executor needs of the model
          ├─ request    batch, cluster, model, policy, digest of the hardware file
@@ -15,38 +15,55 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, offsets, within
-from apportion.ir.fields import integer
+from apportion.ir.errors import ConfigError, UnknownNameError
+from apportion.ir.fields import choice, integer
 from apportion.ir.isa import TABLES, VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
-from apportion.ir.tensors import GRADIENTS, Tensor
+from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Columns over the rows of all ranks; rank r owns rows `ptr[r]:ptr[r + 1]`.
+    """Rows of all ranks as a matrix: rank r owns rows `ptr[r]:ptr[r + 1]`, `values[i]` is the column `names[i]`.
 
-    `columns` maps a name to an integer column, all of equal length; any integer dtype.
+    ptr: int64 [ranks + 1]; values: int32 or int64 [columns, rows].
     """
 
     ptr: Ints
-    columns: Mapping[str, Ints]
+    names: tuple[str, ...]
+    values: Ints
+
+    @staticmethod
+    def of(ptr: Ints, columns: Mapping[str, Ints]) -> Table:
+        """Of columns of integers, which are copied. Raises ConfigError."""
+        for name, column in columns.items():
+            if column.dtype.kind not in "iu":
+                raise ConfigError(name, column.dtype, "is no dtype of integers", "convert the column")
+        return Table(ptr, tuple(columns), np.array([*columns.values()], np.int64))
 
     def __len__(self) -> int:
         return int(self.ptr[-1])
 
     def __getitem__(self, name: str) -> Ints:
-        return self.columns[name]
+        column: Ints = self.values[self.names.index(name)]
+        return column
+
+    @property
+    def columns(self) -> dict[str, Ints]:
+        """The columns by name (views, no copies)."""
+        return dict(zip(self.names, self.values, strict=True))
 
     def wide(self, name: str) -> Ints:
         """A column as int64, whatever it is kept in."""
-        return self.columns[name].astype(np.int64, copy=False)
+        return self[name].astype(np.int64, copy=False)
 
     @property
     def ranks(self) -> int:
@@ -59,25 +76,28 @@ class Table:
     def ranks_between(self, first: int, end: int) -> Table:
         """The rows of some ranks (views, no copies)."""
         lo, hi = int(self.ptr[first]), int(self.ptr[end])
-        return Table(self.ptr[first : end + 1] - lo, {name: col[lo:hi] for name, col in self.columns.items()})
+        return Table(self.ptr[first : end + 1] - lo, self.names, self.values[:, lo:hi])
 
-    def with_column(self, name: str, column: Ints) -> Table:
-        """With another column of that name."""
-        return Table(self.ptr, {**self.columns, name: column})
+    def take(self, rows: Ints, ptr: Ints | None = None) -> Table:
+        """These rows, in this order. ptr: of the ranks that have them, by default as now."""
+        return Table(self.ptr if ptr is None else ptr, self.names, self.values[:, rows])
 
     def rank_of_row(self) -> Ints:
         """The rank that owns each row."""
         return group_of(np.diff(self.ptr))
 
     def equal(self, other: Table) -> bool:
-        return np.array_equal(self.ptr, other.ptr) and all(
-            np.array_equal(col, other.columns[name]) for name, col in self.columns.items()
+        """By value, whatever the dtypes."""
+        return (
+            self.names == other.names
+            and np.array_equal(self.ptr, other.ptr)
+            and np.array_equal(self.values, other.values)
         )
 
 
 def empty_table(names: tuple[str, ...], ranks: int) -> Table:
     """A table without rows."""
-    return Table(np.zeros(ranks + 1, np.int64), {name: np.zeros(0, np.int64) for name in names})
+    return Table(np.zeros(ranks + 1, np.int64), names, np.zeros((len(names), 0), np.int64))
 
 
 def joined(tables: Sequence[Table]) -> Table:
@@ -87,8 +107,9 @@ def joined(tables: Sequence[Table]) -> Table:
         tables[0].ptr,
         *(table.ptr[1:] + end for table, end in zip(tables[1:], ends.tolist(), strict=False)),
     ]
-    columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0].columns}
-    return Table(np.concatenate(ptr), columns)
+    return Table(
+        np.concatenate(ptr), tables[0].names, np.concatenate([table.values for table in tables], axis=1)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +146,7 @@ class Layout:
     def _of(self, rank: int) -> Table:
         """The rank's spans in row order, as a one-rank table."""
         spans = self.spans.rank(checked_rank(rank, self.spans.ranks))
-        order = np.argsort(spans["row"], kind="stable")
-        return Table(spans.ptr, {name: column[order] for name, column in spans.columns.items()})
+        return spans.take(np.argsort(spans["row"], kind="stable"))
 
 
 def checked_rank(rank: int, ranks: int) -> int:
@@ -193,6 +213,7 @@ class Header:
     #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     sent_gradients: str = "wide"  # as of the model
+    phases: tuple[str, ...] = PHASES  # of every kind
 
     def narrows(self, tensor: Tensor) -> bool:
         """Whether tiles of a tensor are rounded to the model's dtype on their way, as `Model.narrows` says."""
@@ -214,3 +235,32 @@ class Request:
     model: Model
     policy: Policy
     hardware: str = ""  # hex digest of the hardware file, "" where none was used
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTables:
+    """What a plan says, whatever its bytes."""
+
+    header: Header
+    request: Request
+    layouts: Mapping[str, Layout]
+    programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
+    moves: tuple[Move, ...] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    def layout(self, name: str) -> Layout:
+        """The layout of that name. Raises UnknownNameError."""
+        if not isinstance(name, str) or name not in self.layouts:
+            raise UnknownNameError(
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+            )
+        return self.layouts[name]
+
+    def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
+        """One rank's program of one attention kind and phase, as one-rank tables.
+
+        Raises ConfigError where the plan has no such rank, UnknownNameError for a kind or phase it does not have.
+        """
+        choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
+        choice("phase", phase, [held for of, held in self.programs if of == kind])
+        return self.programs[kind, phase].rank(checked_rank(rank, self.header.ranks))

@@ -21,7 +21,7 @@ from apportion.ir.masks.bands import INF, MAX_DIAGONALS
 from apportion.ir.plan.ops import IS_KEY, LIST_OF_OP, LISTS
 from apportion.ir.plan.tables import Header, Table
 from apportion.ir.request.model import MAX_HEADS
-from apportion.ir.tensors import SENT_GRADIENTS, Space, Tensor
+from apportion.ir.tensors import PHASES, SENT_GRADIENTS, Space, Tensor
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
 #: those narrower than accumulators
@@ -71,6 +71,8 @@ def check_header(header: Header) -> None:
         raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")
     _names("kinds", header.kinds)
     _names("layouts", header.layouts)
+    if not header.phases or header.phases != tuple(phase for phase in PHASES if phase in header.phases):
+        raise DecodeError(f"header: phases must be of {', '.join(PHASES)}, in this order, and one at least")
     if header.home_layout not in header.layouts:
         raise DecodeError(f"header: home_layout = {header.home_layout[:40]!r} is not among its layouts")
     for number, heads in enumerate(header.head_sets, 1):
@@ -146,7 +148,7 @@ class _TablePlace:
         if len(rows):
             row = int(rows[0])
             rank = int(np.searchsorted(self.table.ptr, row, side="right")) - 1
-            values = ", ".join(f"{name} {self[name][row]}" for name in self.table.columns)
+            values = ", ".join(f"{name} {self[name][row]}" for name in self.table.names)
             own_row = row - int(self.table.ptr[rank])
             where = f"rank {rank + self.first_rank}, {self.where}, {self.name} row {own_row}"
             raise DecodeError(f"{where}: {message} ({values})")
@@ -156,8 +158,9 @@ class _TablePlace:
             return
         for name, values in self.table.columns.items():
             low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
+            top = min(high, int(np.iinfo(values.dtype).max))
             # without a sign what is below 0 is above all else
-            if (low and values.min() < low) or (values if low else _unsigned(values)).max() > high:
+            if (low and values.min() < low) or (values if low else _unsigned(values)).max() > top:
                 self.refuse((values < low) | (values > high), f"{name} is outside [{low}, {high}]")
 
     def check_spans(self, tokens: int) -> None:
@@ -212,8 +215,9 @@ def _check_operand_table(header: Header, operands: _TablePlace) -> None:
     """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
     begins = operands.begins()
     firsts = np.zeros(len(operands.table), bool)
-    if any(column[begins].any() for column in operands.table.columns.values()):
-        firsts[begins] = np.any([column[begins] for column in operands.table.columns.values()], axis=0)
+    none = operands.table.values[:, begins]
+    if none.any():
+        firsts[begins] = none.any(0)
         operands.refuse(firsts, "operand 0 must be none")
     if any(np.count_nonzero(operands[name]) != len(firsts) - len(begins) for name in ("tensor", "rows")):
         firsts[begins] = True

@@ -1,6 +1,6 @@
 """Plans as text: one instruction per line, one section per rank; the whole text parses back to an equal plan.
 
-    apportion.plan 2.0
+    apportion.plan 3.0
     id 5f0c…                                    computed where it is left out
     header {"home_layout": "attention", …}      JSON, may span lines; what is left out follows from the rest
     request {"batch": …, "cluster": …, "model": …, "policy": …}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from apportion.ir.isa import (
     ALL_TO_ALL,
@@ -22,24 +20,21 @@ from apportion.ir.isa import (
 )
 from apportion.ir.plan import plain
 from apportion.ir.plan.ops import starts_of
-from apportion.ir.plan.tables import ProgramSet, Table, checked_rank
+from apportion.ir.plan.tables import PlanTables, ProgramSet, Table, checked_rank
 from apportion.ir.tensors import TENSOR_NAMES, Space, Tensor
 from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Operand, Row
 
-if TYPE_CHECKING:
-    from apportion.ir.bytes.codec import Plan
 
-
-def format_plan(plan: Plan, rank: int | None = None, around: int | None = None) -> str:
-    """The plan as text, or one rank of it. `around`: only the instructions within 2 of this one, numbered.
+def format_plan(plan: PlanTables, id: bytes, request: Any, report: Any, rank: int | None = None) -> str:
+    """The plan as text, or one rank of it. id, request, report: as encoded, the latter two as plain data.
 
     Raises ConfigError where the plan has no such rank.
     """
     if rank is None:
-        blocks = [_head_lines(plan)]
-        blocks += [list(_rank_lines(plan, number, around)) for number in range(plan.header.ranks)]
+        blocks = [_head_lines(plan, id, request, report)]
+        blocks += [list(_rank_lines(plan, number)) for number in range(plan.header.ranks)]
     else:
-        blocks = [list(_rank_lines(plan, checked_rank(rank, plan.header.ranks), around))]
+        blocks = [list(_rank_lines(plan, checked_rank(rank, plan.header.ranks)))]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
@@ -62,19 +57,18 @@ def excerpt(program: ProgramSet, index: int, context: int = 2) -> str:
     return "\n".join(f"{'>' if at == index else ' '} {at:4d}  {lines[at]}" for at in shown)
 
 
-def _head_lines(plan: Plan) -> list[str]:
-    sealed = plan.sealed()
+def _head_lines(plan: PlanTables, id: bytes, request: Any, report: Any) -> list[str]:
     header = {name: value for name, value in plain.header_data(plan.header).items() if name != "version"}
     lines = [
         "{} {}.{}".format(FORMAT, *plan.header.version),
-        f"id {sealed.id.hex()}",
+        f"id {id.hex()}",
         f"header {_json(header)}",
-        f"request {_json(msgspec.msgpack.decode(sealed.request))}",
+        f"request {_json(request)}",
     ]
     if plan.moves:
         lines.append(f"moves {_json([[move.source, move.target] for move in plan.moves])}")
-    if plan.report:
-        lines.append(f"report {_json(msgspec.msgpack.decode(sealed.report))}")
+    if report:
+        lines.append(f"report {_json(report)}")
     return lines
 
 
@@ -82,7 +76,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
 
 
-def _rank_lines(plan: Plan, rank: int, around: int | None) -> Iterator[str]:
+def _rank_lines(plan: PlanTables, rank: int) -> Iterator[str]:
     yield f"rank {rank}"
     for name, layout in plan.layouts.items():
         rows = _pairs(layout.spans.rank(rank), SPAN_COLUMNS)
@@ -94,11 +88,7 @@ def _rank_lines(plan: Plan, rank: int, around: int | None) -> Iterator[str]:
             yield f"move {_name(move.source)} -> {_name(move.target)}: {'; '.join(rows)}"
     for (kind, phase), programs in plan.programs.items():
         yield f"program {_name(kind)} {phase}"
-        program = programs.rank(rank)
-        if around is None:
-            yield from ("  " + line for line in _program_lines(program))
-        elif len(program["instructions"]):
-            yield excerpt(program, around)
+        yield from ("  " + line for line in _program_lines(programs.rank(rank)))
 
 
 def _program_lines(program: ProgramSet) -> list[str]:

@@ -5,7 +5,7 @@ of the template, rounds are launched in the same order everywhere, which is what
 
 List rows name operands by what they are, ranges of rows of a tensor; operands get their numbers in the end, when the
 rows of a rank are all there. Numbers follow the lists, column after column (`isa.OPERAND_COLUMNS`), in each its rows:
-what the format writes in fewest bytes (`ir.bytes.cells.predictions`).
+what the format writes in few bytes.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Assembler:
         tables: tuple[Ints, ...] = (*few, instructions, *lists)
         return ProgramSet(
             {
-                name: Table(held, dict(zip(TABLES[name], made, strict=True)))
+                name: Table(held.copy(), TABLES[name], made)
                 for name, held, made in zip(TABLES, ptr, tables, strict=True)
             }
         )

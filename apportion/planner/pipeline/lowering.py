@@ -36,10 +36,8 @@ def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramS
     if len(parts) == 1:
         return parts[0]
     tables = {name: joined([part[name] for part in parts]) for name in TABLES}
-    peer, sizes = tables["transfers"].wide("peer"), [len(part["transfers"]) for part in parts]
-    tables["transfers"] = tables["transfers"].with_column("peer", peer + np.repeat(first, sizes))
-    rounds = _same_rounds([part["instructions"] for part in parts])
-    tables["instructions"] = tables["instructions"].with_column("round", rounds)
+    tables["transfers"]["peer"][:] += np.repeat(first, [len(part["transfers"]) for part in parts])
+    tables["instructions"]["round"][:] = _same_rounds([part["instructions"] for part in parts])
     return ProgramSet(tables)
 
 

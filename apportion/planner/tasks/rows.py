@@ -68,7 +68,7 @@ class Rows:
         length[last] += self.per_rank[np.diff(ptr) > 0]
         sequence = np.searchsorted(batch.starts, token, "right") - 1
         columns = (row, token, length, sequence, batch.position_at(token))
-        return Layout(name, Table(ptr, dict(zip(SPAN_COLUMNS, columns, strict=True))))
+        return Layout(name, Table(ptr, SPAN_COLUMNS, np.stack(columns)))
 
 
 @jit

@@ -15,11 +15,12 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import ConfigError
 from apportion.service.engine import Engine
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
 from apportion.service.http.guard import answer, problem_data, rendered
-from apportion.service.pack import Pack, expanded
+from apportion.service.pack import MAX_BODY, Pack
 from apportion.service.problems import ServiceError
 
 MAX_WAIT_S, MAX_KEYS = 60.0, 256
@@ -63,7 +64,7 @@ class Delivery:
         if headers.get(b"if-none-match") == etag:
             body, status = b"", 304
         elif b"zstd" not in coding:
-            body = expanded(body)
+            body = expanded(body, MAX_BODY)
         self._count(body)
         await answer(send, status, MEDIA, body, more)
 

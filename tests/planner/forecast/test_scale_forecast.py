@@ -37,7 +37,7 @@ def test_what_is_not_planned_is_extrapolated_and_says_so() -> None:
     assert (grown["measured"], grown["ranks"]) == (False, 64)
     assert grown["bytes"] % 4 == 0
     assert (
-        0.4 < grown["bytes"] / whole["bytes"] < 1.2
+        0.3 < grown["bytes"] / whole["bytes"] < 1.2
     )  # without pods that are full, small plans have smaller parts
 
 

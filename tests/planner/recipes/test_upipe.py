@@ -20,6 +20,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.masks.spec import Mask
+from apportion.ir.plan.tables import Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -586,11 +587,11 @@ def test_the_verifier_sees_what_is_wrong_with_projected_rows(change: str) -> Non
     if change == "keys":  # the KV heads of a later window are made instead
         sets, tensor = np.array(operands["heads"]), np.asarray(operands["tensor"])
         sets[tensor == Tensor.KV] = sets[tensor == Tensor.KV][::-1].copy()
-        tables["operands"] = replace(operands, columns={**operands.columns, "heads": sets})
+        tables["operands"] = Table.of(operands.ptr, {**operands.columns, "heads": sets})
     else:  # gradients of queries are pushed back twice, or never
         at = np.flatnonzero((columns["d"] > 0) & (columns["b"] > 0))
         columns["b"][at[1]] = columns["b"][at[0]] if change == "twice" else 0
-        tables["rowops"] = replace(rows, columns=columns)
+        tables["rowops"] = Table.of(rows.ptr, columns)
     broken = replace(plan, programs={**plan.programs, key: replace(plan.programs[key], tables=tables)})
     found = {violation.rule for violation in verify.check(broken)} - {"digests"}
     assert found & {"delivery", "dataflow", "heads", "operands"}

@@ -70,4 +70,4 @@ def _columns(op: Op, shape: Shape) -> ProgramSet:
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[int]]) -> Table:
     columns = np.array(rows, np.int64).reshape(-1, len(names)).T
-    return Table(np.array([0, len(rows)]), dict(zip(names, columns, strict=True)))
+    return Table.of(np.array([0, len(rows)]), dict(zip(names, columns, strict=True)))

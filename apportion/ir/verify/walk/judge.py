@@ -1520,7 +1520,7 @@ def _operands_of(transfers: Ints, ptrs: Sequence[Ints]) -> Ints:
 
 def _rows_of(table: Table, rows: Ints) -> Table:
     """Some rows of a table, as if one rank had them."""
-    return Table(np.array([0, len(rows)]), {name: column[rows] for name, column in table.columns.items()})
+    return table.take(rows, np.array([0, len(rows)]))
 
 
 def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:

@@ -11,8 +11,9 @@ from threading import Lock
 from typing import ClassVar
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.transport import expanded
 from apportion.ir.loops.jit import compiling
-from apportion.service.pack import Pack, expanded
+from apportion.service.pack import Pack
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.workers import Done, ProcessExecutor, Refusal, plan_pack
 from apportion.trainer.loading.sources.source import Source

@@ -1,0 +1,29 @@
+"""Bytes on their way: zstd frames, of which no id and no digest of a plan knows."""
+
+from __future__ import annotations
+
+import zstandard
+
+from apportion.ir.errors import DecodeError
+
+MAX_EXPANDED = 1 << 30  # bytes that a frame may hold
+_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def compressed(data: bytes) -> bytes:
+    """`data` as a zstd frame, the same for equal bytes."""
+    return zstandard.ZstdCompressor(level=3).compress(data)
+
+
+def expanded(data: bytes, most: int = MAX_EXPANDED) -> bytes:
+    """What a zstd frame holds, which says how much it is: `most` bytes at most. Other bytes as they are. Raises
+    DecodeError."""
+    if not data.startswith(_MAGIC):
+        return data
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= most:
+            raise DecodeError(f"a compressed body of {size} bytes, at most {most} are read")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
+    except zstandard.ZstdError as error:
+        raise DecodeError(f"a compressed body: {error}") from None

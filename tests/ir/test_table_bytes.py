@@ -1,0 +1,170 @@
+"""Tables as bytes: what goes in comes out, in the narrowest width, and nothing else is let in."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from apportion.ir.bytes.columns import MAX_ROWS
+from apportion.ir.bytes.table_bytes import encode_parts, read_parts
+from apportion.ir.errors import ConfigError, DecodeError
+from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
+from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table
+from tests.support.random_plans import random_plan
+
+NAMES = ("a", "b")
+
+
+def parts_of(*tables: Table) -> list[bytes]:
+    return encode_parts({}, {}, [Move("x", "y", table) for table in tables], tables[0].ranks)
+
+
+def opened(parts: list[bytes], *names: tuple[str, ...]) -> list[Table]:
+    return list(read_parts([(f"table {n}", one) for n, one in enumerate(names or (NAMES,))], parts, 3))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """A table whose numbers are small, alike, or anything, but for rows of zeros alone, of which a rank has one."""
+    names = draw(st.sampled_from([NAMES, SPAN_COLUMNS, TABLES["transfers"]]))
+    sizes = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7, 40]), min_size=1, max_size=5))
+    number = draw(st.sampled_from([st.integers(-3, 9), st.integers(0, 1), st.integers(-LIMIT, LIMIT)]))
+    total = sum(sizes)
+    rows = st.lists(number, min_size=total, max_size=total)
+    values = np.array([draw(rows) for _ in names], np.int64).reshape(len(names), total)
+    values[0] = np.maximum(values[0], 1)
+    kind = draw(st.sampled_from([np.int64, np.int32])) if np.abs(values).max(initial=0) < 2**31 else np.int64
+    return Table(np.cumsum([0, *sizes]), names, values.astype(kind))
+
+
+@settings(max_examples=300)
+@given(st.lists(tables(), min_size=1, max_size=3))
+def test_tables_come_back_from_their_bytes(given: list[Table]) -> None:
+    ranks = min(table.ranks for table in given)
+    some = [table.ranks_between(0, ranks) for table in given]
+    parts = parts_of(*some)
+    names = [table.names for table in some]
+    for table, again in zip(some, opened(parts, *names), strict=True):
+        assert again.equal(table)
+    for rank, part in enumerate(parts):
+        own = opened([part], *names)  # and needs no other's
+        assert all(one.equal(table.rank(rank)) for one, table in zip(own, some, strict=True))
+
+
+def test_a_table_by_hand() -> None:
+    table = Table.of(np.array([0, 3, 3]), {"a": np.array([1, 300, 2]), "b": np.array([0, 0, 0])})
+    assert parts_of(table) == [struct.pack("<IBhhhB", 3, 2, 1, 299, -298, 0), bytes(4)]
+
+
+STEPS = {
+    0: 0,
+    1: 1,
+    127: 1,
+    -128: 1,
+    128: 2,
+    -129: 2,
+    2**15 - 1: 2,
+    2**15: 4,
+    -(2**31): 4,
+    2**31: 8,
+    -LIMIT: 8,
+}
+
+
+@pytest.mark.parametrize(("step", "width"), STEPS.items())
+def test_the_narrowest_width_is_taken(step: int, width: int) -> None:
+    (part,) = parts_of(Table(np.array([0, 1]), ("a",), np.array([[step]])))
+    assert part == struct.pack("<IB", 1, width) + step.to_bytes(width, "little", signed=True)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
+def test_parts_are_the_same_for_all_dtypes(dtype: type) -> None:
+    table = Table.of(np.array([0, 3, 5]), {"a": np.array([0, 5, 5, 6, 90], dtype), "b": np.ones(5, np.int64)})
+    narrow = Table(table.ptr, table.names, table.values.astype(np.int32))
+    assert parts_of(table) == parts_of(narrow)
+    assert opened(parts_of(table))[0]["a"].tolist() == [0, 5, 5, 6, 90]
+
+
+@pytest.mark.parametrize(
+    "column", [np.array([1.9, 2.0]), np.array([1, "a"], object), np.array([True, False])]
+)
+def test_columns_that_are_no_integers_are_refused(column: np.ndarray) -> None:
+    with pytest.raises(ConfigError, match=r"x = .* no dtype of integers"):
+        Table.of(np.array([0, 2]), {"x": column})
+
+
+@pytest.mark.parametrize("value", [LIMIT + 1, -LIMIT - 1, 2**63 - 1, -(2**63)])
+def test_numbers_that_no_plan_can_hold_are_not_written(value: int) -> None:
+    table = Table.of(np.array([0, 1, 2]), {"a": np.array([1, 2]), "b": np.array([1, value])})
+    with pytest.raises(ConfigError, match=rf"b = {value}.*in row 1"):
+        parts_of(table)
+
+
+def test_too_many_rows_are_not_written() -> None:
+    table = Table(np.array([0, MAX_ROWS + 1]), ("a",), np.ones((1, MAX_ROWS + 1), np.int32))
+    with pytest.raises(ConfigError, match=f"rows = {MAX_ROWS + 1}"):
+        parts_of(table)
+
+
+def table_of(*columns: bytes, rows: int = 3) -> bytes:
+    return rows.to_bytes(4, "little") + b"".join(columns)
+
+
+GOOD = table_of(b"\1\1\1\1", b"\1\0\xff\0")
+
+
+@pytest.mark.parametrize(
+    ("part", "match"),
+    [
+        (GOOD[:3], "rank 4, table 0: ends before its last row"),
+        (GOOD[:5], "ends before"),
+        (GOOD[:-1], "rank 4, table 0: ends before"),
+        (GOOD + b"\0", "rank 4, table 0: is followed by further bytes"),
+        (table_of(b"\3" + bytes(9), b"\0"), "has a width that is none of"),
+        (table_of(b"\xff", b"\0"), "ends before|has a width"),
+        (table_of(b"\1\1\1\1", b"\1\0\0\0"), "column 'b' is wider than its differences"),
+        (table_of(b"\2\1\0\1\0\1\0", b"\0"), "column 'a' is wider"),
+        (table_of(b"\4\1\0\0\0", b"\0", rows=1), "column 'a' is wider"),
+        (table_of(b"\x08" + bytes([255] * 3 + [0] * 5), b"\0", rows=1), "column 'a' is wider"),
+        (table_of(b"\0", b"\0"), "rows that take no byte"),
+        (table_of(b"\0", b"\0", rows=2**32 - 1), "more than"),
+        (table_of(b"\1", b"\1", rows=2**32 - 1), "ends before"),
+    ],
+)
+def test_malformed_tables(part: bytes, match: str) -> None:
+    with pytest.raises(DecodeError, match=match):
+        opened([GOOD, part])
+
+
+def test_one_row_of_zeros_takes_no_byte() -> None:
+    assert opened([table_of(b"\0", b"\0", rows=1)])[0].values.tolist() == [[0], [0]]
+    assert len(opened([bytes(4)])[0]) == 0
+
+
+def test_parts_are_the_same_on_threads() -> None:
+    for seed in range(5):
+        plan = random_plan(seed, ranks=9)
+        given = plan.layouts, plan.programs, plan.moves, 9
+        assert encode_parts(*given, threads=3) == encode_parts(*given)
+
+
+def test_tables_of_a_part_are_in_order() -> None:
+    """Spans, programs by kind and phase, moves."""
+
+    def one(names: tuple[str, ...], number: int) -> Table:
+        return Table(np.array([0, 1]), names, np.full((len(names), 1), number, np.int64))
+
+    programs = {
+        key: ProgramSet({name: one(names, 10 * n) for name, names in TABLES.items()})
+        for n, key in ((2, ("x", "backward")), (1, ("x", "forward")), (3, ("y", "forward")))
+    }
+    (part,) = encode_parts(
+        {"attention": Layout("attention", one(SPAN_COLUMNS, 1))}, programs, [Move("a", "b", one(NAMES, 9))], 1
+    )
+    names = [SPAN_COLUMNS, *3 * [*TABLES.values()], NAMES]
+    firsts = [int(table.values[0, 0]) for table in opened([part], *names)]
+    assert firsts == [1, *7 * [10], *7 * [20], *7 * [30], 9]
+    assert len(parts_of(empty_table(NAMES, 7))) == 7
