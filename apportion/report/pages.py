@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.diff import PlanDiff
 from apportion.ir.request.hardware import Hardware
 from apportion.planner.simulate import Simulation, simulate
 from apportion.report.content import plan_data
+from apportion.report.diff import PlanDiff
 from apportion.web import REPORT
 
 

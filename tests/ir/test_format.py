@@ -18,7 +18,6 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.columns import MAX_ROWS
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.bytes.wire import MAX_BYTES
-from apportion.ir.diff import diff
 from apportion.ir.isa import (
     LIMIT,
     MOVE_COLUMNS,
@@ -35,6 +34,7 @@ from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import INF
 from apportion.ir.plan import wellformed as structure
 from apportion.ir.tensors import PHASES, TENSOR_NAMES, Tensor
+from apportion.report.diff import diff
 from tests.support.formats import SCHEMAS, decoded
 from tests.support.parse import parse
 from tests.support.random_plans import random_plan

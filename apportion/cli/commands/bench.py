@@ -53,8 +53,8 @@ def bench_plan(
       apportion bench plan --recipe fcp --ranks 8,64,256,1024 --block auto --seeds 0,1,2 --json
     """
     _one_core()
-    from apportion import views
     from apportion.bench import Grid
+    from apportion.cli.printed import plans as printed
     from apportion.ir.fields import MAX_INT
     from apportion.ir.isa import MAX_RANKS
 
@@ -65,7 +65,7 @@ def bench_plan(
         note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")
         rows.append(row)
     record = {"benchmark": "plan", "workload": _name(workload), "versions": versions(), "rows": rows}
-    emit(record, as_json, lambda: views.bench_table(rows))
+    emit(record, as_json, lambda: printed.bench_table(rows))
 
 
 Recipe = Annotated[
@@ -106,8 +106,8 @@ def bench_attention(
     _one_core()
     for package in ("torch", "triton"):
         inputs.need(package, package, "the benchmark of attention")
-    from apportion import views
     from apportion.bench import BenchJob, cluster_of
+    from apportion.cli.printed import plans as printed
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
@@ -135,7 +135,7 @@ def bench_attention(
         "skipped": list(skipped),
     }
     if is_first:
-        emit(record, as_json, lambda: views.attention_table(rows), lambda: "\n".join(skipped), width=WIDEST)
+        emit(record, as_json, lambda: printed.attention_table(rows), lambda: "\n".join(skipped), width=WIDEST)
 
 
 def _engines(name: str) -> tuple[str, ...]:

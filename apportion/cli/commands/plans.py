@@ -63,8 +63,8 @@ def plan(
 
       apportion plan --batch examples/batch.json --ranks 8 --server http://127.0.0.1:8321 -o first.plan
     """
-    from apportion import views
     from apportion.bench import BenchJob, measure, warm_up
+    from apportion.cli.printed import plans as printed
     from apportion.ir.bytes.transport import compressed
     from apportion.ir.plan.summary import plan_rows
 
@@ -96,7 +96,7 @@ def plan(
         **({"search": row.plan.report["search"]} if "search" in row.plan.report else {}),
     }
     title = f"plan {record['id'][:16]}, verified"
-    emit(record, as_json, lambda: views.summary(title, plan_rows(record)))
+    emit(record, as_json, lambda: printed.summary(title, plan_rows(record)))
 
 
 def _planned_by(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:
@@ -220,14 +220,14 @@ def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | 
 
 
 def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
-    from apportion import views
+    from apportion.cli.printed import plans as printed
     from apportion.ir.plan import summary
 
     record = {
         "id": plan.id.hex(),
         "kinds": list(plan.header.kinds),
         "report": dict(plan.report),
-        "programs": views.program_sizes(plan),
+        "programs": printed.program_sizes(plan),
         "load": summary.loads(plan).tolist(),
         "tokens": summary.tokens(plan).tolist(),
         "svg": None if svg is None else str(svg),
@@ -236,26 +236,26 @@ def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
     emit(
         record,
         as_json,
-        lambda: views.summary(title, summary.plan_rows(plan.report)),
-        lambda: views.picture(plan),
-        lambda: views.programs_table(record["programs"]),
+        lambda: printed.summary(title, summary.plan_rows(plan.report)),
+        lambda: printed.picture(plan),
+        lambda: printed.programs_table(record["programs"]),
         *_tried(plan),
     )
 
 
 def _tried(plan: Plan) -> list[Callable[[], RenderableType]]:
     """What a search tried, where there was one."""
-    from apportion import views
+    from apportion.cli.printed import plans as printed
 
     search = plan.report.get("search")
-    return [] if search is None else [lambda: views.search_table(search)]
+    return [] if search is None else [lambda: printed.search_table(search)]
 
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
-    from apportion import views
+    from apportion.cli.printed import plans as printed
 
     text = plan.text(rank).rstrip("\n")
-    programs = views.program_sizes(plan, rank)
+    programs = printed.program_sizes(plan, rank)
     emit({"id": plan.id.hex(), "rank": rank, "programs": programs, "text": text}, as_json, lambda: text)
 
 
@@ -274,7 +274,7 @@ def diff(
 
       apportion diff monday.plan tuesday.plan --html diff.html
     """
-    from apportion.ir.diff import diff as compare
+    from apportion.report.diff import diff as compare
 
     if html is None and hardware is not None:
         rule = "says what the page's times are of, and there is none"

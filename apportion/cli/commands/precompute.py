@@ -159,7 +159,7 @@ def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:
 
 
 def _table(record: Mapping[str, Any]) -> RenderableType:
-    from apportion import views
+    from apportion.cli.printed import plans as printed
     from apportion.ir.plan.summary import human_bytes
 
     rows = (
@@ -168,4 +168,4 @@ def _table(record: Mapping[str, Any]) -> RenderableType:
         ("rate", f"{record['rate']:,.1f} iterations/s"),
     )
     title = f"plans in {record['out']}, recipe {record['recipe']}, {count(record['ranks'], 'rank')}"
-    return views.summary(title, rows)
+    return printed.summary(title, rows)

@@ -1,4 +1,4 @@
-"""What the command line prints for people: tables and pictures of plans, rows and differences, with rich."""
+"""Tables and pictures of plans and of benchmarks, with rich."""
 
 from __future__ import annotations
 
