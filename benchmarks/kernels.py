@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,7 +36,6 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.stage.arguments import examples
 from apportion.backends.torch.stage.launcher import KERNELS
 from apportion.backends.torch.stage.rowlists import Panel, move
 from apportion.backends.torch.stage.variants import (
@@ -48,6 +47,7 @@ from apportion.backends.torch.stage.variants import (
     variant,
 )
 from benchmarks import sass
+from benchmarks.kernel_arguments import examples
 
 ATTENTION = ("attend", "dq", "dkdv")
 
@@ -262,7 +262,7 @@ def widths(qk: int, v: int) -> str:
 def chosen(case: Case, shape: Shape | None) -> Variant:
     """The variant of a case; with a shape, that for its kernel."""
     found = variant(case.dtype, case.qk, case.v)
-    return found if shape is None else found.with_shape(case.kernel, shape)
+    return found if shape is None else replace(found, shapes={**found.shapes, case.kernel: shape})
 
 
 def compiled(case: Case, constants: Mapping[str, Any]) -> Any:

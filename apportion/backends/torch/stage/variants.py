@@ -6,7 +6,7 @@ A width is padded to one or two powers of two: 64, 64 + 32, 128 + 64, ... Produc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 LEAST = 16
 #: rows of a tile of row operations
@@ -43,10 +43,6 @@ class Variant:
         )  # its series needs the registers
         rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": stages}
         return {"CAP": softcap, **rows, **widths, "PRECISION": precision}
-
-    def with_shape(self, kernel: str, shape: Shape) -> Variant:
-        """The same with another shape for a kernel."""
-        return replace(self, shapes={**self.shapes, kernel: shape})
 
 
 def parts(width: int) -> tuple[int, int]:

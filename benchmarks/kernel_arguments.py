@@ -1,7 +1,6 @@
 """What kernels are given: enough to compile them without a device.
 
-Integers and floats have their types in the kernels' signatures; arrays are here. Tests hold both against what machines
-launch.
+Integers and floats have their types in the kernels' signatures; arrays are here.
 """
 
 from __future__ import annotations
