@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.request.chips import AXIS, CHIPS
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import MAX_FILE_BYTES, Hardware, Measured
 from apportion.ir.request.model import Model
 from apportion.planner.cost import PHASES, CostModel, causal_pairs
+from benchmarks import chips
 
 LLAMA70 = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
 SCHEMA = Path(__file__).parents[2] / "apportion/schemas/hardware.schema.json"
 BUILTIN = Hardware.builtin()
 H100 = Hardware.load("h100")
-PEAK = CHIPS["h100"].peak_tflops.value
+PEAK = H100.peak_tflops.value
 MOST = 2**18
 
 rows_st = st.integers(1, MOST)
@@ -71,7 +71,10 @@ def utilisation(name: str, phase: str, tokens: int) -> float:
     """Share of the peak that a causal document reaches in a long launch."""
     flops = causal_pairs(tokens, tokens) * 64 * 128 * (4 if phase == "forward" else 10)
     return float(
-        flops / causal_us(LLAMA_COST[name], phase, tokens, tokens)[0] / 1e6 / CHIPS[name].peak_tflops.value
+        flops
+        / causal_us(LLAMA_COST[name], phase, tokens, tokens)[0]
+        / 1e6
+        / Hardware.load(name).peak_tflops.value
     )
 
 
@@ -165,7 +168,7 @@ def test_there_are_two_phases() -> None:
 
 
 def test_beyond_the_grid_throughput_stays() -> None:
-    last = AXIS[-1]
+    last = H100.axis[-1]
     cost = LLAMA_COST["h100"]
     assert full_us(cost, "forward", last, 4 * last)[0] == pytest.approx(
         4 * full_us(cost, "forward", last, last)[0]
@@ -288,7 +291,7 @@ def test_ideal_is_the_best_of_the_grid() -> None:
     assert float(SMALL_COST.ideal_us("forward", 256**2, 4)) == pytest.approx(3 + 256**2 / 8, rel=1e-2)
     for phase, flops in (("forward", 512), ("backward", 1280)):
         tflops = flops * 64 / float(LLAMA_COST["h100"].ideal_us(phase, 1_000_000, 64))
-        achieved = CHIPS["h100"].forward if phase == "forward" else CHIPS["h100"].backward
+        achieved = chips.CHIPS["h100"].forward if phase == "forward" else chips.CHIPS["h100"].backward
         assert tflops == pytest.approx(PEAK * achieved.value, rel=0.01)
 
 
@@ -342,8 +345,8 @@ def test_built_in_hardware_is_sourced(name: str) -> None:
 
 
 def test_built_in_names_and_links() -> None:
-    chips = ("h100", "h200", "a100", "a800", "h20", "b200")
-    assert list(BUILTIN) == [*chips, *(f"{name}-stage" for name in chips)]
+    assert list(BUILTIN) == list(chips.CHIPS)
+    assert sorted(BUILTIN) == sorted(path.stem for path in chips.FILES.iterdir())
     job = json.loads((SCHEMA.parent / "job.schema.json").read_text())
     assert job["properties"]["hardware"]["anyOf"][1]["enum"] == list(BUILTIN)
     assert H100.cluster(2, 8).to_data() == Cluster(2, 8).to_data()
@@ -352,6 +355,11 @@ def test_built_in_names_and_links() -> None:
     assert all(figure.assumed for figure in (Hardware.load("h20").inter_gbs, Hardware.load("h20").memory_gbs))
     ratio = 148e3 / (Hardware.load("h20").inter_gbs.value)  # FCP, Table 1: GPU-X
     assert ratio == pytest.approx(5920)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_files_of_chips_are_what_the_kernel_model_makes(name: str) -> None:
+    assert Hardware.load(name) == chips.hardware_of(chips.CHIPS[name])
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "h20", "a100", "a800", "b200"])

@@ -41,6 +41,14 @@ class Figure:
         return Figure(value, source, flag(f"{field}.assumed", data.get("assumed", False)))
 
 
+#: of hardware files that do not say what lies between a rank and its host's memory
+HOST = Figure(
+    50.0,
+    "PCIe 5.0 x16, 64 GB/s each way by NVIDIA's H100 data sheet; four fifths of it for large copies",
+    True,
+)
+
+
 @dataclass(frozen=True)
 class Grid:
     """Microseconds of one attention task inside an instruction, of one phase.

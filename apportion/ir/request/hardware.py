@@ -6,8 +6,8 @@
              ├─ backward    the same
              └─ measured    where a profile was taken: device, versions, date; no part of the digest
 
-A file is the JSON of `to_data` (schema: apportion:hardware). Profiles write it; the built-in ones come from
-data sheets and papers (`apportion.ir.request.chips`).
+A file is the JSON of `to_data` (schema: apportion:hardware). Profiles write it; the built-in ones, in the folder
+`chips`, are from data sheets and papers, with grids of a small model of a flash kernel (`benchmarks/chips.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,28 +23,17 @@ from typing import Any
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer, known, load, mapping, name, sequence, suggestion
 from apportion.ir.hashing import digest
-from apportion.ir.request.chips import (
-    AXIS,
-    CHIPS,
-    CONTENTION,
-    DIM,
-    HOST,
-    INTER_LATENCY,
-    INTRA_LATENCY,
-    KV_HEADS,
-    POST,
-    Q_HEADS,
-    ROWOP,
-    TILE,
-    Chip,
-    grids_of,
-    linear_of,
-)
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.figures import LEAST, MOST, Figure, Grid, described, figure_in
+from apportion.ir.request.figures import HOST, LEAST, MOST, Figure, Grid, described, figure_in
 from apportion.ir.request.model import ELEMENT_BYTES
 
 VERSION = 1
+#: names of built-in hardware: chips with the flash kernels of libraries, and with the kernels in Triton of the engine
+#: that runs an instruction at once
+BUILTIN = tuple(
+    f"{chip}{engine}" for engine in ("", "-stage") for chip in ("h100", "h200", "a100", "a800", "h20", "b200")
+)
+_CHIPS = Path(__file__).with_name("chips")
 #: engines of executors that grids can be of: all tasks of an instruction in one kernel, a flash kernel of a library for
 #: each task, plain matrix products
 ENGINES = ("stage", "flash", "plain")
@@ -205,7 +194,7 @@ class Hardware:
     @staticmethod
     def builtin() -> tuple[str, ...]:
         """Names that `load` knows without a file."""
-        return tuple(CHIPS)
+        return BUILTIN
 
     @staticmethod
     def named(hardware: Hardware | str | None) -> Hardware | None:
@@ -221,11 +210,11 @@ class Hardware:
         if not isinstance(source, str | Path):
             rule = "must be a Hardware, a name or a file"
             raise ConfigError("hardware", source, rule, f"use one of {', '.join(Hardware.builtin())}")
-        if isinstance(source, str) and source in CHIPS:
-            return _of_chip(CHIPS[source])
+        if source in BUILTIN:
+            return _builtin(str(source))
         if not Path(source).suffix:
             rule = "neither built-in hardware nor a file"
-            remedy = f"{suggestion(str(source)[:64], CHIPS)}, or the path of a .json file"
+            remedy = f"{suggestion(str(source)[:64], BUILTIN)}, or the path of a .json file"
             raise UnknownNameError("hardware", str(source), rule, remedy)
         return Hardware.from_data(_loaded(Path(source)))
 
@@ -252,15 +241,9 @@ MOST_CONTENTION = (
 )
 
 
-@lru_cache(maxsize=16)
-def _of_chip(chip: Chip) -> Hardware:
-    """The hardware of a chip, its grids from the kernel model."""
-    return Hardware(
-        chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
-        chip.memory_gib, chip.memory_gbs, chip.peak_tflops, linear_of(chip), ROWOP, POST, CONTENTION,
-        chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
-        host_gbs=chip.host_gbs,
-    )  # fmt: skip
+@cache
+def _builtin(name: str) -> Hardware:
+    return Hardware.from_data(load(_CHIPS / f"{name}.json"))
 
 
 def _loaded(path: Path) -> Any:

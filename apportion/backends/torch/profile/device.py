@@ -32,7 +32,6 @@ from apportion.backends.torch.profile.layers import TimedLayer
 from apportion.backends.torch.stage import device_obstacle
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.request.chips import CHIPS, CONTENTION, POST
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import MOST_CAUSAL, Figure, Grid
 from apportion.ir.request.hardware import Hardware, Measured
@@ -150,11 +149,12 @@ def profile(
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
     layer = effort.layer(on)
     memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(layer.linear_tflops())
+    assumed = Hardware.load("h100")
     measured = Hardware(
         name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
         effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
         memory, _peak_tflops(device_name(on), effort.dtype, linear), linear,
-        steps.after(_rowop_us(on, effort)), POST, CONTENTION, **_assumed_links(),
+        steps.after(_rowop_us(on, effort)), assumed.post_us, assumed.contention, **_assumed_links(),
         measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
         rows_gbs=steps.after(layer.rows_gbs()), loss_gbs=steps.after(layer.loss_gbs()),
         optimizer_gbs=steps.after(layer.optimizer_gbs()),
@@ -364,7 +364,7 @@ def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:
     name; else what linear layers reach."""
     words = device.upper().replace("-", " ").split()
     slower = {"PCIE", "NVL", "MIG"} & set(words)
-    for chip in CHIPS.values():
+    for chip in map(Hardware.load, Hardware.builtin()):
         if dtype in ("bf16", "fp16") and chip.name.upper() in words and not slower:
             source = f"of {chip.name}, by the device's name: {chip.peak_tflops.source}"
             return Figure(chip.peak_tflops.value, source, chip.peak_tflops.assumed)

@@ -1,4 +1,8 @@
-"""Built-in hardware: data sheets, what papers say of their clusters, and a small model of a flash kernel.
+"""Writes the files of built-in hardware: data sheets, what papers say of their clusters, and a small model of a flash
+kernel.
+
+Run: python benchmarks/chips.py [--check]. The files lie in apportion/ir/request/chips; a plan names the digest of its
+hardware, so new figures are new hardware to plans of before.
 
 The kernel model. A flash kernel gives a tile of 128 query rows of one head to a multiprocessor, which walks over
 the tiles of 128 keys that the tile sees (backward: a tile of keys, walking over queries):
@@ -23,15 +27,23 @@ instruction's launch and its longest chain of steps (`Grid.tile_us`) are.
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.request.figures import Figure, Grid, Rows
+from apportion.ir.request.figures import HOST, Figure, Grid, Rows
+from apportion.ir.request.hardware import Hardware
+
+FILES = Path(__file__).parents[1] / "apportion/ir/request/chips"
 
 TILE = 128
 DIM = 128  # head dim of the grids
@@ -60,12 +72,6 @@ INTER_LATENCY = Figure(
     10.0, "NCCL send and receive over InfiniBand or RoCE, small message; NCCL's tuning.cc has 9.6 to 14", True
 )
 
-
-HOST = Figure(
-    50.0,
-    "PCIe 5.0 x16, 64 GB/s each way by NVIDIA's H100 data sheet; four fifths of it for large copies",
-    True,
-)
 _HOST_4 = Figure(
     25.0,
     "PCIe 4.0 x16, 32 GB/s each way by NVIDIA's A100 data sheet; four fifths of it for large copies",
@@ -256,6 +262,34 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 )
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the files of built-in hardware.")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a file is another")
+    check = parser.parse_args().check
+    texts = {FILES / f"{name}.json": text_of(hardware_of(chip).to_data()) for name, chip in CHIPS.items()}
+    others = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in others:
+        print(path.name)
+        if not check:
+            path.write_text(texts[path])
+    return 1 if check and others else 0
+
+
+def text_of(data: Any) -> str:
+    """JSON with a line for each row of a grid."""
+    return re.sub(r"\n {4}|\n {3}(?=])", "", json.dumps(data, indent=1)) + "\n"
+
+
+def hardware_of(chip: Chip) -> Hardware:
+    """The hardware of a chip, its grids from the kernel model."""
+    return Hardware(
+        chip.name, chip.device, chip.engine, "bf16", AXIS, TILE, Q_HEADS, KV_HEADS, DIM, *grids_of(chip),
+        chip.memory_gib, chip.memory_gbs, chip.peak_tflops, linear_of(chip), ROWOP, POST, CONTENTION,
+        chip.intra_gbs, chip.inter_gbs, chip.nics_per_node, INTRA_LATENCY, INTER_LATENCY,
+        host_gbs=chip.host_gbs,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Side:
     """Queries or keys of a task: bf16 rows moved for each row at the start of its tile, whether the tile is what a
@@ -338,7 +372,11 @@ def _rounded(times: Floats) -> Rows:
 
 
 def _source(chip: Chip, achieved: Figure) -> str:
-    return (
+    return (  # names the folder of the files: part of digests
         f"kernel model of apportion.ir.request.chips: {achieved.value:g} of {chip.peak_tflops.value:g} TFLOP/s "
         f"({achieved.source}); start: {LATENCY.value:g} us ({LATENCY.source}); launch: {LAUNCH.source}, assumed"
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
