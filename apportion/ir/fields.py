@@ -7,12 +7,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from apportion.ir.arrays import Ints
@@ -79,6 +77,21 @@ def _broken(given: float, low: float, above: bool) -> str | None:
     if given < low or (above and given == low):
         return f"must be {'greater than' if above else 'at least'} {low:g}"
     return f"must be at least {LEAST:g}" if above and given - low < LEAST else None
+
+
+def amount(field: str, value: Any, least: float, most: float) -> float:
+    """`value` as a float in [least, most]."""
+    checked = number(field, value)
+    if not least <= checked <= most:
+        raise ConfigError(field, value, f"must be in [{least:g}, {most:g}]", "check its unit")
+    return checked
+
+
+def described(field: str, value: Any, most: int) -> str:
+    """`value` if it is a text of 1 to `most` characters."""
+    if not isinstance(value, str) or not 0 < len(value) <= most:
+        raise ConfigError(field, value, f"must be a text of 1 to {most} characters", "say it shortly")
+    return value
 
 
 def flag(field: str, value: Any) -> bool:
@@ -268,7 +281,7 @@ def load(path: str | Path) -> Any:
     text = read_text(path)
     try:
         return parse[path.suffix](text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _unparsed(path, text, error) from error
 
 
@@ -284,8 +297,8 @@ def _place(error: Exception) -> tuple[int, int, str]:
     """(line, column, reason) of a parser's error, counted from 1; line 0 where it does not say."""
     if isinstance(error, json.JSONDecodeError):
         return error.lineno, error.colno, error.msg
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return error.problem_mark.line + 1, error.problem_mark.column + 1, str(error.problem)
+    if mark := getattr(error.__cause__, "problem_mark", None):  # of YAML
+        return mark.line + 1, mark.column + 1, str(getattr(error.__cause__, "problem", ""))
     return 0, 0, " ".join(str(error).split())
 
 
@@ -300,28 +313,9 @@ def read_text(path: Path) -> str:
 
 
 def _yaml(text: str) -> Any:
-    """The data of a YAML text without aliases: a few nested ones stand for more data than memory holds."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
-        raise ValueError("aliases are not read")
-    return yaml.load(text, Loader=_unique(loader))
+    from apportion.ir.yaml_text import parse
 
-
-@cache
-def _unique(loader: Any) -> Any:
-    """The loader, which refuses a key that is there twice."""
-
-    class Unique(loader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {twice!r} is there twice", node.start_mark
-                )
-            return super().construct_mapping(node, deep)
-
-    return Unique
+    return parse(text)
 
 
 def _json(text: str) -> Any:

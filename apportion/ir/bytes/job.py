@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError
-from apportion.ir.fields import instance, integer, keep, known, load
+from apportion.ir.fields import integer, keep, load
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.masks.bands import MAX_TOKENS
@@ -24,6 +25,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.structs import check, given, to_data, values
 
 FORMAT = "apportion.request"
 
@@ -41,17 +43,14 @@ class Job:
     model: Model
     policy: Policy
     tokens_per_rank: int
-    microbatches: int = 1
+    microbatches: Annotated[int, Meta(ge=1, le=MAX_MICROBATCHES)] = 1
     hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
-        kinds = (("cluster", Cluster), ("model", Model), ("policy", Policy))
-        for name, kind in kinds:
-            instance(f"job.{name}", getattr(self, name), kind)
-        self.cluster.check_ranks()
         object.__setattr__(self, "hardware", Hardware.named(self.hardware))
+        check(self, "job")
+        self.cluster.check_ranks()
         keep(self, "job.tokens_per_rank", integer, 1, MAX_TOKENS // self.cluster.ranks)
-        keep(self, "job.microbatches", integer, 1, MAX_MICROBATCHES)
 
     @property
     def ranks(self) -> int:
@@ -70,28 +69,13 @@ class Job:
     @staticmethod
     def from_data(data: Any) -> Job:
         """The job of plain data: a mapping of the fields above, the first four required. Raises ConfigError."""
-        names = [item.name for item in fields(Job)]
-        data = known("job", data, names, names[:4])
-        hardware = data.get("hardware")
-        return Job(
-            Cluster.from_data(data["cluster"]),
-            Model.from_data(data["model"]),
-            Policy.from_data(data["policy"]),
-            data["tokens_per_rank"],
-            data.get("microbatches", 1),
-            None if hardware is None else _hardware(hardware),
-        )
+        found = dict(given(Job, "job", data))
+        hardware = found.pop("hardware", None)
+        return Job(**values(Job, "job", found), hardware=None if hardware is None else _hardware(hardware))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
-        return {
-            "cluster": self.cluster.to_data(),
-            "model": self.model.to_data(),
-            "policy": self.policy.to_data(),
-            "tokens_per_rank": self.tokens_per_rank,
-            "microbatches": self.microbatches,
-            "hardware": None if self.hardware is None else self.hardware.to_data(),
-        }
+        return to_data(self)
 
     @staticmethod
     def load(path: str | Path) -> Job:
@@ -169,7 +153,7 @@ def _hardware(data: Any) -> Hardware:
 
 class _RequestWire(wire.Version):
     job: bytes
-    batches: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
+    batches: Annotated[list[bytes], Meta(max_length=MAX_MICROBATCHES)]
 
 
 _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode

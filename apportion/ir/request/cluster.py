@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,8 +12,9 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import integer, integers, known, load, number, sequence
+from apportion.ir.fields import integer, integers, load
 from apportion.ir.isa import MAX_RANKS
+from apportion.ir.structs import Amount, Count, Positive, check, given, to_data
 
 #: of a cluster that a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS ranks
 MAX_GPUS = 2**20
@@ -29,46 +30,28 @@ class Cluster:
     have 65,535. Raises ConfigError.
     """
 
-    nodes: int = 1
-    ranks_per_node: int = 8
-    intra_gbs: float = 450.0
-    inter_gbs: float = 50.0  # of one NIC
-    nics_per_node: int = 8
-    intra_latency_us: float = 5.0
-    inter_latency_us: float = 10.0
-    memory_gib: float = 80.0
-    speeds: tuple[float, ...] | None = None
+    nodes: Count = 1
+    ranks_per_node: Count = 8
+    intra_gbs: Positive = 450.0
+    inter_gbs: Positive = 50.0  # of one NIC
+    nics_per_node: Count = 8
+    intra_latency_us: Amount = 5.0
+    inter_latency_us: Amount = 10.0
+    memory_gib: Positive = 80.0
+    speeds: tuple[Positive, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in ("nodes", "ranks_per_node", "nics_per_node"):
-            self._set(field, integer(f"cluster.{field}", getattr(self, field)))
-        for field in ("intra_gbs", "inter_gbs", "memory_gib"):
-            self._set(field, number(f"cluster.{field}", getattr(self, field), above=True))
-        for field in ("intra_latency_us", "inter_latency_us"):
-            self._set(field, number(f"cluster.{field}", getattr(self, field)))
+        check(self, "cluster")
         self.check_ranks(MAX_GPUS)
-        if self.speeds is not None:
-            self._set("speeds", self._checked_speeds())
+        if self.speeds is not None and len(self.speeds) != self.ranks:
+            rule = f"must have one speed a rank ({self.ranks})"
+            raise ConfigError("cluster.speeds", list(self.speeds), rule, "list 1.0 for a normal rank")
 
     def check_ranks(self, most: int = MAX_RANKS) -> None:
         """Raises ConfigError where there are more ranks than a plan can have, or than `most`."""
         if self.ranks > integer("most", most):
             field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {most}"
             raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
-
-    def _set(self, field: str, value: Any) -> None:
-        object.__setattr__(self, field, value)
-
-    def _checked_speeds(self) -> tuple[float, ...]:
-        speeds = sequence("cluster.speeds", self.speeds)
-        if len(speeds) != self.ranks:
-            raise ConfigError(
-                "cluster.speeds",
-                speeds,
-                f"must have one speed a rank ({self.ranks})",
-                "list 1.0 for a normal rank",
-            )
-        return tuple(number(f"cluster.speeds[{i}]", speed, above=True) for i, speed in enumerate(speeds))
 
     @property
     def ranks(self) -> int:
@@ -113,11 +96,11 @@ class Cluster:
     @staticmethod
     def from_data(data: Any) -> Cluster:
         """The cluster of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
-        return Cluster(**known("cluster", data, [field.name for field in fields(Cluster)]))
+        return Cluster(**given(Cluster, "cluster", data))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
-        return {**asdict(self), "speeds": None if self.speeds is None else list(self.speeds)}
+        return to_data(self)
 
     @staticmethod
     def load(path: str | Path) -> Cluster:

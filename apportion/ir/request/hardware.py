@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import choice, integer, known, load, mapping, name, sequence, suggestion
+from apportion.ir.fields import amount, choice, integer, known, load, sequence, suggestion
 from apportion.ir.hashing import digest
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.figures import HOST, LEAST, MOST, Figure, Grid, described, figure_in
+from apportion.ir.request.figures import HOST, LEAST, MOST, Figure, Grid
 from apportion.ir.request.model import ELEMENT_BYTES
+from apportion.ir.structs import Name, Text, one_of, read, to_data, values
 
 VERSION = 1
 #: names of built-in hardware: chips with the flash kernels of libraries, and with the kernels in Triton of the engine
@@ -40,7 +44,6 @@ ENGINES = ("stage", "flash", "plain")
 MAX_AXIS = 64  # points of a grid's axis
 MAX_ROWS = 2**20  # of the largest task on the axis
 MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
-_MAX_VERSIONS = 32
 _CLOSE = 0.1  # links of a cluster within this are taken to be the hardware's
 
 # What a cluster says and the hardware says too.
@@ -58,25 +61,9 @@ _SHARED = (
 class Measured:
     """Where and when a profile was taken: device, versions of software, date (ISO 8601)."""
 
-    device: str
-    versions: Mapping[str, str] = field(hash=False)
-    date: str
-
-    @staticmethod
-    def from_data(field: str, data: Any) -> Measured:
-        names = ("device", "versions", "date")
-        data = known(field, data, names, names)
-        versions = mapping(f"{field}.versions", data["versions"])
-        if len(versions) > _MAX_VERSIONS:
-            raise ConfigError(
-                f"{field}.versions", len(versions), f"must be at most {_MAX_VERSIONS}", "list fewer"
-            )
-        checked = {
-            name(f"{field}.versions", key): described(f"{field}.versions.{key}", text)
-            for key, text in versions.items()
-        }
-        device, date = (described(f"{field}.{key}", data[key]) for key in ("device", "date"))
-        return Measured(device, checked, date)
+    device: Text
+    versions: Annotated[Mapping[str, Text], Meta(max_length=32)] = field(hash=False)
+    date: Text
 
 
 @dataclass(frozen=True)
@@ -97,15 +84,15 @@ class Hardware:
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
-    name: str
-    device: str
-    engine: str
-    dtype: str
-    axis: tuple[int, ...]
-    tile: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
+    name: Name
+    device: Text
+    engine: Annotated[str, one_of(ENGINES)]
+    dtype: Annotated[str, one_of(ELEMENT_BYTES)]
+    axis: tuple[Annotated[int, Meta(ge=1, le=MAX_ROWS)], ...]
+    tile: Annotated[int, Meta(ge=1, le=2**12)]
+    q_heads: Annotated[int, Meta(ge=1, le=2**16)]
+    kv_heads: Annotated[int, Meta(ge=1, le=2**16)]
+    head_dim: Annotated[int, Meta(ge=1, le=2**12)]
     forward: Grid
     backward: Grid
     memory_gib: Figure
@@ -163,33 +150,35 @@ class Hardware:
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field, in the form that `from_data` reads."""
-        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name in _PLAIN}
-        return {
-            "version": VERSION,
-            **plain,
-            "axis": list(self.axis),
-            "figures": {field: asdict(figure) for field, figure in self.figures().items()},
-            "forward": _grid_data(self.forward),
-            "backward": _grid_data(self.backward),
-            "measured": None if self.measured is None else asdict(self.measured),
-        }
+        data = to_data(self)
+        figures = {name: data.pop(name) for name in (*_FIGURES, *_OPTIONAL)}
+        figures = {name: figure for name, figure in figures.items() if figure is not None}
+        plain = {name: data[name] for name in (*_PLAIN, "axis")}
+        return {"version": VERSION, **plain, "figures": figures, **data}
 
     @staticmethod
     def from_data(data: Any) -> Hardware:
         """The hardware of plain data. Raises ConfigError, which names field, value, rule and remedy."""
         keys = ("version", *_PLAIN, "axis", "figures", "forward", "backward")
-        data = known("hardware", data, (*keys, "measured"), keys)
-        integer("hardware.version", data["version"], VERSION, VERSION)
-        axis = _axis(data["axis"])
-        figures = known("hardware.figures", data["figures"], (*_FIGURES, *_OPTIONAL), _NEEDED)
-        return Hardware(
-            **_plain(data),
-            **_figures(figures),
-            axis=axis,
-            forward=Grid.from_data("hardware.forward", data["forward"], len(axis)),
-            backward=Grid.from_data("hardware.backward", data["backward"], len(axis)),
-            measured=_measured(data.get("measured")),
-        )
+        data = dict(known("hardware", data, (*keys, "measured"), keys))
+        integer("hardware.version", data.pop("version"), VERSION, VERSION)
+        figures = known("hardware.figures", data.pop("figures"), (*_FIGURES, *_OPTIONAL), _NEEDED)
+        if (
+            not 2 <= len(sequence("hardware.axis", data["axis"])) <= MAX_AXIS
+        ):  # before the points are looked at
+            rule = f"must have 2 to {MAX_AXIS} points"
+            raise ConfigError("hardware.axis", len(data["axis"]), rule, "choose fewer or more")
+        held = values(Hardware, "hardware", data) | {
+            key: _figure(key, value) for key, value in figures.items()
+        }
+        found = Hardware(**held)
+        integer("hardware.kv_heads", found.kv_heads, 1, found.q_heads)
+        if any(low >= high for low, high in pairwise(found.axis)):
+            rule, remedy = "must rise", "sort the points and name each once"
+            raise ConfigError("hardware.axis", list(found.axis), rule, remedy)
+        for phase in ("forward", "backward"):
+            found.grid(phase).check(f"hardware.{phase}", len(found.axis))
+        return found
 
     @staticmethod
     def builtin() -> tuple[str, ...]:
@@ -224,18 +213,7 @@ _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure"
 _NEEDED = tuple(item.name for item in fields(Hardware) if item.name in _FIGURES and item.default is MISSING)
 _OPTIONAL = tuple(item.name for item in fields(Hardware) if item.type == "Figure | None")
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
-_POSITIVE = frozenset(
-    {
-        "memory_gib",
-        "memory_gbs",
-        "peak_tflops",
-        "linear_tflops",
-        "intra_gbs",
-        "inter_gbs",
-        "host_gbs",
-        *_OPTIONAL,
-    }
-)
+_MAY_BE_0 = ("rowop_us", "post_us", "contention", "nics_per_node", "intra_latency_us", "inter_latency_us")
 MOST_CONTENTION = (
     10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
 )
@@ -243,7 +221,7 @@ MOST_CONTENTION = (
 
 @cache
 def _builtin(name: str) -> Hardware:
-    return Hardware.from_data(load(_CHIPS / f"{name}.json"))
+    return Hardware.from_data(msgspec.json.decode((_CHIPS / f"{name}.json").read_bytes()))
 
 
 def _loaded(path: Path) -> Any:
@@ -254,57 +232,11 @@ def _loaded(path: Path) -> Any:
     return load(path)
 
 
-def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    name("hardware.name", data["name"])
-    choice("hardware.engine", data["engine"], ENGINES)
-    choice("hardware.dtype", data["dtype"], ELEMENT_BYTES)
-    heads = integer("hardware.q_heads", data["q_heads"], 1, 2**16)
-    kv_heads = integer("hardware.kv_heads", data["kv_heads"], 1, heads)
-    return {
-        "name": data["name"],
-        "device": described("hardware.device", data["device"]),
-        "engine": data["engine"],
-        "dtype": data["dtype"],
-        "tile": integer("hardware.tile", data["tile"], 1, 2**12),
-        "q_heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": integer("hardware.head_dim", data["head_dim"], 1, 2**12),
-    }
-
-
-def _figures(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _figure(key, data[key]) for key in (*_FIGURES, *_OPTIONAL) if key in data}
-
-
 def _figure(key: str, data: Any) -> Figure:
-    figure = Figure.from_data(f"hardware.figures.{key}", data)
-    least, most = LEAST if key in _POSITIVE else 0.0, MOST_CONTENTION if key == "contention" else MOST
-    figure_in(f"hardware.figures.{key}.value", figure.value, least, most)
+    figure = read(Figure, f"hardware.figures.{key}", data)
+    least, most = 0.0 if key in _MAY_BE_0 else LEAST, MOST_CONTENTION if key == "contention" else MOST
+    amount(f"hardware.figures.{key}.value", figure.value, least, most)
     if key == "nics_per_node":
         value = int(figure.value) if figure.value.is_integer() else figure.value
         integer("hardware.figures.nics_per_node.value", value, 1, 2**16)
     return figure
-
-
-def _measured(data: Any) -> Measured | None:
-    return None if data is None else Measured.from_data("hardware.measured", data)
-
-
-def _axis(data: Any) -> tuple[int, ...]:
-    """2 to 64 rising numbers of rows. More are refused before they are looked at."""
-    points = sequence("hardware.axis", data)
-    if not 2 <= len(points) <= MAX_AXIS:
-        raise ConfigError(
-            "hardware.axis", len(points), f"must have 2 to {MAX_AXIS} points", "choose fewer or more"
-        )
-    axis = tuple(integer(f"hardware.axis[{i}]", rows, 1, MAX_ROWS) for i, rows in enumerate(points))
-    if any(low >= high for low, high in pairwise(axis)):
-        raise ConfigError("hardware.axis", list(axis), "must rise", "sort the points and name each once")
-    return axis
-
-
-def _grid_data(grid: Grid) -> dict[str, Any]:
-    plain = asdict(grid) | {kind: [list(row) for row in getattr(grid, kind)] for kind in ("full", "causal")}
-    if not grid.window_us:  # as files were before there was this field: they keep their digests
-        del plain["window_us"]
-    return plain

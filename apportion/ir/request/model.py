@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import choice, integer, keep, known, load, mapping, name, suggestion
+from apportion.ir.fields import integer, load, mapping, name, suggestion
 from apportion.ir.request.hf_fields import is_config, model_fields
+from apportion.ir.structs import check, given, one_of, to_data
 from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 
 MAX_HEADS = 2**16  # and widths of a head, as in the header of a plan
 _MAX_SIZE = 2**24
+Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+Width = Annotated[int, Meta(ge=1, le=_MAX_SIZE)]
 
 
 @dataclass(frozen=True)
@@ -30,24 +35,20 @@ class Model:
     ConfigError.
     """
 
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    v_head_dim: int | None = None
-    dtype: str = "bf16"  # bf16, fp16, fp32 or fp64
-    hidden: int = 4096
-    ffn: int = 14336
+    q_heads: Heads = 32
+    kv_heads: Heads = 8
+    head_dim: Heads = 128
+    v_head_dim: Heads | None = None
+    dtype: Annotated[str, one_of(ELEMENT_BYTES)] = "bf16"
+    hidden: Width = 4096
+    ffn: Width = 14336
     layers: int | Mapping[str, int] = field(default=32, hash=False)
-    sent_gradients: str = "wide"  # wide or model
+    sent_gradients: Annotated[str, one_of(SENT_GRADIENTS)] = "wide"
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        for size in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
-            keep(self, f"model.{size}", integer, 1, MAX_HEADS)
-        for size in ("hidden", "ffn"):
-            keep(self, f"model.{size}", integer, 1, _MAX_SIZE)
-        keep(self, "model.dtype", choice, ELEMENT_BYTES)
+        check(self, "model")
         if self.q_heads % self.kv_heads:
             raise ConfigError(
                 "model.q_heads",
@@ -56,7 +57,6 @@ class Model:
                 "give each KV head the same number of query heads",
             )
         object.__setattr__(self, "layers", _layers(self.layers))
-        keep(self, "model.sent_gradients", choice, SENT_GRADIENTS)
         if self.sent_gradients == "model" and self.element_bytes == self.accumulator_bytes:
             raise ConfigError(
                 "model.sent_gradients",
@@ -139,14 +139,14 @@ class Model:
     @staticmethod
     def from_data(data: Any) -> Model:
         """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
-        return Model(**known("model", data, [item.name for item in fields(Model)]))
+        return Model(**given(Model, "model", data))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field; `sent_gradients`, which came later, where it is not the default."""
-        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        data = to_data(self)
         if self.sent_gradients == "wide":
             del data["sent_gradients"]
-        return {**data, "layers": self.layers if isinstance(self.layers, int) else dict(self.layers)}
+        return data
 
     @staticmethod
     def load(path: str | Path) -> Model:

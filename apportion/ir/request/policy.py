@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, integer, keep, known, load, mapping, name, number, plain
+from apportion.ir.fields import choice, keep, known, load, mapping, name, plain
+from apportion.ir.structs import Amount, Count, Natural, Positive, check, read, to_data
 
 #: plans, jobs and files of before may have it, with the one value that it could have; nothing reads or writes it
 _GONE = "objective"
@@ -85,38 +86,25 @@ class Policy:
     """
 
     recipe: Recipe
-    token_cap: int | None = None
-    memory_cap_gib: float | None = None
-    tolerance: float | None = None
-    seed: int = 0
-    budget: int | None = None
+    token_cap: Count | None = None
+    memory_cap_gib: Positive | None = None
+    tolerance: Amount | None = None
+    seed: Natural = 0
+    budget: Count | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            raise ConfigError("policy.recipe", self.recipe, "must be a Recipe", "write Recipe(name, steps)")
-        for cap in ("token_cap", "budget"):
-            self._check(cap, integer)
-        self._check("memory_cap_gib", number, 0.0, True)
-        self._check("tolerance", number)
-        keep(self, "policy.seed", integer, 0)
-
-    def _check(self, field: str, rule: Any, *limits: Any) -> None:
-        if getattr(self, field) is not None:
-            keep(self, f"policy.{field}", rule, *limits)
+        check(self, "policy")
 
     @staticmethod
     def from_data(data: Any) -> Policy:
         """The policy of plain data: a mapping of the fields above, `recipe` required. Raises ConfigError."""
-        names = [item.name for item in fields(Policy)]
-        data = dict(known("policy", data, [*names, _GONE], ("recipe",)))
+        data = dict(mapping("policy", data))
         choice(f"policy.{_GONE}", data.pop(_GONE, "makespan"), ("makespan",))
-        return Policy(**{**data, "recipe": Recipe.from_data(data["recipe"])})
+        return read(Policy, "policy", data)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {
-            "recipe": self.recipe.to_data()
-        }
+        return to_data(self)
 
     @staticmethod
     def load(path: str | Path) -> Policy:

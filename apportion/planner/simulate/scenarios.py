@@ -14,8 +14,9 @@ from typing import Any
 
 from apportion.ir.fields import keep, name, number
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.figures import MAX_TEXT, Figure, Grid, Rows
+from apportion.ir.request.figures import Figure, Grid, Rows
 from apportion.ir.request.hardware import Hardware
+from apportion.ir.structs import MAX_TEXT
 
 #: kernels have 124 of an H100's 132 multiprocessors beside transfers: FCP (section 6.1) sets 6 and 8 aside for
 #: communication, MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 to be enough for all-to-all-v

@@ -1,0 +1,126 @@
+"""Frozen dataclasses out of plain data: annotations say what their fields hold, in the words of msgspec.
+
+    nodes: Count = 1                                 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
+    dtype: Annotated[str, one_of(DTYPES)] = "bf16"
+
+`read` makes one of data, `check` holds one to its annotations; both take numpy's numbers for Python's. The checks of
+`ir.fields` say what is wrong, so that a field has the same error wherever its value comes from. What stands between
+fields a class checks itself. (`msgspec.convert` would say neither the key of a mapping nor the name that was meant,
+passes over fields that are not there, and knows no number of numpy's: what explains must read anyway.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, partial
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta, inspect
+
+from apportion.ir import fields as checks
+from apportion.ir.errors import ConfigError
+
+T = TypeVar("T")
+Rule = Callable[[str, Any], Any]  # (field, value) -> the value as it is kept
+
+MAX_TEXT = 400
+_PLAIN = (int, float, str, bool, type(None))
+Count = Annotated[int, Meta(ge=1, le=checks.MAX_INT)]
+Natural = Annotated[int, Meta(ge=0, le=checks.MAX_INT)]
+Amount = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
+
+
+def one_of(words: Collection[str]) -> Meta:
+    """Of a field that is one of these words."""
+    return Meta(extra={"words": tuple(words)})
+
+
+def check(owner: Any, where: str) -> None:
+    """Holds the fields of an instance to their annotations. where: its name in errors. Raises ConfigError."""
+    for key, rule in _rules(owner.__class__, False).items():
+        object.__setattr__(owner, key, rule(f"{where}.{key}", getattr(owner, key)))
+
+
+def read(cls: Callable[..., T], where: str, data: Any) -> T:
+    """The instance that plain data describes. Raises ConfigError."""
+    return cls(**values(cls, where, given(cls, where, data)))
+
+
+def given(cls: Any, where: str, data: Any) -> Mapping[str, Any]:
+    """`data`, where it is a mapping of fields of a dataclass and has those without defaults. Raises ConfigError."""
+    needed = [one.name for one in fields(cls) if one.default is one.default_factory is MISSING]
+    return checks.known(where, data, [one.name for one in fields(cls)], needed)
+
+
+def values(cls: Any, where: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a dataclass as they are kept, of plain data. Raises ConfigError."""
+    rules = _rules(cls, True)
+    return {key: rules[key](f"{where}.{key}", value) for key, value in data.items()}
+
+
+def to_data(owner: Any) -> dict[str, Any]:
+    """Plain data with every field of an instance."""
+    held = ((one.name, getattr(owner, one.name)) for one in fields(owner))
+    return {key: value if type(value) in _PLAIN else _data(value) for key, value in held}
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [item if type(item) in _PLAIN else _data(item) for item in value]
+    if is_dataclass(value):
+        return value.to_data() if hasattr(value, "to_data") else to_data(value)
+    return dict(value)
+
+
+@cache
+def _rules(cls: Any, plain: bool) -> Mapping[str, Rule]:
+    """Of each field the check that its annotation stands for. plain: whether values are plain data."""
+    found = inspect.type_info(cls)
+    assert isinstance(found, inspect.DataclassType)
+    return {one.name: _rule(one.type, plain) for one in found.fields}
+
+
+def _rule(kind: inspect.Type, plain: bool) -> Rule:
+    match kind:
+        case inspect.Metadata(extra={"words": words}):
+            return partial(checks.choice, allowed=words)
+        case inspect.IntType(ge=int(low), le=int(high)):
+            return partial(checks.integer, low=low, high=high)
+        case inspect.FloatType(gt=None, ge=low, le=float(high)) if low is not None:
+            return partial(checks.amount, least=low, most=high)
+        case inspect.FloatType(gt=low):
+            return partial(checks.number, above=low is not None)
+        case inspect.BoolType():
+            return checks.flag
+        case inspect.StrType(pattern=str()):
+            return checks.name
+        case inspect.StrType(max_length=int(most)):
+            return partial(checks.described, most=most)
+        case inspect.UnionType(types=types) if any(isinstance(one, inspect.NoneType) for one in types):
+            (inner,) = (_rule(one, plain) for one in types if not isinstance(one, inspect.NoneType))
+            return lambda field, value: None if value is None else inner(field, value)
+        case inspect.VarTupleType(item_type=item):
+            return partial(_each, _rule(item, plain))
+        case inspect.DictType(value_type=item, max_length=int(most)):
+            return partial(_named, _rule(item, plain), most)
+        case inspect.DataclassType(cls=cls) if not plain:
+            return partial(checks.instance, kind=cls)
+        case inspect.DataclassType(cls=cls):
+            return (
+                (lambda _, value: cls.from_data(value)) if hasattr(cls, "from_data") else partial(read, cls)
+            )
+    return lambda _, value: value
+
+
+def _each(rule: Rule, field: str, value: Any) -> tuple[Any, ...]:
+    return tuple(rule(f"{field}[{i}]", item) for i, item in enumerate(checks.sequence(field, value)))
+
+
+def _named(rule: Rule, most: int, field: str, value: Any) -> dict[str, Any]:
+    if len(checks.mapping(field, value)) > most:
+        raise ConfigError(field, len(value), f"must be at most {most}", "list fewer")
+    return {checks.name(field, key): rule(f"{field}.{key}", item) for key, item in value.items()}
