@@ -28,7 +28,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
 from apportion.ir.request.hf_config import head_fields, masks_of, model_of
-from apportion.ir.request.hf_fields import ALIASES
+from apportion.ir.request.hf_layers import table
 from apportion.ir.request.model import Model
 
 SIZES = {
@@ -137,7 +137,8 @@ def sizes_of(config: Any) -> dict[str, Any]:
     """The sizes that a class has fields for, under the names it has for them."""
     held = config.to_dict()
     pairs = (
-        (field, next((n for n in (field, *ALIASES.get(field, ())) if n in held), None)) for field in SIZES
+        (field, next((n for n in (field, *table("aliases").get(field, ())) if n in held), None))
+        for field in SIZES
     )
     return {name: SIZES[field] for field, name in pairs if name is not None}
 

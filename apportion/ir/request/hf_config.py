@@ -25,15 +25,9 @@ from apportion.ir.request.hf_fields import (
     model_fields,
     text_config,
 )
-from apportion.ir.request.hf_layers import ENCODERS, words
+from apportion.ir.request.hf_layers import words
 from apportion.ir.request.model import Model
 
-# Types whose head and embedding are one matrix by default.
-_TIED = (ENCODERS - {"rembert"}) | words(
-    """biogpt bloom cohere cohere2 cohere2_moe cohere_compass_text ctrl ernie4_5 ernie4_5_moe falcon gemma gemma2
-    gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox_japanese granite_swa minicpm3 modernbert-decoder mpt openai-gpt opt
-    smollm3 starcoder2 vaultgemma xglm youtu"""
-)
 # What a dense layer has at most of these.
 _EXPERTS = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 1)
 _SPARSE = MappingProxyType({**_EXPERTS, "q_lora_rank": 0, "kv_lora_rank": 0})
@@ -76,12 +70,16 @@ def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[
     """`vocab` and `tied` of a training, but for those that are given. Raises ConfigError."""
     text = text_config(config)
     told = (part.get("tie_word_embeddings") for part in (text, config))
-    tied = next((bool(found) for found in told if found is not None), text["model_type"] in _TIED)
+    tied = next((bool(found) for found in told if found is not None), _ties(text["model_type"]))
     if "vocab" not in given and text.get("vocab_size") is None:
         rule = f"a config of type {text['model_type']} must say it"
         raise ConfigError("vocab_size", None, rule, "write it down, or give `vocab` of the training")
     vocab = {} if "vocab" in given else {"vocab": count(text, "vocab_size")}
     return vocab if "tied" in given else {**vocab, "tied": tied}
+
+
+def _ties(kind: str) -> bool:
+    return kind in words("tied") or kind in words("encoders") - words("untied")
 
 
 def check_dense(config: Mapping[str, Any]) -> None:
@@ -97,7 +95,7 @@ def check_dense(config: Mapping[str, Any]) -> None:
 
 
 def _mask(text: Mapping[str, Any], kind: str) -> Mask:
-    ahead = text["model_type"] in ENCODERS and not text.get("is_decoder")
+    ahead = text["model_type"] in words("encoders") and not text.get("is_decoder")
     if kind == FULL:
         return Full() if ahead else Causal()
     size = count(

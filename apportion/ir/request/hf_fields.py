@@ -1,6 +1,6 @@
 """The data of a Hugging Face `config.json`: what it says and leaves out, as transformers has it.
 
-Written after the configuration classes of transformers 5.23: files of older releases lack what these fill in.
+Files of older releases lack what the configuration classes of transformers 5.23 fill in: `hf_types.toml` has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, mapping, sequence, suggestion
-from apportion.ir.request.hf_layers import PATTERNS, check_layers, words
+from apportion.ir.request.hf_layers import check_layers, table, words
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 SLIDING_WINDOW = "sliding_window"
@@ -21,61 +21,6 @@ _MAX_SIZE = 2**24
 _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"})
 # Of layer types, by their name before transformers 5, or in GPT-Neo.
 _LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING})
-#: Other names of a field, as `attribute_map` of configuration classes has them.
-ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
-        "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-        "hidden_size": ("n_embd", "n_embed", "d_model"),
-        "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff", "moe_intermediate_size"),
-        "num_key_value_heads": ("num_kv_heads", "kv_n_heads"),
-        "head_dim": ("attention_head_dim", "kv_channels"),
-        "layer_types": ("attention_layers",),
-        SLIDING_WINDOW: ("window_size",),
-    }
-)
-# What a file may leave out, by model_type, as transformers has it. pattern: every so many layers one is full.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
-        "dbrx": {"kv_n_heads": 1},
-        "falcon": {"multi_query": True},
-        "gemma2": {"sliding_window": 4096, "sliding_window_pattern": 2},
-        "gemma3_text": {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "vocab_size": 262_208,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-        },
-        "gpt_bigcode": {"multi_query": True},
-        "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
-        "llama4_text": {"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4},
-        "ministral": {"sliding_window": 4096},
-        "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-        "modernbert": {"local_attention": 128, "global_attn_every_n_layers": 3},
-        "modernbert-decoder": {"local_attention": 128, "global_attn_every_n_layers": 3},
-        "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
-        "qwen3": {"head_dim": 128},
-        "vaultgemma": {"sliding_window": 4096, "sliding_window_pattern": 2},
-    }
-)
-_ALL_SLIDE = ("ministral", "mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # where they have a window
-_SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding_window, from max_window_layers on
-# Types whose classes choose among kinds of layers by rules that are not read here.
-_MUST_SAY = words(
-    """afmoe beam cohere2_moe cohere_compass_text cwm exaone4 exaone_moe flint gpt_neo granite_swa granitemoe_swa
-    kolibri1 mellum"""
-)
-# Types of multi-head latent attention, whose heads are of widths that a file must say.
-_MLA = words("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 youtu")
-# Types whose FFN is so many times as wide as hidden states, unless a field says so.
-_FFN_FACTOR = MappingProxyType(
-    dict.fromkeys(
-        words("bloom codegen falcon gpt2 gpt_bigcode gpt_neo gpt_neox_japanese gptj mpt openai-gpt"), 4
-    )
-)
 
 
 def is_config(data: Any) -> bool:
@@ -126,14 +71,14 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     own = config if nested is None else mapping("text_config", nested)
     kind = str(own.get("model_type") or f"{config.get('model_type')}{'' if own is config else '_text'}")
     parts = (mapping(field, own.get(field) or {}) for field in ("ffn_config", "attn_config"))  # of MPT, DBRX
-    defaults = _DEFAULTS.get(kind, {})
+    defaults = table("defaults").get(kind, {})
     found = {
         **defaults,
         **{key: value for part in parts for key, value in part.items()},
         **own,
         "model_type": kind,
     }
-    check_layers(found, defaults if field_value(found, "layer_types")[1] is None else PATTERNS)
+    check_layers(found, defaults if field_value(found, "layer_types")[1] is None else words("patterns"))
     if found.get("local_attention") is not None:  # keys on both sides
         found[SLIDING_WINDOW] = count(found, "local_attention") // 2
     return found
@@ -141,7 +86,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def field_value(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
     """Returns the name that a config has for a field, and the value; None where it is left out."""
-    names = (field, *ALIASES.get(field, ()))
+    names = (field, *table("aliases").get(field, ()))
     name = next((name for name in names if text.get(name) is not None), field)
     return name, text.get(name)
 
@@ -150,22 +95,21 @@ def count(text: Mapping[str, Any], field: str) -> int:
     """Reads a positive integer under the field's own name or another. Raises ConfigError."""
     name, value = field_value(text, field)
     if value is None:
-        others = " or ".join(("it", *ALIASES.get(field, ())))
+        others = " or ".join(("it", *table("aliases").get(field, ())))
         rule = f"a config of type {text['model_type']} must say {others}"
         raise ConfigError(field, None, rule, "write it down, or write a model file (q_heads, kv_heads, …)")
     return integer(name, value, 1, _MAX_SIZE)
 
 
 def _ffn(text: Mapping[str, Any], hidden: int) -> int:
-    factor = _FFN_FACTOR.get(text["model_type"])
-    if factor is None or field_value(text, "intermediate_size")[1] is not None:
+    if text["model_type"] not in words("wide_ffn") or field_value(text, "intermediate_size")[1] is not None:
         return count(text, "intermediate_size")
-    return hidden * count({"expansion_ratio": factor, **text}, "expansion_ratio")
+    return hidden * count({"expansion_ratio": 4, **text}, "expansion_ratio")
 
 
 def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None]:
     """KV heads, head dim, head dim of V (None: equal)."""
-    if text.get("qk_nope_head_dim") is not None or text["model_type"] in _MLA:
+    if text.get("qk_nope_head_dim") is not None or text["model_type"] in words("mla"):
         both = count(text, "qk_nope_head_dim") + count(text, "qk_rope_head_dim")
         return heads, both, count(text, "v_head_dim")
     dim = hidden // heads if field_value(text, "head_dim")[1] is None else count(text, "head_dim")
@@ -212,7 +156,7 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
 def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
     """What the configuration class makes where the file has no `layer_types`."""
     kind, (field, window) = text["model_type"], field_value(text, SLIDING_WINDOW)
-    if kind in _MUST_SAY:
+    if kind in words("must_say"):
         rule = f"which layers of a {kind} have a window is not said"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
     if kind == "llama4_text":
@@ -220,19 +164,19 @@ def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
         roped = text.get("no_rope_layers") or [(number + 1) % every for number in range(layers)]
         return [CHUNKED if has_rope else FULL for has_rope in sequence("no_rope_layers", roped)]
     if window is None or (
-        (kind in _SWITCHED or "use_sliding_window" in text) and not text.get("use_sliding_window")
+        (kind in words("switched") or "use_sliding_window" in text) and not text.get("use_sliding_window")
     ):
         return [FULL] * layers
-    if kind in _SWITCHED:
+    if kind in words("switched"):
         below = min(count(text, "max_window_layers"), layers)
         return [FULL] * below + [SLIDING] * (layers - below)
-    return [SLIDING] * layers if kind in _ALL_SLIDE else _spaced(text, layers, field, window)
+    return [SLIDING] * layers if kind in words("all_slide") else _spaced(text, layers, field, window)
 
 
 def _spaced(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
     """Every so many layers one is full, the last of them, or the first as ModernBERT has it."""
     kind = text["model_type"]
-    own = _DEFAULTS.get(kind, {})
+    own = table("defaults").get(kind, {})
     if "global_attn_every_n_layers" in own:
         every = count(text, "global_attn_every_n_layers")
         return [SLIDING if number % every else FULL for number in range(layers)]
