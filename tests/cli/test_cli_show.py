@@ -12,10 +12,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from apportion import cli, views
+from apportion import cli
 from apportion.cli.pictures import draw as pictures, svg
 from apportion.cli.pictures.draw import CELLS, Colours, draw
 from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
+from apportion.cli.printed import plans as printed
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.masks import bands, specs as masks
@@ -256,7 +257,7 @@ def test_a_trial_is_told_with_its_time_or_why_it_has_none() -> None:
         {"recipe": {"name": name, "steps": steps}, "ms": ms, "least_ms": 2.0, "refused": refused}
         for name, ms, refused in (("a", 2.5, None), ("b", None, None), ("c", None, "too large"))
     ]
-    table = views.search_table({"recipe": trials[0]["recipe"], "tried": trials})
+    table = printed.search_table({"recipe": trials[0]["recipe"], "tried": trials})
     rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
     assert [(row[1], str(row[2])) for row in rows] == [
         ("2.500", "place lpt, reshuffle"),

@@ -72,7 +72,7 @@ class Plan(PlanTables):
     def decode(data: bytes) -> Plan:
         """The plan in `data`, or in a zstd frame, as files hold it. Raises DecodeError (VersionError for an unknown
         major version)."""
-        return decode(expanded(data))
+        return decode(expanded(data) if isinstance(data, bytes) else data)
 
     def for_rank(self, rank: int) -> Slice:
         """The rank's slice: its part, the header and the proof that it belongs to this plan's id.
