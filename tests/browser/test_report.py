@@ -14,7 +14,7 @@ from playwright.sync_api import Page
 
 from apportion import cli
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.bytes.codec import decode
+from apportion.ir.bytes.codec import Plan
 from apportion.report import report_html
 from apportion.report.mask import pieces
 from tests.browser.screens import NARROW, WIDE, WORKLOAD, keep, violations
@@ -114,7 +114,7 @@ def test_the_mask_goes_from_the_batch_to_a_block(reported: Make, visit: Visit) -
 
 def test_the_mask_shows_who_computes_what(planned: Make, folder: Path, visit: Visit) -> None:
     """What is told under the pointer is what the tasks of the plan and the mask of the batch say, token by token."""
-    plan = decode(planned("fcp", 8).read_bytes())
+    plan = Plan.decode(planned("fcp", 8).read_bytes())
     path = folder / "mask.html"
     path.write_text(report_html([("p", plan)]), encoding="utf-8")
     page, held = visit(path), dict(pieces(plan))["default", "forward"]
@@ -159,7 +159,7 @@ def test_ranks_sort_by_any_figure(reported: Make, visit: Visit) -> None:
 def test_many_ranks_are_folded_by_node(planned: Make, visit: Visit) -> None:
     path = planned("contiguous", 256)
     page_path = path.with_suffix(".html")
-    page_path.write_text(report_html([("p", decode(path.read_bytes()))]))
+    page_path.write_text(report_html([("p", Plan.decode(path.read_bytes()))]))
     page = visit(page_path)
     assert page.locator(".bars tbody tr").count() == 32
     height = page.locator("canvas.time").bounding_box()
@@ -198,7 +198,7 @@ def test_accessibility(scheme: str, reported: Make, visit: Visit) -> None:
 def test_names_cannot_leave_their_place(planned: Make, folder: Path, visit: Visit) -> None:
     """Names from outside are texts, whatever they hold; the page's policy would stop what they start, too."""
     evil = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u2028@@script@@"
-    plan = decode(planned("fcp", 8).read_bytes())
+    plan = Plan.decode(planned("fcp", 8).read_bytes())
     header = replace(plan.header, recipe=evil)
     path = folder / "evil.html"
     path.write_text(report_html([(evil, replace(plan, header=header)), ("b", plan)]), encoding="utf-8")
