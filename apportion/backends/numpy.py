@@ -1,4 +1,5 @@
-"""All ranks of a plan in one process, in float64 on numpy: slow, plain, and what other executors are held against.
+"""The reference executor: runs all ranks of a plan in one process, in float64 on numpy. Slow and simple; others are
+tested against it.
 
     from apportion.backends import numpy as executor
 

@@ -1,12 +1,13 @@
-"""Frozen dataclasses out of plain data: annotations say what their fields hold, in the words of msgspec.
+"""Builds frozen dataclasses from plain data, and checks their fields by annotations with msgspec's `Meta`.
 
     nodes: Count = 1                                 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
     dtype: Annotated[str, one_of(DTYPES)] = "bf16"
 
-`read` makes one of data, `check` holds one to its annotations; both take numpy's numbers for Python's. The checks of
-`ir.fields` say what is wrong, so that a field has the same error wherever its value comes from. What stands between
-fields a class checks itself. (`msgspec.convert` would say neither the key of a mapping nor the name that was meant,
-passes over fields that are not there, and knows no number of numpy's: what explains must read anyway.)
+`read` makes an instance from data, `check` checks the fields of one; both accept numpy scalars. The checks of
+`ir.fields` raise the errors, so a field has the same error wherever its value comes from. Rules between fields are the
+class's own.
+(`msgspec.convert` ignores unknown fields of dataclasses, refuses numpy scalars, and names neither keys of mappings nor
+close matches in its errors.)
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""YAML as plain data, without what makes a few lines stand for more data than memory holds, or for other data than one
-reads in them. (A module of its own: PyYAML takes longer to import than what stands around it.)"""
+"""Parses YAML into plain data; refuses aliases, which can expand beyond memory, and duplicate keys.
+
+A module of its own, imported when a YAML file is read: importing PyYAML takes longer than all around it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import yaml
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Unique(_LOADER):  # type: ignore[misc, valid-type]
-    """The loader, which refuses a key that is there twice."""
+class _UniqueKeyLoader(_LOADER):  # type: ignore[misc, valid-type]
+    """A safe loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -28,6 +29,6 @@ def parse(text: str) -> Any:
     try:
         if "*" in text and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text, Loader=_LOADER)):
             raise ValueError("aliases are not read")
-        return yaml.load(text, Loader=_Unique)
+        return yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ValueError(error) from error

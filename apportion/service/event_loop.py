@@ -1,7 +1,7 @@
-"""The event loop of a process, in a thread of its own, on which clients call servers.
+"""The event loop on which clients call servers: one for each process, in a thread of its own.
 
-Forks are safe: a child would wait forever for a lock that the thread of the loop holds at that moment (of a module that
-it imports, of a log), so the loop stands between two callbacks while its process is forked. A child begins its own.
+Forks are safe. A child process would wait forever for a lock that the loop's thread holds at the time of the fork, such
+as that of a module being imported, so the loop is paused between two callbacks during a fork. A child starts its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 FORK_S = 1.0  # that a fork waits for the loop
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's stay: freeing them takes its locks
-_forked: list[threading.Event] = []  # set when forks are over, which the loop waits for
+_forked: list[threading.Event] = []  # what a paused loop waits for
 T = TypeVar("T")
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Of this process, begun where there is none."""
+    """The loop of this process, started on first use."""
     if (found := _loops.get(os.getpid())) is None:
         made = asyncio.new_event_loop()
         made.set_default_executor(_Resolvers(1))
@@ -50,18 +50,18 @@ class _Resolvers(ThreadPoolExecutor):
 
 
 def _before_fork() -> None:
-    """Has the loop stand until `_after_fork`."""
+    """Pauses the loop until `_after_fork`, for `FORK_S` at most."""
     loop = _loops.get(os.getpid())
     if loop is None or asyncio._get_running_loop() is loop:
         return
-    standing, over = threading.Event(), threading.Event()
+    paused, over = threading.Event(), threading.Event()
 
-    def stand() -> None:
-        standing.set()
+    def pause() -> None:
+        paused.set()
         over.wait(FORK_S)
 
-    loop.call_soon_threadsafe(stand)
-    standing.wait(FORK_S)
+    loop.call_soon_threadsafe(pause)
+    paused.wait(FORK_S)
     _forked.append(over)
 
 

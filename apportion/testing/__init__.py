@@ -1,4 +1,4 @@
-"""What authors of plug-ins run: `check` holds a solver to the contract of its kind.
+"""Conformance checks for authors of plug-ins: `check` holds a solver to the contract of its kind.
 
     from apportion import testing
     from apportion.planner.solvers.registry import find_solver

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from apportion.ir.bytes.columns import MAX_ROWS
-from apportion.ir.bytes.table_bytes import encode_parts, read_parts
+from apportion.ir.bytes.table_bytes import encode_parts, encode_tables, read_parts
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import LIMIT, SPAN_COLUMNS, TABLES
+from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table
 from tests.support.random_plans import random_plan
 
@@ -19,7 +19,7 @@ NAMES = ("a", "b")
 
 
 def parts_of(*tables: Table) -> list[bytes]:
-    return encode_parts({}, {}, [Move("x", "y", table) for table in tables], tables[0].ranks)
+    return list(encode_tables(tables, tables[0].ranks))
 
 
 def opened(parts: list[bytes], *names: tuple[str, ...]) -> list[Table]:
@@ -151,6 +151,18 @@ def test_parts_are_the_same_on_threads() -> None:
         assert encode_parts(*given, threads=3) == encode_parts(*given)
 
 
+def test_columns_have_one_order() -> None:
+    """They are written and verified by their places: another order would be other numbers."""
+    plan = random_plan(0)
+    spans = plan.layouts["attention"].spans
+    turned = Table.of(spans.ptr, dict(reversed(spans.columns.items())))
+    with pytest.raises(ConfigError, match=r"layout attention = .position, .*in this order"):
+        Layout("attention", turned)
+    table = plan.programs[plan.header.kinds[0], "forward"]["tasks"]
+    with pytest.raises(ConfigError, match=r"tasks = .first, .*must have the columns q, kv, o"):
+        ProgramSet({"tasks": Table.of(table.ptr, dict(reversed(table.columns.items())))})
+
+
 def test_tables_of_a_part_are_in_order() -> None:
     """Spans, programs by kind and phase, moves."""
 
@@ -162,9 +174,12 @@ def test_tables_of_a_part_are_in_order() -> None:
         for n, key in ((2, ("x", "backward")), (1, ("x", "forward")), (3, ("y", "forward")))
     }
     (part,) = encode_parts(
-        {"attention": Layout("attention", one(SPAN_COLUMNS, 1))}, programs, [Move("a", "b", one(NAMES, 9))], 1
+        {"attention": Layout("attention", one(SPAN_COLUMNS, 1))},
+        programs,
+        [Move("a", "b", one(MOVE_COLUMNS, 9))],
+        1,
     )
-    names = [SPAN_COLUMNS, *3 * [*TABLES.values()], NAMES]
+    names = [SPAN_COLUMNS, *3 * [*TABLES.values()], MOVE_COLUMNS]
     firsts = [int(table.values[0, 0]) for table in opened([part], *names)]
     assert firsts == [1, *7 * [10], *7 * [20], *7 * [30], 9]
     assert len(parts_of(empty_table(NAMES, 7))) == 7

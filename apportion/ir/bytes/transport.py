@@ -1,4 +1,4 @@
-"""Bytes on their way: zstd frames, of which no id and no digest of a plan knows."""
+"""Compression of plans for files and the network, as zstd frames. Ids and digests are of the uncompressed bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def compressed(data: bytes) -> bytes:
 
 
 def expanded(data: bytes, most: int = MAX_EXPANDED) -> bytes:
-    """What a zstd frame holds, which says how much it is: `most` bytes at most. Other bytes as they are. Raises
+    """Decompresses a zstd frame that states its size, `most` bytes at most; returns other bytes unchanged. Raises
     DecodeError."""
     if not data.startswith(_MAGIC):
         return data

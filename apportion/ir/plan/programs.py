@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints, changes
-from apportion.ir.isa import TABLES, Op
+from apportion.ir.isa import Op
 from apportion.ir.loops.jit import lean
 from apportion.ir.loops.sorting import stable_order
 from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
@@ -106,8 +106,7 @@ class ProgramView:
     @property
     def transfers(self) -> Ints:
         """int64 [3, transfers]: send, peer, operand."""
-        table = self.source["transfers"]
-        return np.stack([table.wide(name) for name in TABLES["transfers"]])
+        return np.array(self.source["transfers"].values, np.int64, order="C")
 
     def met(self, tile: Ints) -> Met:
         """The k-th send i -> j of a round meets the k-th receive of j from i. tile: int64 [operands], a number that is

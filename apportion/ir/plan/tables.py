@@ -22,7 +22,7 @@ import numpy as np
 from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer
-from apportion.ir.isa import TABLES, VERSION
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -95,6 +95,13 @@ class Table:
         )
 
 
+def _check_columns(field: str, table: Table, columns: tuple[str, ...]) -> None:
+    """Tables are encoded and verified by the place of a column, not by its name. Raises ConfigError."""
+    if table.names != columns:
+        rule = f"must have the columns {', '.join(columns)}, in this order"
+        raise ConfigError(field, ", ".join(table.names), rule, "order the columns so")
+
+
 def empty_table(names: tuple[str, ...], ranks: int) -> Table:
     """A table without rows."""
     return Table(np.zeros(ranks + 1, np.int64), names, np.zeros((len(names), 0), np.int64))
@@ -121,6 +128,9 @@ class Layout:
 
     name: str
     spans: Table
+
+    def __post_init__(self) -> None:
+        _check_columns(f"layout {self.name}", self.spans, SPAN_COLUMNS)
 
     @cached_property
     def rows_per_rank(self) -> Ints:
@@ -167,6 +177,10 @@ class ProgramSet:
 
     tables: Mapping[str, Table]
 
+    def __post_init__(self) -> None:
+        for name, table in self.tables.items():
+            _check_columns(name, table, TABLES[name])
+
     def __getitem__(self, name: str) -> Table:
         return self.tables[name]
 
@@ -190,6 +204,9 @@ class Move:
     source: str
     target: str
     table: Table
+
+    def __post_init__(self) -> None:
+        _check_columns(f"move {self.source} -> {self.target}", self.table, MOVE_COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,9 @@ class TableRows:
 
 
 def matrix(name: str, table: Table) -> TableRows:
-    data = np.empty((len(TABLES[name]), len(table)), np.int64)
-    for i, column in enumerate(TABLES[name]):
-        data[i] = table[column]
-    return TableRows(name, data, np.ascontiguousarray(table.ptr, np.int64))
+    return TableRows(
+        name, np.array(table.values, np.int64, order="C"), np.ascontiguousarray(table.ptr, np.int64)
+    )
 
 
 @dataclass(frozen=True, eq=False)
