@@ -9,7 +9,10 @@ server's token.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -81,7 +84,15 @@ def plain(steps: list[list[workload.Document]]) -> Iterator[float]:
         yield trainer.step(rows, batch.labelled, partial(plain_attention, batch=batch)).item()
 
 
+def _end_with(launcher: int) -> None:
+    """Ends this process once its launcher is gone: torchrun leaves ranks behind if it is stopped during their start."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main(source: str, steps: str, *file: str) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for record in planned(workload.documents(int(steps), *file), source):
