@@ -21,7 +21,7 @@
 #                 an hour)
 #   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
 #   make nightly  the service, with half an hour of each case that kills and 100,000 plans, and fuzz
-#   make fuzz     100,000 mutated plans through decoder and verifier, and as many through its quick judge
+#   make fuzz     100,000 mutated plans through decoder and verifier, and as many of which what is accepted is executed
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make wheel    a wheel with compiled loops, for this Python, numba and kind of CPU, in dist/; RECIPES=fcp CHECK=1: of

@@ -31,7 +31,7 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
     """((kind, phase), its pieces). Raises VerifyError for rows that nothing has written, CapacityError for too many."""
     subject = Subject(plan)
     for program in subject.programs:
-        tasks = subject.tasks(program)
+        tasks = subject.traced_tasks(program)
         if not tasks.complete:
             rule = "reads rows that nothing has written; verify the plan"
             raise VerifyError(f"{program.kind} {program.phase} {rule}")

@@ -311,4 +311,4 @@ def test_programs_compile_to_steps_with_their_rows() -> None:
     attend = next(step for step in program.steps if step.op == Op.ATTEND)
     assert [task.kv_of for task in attend.tasks] == [(0,), (0,)]
     scattered = next(o for o in program.operands if o.heads == (0, 2))
-    assert scattered.columns == slice(0, 2, 1)  # side by side in the work arena
+    assert scattered.columns == slice(0, 3, 2)

@@ -90,8 +90,8 @@ def test_the_legend_says_that_rows_show_shares_of_heads() -> None:
 
 
 def test_a_plan_that_reads_what_nothing_wrote_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Subject.tasks
-    monkeypatch.setattr(Subject, "tasks", lambda *args: replace(real(*args), complete=False))
+    real = Subject.traced_tasks
+    monkeypatch.setattr(Subject, "traced_tasks", lambda *args: replace(real(*args), complete=False))
     with pytest.raises(VerifyError, match="nothing has written; verify the plan"):
         draw(planned())
 

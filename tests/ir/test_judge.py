@@ -1,5 +1,5 @@
-"""The verifier's quick judge: it says yes to what recipes make, never to what the rules reject, and alike in plain
-Python. `python -m benchmarks.fuzz_judge` tries many more mutants."""
+"""The walk of the verifier: it follows what recipes make, accepts no mutant that computes something else, and is alike
+in plain Python, in ranges and with threads. `python -m benchmarks.fuzz_judge` tries many more mutants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,8 @@ import pytest
 import apportion as ap
 from apportion.ir.arrays import Ints
 from apportion.ir.loops.jit import COMPILES
+from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.tensors import Tensor
 from apportion.ir.verify import check
 from apportion.ir.verify.attended import Tasks
 from apportion.ir.verify.subject import Subject
@@ -50,10 +52,8 @@ PLANS = list(fuzz_judge.plans())
     range(len(PLANS)),
     ids=[f"{name}-{plan.header.ranks}-{plan.request.cluster.nodes}" for name, plan in PLANS],
 )
-def test_plans_of_recipes_need_no_interpreter(number: int) -> None:
-    name, plan = PLANS[number]
-    assert Subject(plan).judge(), name
-    assert check(plan) == ()
+def test_plans_of_recipes_are_followed(number: int) -> None:
+    assert check(PLANS[number][1]) == ()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 99])
@@ -61,12 +61,12 @@ def test_threads_find_the_same(threads: int) -> None:
     """Ranges of ranks, walked at once, lead to the same tasks in the same order."""
     for name, plan in PLANS:
         one, several = Subject(plan), Subject(plan, threads)
-        assert one.judge(), name
-        assert several.judge(), name
+        assert one.holds, name
+        assert several.holds, name
         for program, other in zip(one.programs, several.programs, strict=True):
             ours, its = one.tasks(program), several.tasks(other)
             assert np.array_equal(ours.bands, its.bands), name
-            assert np.array_equal(ours.task, its.task), name
+            assert np.array_equal(ours.heads, its.heads), name
 
 
 def test_threads_find_the_same_faults() -> None:
@@ -97,15 +97,15 @@ def test_ranges_that_are_settled_in_turn_find_the_same(threads: int, states: lis
     """Some hang on later ranks, and list their bands after those: each band as often for each head."""
     for name, plan in PLANS:
         subject = Subject(plan, threads)
-        assert subject.judge(), name
+        assert subject.holds, name
         assert check(plan, threads) == (), name
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(judge, "_LONGEST", 2**21)
             whole = Subject(plan)
-            assert whole.judge(), name
+            assert whole.holds, name
         for program, other in zip(subject.programs, whole.programs, strict=True):
             assert of_heads(subject.tasks(program)) == of_heads(whole.tasks(other)), name
-    assert {1, judge._UNSENT} == set(states)
+    assert {1, judge.UNSENT} == set(states)
 
 
 def of_heads(tasks: Tasks) -> list[tuple[int, ...]]:
@@ -120,32 +120,35 @@ def of_heads(tasks: Tasks) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("threads", sparse([1, 2], 2))
-def test_ranges_that_are_settled_in_turn_are_judged_as_by_the_rules(
-    threads: int, states: list[int], monkeypatch: pytest.MonkeyPatch
+def test_mutants_in_ranges_that_are_settled_in_turn_are_refused_alike(
+    threads: int, states: list[int]
 ) -> None:
-    monkeypatch.setattr(fuzz_judge, "Subject", lambda plan: Subject(plan, threads))
-    outcomes: Counter[str] = Counter()
-    for begin in dict(PLANS).items():  # the largest of each recipe
-        result = fuzz_judge.fuzz([begin], 30 if COMPILES else 3, 11)
-        assert result.missed == []
-        outcomes += result.outcomes
-    assert outcomes["judge no, rules no"] > outcomes.total() // 4
-    if COMPILES:
-        assert outcomes["judge yes, rules yes"] > outcomes.total() // 40
-    assert {0, 1, judge._UNSENT} == set(states)
+    rng, accepted = random.Random(11), 0
+    for plan in dict(PLANS).values():  # the largest of each recipe
+        for _ in range(20 if COMPILES else 2):
+            mutant = fuzz_judge.repaired(fuzz_judge.mutate(rng, plan)[1])
+            found = check(mutant, threads)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(judge, "_LONGEST", 2**21)
+                assert check(mutant) == found
+            accepted += not found
+    assert not COMPILES or accepted
+    assert {0, 1, judge.UNSENT} == set(states)
 
 
 @pytest.mark.parametrize("name", ["mixed", "upipe_ring"])
 def test_tiles_of_several_runs_are_sent_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settle, found = judge._settle, []
 
-    def noting(sends: Ints, *others: object) -> bool:
-        token = sends[:, judge.TOKEN]
+    def noting(sends: Ints, *others: object) -> int:
+        token = sends[:-1, judge.TOKEN]  # behind them a line that is not used
         found.append(bool(((token < 0) & (token != judge.NOWHERE)).any()))
-        return bool(settle(sends, *others))
+        return int(settle(sends, *others))
 
     monkeypatch.setattr(judge, "_settle", noting)
-    assert all(Subject(plan).judge() for recipe, plan in PLANS if recipe == name)
+    batch = ap.Batch.from_lengths((900, 300, 2100, 64, 1500, 7000, 700, 128))
+    model = ap.Model(8, 8, 16, hidden=128, layers=1)
+    assert check(ap.plan(batch, ap.Cluster(2, 4), model, name, verify=False)) == ()
     assert any(found)
 
 
@@ -165,7 +168,39 @@ def test_zeros_behind_a_tile_of_several_runs_are_sent_on(
     batch, model = ap.Batch.from_lengths([tokens], ap.masks.bands([band])), ap.Model(1, 1, 1, dtype="fp64")
     policy = ap.Policy(ap.Recipe("reshuffled", steps))
     made = ap.plan(batch, ap.Cluster(1, 4), model, policy=policy, verify=False)
-    assert Subject(made).judge()
+    assert Subject(made).holds
+
+
+def test_tables_are_walked_where_lowering_wrote_them() -> None:
+    """Nothing that lowering writes is copied or widened before the walk: it reads the same memory, and verification
+    keeps next to nothing."""
+    batch, model = ap.Batch.from_lengths([4096, 700, 30]), ap.Model(q_heads=8, kv_heads=8, head_dim=64)
+    plan = ap.plan(batch, ap.Cluster(nodes=2, ranks_per_node=4), model, "fcp", verify=False)
+    check(plan)
+    tracemalloc.start()
+    assert not check(plan)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    tables = {**plan.programs["default", "backward"].tables}
+    assert kept < sum(table.values.nbytes for table in tables.values()) / 10
+    for name in ("operands", "instructions", "transfers", "grads", "rowops"):
+        assert tables[name].values.dtype == np.int32
+        assert np.shares_memory(judge._matrix(name, tables[name]), tables[name].values), name
+
+
+def test_more_heads_than_a_word_has_bits_are_followed() -> None:
+    """Each of 64 ranks computes a head; one that leaves out its own is found among the last."""
+    batch, model = ap.Batch.from_lengths([200, 57]), ap.Model(64, 64, 2, layers=1)
+    plan = ap.plan(batch, ap.Cluster(8, 8), model, "ulysses")
+    assert len(plan.header.head_sets) >= 64
+    program = plan.programs["default", "forward"]
+    operands = program["operands"]
+    heads = np.array(operands["heads"], np.int64)
+    last = len(heads) - 1 - int(np.argmax((operands["tensor"] == Tensor.O)[::-1] & (heads[::-1] > 0)))
+    heads[last] += 1 if heads[last] == 1 else -1
+    table = Table.of(operands.ptr, {**operands.columns, "heads": heads})
+    changed = {**plan.programs, ("default", "forward"): ProgramSet({**program.tables, "operands": table})}
+    assert {one.rank for one in check(replace(plan, programs=changed, sections=None))} - {None}
 
 
 def test_a_program_without_tasks_beside_one_with_tasks_is_judged() -> None:
@@ -176,18 +211,29 @@ def test_a_program_without_tasks_beside_one_with_tasks_is_judged() -> None:
     )
     programs = {**plan.programs, ("a", "backward"): plan.programs["b", "backward"]}
     broken = replace(plan, programs=programs, sections=None)
-    assert not Subject(broken).judge()
+    assert not Subject(broken).holds
     found = {(one.rule, one.kind, one.phase) for one in check(broken)}
     assert found == {("coverage", "a", "backward"), ("heads", "a", "backward")}
 
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))
-def test_what_the_judge_accepts_the_rules_accept(seed: int) -> None:
-    result = fuzz_judge.fuzz(PLANS, 400 if COMPILES else 40, seed)
+def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
+    result = fuzz_judge.fuzz(PLANS, 300 if COMPILES else 30, seed)
     assert result.missed == []
-    assert result.outcomes["judge no, rules no"] > result.count // 4
-    if COMPILES:
-        assert result.outcomes["judge yes, rules yes"] > result.count // 40
+    assert result.refused.total() > result.count // 2
+    assert not COMPILES or result.accepted > result.count // 40
+
+
+@pytest.mark.parametrize("seed", sparse(range(3), 3))
+def test_a_fault_is_told_with_what_was_seen(seed: int) -> None:
+    """What the walk stops at has words of its own: an operand, a row, a rule."""
+    rng = random.Random(seed)
+    for _, plan in PLANS:
+        for _ in range(8 if COMPILES else 1):
+            for one in check(fuzz_judge.repaired(fuzz_judge.mutate(rng, plan)[1])):
+                assert "of no form" not in one.message, one
+                assert "does not follow" not in one.message, one
+                assert one.rule not in ("operands", "dataflow", "delivery") or one.rank is not None, one
 
 
 def test_mutants_are_the_same_again() -> None:
@@ -202,14 +248,14 @@ def test_plain_python_judges_alike() -> None:
         "-m",
         "benchmarks.fuzz_judge",
         "--count",
-        "60",
+        "40",
         "--seed",
         "3",
         "--ranks",
         "4",
         "--json",
     ]
-    compiled = fuzz_judge.fuzz(list(fuzz_judge.plans((4,))), 60, 3).to_data()
+    compiled = fuzz_judge.fuzz(list(fuzz_judge.plans((4,))), 40, 3).to_data()
     plain = subprocess.run(
         command,
         cwd=ROOT,

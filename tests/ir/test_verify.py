@@ -56,7 +56,7 @@ def test_a_plan_broken_in_one_place_is_refused_there(case: str) -> None:
 
 
 def test_a_send_to_another_rank_is_shown_at_both_ends() -> None:
-    found = check(broken(("send Q.home[0:8) to 1", "send Q.home[0:8) to 0"), rank=2))
+    found = check(broken(("send Q.home[0:8).h3 to 1", "send Q.home[0:8).h3 to 0"), rank=2))
     assert {(v.rule, v.rank, v.instruction) for v in found[:2]} == {("transfers", 1, 0), ("transfers", 2, 0)}
     assert all("nothing to meet it" in violation.message for violation in found[:2])
 
@@ -67,7 +67,10 @@ def test_the_error_shows_rank_instruction_numbers_and_lines() -> None:
         verify(broken(edit, rank=2))
     message = str(error.value)
     assert "rank 2, default forward, instruction 0: receives KV rows [0, 7) in round 0" in message
-    assert ">    0  launch 0: receive KV.work[0:7) from 0, send Q.home[0:8) to 1" in message
+    assert (
+        ">    0  launch 0: receive KV.work[0:7) from 0, send Q.home[0:8).h1 to 1, send Q.home[0:8).h3 to 1"
+        in message
+    )
     assert error.value.violations[0].rule == "transfers"
 
 
@@ -161,7 +164,7 @@ def test_a_head_that_nobody_computes() -> None:
     lines = [line for line in GOOD.splitlines() if ".h3" not in line or "launch" in line or "merge" in line]
     whole = (
         "\n".join(lines)
-        .replace(", send O.work[0:8).h3.c2 to 2", "")
+        .replace(", send O.work[8:16).h3 to 2", "")
         .replace(", receive O.work[8:16).h3 from 1", "")
     )
     found = first(parse(whole.replace(", O.work[8:16).h3 -> O.home[0:8).h3", "") + "\n"))

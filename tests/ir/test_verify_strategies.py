@@ -156,7 +156,7 @@ CASES = {
         "forward",
         ("copy Q.home[0:20).h3 -> Q.work[40:60).h3", "copy Q.home[0:20).h4 -> Q.work[40:60).h4"),
         "dataflow",
-        "they hold unit",
+        "they hold heads of set",
     ),
     "ulysses: keys of another head": (
         "ulysses",
@@ -170,7 +170,7 @@ CASES = {
         "forward",
         ("  deliver O.work[40:60).h3 -> O.home[0:20).h3 first\n", ""),
         "results",
-        "gets results in 3 heads of 4",
+        "get results in 3 heads of 4",
     ),
     "ulysses: no wait": ("ulysses", "backward", ("  wait 1\n", ""), "transfers", "wait"),
     "ulysses: own gradient left out": (

@@ -17,12 +17,11 @@ from apportion.backends import numpy as executor
 from apportion.backends.interp import Machine, Operand, Step, compile_program
 from apportion.backends.numpy import Rank
 from apportion.ir.errors import ExecutionError
-from apportion.ir.isa import OPERAND_COLUMNS, RULES, Argument, Op, Rule, Use
+from apportion.ir.isa import RULES, Argument, Op, Rule, Use
 from apportion.ir.plan.ops import LISTS, list_table
 from apportion.ir.tensors import PARTIALS, Tensor
 from apportion.ir.text.words import form_of
-from apportion.ir.verify.interpreter.machine import write_script
-from apportion.ir.verify.scan import allowed, rule_table
+from apportion.ir.verify.explain.operands import tensors_of
 from apportion.planner.simulate.durations import pass_table
 from apportion.planner.simulate.launches import kernel_table
 from tests.project.test_newcomers import CHANGES
@@ -43,29 +42,15 @@ def test_tables_follow_from_one_more_row() -> None:
     assert list_table(MORE)[GIVE] == LISTS.index("rowops")
     assert kernel_table(MORE)[GIVE] == 3
     assert pass_table(MORE)[:, GIVE].tolist() == [[1, 0, 1, 0]] * 2
-    assert (allowed(GIVEN, "a"), allowed(GIVEN, "b")) == (PARTIALS, (Tensor.NONE,))
+    assert [tensors_of(GIVEN.argument(column)) for column in "ab"] == [PARTIALS, (Tensor.NONE,)]
 
 
-@pytest.mark.parametrize(
-    "table", [list_table, rule_table, kernel_table, pass_table], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("table", [list_table, kernel_table, pass_table], ids=lambda f: f.__name__)
 def test_another_row_changes_no_other(table: Callable[..., Any]) -> None:
     ours, theirs = (
         np.moveaxis(table(rules), 1, 0) if table is pass_table else table(rules) for rules in (RULES, MORE)
     )
     assert np.array_equal(theirs[:GIVE], ours)
-
-
-def test_the_verifier_gives_a_partial_as_it_copies_one() -> None:
-    (script, frames), columns = write_script(MORE), OPERAND_COLUMNS["rowops"]
-    steps = {op: script[frames[op, 0] : frames[op, 1]].copy() for op in (GIVE, Op.COPY)}
-    looks = [rows[rows[:, 1] == columns.index("a")] for rows in steps.values()]
-    assert looks[0][0, 3] & ~looks[1][0, 3] == 0  # accepts partials, and a copy values too
-    for rows in steps.values():
-        rows[rows[:, 1] == columns.index("a"), 3] = 0
-    assert np.array_equal(steps[GIVE], steps[Op.COPY])
-    given, copied = rule_table(MORE)[[GIVE, Op.COPY]]
-    assert np.array_equal(given[:, 1:], copied[:, 1:])
 
 
 def test_rows_of_the_table_fit_their_list() -> None:

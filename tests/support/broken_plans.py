@@ -38,7 +38,7 @@ program default backward
 rank 1
 layout attention: row=0 token=8 length=8 sequence=0 position=8
 program default forward
-  launch 0: receive KV.work[0:8) from 0, receive Q.work[0:8) from 2
+  launch 0: receive KV.work[0:8) from 0, receive Q.work[0:8).h1 from 2, receive Q.work[8:16).h3 from 2
   attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first
   wait 0
   attend Q.home[0:8) KV.work[0:8) -> O.home[0:8) full
@@ -59,7 +59,7 @@ program default backward
 rank 2
 layout attention: row=0 token=16 length=8 sequence=0 position=16
 program default forward
-  launch 0: receive KV.work[0:8) from 0, send Q.home[0:8) to 1
+  launch 0: receive KV.work[0:8) from 0, send Q.home[0:8).h1 to 1, send Q.home[0:8).h3 to 1
   attend Q.home[0:8) KV.home[0:8) -> O.home[0:8) causal first
   wait 0
   attend Q.home[0:8) KV.work[0:8) -> O.home[0:8) full
@@ -80,8 +80,8 @@ program default backward
 GOOD = GOOD.replace(
     "  attend Q.work[0:8).h1 KV.home[0:8).h2 -> O.work[0:8).h1 full first\n  launch 1: send O.work[0:8).h1 to 2\n",
     "  attend Q.work[0:8).h1 KV.home[0:8).h2 -> O.work[0:8).h1 full first\n"
-    "  attend Q.work[0:8).h3.c2 KV.home[0:8).h4 -> O.work[0:8).h3.c2 full first\n"
-    "  launch 1: send O.work[0:8).h1 to 2, send O.work[0:8).h3.c2 to 2\n",
+    "  attend Q.work[8:16).h3 KV.home[0:8).h4 -> O.work[8:16).h3 full first\n"
+    "  launch 1: send O.work[0:8).h1 to 2, send O.work[8:16).h3 to 2\n",
 )
 GOOD = GOOD.replace(
     "  launch 1: receive O.work[0:8).h1 from 1\n  wait 1\n  merge O.work[0:8).h1 -> O.home[0:8).h1\n",
@@ -111,16 +111,16 @@ CASES = {
         "receives KV rows [0, 7) in round 0, but rank 0 sends KV rows [0, 8)",
     ),
     "receive another tensor": (
-        "transfers", 1, "forward", 0, ("receive KV.work[0:8) from 0, receive Q.work[0:8) from 2",
-                                       "receive KV.work[0:8) from 0, receive KV.work[0:8) from 2"),
-        "receives KV rows [0, 8) in round 0, but rank 2 sends Q rows [0, 8)",
+        "transfers", 1, "forward", 0, ("receive KV.work[0:8) from 0, receive Q.work[0:8).h1 from 2",
+                                       "receive KV.work[0:8) from 0, receive KV.work[0:8).h1 from 2"),
+        "receives KV rows [0, 8) of head set 1 in round 0, but rank 2 sends Q rows [0, 8) of head set 1",
     ),
     "receive other heads": (
         "transfers", 2, "forward", 4, ("receive O.work[0:8).h1 from", "receive O.work[0:8).h3 from"),
         "of head set 3 in round 1, but rank 1 sends O rows [0, 8) of head set 1",
     ),
     "send to itself": (
-        "transfers", 2, "forward", 0, ("send Q.home[0:8) to 1", "send Q.home[0:8) to 2"), "itself",
+        "transfers", 2, "forward", 0, ("send Q.home[0:8).h1 to 1", "send Q.home[0:8).h1 to 2"), "itself",
     ),
     "swap the transfers of a pair": (
         "transfers", 2, "forward", 4,
@@ -171,7 +171,9 @@ CASES = {
         "pairs dO home rows [4, 8) of tokens [20, 24) with tokens [16, 20)",
     ),
     "read other heads than were written": (
-        "dataflow", 1, "forward", 6, ("send O.work[0:8).h1 to 2", "send O.work[0:8).h1.c2 to 2"), "heads",
+        "dataflow", 1, "forward", 4,
+        ("Q.work[0:8).h1 KV.home[0:8).h2 -> O.work[0:8).h1", "Q.work[0:8).h3 KV.home[0:8).h4 -> O.work[0:8).h3"),
+        "as heads of set 3",
     ),
     # 5: delivery
     "merge twice": (

@@ -66,7 +66,7 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     """
     subject = Subject(plan)
     program = next(one for one in subject.programs if (one.kind, one.phase) == (kind, phase))
-    tasks = subject.tasks(program)
+    tasks = subject.traced_tasks(program)
     if not tasks.complete:
         raise VerifyError(f"{kind} {phase} reads rows that nothing has written; verify the plan")
     bands, piece = _on_axis(np.ascontiguousarray(tasks.bands.T), axis)
@@ -75,7 +75,7 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
     rows, part = _rows(bands, axis.edges)
     mine = _unlike_heads(program.q_sets, sets)[:, sets[part]]
     shown = mine[rows % len(mine), np.arange(len(rows))]
-    rank = np.asarray(program[program.task_list].rank[task], np.int64)[part]
+    rank = program[program.task_list].rank_of_row()[task][part]
     return _busiest(bands[part[shown]], rows[shown], rank[shown], axis.edges)
 
 

@@ -86,6 +86,15 @@ class Table:
         """The rank that owns each row."""
         return group_of(np.diff(self.ptr))
 
+    def rank_and_row(self, row: int) -> tuple[int, int]:
+        """The rank that owns a row, and the row's number on that rank."""
+        rank = int(np.searchsorted(self.ptr, row, side="right")) - 1
+        return rank, row - int(self.ptr[rank])
+
+    def at(self, row: int) -> dict[str, int]:
+        """One row, by the names of the columns."""
+        return dict(zip(self.names, self.values[:, row].tolist(), strict=True))
+
     def equal(self, other: Table) -> bool:
         """By value, whatever the dtypes."""
         return (

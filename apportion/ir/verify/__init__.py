@@ -4,15 +4,14 @@
     (no rule,   8         1         (no rule)  4           7       6        3          5          5         2
     all need it)                                                     then samples, 2 again, and last report, 9
 
-It shares the codec and the band algebra with the planner and nothing else. Rules run over the columns of all ranks
-at once; where state is sequential, in loops that numba compiles where it is installed. A quick judge (`judge.py`)
-goes first, and where it is sure the rules that it stands for need not run. When a plan is broken in one
-place, the rule that names the place comes first and what follows from it after.
+It shares the codec and the band algebra with the planner and nothing else. One walk over every rank (`walk/judge.py`)
+proves the rules of programs at once, and coverage. Where it refuses a plan `explain/` says what it saw, at which place,
+and which rule that breaks: the rule that names the place comes first and what follows from it after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from apportion.ir import text
@@ -20,20 +19,9 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, CapacityError, VerifyError
 from apportion.ir.fields import instance
 from apportion.ir.loops.threads import checked_threads
+from apportion.ir.verify.explain import words
 from apportion.ir.verify.report import Violation, first_few
-from apportion.ir.verify.rules import (
-    coverage,
-    dataflow,
-    digests,
-    heads,
-    layouts,
-    limits,
-    reported,
-    results,
-    samples,
-    structure,
-    transfers,
-)
+from apportion.ir.verify.rules import coverage, digests, layouts, limits, reported, samples, structure
 from apportion.ir.verify.subject import Subject
 
 __all__ = ["RULES", "Rule", "Violation", "check", "verify"]
@@ -53,27 +41,33 @@ class VerifierRule:
     needs: tuple[str, ...] = ("structure",)
 
 
-_RUN = ("structure", "layouts", "operands")
+def _walk(rule: str) -> Callable[[Subject], Iterator[Violation]]:
+    """What finds the violations of a rule that the walk proves."""
+    return lambda subject: (one for one in words.violations(subject) if one.rule == rule)
+
+
+_WALKED = ("structure", "layouts")
+_RUN = (*_WALKED, "operands")
+_STOPPED = (*_RUN, "transfers")
 _OF_PROGRAMS = (
     VerifierRule("structure", None, structure.check, 0, ()),
     VerifierRule("digests", 8, digests.check, 1),
     VerifierRule("layouts", 1, layouts.check, 2),
-    VerifierRule("operands", None, structure.check_operands, 3),
-    VerifierRule("transfers", 4, transfers.check, 4, ("structure", "operands")),
-    VerifierRule("heads", 7, heads.check, 5, ("structure", "operands")),
+    VerifierRule("operands", None, _walk("operands"), 3, _WALKED),
+    VerifierRule("transfers", 4, _walk("transfers"), 4, _RUN),
+    VerifierRule("heads", 7, _walk("heads"), 5, _STOPPED),
     VerifierRule("limits", 6, limits.check, 6, _RUN),
-    VerifierRule("dataflow", 3, dataflow.check_dataflow, 7, _RUN),
-    VerifierRule("delivery", 5, dataflow.check_delivery, 7, _RUN),
-    VerifierRule("results", 5, results.check, 7, _RUN),
-    VerifierRule("coverage", 2, coverage.check, 8, _RUN),
-    VerifierRule("samples", 2, samples.check, 9, _RUN),
+    VerifierRule("dataflow", 3, _walk("dataflow"), 7, _STOPPED),
+    VerifierRule("delivery", 5, _walk("delivery"), 7, _STOPPED),
+    VerifierRule("results", 5, _walk("results"), 7, _STOPPED),
+    VerifierRule("coverage", 2, coverage.check, 8, _STOPPED),
+    VerifierRule(
+        "samples", 2, samples.check, 9, (*_STOPPED, "heads", "dataflow", "delivery", "results", "coverage")
+    ),
 )
 # of a plan that is broken, a report says nothing
 _REPORT = VerifierRule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
-#: those that `judge.py` stands for
-_JUDGED = ("operands", "transfers", "heads", "dataflow", "delivery", "results")
-_BEFORE, _REST = RULES[:3], RULES[3:]
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
 
@@ -96,27 +90,16 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
     Never raises for what a plan says, however broken it is.
     """
     subject = Subject(plan, checked_threads(threads))
-    found = _apply_all(_BEFORE, subject, {})
-    if not any(found.values()) and subject.judge():
-        judged = found | dict.fromkeys(_JUDGED, ())
-        rest = [rule for rule in _REST if rule.name not in _JUDGED]
-        if not any(_apply_all(rest, subject, judged).values()):
-            return ()
-        subject = Subject(plan)  # something is wrong elsewhere: every rule is to look for what lies behind it
-    found = _apply_all(_REST, subject, found)
+    found: dict[str, tuple[Violation, ...]] = {}
+    for rule in RULES:
+        if not any(found.get(name, True) for name in rule.needs):
+            found[rule.name] = _apply(rule, subject)
     every = [violation for violations in found.values() for violation in violations]
+    if not every and not subject.holds:
+        every = [
+            Violation("coverage", None, None, None, None, "the walk does not follow what its tasks attend to")
+        ]
     return tuple(_with_excerpt(plan, violation) for violation in sorted(every, key=lambda v: _rank(v, found)))
-
-
-def _apply_all(
-    rules: Sequence[VerifierRule], subject: Subject, found: Mapping[str, tuple[Violation, ...]]
-) -> dict[str, tuple[Violation, ...]]:
-    """What was found, and what these rules find, those whose needs hold."""
-    every = dict(found)
-    for rule in rules:
-        if not any(every.get(name, True) for name in rule.needs):
-            every[rule.name] = _apply(rule, subject)
-    return every
 
 
 def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:

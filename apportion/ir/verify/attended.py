@@ -8,13 +8,9 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import TABLES
 from apportion.ir.loops.jit import jit, lean
 from apportion.ir.loops.sorting import stable_order
 from apportion.ir.verify.homes import Homes
-from apportion.ir.verify.interpreter.flow import Flow
-from apportion.ir.verify.interpreter.machine import NO_TOKEN
-from apportion.ir.verify.view import Program
 
 MOST = 16  # overlaps that are told
 _FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
@@ -38,31 +34,6 @@ class Tasks:
     heads: Ints
     complete: bool
     times: Ints | None = None
-
-
-def tasks_of(program: Program, flow: Flow, homes: Homes) -> Tasks:
-    """Bands of all tasks, those with several runs of tokens cut into runs. Raises CapacityError for too many."""
-    name, found = program.task_list, flow.tokens[0]
-    table, operands = program[name], program["operands"]
-    columns = np.array([TABLES[name].index(column) for column in ("q", "kv")])
-    whole, complete = int(np.count_nonzero(found >= 0)), not (found == NO_TOKEN).any()
-    places = np.empty((whole + (len(flow.parts) if whole < len(table) else 0), 8), np.int64)
-    places[whole:, :7] = flow.parts[: len(places) - whole]
-    _place_whole(table.data, table.ptr, columns, operands.data, operands.ptr, flow.tokens, places)
-    places[:, 7] = operands["heads"][program.task_operand("q", places[:, 0])]
-    return cut(program, places, homes, complete)
-
-
-def cut(program: Program, places: Ints, homes: Homes, complete: bool = True) -> Tasks:
-    """Bands of parts of tasks, int64 [parts, 8] as in `Flow.parts` and the head sets of their queries. Raises
-    CapacityError for too many."""
-    table = program.source[program.task_list]
-    task, row, rows, q, key_row, keys, k, heads = places.T
-    moved = q - k + key_row - row
-    diagonals = [table.wide(name)[task] + moved for name in ("dmin", "dmax")]
-    bands = np.stack([q, q + rows, k, k + keys, *diagonals, task, heads], axis=1)
-    found = cut_bands(bands, homes, len(table))
-    return Tasks(found[:6], found[6], found[7], complete)
 
 
 def cut_bands(bands: Ints, homes: Homes, tasks: int) -> Ints:
@@ -113,21 +84,6 @@ def is_exact(bands: Ints, mask: Ints, area: int) -> bool:
     """Whether bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
     areas, inside = areas_inside(bands, mask)
     return bool(np.array_equal(areas, inside)) and int(areas.sum()) == area and not len(overlaps(bands))
-
-
-@lean
-def _place_whole(
-    table: Ints, ptr: Ints, columns: Ints, operands: Ints, bases: Ints, tokens: Ints, places: Ints
-) -> None:
-    """The tasks with one run of home rows on either side, as in `Flow.parts`. columns: the two operands of a task."""
-    count, query, key = 0, columns[0], columns[1]
-    for rank in range(len(ptr) - 1):
-        for i in range(ptr[rank], ptr[rank + 1]):
-            if tokens[0, i] >= 0:
-                places[count, 0], places[count, 1], places[count, 4] = i, 0, 0
-                places[count, 2], places[count, 3] = operands[3, bases[rank] + table[query, i]], tokens[0, i]
-                places[count, 5], places[count, 6] = operands[3, bases[rank] + table[key, i]], tokens[1, i]
-                count += 1
 
 
 @lean

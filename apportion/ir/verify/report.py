@@ -60,7 +60,7 @@ def first_few(violations: Iterator[Violation], most: int = MOST_PER_RULE) -> tup
 def at_instruction(rule: str, program: Program, instruction: int, message: str) -> Violation:
     """A violation at an instruction, given by its number over all ranks."""
     table = program["instructions"]
-    rank, local = int(table.rank[instruction]), table.local(instruction)
+    rank, local = table.rank_and_row(instruction)
     return Violation(rule, rank, program.kind, program.phase, local, message)
 
 

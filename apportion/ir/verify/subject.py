@@ -16,28 +16,25 @@ from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout
 from apportion.ir.plan.totals import Moved, moved
 from apportion.ir.tensors import Tensor
-from apportion.ir.verify import scan as scanner
-from apportion.ir.verify.attended import Tasks, tasks_of
+from apportion.ir.verify.attended import Tasks, cut_bands
 from apportion.ir.verify.homes import Homes, find_homes
-from apportion.ir.verify.interpreter import cells, flow as interpreter
 from apportion.ir.verify.view import Program, head_sets
 from apportion.ir.verify.walk import judge
+from apportion.ir.verify.walk.judge import Sets, ZerosError, sets_of
 from apportion.ir.verify.walk.lists import MOST_TOKENS, Lists
+from apportion.ir.verify.walk.trace import Trace, trace
 
 T = TypeVar("T")
 
 
-# Runs of consecutive home rows a task or transfer that are made room for, in turn: few are the rule.
-_ROOM = (1, 16, 256, 1024)
-
-
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A plan as the rules see it. threads: how many `judge` may use."""
+    """A plan as the rules see it. threads: how many may walk."""
 
     plan: Plan
     threads: int = 1
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _tasks: dict[tuple[str, str], Tasks] = field(default_factory=dict, repr=False)
 
     @cached_property
     def home(self) -> Layout:
@@ -74,11 +71,6 @@ class Subject:
             for (kind, phase), programs in self.plan.programs.items()
         )
 
-    @cached_property
-    def runnable(self) -> tuple[Program, ...]:
-        """Programs whose rounds have an order in which they can happen."""
-        return tuple(program for program in self.programs if program.rises)
-
     def mask(self, kind: str) -> Ints:
         """int64 [bands, 6]: what a kind allows, in global tokens, sorted by (q0, k0)."""
         return self.plan.request.batch.bands(kind)
@@ -89,63 +81,51 @@ class Subject:
         plan = self.plan
         return moved(plan.programs, plan.header.head_sets, plan.request.model, plan.request.cluster)
 
-    def scan(self, program: Program) -> scanner.Scan:
-        return self.once("scan", program, scanner.scan)
+    @cached_property
+    def _sets(self) -> Sets:
+        if self.plan.request.batch.tokens > MOST_TOKENS:
+            raise CapacityError(f"the batch has more than {MOST_TOKENS} tokens")
+        return sets_of(self.programs[0].q_sets, self.programs[0].kv_sets)
 
-    def flow(self, program: Program) -> interpreter.Flow:
-        """What happens when the program runs. Raises CapacityError."""
-        return self.once("flow", program, self._flow)
-
-    def exact_flow(self, program: Program) -> interpreter.Flow:
-        """The same, with all that it suspects. Raises CapacityError."""
-        return self.once("exact flow", program, lambda p: self._run(p, lazy=False))
-
-    def _flow(self, program: Program) -> interpreter.Flow:
-        found = self._run(program, lazy=True)
-        good = not len(found.faults) and not len(interpreter.left_over(program, found.memory)[0])
-        return found if good else self.exact_flow(program)
-
-    def _run(self, program: Program, lazy: bool) -> interpreter.Flow:
-        for room in _ROOM[:-1]:
+    @cached_property
+    def holds(self) -> bool:
+        """Whether all is right with the programs, and their tasks cover the masks. False for what is too large."""
+        try:
             try:
-                return self._run_in(program, room, lazy)
-            except CapacityError:
-                continue  # rows of many runs: small blocks
-        return self._run_in(program, _ROOM[-1], lazy)
-
-    def _run_in(self, program: Program, room: int, lazy: bool) -> interpreter.Flow:
-        given = self.given(program)
-        memory = cells.build(program, self.homes, given, program.owed, room)
-        return interpreter.run(program, memory, given, self.scan(program).written_at_home, lazy)
-
-    def judge(self) -> bool:
-        """Whether `judge.py` is sure of all programs, and their tasks cover the masks: then nothing need run."""
-        sets = judge.sets_of(self.programs[0].q_sets, self.programs[0].kv_sets) if self.programs else None
-        if sets is None or self.plan.request.batch.tokens > MOST_TOKENS:
+                return self._are_right(together=False)
+            except ZerosError:
+                return self._are_right(together=True)
+        except CapacityError:
             return False
+
+    def _are_right(self, together: bool) -> bool:
         every: dict[str, Lists] = {}
-        for program in self.programs:
-            kind, phase = program.kind, program.phase
-            lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
-            before, count = lists.following, len(program.source[program.task_list])
-            lists.begin(count)
-            if not judge.judge(program, self.homes, sets, self.taken(program), lists, self.threads):
+        return all(self._is_right(program, every, together) for program in self.programs)
+
+    def _is_right(self, program: Program, every: dict[str, Lists], together: bool) -> bool:
+        """every: the lists of each kind so far. Raises CapacityError, ZerosError."""
+        kind = program.kind
+        lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
+        before, count = lists.following, len(program.source[program.task_list])
+        lists.begin(count)
+        given = self.taken(program)
+        if not judge.judge(program, self.homes, self._sets, given, lists, self.threads, together):
+            return False
+        lists.end(count)
+        tasks = self._tasks.get((kind, "forward"))
+        if tasks is None or not np.array_equal(before, lists.following):
+            if not lists.are_exact():
                 return False
-            try:
-                lists.end(count)
-                tasks = self._cache.get(("tasks", kind, "forward"))
-                if tasks is None or not np.array_equal(before, lists.following):
-                    if not lists.are_exact():
-                        return False
-                    tasks = lists.tasks()
-            except CapacityError:
-                return False
-            self._cache["coverage", kind, phase] = ()
-            self._cache["tasks", kind, phase] = tasks
+            tasks = lists.tasks()
+        self._tasks[kind, program.phase] = tasks
         return True
 
     def taken(self, program: Program) -> frozenset[Tensor]:
-        """Those of `given` that are known without a run."""
+        """Tensors whose home rows hold values when the program starts.
+
+        Forward gets X where the layer's projection makes Q and KV, else Q and KV. Backward gets what forward had, the
+        output and its gradient.
+        """
         first = next((p for p in self.programs if (p.kind, p.phase) == (program.kind, "forward")), None)
         if first is None:
             return frozenset()
@@ -153,41 +133,24 @@ class Subject:
         return inputs if program is first else inputs | {Tensor.O, Tensor.DO}
 
     def tasks(self, program: Program) -> Tasks:
-        """Its tasks in global tokens. Raises CapacityError."""
-        return self.once("tasks", program, lambda p: tasks_of(p, self.flow(p), self.homes))
+        """Its tasks in global tokens; of a plan that `holds` those of its lists, which name no task. Raises
+        CapacityError."""
+        if self.holds:
+            return self._tasks[program.kind, program.phase]
+        return self.traced_tasks(program)
 
-    def repeats(self, program: Program) -> bool:
-        """Whether its tasks are those of the forward program of its kind, one by one, which cover the mask."""
-        first = next((p for p in self.programs if (p.kind, p.phase) == (program.kind, "forward")), program)
-        if first is program or self._cache.get(("coverage", first.kind, first.phase)) != ():
-            return False
-        ours, before = self.tasks(program), self.tasks(first)
-        if ours is before:
-            return True
-        if not (ours.complete and before.complete and np.array_equal(ours.bands, before.bands)):
-            return False
-        if not (program.splits_heads or first.splits_heads):
-            return True
-        return np.array_equal(ours.heads, before.heads)
+    def traced_tasks(self, program: Program) -> Tasks:
+        """Its tasks in global tokens, one by one. Raises CapacityError."""
+        return self.once("tasks", program, self._cut)
 
-    def given(self, program: Program) -> frozenset[Tensor]:
-        """Tensors whose home rows hold values when the program starts.
+    def _cut(self, program: Program) -> Tasks:
+        found = self.trace(program)
+        pieces = cut_bands(found.parts, self.homes, len(program.source[program.task_list]))
+        return Tasks(pieces[:6], pieces[6], pieces[7], found.complete)
 
-        Forward gets X where the layer's projection makes Q and KV, else Q and KV. Backward gets what forward had
-        and left in home rows, the output and its gradient.
-        """
-        if program.phase == "forward":
-            return self.taken(program)
-        before = [other for other in self.runnable if (other.kind, other.phase) == (program.kind, "forward")]
-        kept = frozenset().union(*map(self._kept, before))
-        return kept | {Tensor.O, Tensor.DO}
-
-    def _kept(self, program: Program) -> frozenset[Tensor]:
-        given = self.given(program)
-        if Tensor.X not in given:
-            return given
-        memory = self.flow(program).memory
-        return given | {tensor for tensor in (Tensor.Q, Tensor.KV) if memory.all_at_home(tensor)}
+    def trace(self, program: Program) -> Trace:
+        """What the walk sees of it, rank by rank. Raises CapacityError."""
+        return self.once("trace", program, lambda p: trace(p, self.homes, self._sets, self.taken(p)))
 
     def once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
         """What `make` says of the program, under that name, made where it is asked for first."""

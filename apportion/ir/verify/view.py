@@ -1,57 +1,20 @@
-"""A plan as the rules read it: int64 matrices of all ranks, and what several rules derive from them."""
+"""Programs as the rules read them: tables with int64 columns, and what several rules derive from these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Ints, group_of
-from apportion.ir.isa import TABLES, TASK_LIST, Op
-from apportion.ir.loops.jit import lean
-from apportion.ir.plan.ops import IS_KEY, LIST_OF_OP
+from apportion.ir.arrays import Bools, Ints
+from apportion.ir.isa import TASK_LIST, Op
+from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY
 from apportion.ir.plan.programs import Met, ProgramView
 from apportion.ir.plan.tables import ProgramSet, Table
-from apportion.ir.tensors import HEADLESS, KV_SIDE, Space, Tensor
+from apportion.ir.tensors import Space, Tensor
 
 HOME, WORK = int(Space.HOME), int(Space.WORK)
-_KV_BITS, _HEADLESS_BITS = (sum(1 << tensor for tensor in some) for some in (KV_SIDE, HEADLESS))
-_TENSORS = max(Tensor) + 1
-
-
-@dataclass(frozen=True, eq=False)
-class TableRows:
-    """A table as one matrix: `data` int64 [columns, rows] in the order of `isa.TABLES`, `ptr` int64 [ranks + 1]."""
-
-    name: str
-    data: Ints
-    ptr: Ints
-
-    def __getitem__(self, column: str) -> Ints:
-        return self.data[TABLES[self.name].index(column)]  # type: ignore[no-any-return]
-
-    def __len__(self) -> int:
-        return int(self.data.shape[1])
-
-    @cached_property
-    def rank(self) -> Ints:
-        """int64 [rows]: the rank that owns each row."""
-        return group_of(np.diff(self.ptr))
-
-    def at(self, row: int) -> dict[str, int]:
-        """One row, for messages."""
-        return {name: int(self.data[i, row]) for i, name in enumerate(TABLES[self.name])}
-
-    def local(self, row: int) -> int:
-        """A row's number on its rank."""
-        return row - int(self.ptr[self.rank[row]])
-
-
-def matrix(name: str, table: Table) -> TableRows:
-    return TableRows(
-        name, np.array(table.values, np.int64, order="C"), np.ascontiguousarray(table.ptr, np.int64)
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +50,15 @@ class Program(ProgramView):
     home_rows: Ints  # int64 [ranks]
 
     @cached_property
-    def _rows(self) -> dict[str, TableRows]:
+    def _wide(self) -> dict[str, Table]:
         return {}
 
-    def __getitem__(self, name: str) -> TableRows:
-        if name not in self._rows:
-            self._rows[name] = matrix(name, self.source[name])
-        return self._rows[name]
+    def __getitem__(self, name: str) -> Table:
+        """A table with int64 columns, so that sums and products of them do not overflow."""
+        if name not in self._wide:
+            table = self.source[name]
+            self._wide[name] = replace(table, values=table.values.astype(np.int64, copy=False))
+        return self._wide[name]
 
     @cached_property
     def splits_heads(self) -> bool:
@@ -112,32 +77,20 @@ class Program(ProgramView):
     @cached_property
     def head_count(self) -> Ints:
         """int64 [operands]: heads of each operand (1 for X and dX)."""
-        return self.facts.head_count
+        table = self["operands"]
+        heads = np.where(self.kv_side, self.kv_sets.size[table["heads"]], self.q_sets.size[table["heads"]])
+        return np.where(IS_HEADLESS[table["tensor"]], 1, heads)
 
     @cached_property
-    def facts(self) -> OperandFacts:
-        """What the tables say of each operand. Looks at arenas and home rows too."""
-        table, sets = self["operands"], (self.q_sets, self.kv_sets)
-        packed, tile = np.empty((len(table), 4), np.int64), np.empty(len(table), np.int64)
-        head_count = np.empty(len(table), np.int64)
-        misplaced = _look_up(
-            table.data,
-            table.ptr,
-            np.array([side.size for side in sets]),
-            np.array([side.canonical for side in sets]),
-            self.home_rows,
-            self.arena_rows,
-            self.arena_heads,
-            packed,
-            head_count,
-            tile,
-        )
-        return OperandFacts(packed, head_count, tile, misplaced)
+    def same_heads(self) -> Ints:
+        """int64 [operands]: a number that is equal for operands with the same heads in the same order."""
+        heads = self["operands"]["heads"]
+        found: Ints = np.where(self.kv_side, self.kv_sets.canonical[heads], self.q_sets.canonical[heads])
+        return found
 
-    @cached_property
-    def list_of(self) -> Ints:
-        """int64 [instructions]: the list that each instruction consumes."""
-        return LIST_OF_OP[self["instructions"]["op"]]
+    def list_name(self, instruction: int) -> str | None:
+        """The list that an instruction consumes; None for one that has none, and for -1."""
+        return Op(int(self["instructions"]["op"][instruction])).rule.list if instruction >= 0 else None
 
     @cached_property
     def clock(self) -> Ints:
@@ -145,7 +98,7 @@ class Program(ProgramView):
         table = self["instructions"]
         day = int(table["round"].max(initial=0)) + 2
         launched = np.where(table["op"] == Op.LAUNCH, table["round"] + 1, 0)
-        return np.maximum.accumulate(table.rank * day + launched) - table.rank * day
+        return np.maximum.accumulate(self.rank_of * day + launched) - self.rank_of * day
 
     @property
     def task_list(self) -> str:
@@ -155,9 +108,8 @@ class Program(ProgramView):
     def task_operand(self, column: str, task: Ints | None = None) -> Ints:
         """int64 [tasks]: the number, over all ranks, of an operand of each task, or of those given."""
         tasks = self[self.task_list]
-        if task is not None:
-            return tasks[column][task] + self["operands"].ptr[tasks.rank[task]]
-        return tasks[column] + self["operands"].ptr[tasks.rank]
+        every: Ints = tasks[column] + self["operands"].ptr[tasks.rank_of_row()]
+        return every if task is None else every[task]
 
     def uses(self, op: Op) -> bool:
         return bool((self.source["instructions"]["op"] == op).any())
@@ -170,68 +122,13 @@ class Program(ProgramView):
         gradients = {Tensor.DX} if self.uses(Op.PROJECT_GRAD) else {Tensor.DQ, Tensor.DKV}
         return frozenset({Tensor.DELTA} | gradients)
 
-    @cached_property
-    def rises(self) -> bool:
-        """Whether every rank launches its rounds in rising order."""
-        table = self["instructions"]
-        at = np.flatnonzero(table["op"] == Op.LAUNCH)
-        rank, number = table.rank[at], table["round"][at]
-        return not ((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).any()
-
     @property
     def transfers(self) -> Ints:
-        return self["transfers"].data
+        return self["transfers"].values
 
     @cached_property
     def meeting(self) -> Met:
         """Whether both sides of a transfer name the same tensor, rows and heads, and which sides these are."""
-        return self.met(self.facts.tile)
-
-
-@dataclass(frozen=True, eq=False)
-class OperandFacts:
-    """packed: int64 [operands, 4], tensor, space, rows and a number that is equal for operands of a side with the
-    same heads in the same order, in half a line of the cache. head_count: int64 [operands]. tile: int64 [operands],
-    one number for tensor, rows and heads; equal numbers of different triples need 2**40 rows. misplaced: how many
-    operands are outside their rows or heads.
-    """
-
-    packed: Ints
-    head_count: Ints
-    tile: Ints
-    misplaced: int
-
-
-@lean
-def _look_up(
-    operands: Ints,
-    ptr: Ints,
-    size: Ints,
-    canonical: Ints,
-    home_rows: Ints,
-    arena_rows: Ints,
-    arena_heads: Ints,
-    packed: Ints,
-    head_count: Ints,
-    tile: Ints,
-) -> int:
-    """Fills packed, head_count and tile; size, canonical: int64 [2, sets], of query side and KV side."""
-    misplaced = 0
-    for rank in range(len(ptr) - 1):
-        for x in range(ptr[rank], ptr[rank + 1]):
-            tensor, space, heads = operands[0, x], operands[1, x], operands[5, x]
-            end, column = operands[2, x] + operands[3, x], operands[4, x]
-            side, headless = (_KV_BITS >> tensor) & 1, (_HEADLESS_BITS >> tensor) & 1
-            head_count[x] = 1 if headless else size[side, heads]
-            packed[x, 0], packed[x, 1], packed[x, 2] = tensor, space, operands[3, x]
-            packed[x, 3] = canonical[side, heads]
-            tile[x] = (operands[3, x] * _TENSORS + tensor) * size.shape[1] + canonical[side, heads]
-            if space == WORK:
-                wrong = end > arena_rows[rank, tensor]
-                if not headless:
-                    wrong = wrong or column + head_count[x] > arena_heads[rank, tensor]
-            else:
-                wrong = end > home_rows[rank] or column != 0
-            if tensor != 0 and (wrong or (headless and column + heads != 0)):
-                misplaced += 1
-    return misplaced
+        table = self["operands"]
+        tile = (table["rows"] * (max(Tensor) + 1) + table["tensor"]) * len(self.q_sets.size) + self.same_heads
+        return self.met(tile)

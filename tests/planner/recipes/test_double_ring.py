@@ -66,7 +66,9 @@ def test_tiles_that_few_need_go_part_of_the_way(seed: int) -> None:
     plan = ap.plan(
         batch, Cluster(nodes, per_node), model_of(layer), policy=Policy(Recipe("mine", held), token_cap=cap)
     )
-    assert verify.check(plan) == ()
+    assert (
+        verify.check(plan) == verify.check(plan, threads=2) == ()
+    )  # zeros that are sent take what is added to them
     compare(plan, "default", layer, seed)
     assert ap.simulate(plan).forward_ms > 0
 

@@ -594,4 +594,4 @@ def test_the_verifier_sees_what_is_wrong_with_projected_rows(change: str) -> Non
         tables["rowops"] = Table.of(rows.ptr, columns)
     broken = replace(plan, programs={**plan.programs, key: replace(plan.programs[key], tables=tables)})
     found = {violation.rule for violation in verify.check(broken)} - {"digests"}
-    assert found & {"delivery", "dataflow", "heads", "operands"}
+    assert found & {"delivery", "dataflow", "heads", "operands", "transfers"}

@@ -1,1 +1,1 @@
-"""The nine rules of the verifier, each from a finished plan."""
+"""The rules of the verifier that the walk over programs does not prove, and coverage, which it prepares."""

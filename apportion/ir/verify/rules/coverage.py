@@ -28,20 +28,16 @@ _MOST = 16
 
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `coverage`."""
-    for program in subject.runnable:
-        yield from violations(subject, program)
-
-
-def violations(subject: Subject, program: Program) -> tuple[Violation, ...]:
-    """Of one program; none where its tasks are those of one that covers the mask. Raises CapacityError."""
-    return subject.once(
-        "coverage", program, lambda p: () if subject.repeats(p) else first_few(_find(subject, p))
-    )
+    if not subject.holds:
+        for program in subject.programs:
+            yield from first_few(_find(subject, program))
 
 
 def _find(subject: Subject, program: Program) -> Iterator[Violation]:
     """Those of the first list of tasks that has any."""
     columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
+    if tasks.complete and len(subject.mask(program.kind)):
+        yield from _absent(program, tasks)
     for heads, chosen in _lists_by_head(program, tasks):
         bands = tasks.bands if chosen is None else np.ascontiguousarray(tasks.bands[:, chosen])
         of_task = tasks.task if chosen is None else tasks.task[chosen]
@@ -52,6 +48,17 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
         yield from found
         if found:
             return  # the lists of other heads tell the same story
+
+
+def _absent(program: Program, tasks: Tasks) -> Iterator[Violation]:
+    """Query heads that no task computes."""
+    computed = np.zeros(program.q_sets.heads, bool)
+    for number in np.unique(tasks.heads).tolist():
+        computed[program.q_sets.members[number]] = True
+    if not computed.all():
+        names = ", ".join(map(str, np.flatnonzero(~computed)[:8]))
+        message = f"no task computes query heads {names} ({int((~computed).sum())} of {len(computed)} heads)"
+        yield Violation("heads", None, program.kind, program.phase, None, message)
 
 
 def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints | None]]:
@@ -123,12 +130,12 @@ def _instruction(program: Program, task: Ints, i: int) -> int:
 
 def _place(program: Program, task: Ints, i: int) -> tuple[int, int]:
     instruction, table = _instruction(program, task, i), program["instructions"]
-    return int(table.rank[instruction]), table.local(instruction)
+    return table.rank_and_row(instruction)
 
 
 def _task(program: Program, task: Ints, i: int) -> str:
     name = program.task_list
-    return f"row {program[name].local(int(task[i]))} of {name}"
+    return f"row {program[name].rank_and_row(int(task[i]))[1]} of {name}"
 
 
 def _band(band: Ints) -> str:

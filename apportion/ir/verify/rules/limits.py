@@ -65,7 +65,7 @@ def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Viol
     heads = np.where(IS_HEADLESS[arenas["tensor"]], 1, arenas["heads"])
     # float64: a hostile arena of 2**48 rows must not wrap around
     size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
-    total = np.bincount(arenas.rank, size, program.ranks)
+    total = np.bincount(arenas.rank_of_row(), size, program.ranks)
     for rank in np.flatnonzero(total > cap * _GIB).tolist():
         message = f"needs {gib(total[rank])} of work rows, the memory cap is {cap} GiB"
         yield Violation(RULE, rank, program.kind, program.phase, None, message)

@@ -12,7 +12,6 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.verify.attended import Tasks
 from apportion.ir.verify.report import Violation
-from apportion.ir.verify.rules import coverage
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
 
@@ -25,9 +24,11 @@ _BANDS = 3  # of the mask, tried for each query
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `samples`. The points follow from the plan's id."""
     seed = int.from_bytes(subject.plan.id[:8], "little")
-    for program in subject.runnable:
+    seen: list[Tasks] = []
+    for program in subject.programs:
         tasks = subject.tasks(program)
-        if tasks.complete and not coverage.violations(subject, program) and not subject.repeats(program):
+        if not any(tasks is other for other in seen):  # those of forward again
+            seen.append(tasks)
             draw = np.random.Generator(np.random.PCG64(seed))
             yield from _sample(program, subject.mask(program.kind), tasks, draw)
 
@@ -39,13 +40,8 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
     between = draw.random((count, _BANDS + 1)).tolist()
     at, allowed = _having(mask[:, 0], mask[:, 1], queries)
     of, computed = _having(tasks.bands[0], tasks.bands[1], queries)
-    times = tasks.times
-    if times is None and program.splits_heads:
-        times = np.zeros((len(sets.members), sets.heads), np.int64)
-        for number, members in enumerate(sets.members):
-            times[number, members] = 1
-    if times is not None:
-        often = times[tasks.heads[computed], heads[of]]
+    if tasks.times is not None:
+        often = tasks.times[tasks.heads[computed], heads[of]]
         of, computed = np.repeat(of, often), np.repeat(computed, often)
     first = np.searchsorted(at, np.arange(count))
     keys = np.full((count, 5 * _BANDS + 1), -1)  # -1: none

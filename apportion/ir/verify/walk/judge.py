@@ -1,8 +1,8 @@
-"""A quick judge of programs: one walk over each rank, which says that all is right, or that it does not know.
+"""The proof that programs are right: one walk over each rank.
 
-It stands for the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery` and `results` where it says yes. Where
-it says no (something is wrong, or has a form that it does not follow) those rules run and explain. It shares nothing
-with their interpreter (`machine.py`) but codes.
+It is what the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery` and `results` are. Where one of them does
+not hold, or a program has a form that is not followed (FORMAT.md names those), the walk of a rank ends there and notes
+what it saw; `trace.py` and the folder `explain` make words of that.
 
 Ranks are walked one after another, over the same scratch memory, or ranges of them by several threads. Where tasks are
 many a range is settled as soon as it has been walked; one that hangs on ranks that were not is walked again when they
@@ -27,6 +27,7 @@ from itertools import pairwise
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
+from apportion.ir.errors import CapacityError
 from apportion.ir.isa import ALL_TO_ALL, RESULTS, TABLES, Op
 from apportion.ir.loops.jit import inlined, lean, unlocked
 from apportion.ir.loops.threads import spread
@@ -45,7 +46,7 @@ LO, HI, AFTER, BEFORE, OFFSET, STATE, HEADS, READY, SENDING = range(9)
 NODE = 16
 # of home rows, bits of heads: with contributions, cleared, finished, being received, sent, given results
 LIVE_BITS, CLEARED_BITS, VALUE_BITS, FLIGHT_BITS, SENT_BITS, RESULT_BITS = range(4, 10)
-EMPTY, CLEARED, LIVE, VALUE = range(4)
+EMPTY, CLEARED, LIVE, VALUE, SPENT = range(5)
 
 # columns of a place, (tensor, space): its nodes are found through the one at every 2**SHIFT rows; whether there are
 # any yet; its rows
@@ -54,9 +55,40 @@ PLACES = 2 * (max(Tensor) + 1)
 # columns of the line behind the places: nodes in use and the first out of use; lines in use of `places`, `conditions`
 # and `parcels`, and the end of those that may be used; of the rank that is walked its number, first instruction, the
 # address of its first home row, and the first and the end of what is sent to it; tensors whose home rows hold values,
-# as bits; the first rank of the walk, and the end of those that were walked before it
+# as bits; the first rank of the walk, and the end of those that were walked before it; what was wrong: its code, where
+# (a place and rows), what they hold and what was wanted there, the instruction, -1 for the end, the row of its list;
+# from two lines behind it on are the places of home rows for more heads than a word has bits
 USED, FREE, PIECES, CONDITIONS, PARCELS, PARCELS_END, RANK, BEGIN, ADDRESS, SENT, SENT_END, GIVEN = range(12)
 FIRST_RANK, WALKED = 12, 13
+FAULT, PLACE, LOW, HIGH, HOLDS, WANTED, STEP, ITEM = range(14, 22)
+
+# what is wrong; 0 where an operand does not fit its op, or sends and receives do not meet
+(
+    READ_UNWRITTEN,
+    READ_IN_FLIGHT,
+    READ_PARTIAL,
+    READ_OTHER_HEADS,
+    WRITE_SENDING,
+    WRITE_IN_FLIGHT,
+    WRITE_GIVEN,
+    ADD_TO_UNWRITTEN,
+    NOT_SAME_TOKENS,
+    PARTIAL_SPENT,
+    PARTIAL_LOST,
+    PARTIAL_MIXED,
+    PARTIAL_LEFT,
+    PARTIAL_FROM_HOME,
+    WRONG_HOME,
+    WRITTEN_TWICE,
+    NOT_FINISHED,
+    NOT_PRODUCED,
+    NO_RESULT,
+    RESULT_TOUCHED,
+    RESULT_HEADS,
+    OTHER_KEYS,
+    MANY_SENDS,
+    MANY_RUNS,
+) = range(1, 25)
 
 # columns of a run: first row of the operand, rows, token, state
 RUN_ROW, RUN_ROWS, RUN_TOKEN, RUN_STATE = range(4)
@@ -69,7 +101,7 @@ _NEAR = 256
 _LONGEST = 2**21  # rows of operands, tasks and rowops of a range of ranks: some 200 MB of scratch memory
 _RUNS = 4096  # room for runs of an operand: two of them, and a third behind
 _MOST_HEADS = 60
-_TOUCHED = 1 << _MOST_HEADS  # beside RESULT_BITS: something else than results and `finish` came to the rows
+TOUCHED = 1 << _MOST_HEADS  # beside RESULT_BITS: something else than results and `finish` came to the rows
 _ROWS_OF_TILE = (1 << TILE_SHIFT) - 1
 
 _DIAGONALS = ("dmin", "dmax")  # columns whose numbers may be negative; `structure` has seen to the others
@@ -84,7 +116,13 @@ _FINISH, _DELIVER = int(Op.FINISH), int(Op.DELIVER)
 _SUM_BITS = (1 << _DQ) | (1 << _DKV) | (1 << _DX)
 _DELIVERED_BITS = (1 << _O) | (1 << _DQ) | (1 << _DKV)
 _FULL = NOWHERE - 1
-_UNSENT = NOWHERE - 2  # the token of a send whose rank has not been walked
+UNSENT = NOWHERE - 2  # the token of a send whose rank has not been walked
+ZEROS = NOWHERE - 3
+
+
+class ZerosError(Exception):
+    """Something was added to rows that another rank sent as zeros: ranges of ranks cannot be settled one by one."""
+
 
 # columns of a send: its rank, round, tile (twice its number, and 1 where it leaves home rows), and the token of its
 # first row, which of work rows is known when the rank was walked
@@ -209,6 +247,69 @@ def _absorb(m: Ints, near: Ints, place: int, node: int, high: int) -> None:
     _point(m, near, place, node, low, high)
 
 
+# ---------------------------------------------------------------------------------------------- what is wrong
+
+_READS, _ADDS, _PUTS = range(3)
+
+
+@lean
+def _say(near: Ints, code: int, place: int, low: int, high: int, holds: int, wanted: int) -> bool:
+    """Notes what is wrong with rows of a place; False."""
+    near[PLACES, FAULT], near[PLACES, PLACE] = code, place
+    near[PLACES, LOW], near[PLACES, HIGH] = low, high
+    near[PLACES, HOLDS], near[PLACES, WANTED] = holds, wanted
+    return False
+
+
+@lean
+def _blame(
+    m: Ints, near: Ints, place: int, node: int, low: int, high: int, heads: int, use: int, rounds: Ints
+) -> int:
+    """Notes what is wrong with a node of work rows that is to be read, added to or overwritten; -1."""
+    state, low, high = m[node, STATE], max(low, m[node, LO]), min(high, m[node, HI])
+    holds, wanted = NOWHERE, NOWHERE
+    if state == LIVE or state == VALUE:  # noqa: SIM109  a tuple costs three times as much
+        holds = low + m[node, OFFSET]
+    if not _over(rounds, m[node, READY], near[PLACES, BEGIN]):
+        code = READ_IN_FLIGHT if use == _READS else WRITE_IN_FLIGHT
+    elif use == _PUTS:
+        code = PARTIAL_LOST if state == LIVE else WRITE_SENDING
+    elif state == SPENT:
+        code = PARTIAL_SPENT
+    elif state == EMPTY:
+        code = READ_UNWRITTEN if use == _READS else ADD_TO_UNWRITTEN
+    elif m[node, HEADS] != heads:
+        code, holds, wanted = READ_OTHER_HEADS, m[node, HEADS], heads
+    else:
+        code = READ_PARTIAL if use == _READS else WRITE_SENDING
+    _say(near, code, place, low, high, holds, wanted)
+    return -1
+
+
+@lean
+def _blame_home(
+    m: Ints, near: Ints, tensor: int, node: int, low: int, high: int, bits: int, what: int
+) -> bool:
+    """Notes what is wrong with a node of home rows, to which something is to happen; False."""
+    low, high = max(low, m[node, LO]), min(high, m[node, HI])
+    reads = what in (_TO_READ, _TO_SEND)
+    if m[node, FLIGHT_BITS] & bits:
+        code = READ_IN_FLIGHT if reads else WRITE_IN_FLIGHT
+    elif reads:
+        code = READ_PARTIAL if m[node, LIVE_BITS] & bits else READ_UNWRITTEN
+    elif (m[node, SENT_BITS] | m[node, VALUE_BITS]) & bits:
+        code = WRITTEN_TWICE
+    elif what == _TO_FINISH and m[node, RESULT_BITS] & ~TOUCHED:
+        return _say(near, RESULT_HEADS, 2 * tensor, low, high, m[node, RESULT_BITS], bits)
+    elif what == _TO_ADD:
+        code = ADD_TO_UNWRITTEN
+    elif what == _TO_FINISH or what == _TO_TAKE:  # noqa: SIM109  as above
+        code = READ_UNWRITTEN
+    else:
+        code = PARTIAL_LOST
+    return _say(near, code, 2 * tensor, low, high, near[PLACES, ADDRESS] + low, NOWHERE)
+
+
 # ---------------------------------------------------------------------------------------------- work rows
 
 
@@ -250,7 +351,7 @@ def _put(
     other = node
     while other >= 0 and m[other, LO] < high:
         if m[other, STATE] == LIVE or not _is_still(m, other, rounds, begin):
-            return -1
+            return _blame(m, near, place, other, low, high, heads, _PUTS, rounds)
         other = m[other, AFTER]
     if node >= 0:
         _absorb(m, near, place, node, high)
@@ -301,7 +402,7 @@ def _add(
             or not _is_still(m, node, rounds, begin)
             or not (held == LIVE or held == CLEARED)  # noqa: SIM109  a tuple costs three times as much
         ):
-            return False
+            return _blame(m, near, place, node, low, high, heads, _ADDS, rounds) >= 0
         if held == CLEARED and state == LIVE:
             if m[node, LO] < low or m[node, HI] > high:
                 node = _slice(m, near, place, low, min(high, m[node, HI]))
@@ -314,7 +415,8 @@ def _add(
                 token, its = its, token
                 m[node, OFFSET] = offset
             if not _condition(near, conditions, token, its, min(high, m[node, HI]) - low):
-                return False
+                end = min(high, m[node, HI])
+                return _say(near, PARTIAL_MIXED, place, low, end, low + m[node, OFFSET], low + offset)
         low = m[node, HI]
         node = m[node, AFTER]
     return low >= high
@@ -339,14 +441,15 @@ def _read(
     while row < high:
         state, stop = m[node, STATE], min(high, m[node, HI])
         if m[node, HEADS] != heads or not _over(rounds, m[node, READY], begin):
-            return -1
+            return _blame(m, near, place, node, low, high, heads, _READS, rounds)
         if state != VALUE if values else not (state == LIVE or state == CLEARED):  # noqa: SIM109  as above
-            return -1
+            return _blame(m, near, place, node, low, high, heads, _READS, rounds)
         token = row + m[node, OFFSET] if state != CLEARED else NOWHERE
         last = count - 1
         if count and runs[last, RUN_STATE] == state and token == _next_token(runs, last):
             runs[last, RUN_ROWS] += stop - row
         elif count == _RUNS // 2:
+            _say(near, MANY_RUNS, place, low, high, NOWHERE, NOWHERE)
             return -1
         else:
             runs[count, RUN_ROW], runs[count, RUN_ROWS] = row - low, stop - row
@@ -374,7 +477,7 @@ def _spend(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Ints, n
             return False
         other = m[other, AFTER]
     _absorb(m, near, place, node, high)
-    m[node, STATE], m[node, READY] = EMPTY, -1
+    m[node, STATE], m[node, READY] = SPENT, -1
     m[node, SENDING], m[node, SENDING + 1] = number, -1
     return True
 
@@ -388,7 +491,7 @@ def _mark_sent(m: Ints, near: Ints, place: int, low: int, high: int, rounds: Int
         while column < NODE and m[node, column] != number and not _over(rounds, m[node, column], begin):
             column += 1
         if column == NODE:
-            return False
+            return _say(near, MANY_SENDS, place, low, high, NOWHERE, NOWHERE)
         if m[node, column] < 0 and column + 1 < NODE:
             m[node, column + 1] = -1
         m[node, column] = number
@@ -407,12 +510,38 @@ _TO_DELIVER, _TO_RECEIVE_RESULT = 10, 11
 
 
 @lean
-def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, bits: int, what: int) -> bool:
-    """Does something with rows of a tensor that is not given, and those heads; False where that is not proper."""
-    place = 2 * tensor
+def _at_home(
+    m: Ints, near: Ints, tensor: int, low: int, high: int, sets: Ints, heads: int, what: int
+) -> bool:
+    """Does something with rows of a tensor that is not given, and heads of a set; False where that is not proper."""
+    if (_HEADLESS_BITS >> tensor) & 1:
+        return _of_word(m, near, tensor, 0, low, high, 1, what)
+    for word in range(len(sets) - 1):
+        bits = _word(sets, word, (_KV_BITS >> tensor) & 1, heads)
+        if bits and not _of_word(m, near, tensor, word, low, high, bits, what):
+            return False
+    return True
+
+
+@lean
+def _word(sets: Ints, word: int, side: int, heads: int) -> int:
+    """The bits of the heads of a set, a word of them."""
+    return sets[word + 1 if word else 0, side, heads]  # type: ignore[no-any-return]
+
+
+@lean
+def _home(tensor: int, word: int) -> int:
+    """The place of a tensor's home rows, for the heads of a word."""
+    return 2 * tensor if word == 0 else PLACES + 2 + (word - 1) * PLACES + 2 * tensor
+
+
+@lean
+def _of_word(m: Ints, near: Ints, tensor: int, word: int, low: int, high: int, bits: int, what: int) -> bool:
+    """The same, with the heads of a word."""
+    place = _home(tensor, word)
     if not _open(m, near, place):
         return False
-    partial, mark = (_PARTIAL_BITS >> tensor) & 1 == 1, _TOUCHED
+    partial, mark = (_PARTIAL_BITS >> tensor) & 1 == 1, TOUCHED
     if what >= _TO_DELIVER:
         mark = bits
     elif what == _TO_ARRIVE or what == _TO_FINISH:  # noqa: SIM109  a tuple costs three times as much
@@ -428,6 +557,8 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, bits: int, w
         )
         flight, sent = m[node, FLIGHT_BITS] & bits, m[node, SENT_BITS] & bits
         m[node, RESULT_BITS] |= mark
+        if m[node, RESULT_BITS] > TOUCHED:
+            return _say(near, RESULT_TOUCHED, 2 * tensor, low, high, NOWHERE, NOWHERE)
         if what == _TO_ARRIVE:
             m[node, FLIGHT_BITS] &= ~bits
             if partial:
@@ -436,14 +567,14 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, bits: int, w
                 m[node, VALUE_BITS] |= bits
         elif what == _TO_READ or what == _TO_SEND:  # noqa: SIM109  as above
             if value != bits or flight:
-                return False
+                return _blame_home(m, near, tensor, node, low, high, bits, what)
             if what == _TO_SEND:
                 m[node, SENT_BITS] |= bits
         elif flight or sent or value:
-            return False
+            return _blame_home(m, near, tensor, node, low, high, bits, what)
         elif what == _TO_ADD or what == _TO_FINISH or what == _TO_TAKE:  # noqa: SIM109  as above
             if live | cleared != bits:
-                return False
+                return _blame_home(m, near, tensor, node, low, high, bits, what)
             m[node, CLEARED_BITS] &= ~bits
             m[node, LIVE_BITS] &= ~bits
             if what == _TO_ADD:
@@ -452,7 +583,7 @@ def _at_home(m: Ints, near: Ints, tensor: int, low: int, high: int, bits: int, w
                 m[node, VALUE_BITS] |= bits
         else:
             if live:
-                return False
+                return _blame_home(m, near, tensor, node, low, high, bits, what)
             m[node, CLEARED_BITS] &= ~bits
             if what == _TO_PUT or what == _TO_DELIVER:  # noqa: SIM109  as above
                 m[node, LIVE_BITS] |= bits
@@ -510,13 +641,14 @@ def _gather(
     side = (_KV_BITS >> tensor) & 1
     if operands[1, x] != HOME:
         place, heads = 2 * tensor + 1, sets[1, side, operands[5, x]]
-        return (
-            _read(m, near, place, low, low + rows, heads, values, rounds, runs) if near[place, OPEN] else -1
-        )
+        if not near[place, OPEN]:
+            _say(near, READ_UNWRITTEN, place, low, low + rows, NOWHERE, NOWHERE)
+            return -1
+        return _read(m, near, place, low, low + rows, heads, values, rounds, runs)
     given = (near[PLACES, GIVEN] >> tensor) & 1 == 1
     if not (values and given):
-        bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
-        if given or not _at_home(m, near, tensor, low, low + rows, bits, _TO_READ if values else _TO_TAKE):
+        what = _TO_READ if values else _TO_TAKE
+        if given or not _at_home(m, near, tensor, low, low + rows, sets, operands[5, x], what):
             return -1
     runs[0, RUN_ROW], runs[0, RUN_ROWS], runs[0, RUN_TOKEN] = 0, rows, near[PLACES, ADDRESS] + low
     runs[0, RUN_STATE] = VALUE if values else LIVE
@@ -543,13 +675,15 @@ def _write(
     side = (_KV_BITS >> tensor) & 1
     if operands[1, x] == HOME:
         if (near[PLACES, GIVEN] >> tensor) & 1:
-            return False
+            last = first + operands[3, x]
+            return _say(near, WRITE_GIVEN, 2 * tensor, first, last, NOWHERE, NOWHERE)
         for run in range(count):
-            token, wanted = runs[run, RUN_TOKEN], near[PLACES, ADDRESS] + first + runs[run, RUN_ROW]
-            if token != NOWHERE and not _condition(near, conditions, token, wanted, runs[run, RUN_ROWS]):
-                return False
-        bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
-        return _at_home(m, near, tensor, first, first + operands[3, x], bits, at_home)
+            low, rows = first + runs[run, RUN_ROW], runs[run, RUN_ROWS]
+            token, wanted = runs[run, RUN_TOKEN], near[PLACES, ADDRESS] + low
+            if token != NOWHERE and not _condition(near, conditions, token, wanted, rows):
+                code = PARTIAL_MIXED if at_home == _TO_ADD else WRONG_HOME
+                return _say(near, code, 2 * tensor, low, low + rows, wanted, token)
+        return _at_home(m, near, tensor, first, first + operands[3, x], sets, operands[5, x], at_home)
     place, heads = 2 * tensor + 1, sets[1, side, operands[5, x]]
     if not _open(m, near, place):
         return False
@@ -580,8 +714,10 @@ def _alike(operands: Ints, x: int, y: int, sets: Ints) -> bool:
 
 
 @lean
-def _hold_alike(runs: Ints, count: int, other: Ints, others: int, near: Ints, conditions: Ints) -> bool:
-    """Whether two operands hold the same tokens row by row; what is cleared fits all."""
+def _hold_alike(
+    runs: Ints, count: int, other: Ints, others: int, near: Ints, operands: Ints, x: int, conditions: Ints
+) -> bool:
+    """Whether an operand, and x with other runs, hold the same tokens row by row; what is cleared fits all."""
     i, j, row = 0, 0, 0
     while i < count and j < others:
         token, its = runs[i, RUN_TOKEN], other[j, RUN_TOKEN]
@@ -590,7 +726,8 @@ def _hold_alike(runs: Ints, count: int, other: Ints, others: int, near: Ints, co
         if token != NOWHERE and its != NOWHERE:
             token, its = token + row - runs[i, RUN_ROW], its + row - other[j, RUN_ROW]
             if not _condition(near, conditions, token, its, stop - row):
-                return False
+                place, first = 2 * operands[0, x] + operands[1, x], operands[2, x]
+                return _say(near, NOT_SAME_TOKENS, place, first + row, first + stop, its, token)
         row, i, j = stop, i + (end == stop), j + (its_end == stop)
     return i == count and j == others and count > 0
 
@@ -601,15 +738,13 @@ def _hold_alike(runs: Ints, count: int, other: Ints, others: int, near: Ints, co
 @lean
 def _tile_token(near: Ints, runs: Ints, count: int, rows: int, parcels: Ints) -> int:
     """What a send of these runs carries: the token of its first row, where their tokens go on, NOWHERE for zeros; else
-    -1 less the line of `parcels` from where its runs stand; _FULL where there is no room."""
-    token, same = NOWHERE, True
-    for run in range(count):
-        if runs[run, RUN_STATE] != CLEARED:
-            at = runs[run, RUN_TOKEN] - runs[run, RUN_ROW]
-            same = same and (token == NOWHERE or at == token)
-            token = at if token == NOWHERE else token
+    -1 less the line of `parcels` from where its runs stand; _FULL where there is no room. Zeros end a run: what is
+    added to them may be of any tokens."""
+    same, run = True, 1
+    while same and run < count:
+        same, run = runs[run, RUN_TOKEN] == _next_token(runs, run - 1), run + 1
     if same:
-        return token
+        return runs[0, RUN_TOKEN] if count else NOWHERE
     line = near[PLACES, PARCELS]
     if line + count + 2 > near[PLACES, PARCELS_END]:
         return _FULL
@@ -641,18 +776,17 @@ def _send(
     partial = (_PARTIAL_BITS >> tensor) & 1 == 1
     if operands[1, x] == HOME:
         if partial or results:
-            return False
-        side = (_KV_BITS >> tensor) & 1
-        bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
+            code = NO_RESULT if results else PARTIAL_FROM_HOME
+            return _say(near, code, 2 * tensor, low, low + rows, NOWHERE, NOWHERE)
         fixed = (near[PLACES, GIVEN] >> tensor) & 1 == 1
-        return fixed or _at_home(m, near, tensor, low, low + rows, bits, _TO_SEND)
+        return fixed or _at_home(m, near, tensor, low, low + rows, sets, operands[5, x], _TO_SEND)
     count = _gather(m, near, operands, x, not partial, sets, rounds, runs)
     if count < 1:
         return False
     token = _tile_token(near, runs, count, rows, parcels)
-    sends[send, TOKEN] = token
     if token == _FULL:
-        return False
+        return _say(near, MANY_RUNS, 2 * tensor + 1, low, low + rows, NOWHERE, NOWHERE)
+    sends[send, TOKEN] = token
     place = 2 * tensor + 1
     if partial:
         return _spend(m, near, place, low, low + rows, rounds, number)
@@ -684,8 +818,12 @@ def _launch(
         peer, x = transfers[1, t], base + transfers[2, t]
         tensor, low, rows = int(operands[0, x]), int(operands[2, x]), int(operands[3, x])
         side, partial = (_KV_BITS >> tensor) & 1, (_PARTIAL_BITS >> tensor) & 1
-        if tensor == 0 or (results and not (_DELIVERED_BITS >> tensor) & 1):
+        near[PLACES, ITEM] = t
+        if tensor == 0:
             return False
+        if results and not (_DELIVERED_BITS >> tensor) & 1:
+            place = 2 * tensor + operands[1, x]
+            return _say(near, NO_RESULT, place, low, low + rows, NOWHERE, NOWHERE)
         if transfers[0, t]:
             if not _send(m, near, operands, x, number, results, sets, rounds, parcels, sends, slots[t], runs):
                 return False
@@ -706,17 +844,18 @@ def _launch(
         if operands[1, x] == HOME:
             wanted = near[PLACES, ADDRESS] + low
             if (near[PLACES, GIVEN] >> tensor) & 1:
-                return False
+                return _say(near, WRITE_GIVEN, 2 * tensor, low, low + rows, NOWHERE, NOWHERE)
             if not _condition(near, conditions, token, wanted, rows):
-                return False
-            bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
+                return _say(near, WRONG_HOME, 2 * tensor, low, low + rows, wanted, token)
             what = _TO_RECEIVE_RESULT if results else _TO_RECEIVE
-            if not _at_home(m, near, tensor, low, low + rows, bits, what):
+            if not _at_home(m, near, tensor, low, low + rows, sets, operands[5, x], what):
                 return False
             rounds[2, number] = near[PLACES, BEGIN]
         else:
             place, state = 2 * tensor + 1, LIVE if partial else VALUE
-            if results or not _open(m, near, place):
+            if results:
+                return _say(near, NO_RESULT, place, low, low + rows, NOWHERE, NOWHERE)
+            if not _open(m, near, place):
                 return False
             node = _put(m, near, place, low, low + rows, state, token - low, heads, rounds)
             if node < 0:
@@ -734,9 +873,7 @@ def _arrive(
         x = base + transfers[2, t]
         tensor, low = int(operands[0, x]), int(operands[2, x])
         if transfers[0, t] == 0 and operands[1, x] == HOME:
-            side = (_KV_BITS >> tensor) & 1
-            bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, side, operands[5, x]]
-            _at_home(m, near, tensor, low, low + operands[3, x], bits, _TO_ARRIVE)
+            _at_home(m, near, tensor, low, low + operands[3, x], sets, operands[5, x], _TO_ARRIVE)
 
 
 @inlined
@@ -764,13 +901,19 @@ def _attend(
     for i in range(first, end):
         xq, xk, xo = base + tasks[0, i], base + tasks[1, i], base + tasks[4 if backward else 2, i]
         low, high, flag = tasks[flags - 2, i], tasks[flags - 1, i], tasks[flags, i]
+        near[PLACES, ITEM] = i
         if low < 1 - operands[3, xk] or high > operands[3, xq] - 1 or low > high:
             return False
-        if operands[0, xk] != _KV or not pairs[operands[5, xq], operands[5, xk]]:
+        if operands[0, xk] != _KV or operands[0, xq] != _Q:
             return False
+        if not pairs[operands[5, xq], operands[5, xk]]:
+            first, place = operands[2, xk], 2 * _KV + operands[1, xk]
+            return _say(
+                near, OTHER_KEYS, place, first, first + operands[3, xk], operands[5, xk], operands[5, xq]
+            )
         if xq != last:
             count = _gather(m, near, operands, xq, True, sets, rounds, runs)
-            if operands[0, xq] != _Q or count < 0:
+            if count < 0:
                 return False
             _note(near, runs, count, -1 - operands[5, xq], places)
         if operands[0, xo] != (_DQ if backward else _O) or not _alike(operands, xo, xq, sets):
@@ -784,7 +927,7 @@ def _attend(
             found = _gather(m, near, operands, x, True, sets, rounds, others)
             if not _alike(operands, x, xq, sets):
                 return False
-            if not _hold_alike(runs, count, others, found, near, conditions):
+            if not _hold_alike(runs, count, others, found, near, operands, x, conditions):
                 return False
         last = xq
         key_runs = _gather(m, near, operands, xk, True, sets, rounds, keys)
@@ -840,12 +983,12 @@ def _home_op(
     a, b, d = rowops[0, row], rowops[1, row], rowops[3, row]
     xa, xb, xc = base + a, base + b, base + rowops[2, row]
     tensor, low = int(operands[0, xc]), int(operands[2, xc])
-    bits = sets[0, (_KV_BITS >> tensor) & 1, operands[5, xc]]
+    heads = int(operands[5, xc])
     if d or operands[1, xc] != HOME or backward == (op == _FINISH):
         return False
     if op == _FINISH:
         proper = not a and not b and tensor == _O
-        return proper and _at_home(m, near, tensor, low, low + operands[3, xc], bits, _TO_FINISH)
+        return proper and _at_home(m, near, tensor, low, low + operands[3, xc], sets, heads, _TO_FINISH)
     given = near[PLACES, GIVEN]
     if (
         operands[0, xa] != _DO
@@ -854,11 +997,16 @@ def _home_op(
         or not (given >> _DO) & (given >> _O) & 1
     ):
         return False
-    if operands[1, xa] != HOME or operands[1, xb] != HOME or operands[2, xa] != low or operands[2, xb] != low:
+    if operands[1, xa] != HOME or operands[1, xb] != HOME:
         return False
+    for x in (xa, xb):
+        its = int(operands[2, x])
+        if its != low:
+            address, place = near[PLACES, ADDRESS], 2 * operands[0, x]
+            return _say(near, NOT_SAME_TOKENS, place, its, its + operands[3, x], address + its, address + low)
     if not _alike(operands, xb, xa, sets) or not _alike(operands, xc, xa, sets):
         return False
-    return _at_home(m, near, tensor, low, low + operands[3, xc], bits, _TO_SET)
+    return _at_home(m, near, tensor, low, low + operands[3, xc], sets, heads, _TO_SET)
 
 
 @inlined
@@ -896,7 +1044,7 @@ def _project(
         found = _gather(m, near, operands, x, False, sets, rounds, others)
         if operands[0, x] != (_DQ if column == 1 else _DKV):
             return False
-        if not _hold_alike(runs, count, others, found, near, conditions):
+        if not _hold_alike(runs, count, others, found, near, operands, x, conditions):
             return False
         low, last = int(operands[2, x]), operands[2, x] + operands[3, x]
         if operands[1, x] == WORK and not _spend(m, near, 2 * operands[0, x] + 1, low, last, rounds, -1):
@@ -953,7 +1101,8 @@ def _move(
         how = _TO_ADD if adds else _TO_PUT if partial else _TO_SET
     values = op == _COPY and not partial
     if op == _COPY and partial and operands[1, xa] == HOME:
-        return False  # a copy of finished rows of a sum, or of partials at home
+        last = low + operands[3, xa]  # a copy of finished rows of a sum, or of partials at home
+        return _say(near, PARTIAL_FROM_HOME, 2 * tensor, low, last, NOWHERE, NOWHERE)
     count = _gather(m, near, operands, xa, values, sets, rounds, runs)
     if count < 0:
         return False
@@ -1051,7 +1200,7 @@ def _post(
                     at_home = tiles[1, at] == HOME
                     tile = (int(tiles[3, at]) * PLACES + tensor) * sets.shape[2] + heads
                     sends[send, TILE] = 2 * tile + (1 if at_home else 0)
-                    sends[send, TOKEN] = home_first[rank] + tiles[2, at] if at_home else _UNSENT
+                    sends[send, TOKEN] = home_first[rank] + tiles[2, at] if at_home else UNSENT
                 t += 1
     for number in range(ways.shape[1]):
         if ways[0, number] >= 0 and ways[1, number] & ALL_TO_ALL and ways[2, number] != ranks:
@@ -1064,33 +1213,72 @@ def _ends_well(m: Ints, near: Ints, owed: int, finished: int, sets: Ints) -> boo
     """Whether a rank ends with all home rows that it owes, and no partial elsewhere; and rows that got results got them
     in all heads, and nothing else. finished: tensors of `owed` that must be values."""
     for tensor in range(1, PLACES // 2):
-        bits = 1 if (_HEADLESS_BITS >> tensor) & 1 else sets[0, (_KV_BITS >> tensor) & 1, 0]
-        owes = (owed >> tensor) & 1 and near[2 * tensor, ROOM] > 0
-        if owes and not near[2 * tensor, OPEN]:
-            return False
-        for place in range(2 * tensor, 2 * tensor + 2):
-            node = _find(m, near, place, 0) if near[place, OPEN] else -1
-            while node >= 0:
-                if place & 1:
-                    if (_PARTIAL_BITS >> tensor) & 1 and m[node, STATE] == LIVE:
-                        return False
-                elif m[node, RESULT_BITS] & ~_TOUCHED and m[node, RESULT_BITS] != bits:
-                    return False
-                elif not owes:
-                    if m[node, LIVE_BITS]:
-                        return False
-                elif (finished >> tensor) & 1:
-                    if m[node, VALUE_BITS] != bits:
-                        return False
-                elif m[node, LIVE_BITS] | m[node, CLEARED_BITS] != bits:
-                    return False
-                node = m[node, AFTER]
+        headless, place = (_HEADLESS_BITS >> tensor) & 1, 2 * tensor + 1
+        node = _find(m, near, place, 0) if near[place, OPEN] and (_PARTIAL_BITS >> tensor) & 1 else -1
+        while node >= 0:
+            low, high = m[node, LO], m[node, HI]
+            if m[node, STATE] == LIVE:
+                return _say(near, PARTIAL_LEFT, place, low, high, low + m[node, OFFSET], NOWHERE)
+            node = m[node, AFTER]
+        for word in range(1 if headless else len(sets) - 1):
+            bits = 1 if headless else _word(sets, word, (_KV_BITS >> tensor) & 1, 0)
+            if bits and not _word_ends_well(m, near, tensor, word, bits, owed, finished):
+                return False
+            if bits and word and not _have_results_alike(m, near, tensor, word, bits):
+                return False
     return True
 
 
 @lean
-def _token(sends: Ints, parcels: Ints, token: int, rows: int) -> tuple[int, int]:
-    """The address that a token has, NOWHERE where its rows were sent as zeros, _UNSENT where that is not known yet; and
+def _word_ends_well(m: Ints, near: Ints, tensor: int, word: int, bits: int, owed: int, finished: int) -> bool:
+    """The same, of home rows and the heads of a word."""
+    place, rows = _home(tensor, word), near[2 * tensor, ROOM]
+    owes = (owed >> tensor) & 1 and rows > 0
+    if owes and not near[place, OPEN]:
+        return _say(near, NOT_PRODUCED, 2 * tensor, 0, rows, near[PLACES, ADDRESS], NOWHERE)
+    node = _find(m, near, place, 0) if near[place, OPEN] else -1
+    while node >= 0:
+        low, high, live, code = m[node, LO], m[node, HI], m[node, LIVE_BITS], 0
+        if m[node, RESULT_BITS] & ~TOUCHED and m[node, RESULT_BITS] != bits:
+            return _say(near, RESULT_HEADS, 2 * tensor, low, high, m[node, RESULT_BITS], bits)
+        if not owes:
+            code = PARTIAL_LEFT if live else 0
+        elif (finished >> tensor) & 1:
+            if m[node, VALUE_BITS] != bits:
+                code = NOT_FINISHED if live else NOT_PRODUCED
+        elif live | m[node, CLEARED_BITS] != bits:
+            code = NOT_PRODUCED
+        if code:
+            return _say(near, code, 2 * tensor, low, high, near[PLACES, ADDRESS] + low, NOWHERE)
+        node = m[node, AFTER]
+    return True
+
+
+@lean
+def _have_results_alike(m: Ints, near: Ints, tensor: int, word: int, bits: int) -> bool:
+    """Whether the same home rows got results in the heads of a word as in those of the first."""
+    place, other = 2 * tensor, _home(tensor, word)
+    if not (near[place, OPEN] or near[other, OPEN]):
+        return True
+    if not (_open(m, near, place) and _open(m, near, other)):
+        return False
+    node, its = _find(m, near, place, 0), _find(m, near, other, 0)
+    while node >= 0 and its >= 0:
+        ours, theirs = m[node, RESULT_BITS] & ~TOUCHED, m[its, RESULT_BITS] & ~TOUCHED
+        end, its_end = m[node, HI], m[its, HI]
+        if (ours == 0) != (theirs == 0):
+            low = max(m[node, LO], m[its, LO])
+            return _say(near, RESULT_HEADS, 2 * tensor, low, min(end, its_end), ours | theirs, bits)
+        if end <= its_end:
+            node = m[node, AFTER]
+        if its_end <= end:
+            its = m[its, AFTER]
+    return True
+
+
+@lean
+def address_of(sends: Ints, parcels: Ints, token: int, rows: int) -> tuple[int, int]:
+    """The address that a token has, NOWHERE where its rows were sent as zeros, UNSENT where that is not known yet; and
     for how many of so many rows it goes on from there."""
     root, start, whole = token, token, True
     while root >= _UNKNOWN:
@@ -1099,8 +1287,6 @@ def _token(sends: Ints, parcels: Ints, token: int, rows: int) -> tuple[int, int]
             return source, rows
         if source < 0:
             part, whole = _part_of(parcels, -1 - source, row), False
-            if row >= parcels[0, part + 1]:  # behind the tile: zeros, for which `_tile_token` went on
-                return NOWHERE, rows
             rows = min(rows, parcels[0, part + 1] - row)
             if parcels[1, part] == NOWHERE:
                 return NOWHERE, rows
@@ -1127,20 +1313,53 @@ def _part_of(parcels: Ints, line: int, row: int) -> int:
 
 
 @lean
-def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int) -> int:
-    """Whether rows that were taken for the same, so many times, are the same, _UNSENT where that is not known yet.
-    Zeros may be added anywhere."""
-    for i in range(number):
-        source, target, left = conditions[0, i], conditions[1, i], conditions[2, i]
-        while left > 0:
-            token, rows = _token(sends, parcels, source, left)
-            its, rows = _token(sends, parcels, target, rows)
-            if token == _UNSENT or its == _UNSENT:
-                return _UNSENT
-            if token != its and token != NOWHERE:
-                return 0
-            source, target, left = source + rows, target + rows, left - rows
-    return 1
+def _claim(sends: Ints, parcels: Ints, token: int, address: int) -> bool:
+    """Has the zeros that a token is of hold the tokens from an address on, as something of these is added to them.
+    Partials are used once: nobody else holds these zeros. False where they cannot be told to hold any."""
+    root = token
+    while root >= _UNKNOWN:
+        line, row = (root >> TILE_SHIFT + 1) - 1, root & _ROWS_OF_TILE
+        source = sends[line, TOKEN]
+        if source == NOWHERE and address >= row:
+            sends[line, TOKEN] = address - row
+            return True
+        if source <= NOWHERE:
+            return False
+        if source < 0:
+            part = _part_of(parcels, -1 - source, row)
+            if parcels[1, part] == NOWHERE:
+                parcels[1, part] = address - row + parcels[0, part]
+                return True
+            source = parcels[1, part] - parcels[0, part]
+        root = source + row
+    return False
+
+
+@lean
+def _settle(sends: Ints, parcels: Ints, conditions: Ints, number: int, whole: bool, claims: bool) -> int:
+    """Of so many conditions the first whose rows are not the same, `number` where all are; UNSENT where that is not
+    known yet, unless `whole`: then such a condition holds. Zeros may be added anywhere. What is added to zeros claims
+    them: all conditions are looked at again then, ZEROS where not `claims`."""
+    again = True
+    while again:
+        again = False
+        for i in range(number):
+            source, target, left = conditions[0, i], conditions[1, i], conditions[2, i]
+            while left > 0:
+                token, rows = address_of(sends, parcels, source, left)
+                its, rows = address_of(sends, parcels, target, rows)
+                if token == UNSENT or its == UNSENT:
+                    if whole:
+                        break
+                    return UNSENT
+                if token != its and token != NOWHERE:
+                    if its == NOWHERE and not claims:
+                        return ZEROS
+                    if its != NOWHERE or not _claim(sends, parcels, target, token):
+                        return i
+                    again = True
+                source, target, left = source + rows, target + rows, left - rows
+    return number
 
 
 @lean
@@ -1149,8 +1368,8 @@ def _are_known(sends: Ints, parcels: Ints, places: Ints, number: int) -> bool:
     for line in range(number):
         left, token = places[line, 2], places[line, 3]
         while left > 0 and token >= _UNKNOWN:
-            address, rows = _token(sends, parcels, token, left)
-            if address == _UNSENT:
+            address, rows = address_of(sends, parcels, token, left)
+            if address == UNSENT:
                 return False
             token, left = token + rows, left - rows
     return True
@@ -1162,6 +1381,7 @@ def _list_all(
     parcels: Ints,
     places: Ints,
     number: int,
+    traced: bool,
     told: Ints,
     runs: Ints,
     tasks: Ints,
@@ -1170,9 +1390,11 @@ def _list_all(
     follows: Ints,
     marks: Ints,
 ) -> int:
-    """Lists what tasks attend to: so many places are noted. told: int64 [4], where to go on: the line, of the queries
-    of its task the head set and their runs in `runs`, and how many bands of it were listed. 1; 0 where rows were sent
-    as zeros or are of too many runs; -1 where there is no room for more."""
+    """Lists what tasks attend to: so many places are noted. told: int64 [5], where to go on: the line, of the queries
+    of its task the head set and their runs in `runs`, how many bands of it were listed, and 1 where tasks were passed
+    over. 1; 0 where rows were sent as zeros or are of too many runs; -1 where there is no room for more.
+
+    traced: pieces are listed one by one, each with its task and head set; what is not known is passed over."""
     end, heads, queries, listed = told[0], told[1], told[2], told[3]
     keys = runs[_RUNS:]
     while end < number:
@@ -1182,11 +1404,15 @@ def _list_all(
         if task < 0:
             heads, queries = -1 - task, _known(sends, parcels, places, line, end, runs)
             if queries < 0:
-                return 0
+                told[4] = 1
+                if not traced:
+                    return 0
             continue
         several = _known(sends, parcels, places, line, end, keys)
         if several < 0:
-            return 0
+            told[4] = 1
+            if not traced:
+                return 0
         seen = 0
         for a in range(queries):
             q, away = runs[a, RUN_TOKEN], runs[a, RUN_TOKEN] - runs[a, RUN_ROW]
@@ -1199,13 +1425,31 @@ def _list_all(
                 if max(k, q - high) >= min(k_end, q_end - low):
                     continue  # these queries see none of these keys
                 seen += 1
-                if seen > listed and not list_band(
-                    q, q_end, k, k_end, low, high, heads, pieces, lists, follows, marks
-                ):
+                if seen <= listed:
+                    continue
+                if traced:
+                    kept = _trace_band(q, q_end, k, k_end, low, high, task, heads, pieces, marks)
+                else:
+                    kept = list_band(q, q_end, k, k_end, low, high, heads, pieces, lists, follows, marks)
+                if not kept:
                     told[0], told[1], told[2], told[3] = line, heads, queries, seen - 1
                     return -1
         listed = 0
     return 1
+
+
+@lean
+def _trace_band(
+    q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, task: int, heads: int, pieces: Ints, marks: Ints
+) -> bool:
+    """Lists a band of a task; False where there is no room."""
+    at = marks[0]
+    if at == len(pieces):
+        return False
+    marks[0] = at + 1
+    pieces[at, 0], pieces[at, 1], pieces[at, 2], pieces[at, 3] = q0, q1, k0, k1
+    pieces[at, 4], pieces[at, 5], pieces[at, 6], pieces[at, 7] = dmin, dmax, task, heads
+    return True
 
 
 @lean
@@ -1217,7 +1461,7 @@ def _known(sends: Ints, parcels: Ints, places: Ints, first: int, end: int, runs:
         while left > 0:
             address, rows = token, left
             if token >= _UNKNOWN:
-                address, rows = _token(sends, parcels, token, left)
+                address, rows = address_of(sends, parcels, token, left)
             last = count - 1
             if address <= NOWHERE or count == _RUNS:
                 return -1
@@ -1245,9 +1489,12 @@ def _set_up(
     """Sets up the scratch memory for a rank: nothing is open, and the next of each rank's sends to it is the first."""
     near[PLACES, USED], near[PLACES, FREE] = 0, -1
     near[PLACES, RANK], near[PLACES, BEGIN], near[PLACES, ADDRESS] = rank, begin, address
+    near[PLACES, FAULT], near[PLACES, STEP] = 0, -1
     near[PLACES, SENT], near[PLACES, SENT_END] = sends_ptr[rank], sends_ptr[rank + 1]
     for place in range(PLACES):
         near[place, OPEN], near[place, ROOM] = 0, arena_rows[place // 2] if place & 1 else rows
+    for place in range(PLACES + 1, len(near)):
+        near[place, OPEN], near[place, ROOM] = 0, rows
     for send in range(sends_ptr[rank + 1] - 1, sends_ptr[rank] - 1, -1):
         next_send[sends[send, SENDER]] = send
 
@@ -1308,7 +1555,7 @@ def _walk(
             return False
         for step in range(begin, instruction_ptr[rank + 1]):
             op, number, count = instructions[0, step], instructions[1, step], instructions[4, step]
-            proper = True
+            proper, near[PLACES, STEP] = True, step
             if op == _LAUNCH:
                 if number <= last:
                     return False
@@ -1362,13 +1609,15 @@ def _walk(
                 task += count
             else:
                 for item in range(row, row + count):
-                    proper = proper and _rowop(
+                    near[PLACES, ITEM] = item
+                    if not _rowop(
                         m, near, operands, base, rowops, item, op, backward, sets, rounds, conditions, runs
-                    )
+                    ):
+                        return False
                 row += count
             if not proper:
                 return False
-        received = 0
+        received, near[PLACES, STEP] = 0, -1
         for item in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
             received += 1 - transfers[0, item]
         if under_way or received != sends_ptr[rank + 1] - sends_ptr[rank]:
@@ -1381,20 +1630,22 @@ def _walk(
 # ---------------------------------------------------------------------------------------------- of a program
 
 
-def _matrix(name: str, table: Table, out: Ints | None = None) -> Ints | None:
-    """int32 [columns, rows], in `out` where there is one; None where a number is beyond `_LIMIT`."""
-    names, rows = TABLES[name], len(table)
-    flat: Ints = np.empty(len(names) * rows, np.int32) if out is None else out[: len(names) * rows]
-    found = flat.reshape(len(names), rows)
-    for i, column in enumerate(names):
-        values = table[column]
-        wide = rows > 0 and not np.can_cast(values.dtype, np.int32)
-        if wide and max(-int(values.min()), int(values.max())) > _LIMIT:
-            return None
-        found[i] = values
-    signed = [names.index(column) for column in _DIAGONALS if column in names]
-    if rows and (found.max() > _LIMIT or any(found[i].min() < -_LIMIT for i in signed)):
-        return None
+_TOO_LARGE = "a number of its {} is beyond 2^30 - 1, the most that is followed"
+
+
+def _matrix(name: str, table: Table, out: Ints | None = None) -> Ints:
+    """int32 [columns, rows]: the table's own where it is that, else in `out` where there is one. Raises CapacityError
+    where a number is beyond `_LIMIT`."""
+    values, names = table.values, TABLES[name]
+    if values.size:
+        signed = [names.index(column) for column in _DIAGONALS if column in names]
+        if values.max() > _LIMIT or any(values[i].min() < -_LIMIT for i in signed):
+            raise CapacityError(_TOO_LARGE.format(name))
+    if values.dtype == np.int32 and values.flags.c_contiguous:
+        return _fixed(values)
+    flat: Ints = np.empty(values.size, np.int32) if out is None else out[: values.size]
+    found = flat.reshape(values.shape)
+    found[:] = values
     return _fixed(found)
 
 
@@ -1413,39 +1664,40 @@ def _members(sets: HeadSets) -> Bools:
     return member
 
 
-def _bits(member: Bools) -> Ints | None:
-    """int64 [sets], a bit for each head, or where these are too many one for all heads that only occur together; None
-    for too many of them."""
-    together = member if member.shape[1] <= _MOST_HEADS else np.unique(member, axis=1)
-    if together.shape[1] > _MOST_HEADS:
-        return None
-    return together.astype(np.int64) @ (1 << np.arange(together.shape[1]))
+def _bits(member: Bools, words: int) -> Ints:
+    """int64 [words, sets], a bit for each group of heads, so many to a word."""
+    found = np.zeros((words, len(member)), np.int64)
+    for group in range(member.shape[1]):
+        found[group // _MOST_HEADS] |= member[:, group].astype(np.int64) << (group % _MOST_HEADS)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class Sets:
-    """The head sets of a plan. table: int64 [2, 2, sets], of query and key side the bits and the number of each; size:
-    int64 [2, sets]; pairs: int8 [sets, sets], whether the query heads of one find all their keys in the other."""
+    """The head sets of a plan. table: int64 [words + 1, 2, sets], of query and key side the first word of bits of
+    each, its number, and the other words; size: int64 [2, sets]; pairs: int8 [sets, sets], whether the query heads of
+    one find all their keys in the other."""
 
     table: Ints
     size: Ints
     pairs: Ints
 
 
-def sets_of(q: HeadSets, kv: HeadSets) -> Sets | None:
-    """None for more heads than are followed."""
+def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
+    """Where heads are many, those that only occur together share a bit."""
     queries, keys = _members(q), _members(kv)
-    bits = _bits(queries), _bits(keys)
-    if bits[0] is None or bits[1] is None:
-        return None
+    together = [one if one.shape[1] <= _MOST_HEADS else np.unique(one, axis=1) for one in (queries, keys)]
+    words = -(-max(one.shape[1] for one in together) // _MOST_HEADS)
+    bits = np.stack([_bits(one, words) for one in together], axis=1)
     own: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
     lacking = (own[:, None] & ~keys[None]).any(axis=2)
     pairs: Ints = np.logical_not(lacking).astype(np.int8)
-    return Sets(np.array([bits, [q.canonical, kv.canonical]]), np.array([q.size, kv.size]), pairs)
+    table = np.concatenate([bits[:1], [[q.canonical, kv.canonical]], bits[1:]])
+    return Sets(np.ascontiguousarray(table), np.array([q.size, kv.size]), pairs)
 
 
 @dataclass(frozen=True, eq=False)
-class _Posted:
+class Posted:
     """A program as the loops take it, and its sends where their receivers look for them. instructions, transfers: int32
     [columns, rows]; ptrs: int64 [ranks + 1], where each rank's rows begin, of operands, instructions, transfers, the
     phase's tasks and rowops; rounds: how many; slots: int64 [transfers], the line of `sends` of each send."""
@@ -1481,22 +1733,20 @@ def _lists_of(program: Program) -> tuple[str, ...]:
     return "operands", "instructions", "transfers", program.task_list, "rowops"
 
 
-def _posted(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> _Posted | None:
-    """None where numbers are too large or sends and receives do not meet."""
+def post(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> Posted | None:
+    """None where sends and receives do not meet. Raises CapacityError where numbers are too large."""
     tables = [program.source[name] for name in _lists_of(program)]
     instructions, transfers = (_matrix(name, program.source[name]) for name in ("instructions", "transfers"))
-    if instructions is None or transfers is None:
-        return None
     ptrs = tuple(_fixed(np.asarray(table.ptr, np.int64)) for table in tables)
     ranks = program.ranks
     rounds = int(instructions[1].max(initial=0)) + 1
     of_another_phase = len(program.source["tasks"]) + len(program.source["grads"]) > len(tables[3])
-    if of_another_phase or rounds > 8 * instructions.shape[1] + 1024:
+    if of_another_phase:
         return None
+    if rounds > 8 * instructions.shape[1] + 1024:
+        raise CapacityError(f"its rounds are numbered up to {rounds - 1}, with gaps too wide to follow")
     whole = len(tables[0]) + len(tables[3]) + len(tables[4]) <= _LONGEST
     tiles = _matrix("operands", tables[0] if whole else _rows_of(tables[0], _operands_of(transfers, ptrs)))
-    if tiles is None:
-        return None
     tile_ptr = ptrs[0] if whole else _fixed(np.zeros(0, np.int64))
     ways = np.full((3, rounds), -1, np.int64)
     ways[2] = 0
@@ -1509,7 +1759,7 @@ def _posted(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]
         return None
     parcels = np.empty((2, _parcels_before(ptrs, ranks)), np.int64)
     found = program, homes, sets, _bits_of(given), instructions, transfers, ptrs, rounds
-    return _Posted(*found, sends, sends_ptr, slots, parcels, tiles if whole else None)
+    return Posted(*found, sends, sends_ptr, slots, parcels, tiles if whole else None)
 
 
 def _operands_of(transfers: Ints, ptrs: Sequence[Ints]) -> Ints:
@@ -1528,12 +1778,12 @@ def _paired(tables: Sequence[Ints], ptrs: Sequence[Ints]) -> Iterator[Ints]:
     return (one for pair in zip(tables, ptrs, strict=True) for one in pair)
 
 
-class _Scratch:
+class Scratch:
     """The memory of a walk over a range of ranks, and of the next one. What a range leaves there to be settled are its
     tasks as a matrix, and lines of `conditions` and `places`, `taken` and `noted` of them."""
 
-    def __init__(self, posted: _Posted, ranges: Sequence[range]) -> None:
-        self.posted = posted
+    def __init__(self, posted: Posted, ranges: Sequence[range]) -> None:
+        self.posted, self.alone = posted, len(ranges) == 1
         most = [max(rows) for rows in zip(*map(posted.rows, ranges), strict=True)]
         names, (_, _, transfers, tasks, rowops) = _lists_of(posted.program), most
         sizes = [len(TABLES[name]) * rows for name, rows in zip(names, most, strict=True)]
@@ -1541,10 +1791,12 @@ class _Scratch:
         self.conditions = np.empty((3, 4 * (rowops + transfers + tasks) + 64), np.int64)
         self.places = np.empty((2 * tasks + transfers + 64, 4), np.int64)
         longest = int(np.diff(posted.ptrs[0]).max(initial=0))
-        self.nodes = np.empty((8 * longest + 4096, NODE), np.int64)
+        words = len(posted.sets.table) - 1
+        self.nodes = np.empty((words * (8 * longest + 4096), NODE), np.int64)
         self.runs = np.empty((2 * _RUNS, 4), np.int64)
         self.tasks: Ints = self.nodes
         self.taken = self.noted = 0
+        self.near: Ints = self.nodes
 
     def walk(self, ranks: range, walked: int) -> bool:
         """The walk over a range; whether all is right so far. walked: the end of the ranks that were walked before.
@@ -1553,22 +1805,21 @@ class _Scratch:
         posted, first, end = self.posted, ranks.start, ranks.stop
         program, tables, ptrs = posted.program, [], list(posted.ptrs)
         for i, name in enumerate(_lists_of(program)):
-            table: Ints | None
             if i == 0 and posted.operands is not None and (first, end) == (0, program.ranks):
                 table = posted.operands
             elif i in self.tables:
                 table = _matrix(name, program.source[name].ranks_between(first, end), self.tables[i])
-                if table is None:
-                    return False
                 ptrs[i] = _fixed(ptrs[i] - ptrs[i][first])
             else:
                 table = posted.instructions if i == 1 else posted.transfers
             tables.append(table)
         while True:
-            near = np.zeros((PLACES + 1, FIRST_NEAR + _NEAR), np.int64)
+            words = len(posted.sets.table) - 1
+            near = np.zeros((PLACES + 2 + (words - 1) * PLACES, FIRST_NEAR + _NEAR), np.int64)
             near[PLACES, GIVEN], near[PLACES, FIRST_RANK], near[PLACES, WALKED] = posted.given, first, walked
             near[PLACES, PARCELS], near[PLACES, PARCELS_END] = map(posted.parcels_before, (first, end))
-            if not _walk(
+            self.near = near
+            proper = _walk(
                 first,
                 end,
                 program.phase == "backward",
@@ -1594,39 +1845,63 @@ class _Scratch:
                 posted.parcels,
                 self.places,
                 *_paired(tables, ptrs),
-            ):
-                return False
+            )
             self.tasks, self.taken = tables[3], int(near[PLACES, CONDITIONS])
             self.noted = int(near[PLACES, PIECES])
             if self.noted <= len(self.places):
-                return True
+                return bool(proper)
             self.places = np.empty((self.noted, 4), np.int64)
 
     def settle(self, lists: Lists, whole: bool) -> int:
         """Settles the range that was walked, and lists what its tasks attend to: 1; 0 where something is wrong or not
-        sure; _UNSENT, and nothing is listed, where it hangs on ranks that were not walked. whole: all ranks were."""
+        sure; UNSENT, and nothing is listed, where it hangs on ranks that were not walked. whole: all ranks were."""
         posted = self.posted
         ways = posted.sends, posted.parcels
-        right = int(_settle(*ways, self.conditions, self.taken))
-        if right == 1 and not whole and not _are_known(*ways, self.places, self.noted):
-            right = _UNSENT
-        if right != 1:
-            return right
-        told = np.zeros(4, np.int64)
+        held = int(_settle(*ways, self.conditions, self.taken, False, self.alone))
+        if held == ZEROS:
+            raise ZerosError
+        if 0 <= held < self.taken:
+            return 0
+        if held == UNSENT or (not whole and not _are_known(*ways, self.places, self.noted)):
+            return UNSENT
+        told = np.zeros(5, np.int64)
         found = -1
         while found < 0:
             columns = lists.columns
-            found = int(_list_all(*ways, self.places, self.noted, told, self.runs, self.tasks, *columns))
+            found = int(
+                _list_all(*ways, self.places, self.noted, False, told, self.runs, self.tasks, *columns)
+            )
             if found < 0:
                 lists.grow()
         return found
+
+    def settle_traced(self) -> tuple[int, Ints, bool]:
+        """Of the range that was walked: the first condition that does not hold, their number where all do; the bands
+        of addresses of its tasks, int32 [pieces, 8], with their task and head set; and whether these are all."""
+        posted = self.posted
+        ways, told = (posted.sends, posted.parcels), np.zeros(5, np.int64)
+        held = int(_settle(*ways, self.conditions, self.taken, True, True))
+        pieces, marks, none = np.empty((2 * self.noted + 64, 8), np.int32), np.zeros(2, np.int64), _NO_LISTS
+        while (
+            _list_all(
+                *ways, self.places, self.noted, True, told, self.runs, self.tasks, pieces, none, none, marks
+            )
+            < 0
+        ):
+            pieces = np.concatenate([pieces, np.empty_like(pieces)])
+        marked = self.places[: self.noted, 0]
+        every = len(np.unique(marked[marked >= 0])) == self.tasks.shape[1] and not told[4]
+        return held, pieces[: marks[0]], every
+
+
+_NO_LISTS = np.zeros((0, 4), np.int64)
 
 
 def _bits_of(tensors: Iterable[Tensor]) -> int:
     return sum(1 << tensor for tensor in tensors)
 
 
-def _ranges(posted: _Posted, threads: int) -> list[range]:
+def _ranges(posted: Posted, threads: int) -> list[range]:
     """The ranks in ranges of much the same number of rows, as many as threads and no longer than `_LONGEST`."""
     rows = posted.ptrs[0] + posted.ptrs[3] + posted.ptrs[4]
     count = threads * (1 + int(rows[-1]) // (threads * _LONGEST))
@@ -1644,24 +1919,25 @@ def judge(
     given: frozenset[Tensor],
     lists: Lists,
     threads: int = 1,
+    together: bool = False,
 ) -> bool:
     """Whether all is right with a program: then what its tasks attend to is in `lists`, where it has begun and is to
-    end. False where that is not sure.
+    end. Raises CapacityError for what is too large to follow, ZerosError unless ranks are walked `together`.
 
     homes: of the home rows. given: tensors whose home rows hold values at the start. threads: how many walk ranges of
     ranks at a time.
     """
-    posted = _posted(program, homes, sets, given)
+    posted = post(program, homes, sets, given)
     if posted is None:
         return False
-    ranges = _ranges(posted, threads)
-    memory = [_Scratch(posted, ranges) for _ in ranges[:threads]]
+    ranges = [range(program.ranks)] if together else _ranges(posted, threads)
+    memory = [Scratch(posted, ranges) for _ in ranges[:threads]]
     hanging: list[range] = []
     for batch in _batches(ranges, threads):
         states = _settled(memory, batch, lists, batch[-1].stop == program.ranks)
         if 0 in states:
             return False
-        hanging += [ranks for ranks, state in zip(batch, states, strict=True) if state == _UNSENT]
+        hanging += [ranks for ranks, state in zip(batch, states, strict=True) if state == UNSENT]
     for batch in _batches(hanging, threads):
         if any(state != 1 for state in _settled(memory, batch, lists, True)):
             return False
@@ -1672,7 +1948,7 @@ def _batches(ranges: Sequence[range], threads: int) -> list[Sequence[range]]:
     return [ranges[first : first + threads] for first in range(0, len(ranges), threads)]
 
 
-def _settled(memory: Sequence[_Scratch], batch: Sequence[range], lists: Lists, whole: bool) -> list[int]:
+def _settled(memory: Sequence[Scratch], batch: Sequence[range], lists: Lists, whole: bool) -> list[int]:
     """Walks ranges at once, and settles them one after another: what `settle` says of each, up to what is wrong. whole:
     with these, all ranks were walked."""
     pairs = list(zip(memory, batch, strict=False))

@@ -1,7 +1,4 @@
-"""Rule 4: each send meets one receive, rounds rise on every rank, and every round that is launched is waited for.
-
-Nothing at run time catches a mismatch: a swapped order delivers wrong data, a short send fills half a buffer.
-"""
+"""Sends and receives that do not meet, rounds that do not rise, launches and waits that have no partner."""
 
 from __future__ import annotations
 
@@ -13,30 +10,28 @@ from apportion.ir.arrays import Ints, group_of
 from apportion.ir.isa import ALL_TO_ALL, Op
 from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Tensor
 from apportion.ir.verify.report import Violation, at_instruction, span
-from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
 
 RULE = "transfers"
 
 
-def check(subject: Subject) -> Iterator[Violation]:
+def mismatches(program: Program) -> Iterator[Violation]:
     """Violations of the rule `transfers`."""
-    for program in subject.programs:
-        yield from _order(program)
-        yield from _waits(program)
-        yield from _rounds(program)
-        yield from _pairs(program)
+    yield from _order(program)
+    yield from _waits(program)
+    yield from _rounds(program)
+    yield from _pairs(program)
 
 
 def _order(program: Program) -> Iterator[Violation]:
     """Launch order rises on every rank, all channels together."""
     instructions = program["instructions"]
     at = np.flatnonzero(instructions["op"] == Op.LAUNCH)
-    rank, number = instructions.rank[at], instructions["round"][at]
+    rank, number = program.rank_of[at], instructions["round"][at]
     for i in np.flatnonzero((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).tolist():
         message = (
             f"launches round {number[i + 1]} after round {number[i]} of instruction "
-            f"{instructions.local(int(at[i]))}: rounds must rise"
+            f"{instructions.rank_and_row(int(at[i]))[1]}: rounds must rise"
         )
         yield at_instruction(RULE, program, int(at[i + 1]), message)
 
@@ -68,7 +63,7 @@ def _rounds(program: Program) -> Iterator[Violation]:
         for i in np.flatnonzero(instructions[name][order] != instructions[name][first]).tolist():
             message = (
                 f"launches round {turns.rounds[turn[i]]} with {name} {instructions[name][order[i]]}, but rank "
-                f"{instructions.rank[first[i]]} with {name} {instructions[name][first[i]]}"
+                f"{program.rank_of[first[i]]} with {name} {instructions[name][first[i]]}"
             )
             yield at_instruction(RULE, program, int(order[i]), message)
     idle = (instructions["mode"][order] & ALL_TO_ALL == 0) & (instructions["count"][order] == 0)
@@ -83,7 +78,7 @@ def _absent(program: Program) -> Iterator[Violation]:
     for i in np.flatnonzero(np.diff(turns.ptr) < program.ranks).tolist():
         group = turns.order[turns.ptr[i] : turns.ptr[i + 1]]
         if (instructions["mode"][group] & ALL_TO_ALL).any():
-            missing = np.setdiff1d(np.arange(program.ranks), instructions.rank[group])
+            missing = np.setdiff1d(np.arange(program.ranks), program.rank_of[group])
             message = (
                 f"round {turns.rounds[i]} is an all-to-all, but {len(missing)} ranks do not launch it, "
                 f"the first is rank {missing[0]}"
@@ -109,33 +104,16 @@ def _mismatch(program: Program, t: int, instruction: Ints) -> str:
     number = program["instructions"]["round"][instruction[t]]
     verb, other = ("sends", "receives") if transfers["send"][t] else ("receives", "sends")
     mine = f"{verb} {_tile(program, t)} in round {number}"
-    if peer == int(transfers.rank[t]):
+    if peer == transfers.rank_and_row(t)[0]:
         return f"{mine} to or from itself: use copy"
     if mate >= 0:
         return f"{mine}, but rank {peer} {other} {_tile(program, mate)}"
-    near = _nearby(program, t, instruction)
-    return f"{mine}, but rank {peer} {other} nothing to meet it{near}"
-
-
-def _nearby(program: Program, t: int, instruction: Ints) -> str:
-    """What the peer lists that looks like the missing side: an unmatched transfer with this rank."""
-    transfers = program["transfers"]
-    lo, hi = (int(transfers.ptr[int(transfers["peer"][t]) + i]) for i in (0, 1))
-    fits = (
-        (transfers["peer"][lo:hi] == transfers.rank[t])
-        & (transfers["send"][lo:hi] != transfers["send"][t])
-        & (program.meeting.mate[lo:hi] < 0)
-    )
-    if not fits.any():
-        return ""
-    other = lo + int(np.flatnonzero(fits)[0])
-    number = program["instructions"]["round"][instruction[other]]
-    return f" (its {_tile(program, other)} in round {number} meets nothing either)"
+    return f"{mine}, but rank {peer} {other} nothing to meet it"
 
 
 def _tile(program: Program, t: int) -> str:
     transfers, operands = program["transfers"], program["operands"]
-    values = operands.at(int(transfers["operand"][t] + operands.ptr[transfers.rank[t]]))
+    values = operands.at(int(transfers["operand"][t] + operands.ptr[transfers.rank_and_row(t)[0]]))
     tensor = Tensor(values["tensor"])
     heads = "" if tensor in HEADLESS or not values["heads"] else f" of head set {values['heads']}"
     return f"{TENSOR_NAMES[tensor]} rows {span(values['row'], values['rows'])}{heads}"

@@ -1,0 +1,129 @@
+"""Operands that do not fit: outside their rows, of another phase, or unlike what their op takes (`ir.isa`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints
+from apportion.ir.isa import OP_NAMES, OPERAND_COLUMNS, Argument, Op, Rule
+from apportion.ir.plan.ops import IS_HEADLESS
+from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Tensor
+from apportion.ir.verify.report import Violation, at_instruction, describe_operand
+from apportion.ir.verify.view import HOME, Program
+
+RULE = "operands"
+
+
+def misfits(program: Program) -> Iterator[Violation]:
+    """Violations of the rule `operands`."""
+    yield from _misplaced(program)
+    yield from _of_another_phase(program)
+    for name in OPERAND_COLUMNS:
+        yield from _of_list(program, name)
+
+
+def _misplaced(program: Program) -> Iterator[Violation]:
+    """Outside their home rows or arena."""
+    table = program["operands"]
+    tensor, space, row, rows, column, heads = table.values
+    rank, work, headless = table.rank_of_row(), space != HOME, IS_HEADLESS[tensor]
+    limit = np.where(work, program.arena_rows[rank, tensor], program.home_rows[rank])
+    room = program.arena_heads[rank, tensor]
+    checks = [
+        (row + rows > limit, "ends after the last of {} rows", limit),
+        (headless & (heads != 0), "has no heads: its head set must be 0", limit),
+        (column != 0, "begins at head column {}: it must be 0", column),
+        (work & ~headless & (program.head_count > room), "has more heads than the {} of its arena", room),
+    ]
+    for wrong, message, number in checks:
+        for operand in np.flatnonzero(wrong & (tensor != Tensor.NONE)).tolist():
+            yield _of_operand(program, operand, message.format(number[operand]))
+
+
+def _of_operand(program: Program, operand: int, message: str) -> Violation:
+    table = program["operands"]
+    rank, row = table.rank_and_row(operand)
+    text = f"operand {row} ({describe_operand(table.at(operand))}) {message}"
+    return Violation(RULE, rank, program.kind, program.phase, None, text)
+
+
+def _of_another_phase(program: Program) -> Iterator[Violation]:
+    instructions = program["instructions"]
+    for op in (op for op in Op if program.phase not in op.rule.phases):
+        for at in np.flatnonzero(instructions["op"] == op).tolist():
+            message = f"{OP_NAMES[op]} does not belong to a {program.phase} program"
+            yield at_instruction(RULE, program, at, message)
+    foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
+    for operand in np.flatnonzero(np.isin(program["operands"]["tensor"], foreign)).tolist():
+        yield _of_operand(program, operand, "names a tensor of the backward phase")
+
+
+def _of_list(program: Program, name: str) -> Iterator[Violation]:
+    """Rows of a list that their op cannot take: of each the first reason, in the order of its columns."""
+    rows, instruction = program[name], program.instruction_of(name)
+    ops, found = program["instructions"]["op"][instruction], dict[int, str]()
+    named = {
+        column: program["operands"].ptr[rows.rank_of_row()] + rows[column] for column in OPERAND_COLUMNS[name]
+    }
+    for op in map(Op, np.unique(ops).tolist()):
+        reasons = [
+            *_reasons(program, op.rule, named),
+            *(_bands(program, name, named) if op.rule.is_attention else ()),
+        ]
+        for wrong, reason in reasons:
+            for row in np.flatnonzero(wrong & (ops == op)).tolist():
+                found.setdefault(row, f"{OP_NAMES[op]}, row {rows.rank_and_row(row)[1]} of {name}: {reason}")
+    for row, reason in sorted(found.items()):
+        message = f"{reason} ({_listed(program, named, row)})"
+        yield at_instruction(RULE, program, int(instruction[row]), message)
+
+
+def _listed(program: Program, named: Mapping[str, Ints], row: int) -> str:
+    table = program["operands"]
+    return "; ".join(
+        f"{column} = {describe_operand(table.at(int(at[row])))}"
+        for column, at in named.items()
+        if table["tensor"][at[row]] != Tensor.NONE
+    )
+
+
+def _reasons(program: Program, rule: Rule, named: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
+    """(bool [rows], what is wrong with them), were they all of one op."""
+    tensor, space, row, rows = program["operands"].values[:4]
+    for column in rule.columns:
+        x, argument = named[column], rule.argument(column)
+        allowed = tensors_of(argument)
+        words = f"operand {column} must be {' or '.join(TENSOR_NAMES[one] for one in allowed)}"
+        moves = argument is not None and rule.source(argument) is not None
+        yield ~np.isin(tensor[x], allowed), words + (", the tensor of a" if moves else "")
+        other = rule.argument(argument.like or "") if argument else None
+        if argument and other:
+            y = named[other.column]
+            both = (tensor[x] != Tensor.NONE) & (tensor[y] != Tensor.NONE)
+            yield both & (rows[x] != rows[y]), f"operand {column} has another number of rows"
+            if not HEADLESS.issuperset(other.tensors):
+                unlike = both & (program.same_heads[x] != program.same_heads[y])
+                yield unlike, f"operand {column} has other heads"
+            if moves:
+                yield both & (tensor[x] != tensor[y]), f"{words}, the tensor of a"
+                meet = (row[x] < row[y] + rows[y]) & (row[y] < row[x] + rows[x])
+                yield both & (space[x] == space[y]) & meet, "operands a and c overlap"
+        if argument and argument.at_home:
+            yield (space[x] != HOME), f"operand {column} must be at home"
+
+
+def tensors_of(argument: Argument | None) -> tuple[Tensor, ...]:
+    """The tensors that an operand may be of; NONE: it may be absent."""
+    if argument is None:
+        return (Tensor.NONE,)
+    return (Tensor.NONE, *argument.tensors) if argument.optional else argument.tensors
+
+
+def _bands(program: Program, name: str, named: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
+    """The same, of the bands of tasks."""
+    count, low, high = program["operands"]["rows"], program[name]["dmin"], program[name]["dmax"]
+    wide = (low < 1 - count[named["kv"]]) | (high > count[named["q"]] - 1)
+    yield wide, "the band goes beyond the rows: dmin >= 1 - key rows, dmax <= query rows - 1"
+    yield low > high, "the band is empty"

@@ -1,1 +1,0 @@
-"""Programs executed on cells of memory: what each row holds, and when."""
