@@ -37,7 +37,7 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
             raise VerifyError(f"{program.kind} {program.phase} {rule}")
         table = program["instructions"]
         number = instruction_of(table["op"], table["count"], program.task_list)[tasks.task]
-        rank = np.asarray(program[program.task_list].rank, np.int64)[tasks.task]
+        rank = program[program.task_list].rank_of_row()[tasks.task]
         first = np.asarray(plan.programs[program.kind, program.phase]["instructions"].ptr, np.int64)
         heads = np.asarray(tasks.heads, np.int64)
         yield (program.kind, program.phase), Pieces(tasks.bands, rank, number - first[rank], heads)
