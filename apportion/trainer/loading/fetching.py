@@ -8,12 +8,11 @@ the trainer     n        `take`
 from __future__ import annotations
 
 import atexit
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from torch._utils import ExceptionWrapper
 
@@ -28,21 +27,12 @@ from apportion.trainer.loading.sources.source import Source
 DEPTH = 2
 POLL_S = 2.0
 AGAIN_S = 0.5
+LATE = ["its source has not answered yet"]  # why a plan is not there, until an attempt knows
 LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which nobody can end
 
 
 class PlanTimeoutError(ApportionError, TimeoutError):
-    """No plan within the loader's `timeout_s`; reason: what its source said last."""
-
-    def __init__(self, iteration: int, rank: int, timeout_s: float, reason: str) -> None:
-        self.iteration, self.rank, self.timeout_s, self.reason = iteration, rank, timeout_s, reason
-        super().__init__(
-            f"iteration {iteration}, rank {rank}: no plan within {timeout_s:g} s ({reason}); give it more time, or the "
-            "service more workers or look-ahead"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.iteration, self.rank, self.timeout_s, self.reason)
+    """No plan within the loader's `timeout_s`, and what its source said last."""
 
 
 class Fetched(NamedTuple):
@@ -55,31 +45,6 @@ class Fetched(NamedTuple):
     wrong: ExceptionWrapper | None = None
 
 
-class Late:
-    """Why a plan is not there yet, as far as the last attempt knows."""
-
-    def __init__(self) -> None:
-        self.why = "its source has not answered yet"
-
-    def __call__(self, error: TimeoutError) -> None:
-        self.why = str(error)
-
-
-class Stopwatch:
-    """Seconds since it was made, without those that loops were compiled in, as `compiled_s` gives them up to now."""
-
-    def __init__(self, compiled_s: Callable[[], float]) -> None:
-        self._compiled_s, self._before_s, self._begun_s = compiled_s, compiled_s(), time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._begun_s - self.compiled_s
-
-    @property
-    def compiled_s(self) -> float:
-        return max(0.0, self._compiled_s() - self._before_s)
-
-
 class Ahead:
     """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end when
     the `with` is left, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
@@ -87,7 +52,7 @@ class Ahead:
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
         self.source, self._iterations = source, iterations
-        self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, Late()
+        self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, deque(LATE, 1)
         self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
 
@@ -126,7 +91,7 @@ class Ahead:
                 self.source.submit(wanted.key, wanted.request, max(0, wanted.number - self.own))
                 break
             except TimeoutError as error:
-                self.late(error)
+                self.late.append(str(error))
 
     def awaits(self, number: int) -> bool:
         """Whether the trainer will still ask for this iteration."""
@@ -162,42 +127,26 @@ class Ahead:
             thread.join(LEAVING_S)
 
 
-@dataclass(frozen=True)
-class Waits:
-    """How a rank waits. timeout_s: the trainer, for a plan."""
-
-    timeout_s: float
-
-    @property
-    def again_s(self) -> float:
-        """After a time-out, until a plan comes again: enough for one look."""
-        return min(AGAIN_S, self.timeout_s / 4)
-
-    @property
-    def poll_s(self) -> float:
-        """A wait is cut in such parts, to look whether it is still of use."""
-        return min(POLL_S, self.timeout_s / 10)
-
-    def fetch(
-        self,
-        source: Source,
-        wanted: Wanted,
-        rank: int,
-        goes_on: Callable[[], bool],
-        late: Late,
-        then: Callable[[], Sequence[bytes]] = tuple,
-    ) -> IterationSlice | None:
-        """The rank's plan of an iteration, submitted where nobody has; None where it is not there when `goes_on` says
-        no, and `late` is told why."""
-        while goes_on():
+def fetch(
+    source: Source,
+    wanted: Wanted,
+    rank: int,
+    timeout_s: float,
+    goes_on: Callable[[], bool],
+    late: deque[str],
+    then: Callable[[], Sequence[bytes]] = tuple,
+) -> IterationSlice | None:
+    """The rank's plan of an iteration, submitted where nobody has; None where it is not there when `goes_on` says no,
+    and `late` is told why. timeout_s: of the trainer; one look at the source takes a tenth of it at most."""
+    while goes_on():
+        try:
             try:
-                try:
-                    return source.fetch(wanted.key, rank, self.poll_s, then())
-                except UnknownPlanError:
-                    source.submit(wanted.key, wanted.request, 0)
-            except TimeoutError as error:
-                late(error)
-        return None
+                return source.fetch(wanted.key, rank, min(POLL_S, timeout_s / 10), then())
+            except UnknownPlanError:
+                source.submit(wanted.key, wanted.request, 0)
+        except TimeoutError as error:
+            late.append(str(error))
+    return None
 
 
 class Fetching:
@@ -208,11 +157,11 @@ class Fetching:
         self,
         ahead: Ahead,
         iterations: Iterations,
-        waits: Waits,
+        timeout_s: float,
         rank: int,
         ready: Callable[[IterationSlice], Fetched] = Fetched,
     ) -> None:
-        self._ahead, self._iterations, self._waits, self._rank = ahead, iterations, waits, rank
+        self._ahead, self._iterations, self._timeout_s, self._rank = ahead, iterations, timeout_s, rank
         self._ready, self._fetched = ready, dict[int, Fetched]()
         self._is_away = False  # the trainer waited in vain, and no plan has come since
         ahead.run(self._fetch, DEPTH)
@@ -220,23 +169,18 @@ class Fetching:
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
         thread. After one time-out the next iterations are hardly waited for, until the thread has got a plan again."""
-        ahead, waited = self._ahead, Stopwatch(lambda: self.compiled_s)
+        ahead, patience_s = self._ahead, self._timeout_s
         with ahead.changed:
-            patience_s = self._waits.again_s if self._is_away else self._waits.timeout_s
-            while not self._is_there(number) and (left_s := patience_s - waited.seconds) > 0:
-                ahead.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
+            if self._is_away:
+                patience_s = min(AGAIN_S, patience_s / 4)
+            ahead.changed.wait_for(lambda: self._is_there(number), patience_s)
             error, found = ahead.failed(number), self._fetched.pop(number, None)
             self._is_away |= found is None
         if error is not None:
             raise error
         if found is None:
-            raise TimeoutError(ahead.late.why)
+            raise TimeoutError(ahead.late[-1])
         return found
-
-    @property
-    def compiled_s(self) -> float:
-        """Seconds that went into compiling, see `Source`."""
-        return self._ahead.source.compiled_s
 
     def _is_there(self, number: int) -> bool:
         return number in self._fetched or self._ahead.failed(number) is not None
@@ -245,7 +189,7 @@ class Fetching:
         """For a thread, iteration by iteration."""
         ahead, number = self._ahead, wanted.number
         goes_on, then = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
-        piece = self._waits.fetch(ahead.source, wanted, self._rank, goes_on, ahead.late, then)
+        piece = fetch(ahead.source, wanted, self._rank, self._timeout_s, goes_on, ahead.late, then)
         found = None if piece is None else self._ready(piece)
         with ahead.changed:
             self._is_away &= found is None

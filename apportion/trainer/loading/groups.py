@@ -12,7 +12,7 @@ from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.loading.iterations import Deal
-from apportion.trainer.loading.metrics import as_bits, as_float
+from apportion.trainer.loading.metrics import as_bits, as_floats
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Groups:
     ) -> tuple[int, float]:
         """Labels and their weight, of all groups; a collective of theirs. place: epoch, iteration, microbatches.
         Raises `error`, which ends the other groups too, and ExecutionError where they are apart."""
-        given = [*place, valid, as_bits(weight), int(error is not None)]
+        given = [*place, valid, *as_bits([weight]), int(error is not None)]
         groups = [given] if self.replicas is None else self.replicas.all_gather(given, "totals of groups")
         failed = [group for group, row in enumerate(groups) if row[-1]]
         if failed and self.replicas is not None:
@@ -57,4 +57,4 @@ class Groups:
                 f"groups are not in step (epoch, iteration or -1 at the end, microbatches): {told}. Give their "
                 "samplers equally many, and begin in the same place"
             )
-        return sum(row[3] for row in groups), sum(as_float(row[4]) for row in groups)
+        return sum(row[3] for row in groups), sum(as_floats([row[4] for row in groups]))

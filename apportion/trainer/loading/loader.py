@@ -8,6 +8,7 @@ Whoever plans, the loader does the same: a service, a folder of plans made befor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from copy import copy
@@ -45,7 +46,7 @@ from apportion.trainer.loading.arguments import (
     shifted_of,
 )
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.fetching import Ahead, Fetched, Fetching, PlanTimeoutError, Stopwatch, Waits
+from apportion.trainer.loading.fetching import Ahead, Fetched, Fetching, PlanTimeoutError
 from apportion.trainer.loading.groups import Groups
 from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
@@ -145,9 +146,9 @@ class PlannedLoader:
         if sampler is None:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
             self._sampling = Sampling(lengths, self.job.tokens, self.job.microbatches, *order)
-        self._waits = Waits(number("timeout_s", timeout_s, above=True))
+        self._timeout_s = number("timeout_s", timeout_s, above=True)
         self._made = origin(self.job, lengths, masks, self._sampling)
-        self._source = open_source(source, token, ca, self._waits.timeout_s, self._made, self.job.digest)
+        self._source = open_source(source, token, ca, self._timeout_s, self._made, self.job.digest)
         self._communicator = communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
         self._groups = Groups.of(replicas)
@@ -174,10 +175,9 @@ class PlannedLoader:
         return self._meters.waited_s
 
     def metrics(self) -> dict[str, Any]:
-        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited for plans
-        and those, not among them, in which loops were compiled, fallbacks, bytes that all ranks send in a layer of
-        each kind, forward and backward, and of the last iteration the imbalance of compute and tokens (busiest rank
-        over the mean, less 1)."""
+        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited for plans,
+        fallbacks, bytes that all ranks send in a layer of each kind, forward and backward, and of the last iteration
+        the imbalance of compute and tokens (busiest rank over the mean, less 1)."""
         return {**self._meters.told(), "fallbacks": self.fallbacks}
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
@@ -217,23 +217,21 @@ class PlannedLoader:
         iterations = Iterations(self._asked, self._draw(), begin.iteration)
         with Ahead(copy(self._source), iterations) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
-            stack.callback(self._left)
-            self._begin = begin.at(0)
+            self._begin = Place(begin.epoch)
             while (found := self._next(iterations, ahead.own, supply)) is not None:
                 wanted, fetched = found
                 for batch in self._batches(wanted, fetched):
-                    if (batch.iteration, batch.microbatch) >= (begin.iteration, begin.microbatch):
-                        self._place = begin.after(batch.iteration, batch.microbatch, batch.is_last)
+                    if (batch.iteration, batch.microbatch) >= begin[1:]:
+                        after = (
+                            (wanted.number + 1,) if batch.is_last else (wanted.number, batch.microbatch + 1)
+                        )
+                        self._place = Place(begin.epoch, *after)
                         yield batch
+                        self._meters.end(batch.batch.tokens)
                 iterations.forget(wanted.number + 1)
                 ahead.reach(wanted.number + 1)
         self._communicator.all_gather([], "the end of a pass")
         self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
-
-    def _left(self) -> None:
-        """The pass is left, or over."""
-        if not self._place.microbatch:
-            self._meters.end()
 
     def _draw(self) -> Draw:
         return Draw(self._sampling, self._sampler, self._begin.epoch, self._groups.deal, self._least)
@@ -247,16 +245,16 @@ class PlannedLoader:
             ahead.run(ahead.submit, self._lookahead)
         if self._workers:
             pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
-            share = Share(*pieces, self._form, self._waits)
+            share = Share(*pieces, self._form, self._timeout_s)
             return stack.enter_context(closing(Collecting(share, self._workers, ahead)))
         if not submits:  # its source is told what comes, too
             ahead.run(lambda wanted: None, self._lookahead)
-        return Fetching(ahead, iterations, self._waits, self._rank, self._ready)
+        return Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)
 
     def _check_place(self) -> None:
         """A collective. Raises ExecutionError where ranks begin different passes."""
         self._passes += 1
-        place = [self._passes, self._begin.epoch, self._begin.iteration, self._begin.microbatch]
+        place = [self._passes, *self._begin]
         rows = self._communicator.all_gather(place, "passes")
         if any(row != place for row in rows):
             told = by_value({rank: str(row) for rank, row in enumerate(rows)})
@@ -275,7 +273,7 @@ class PlannedLoader:
             failed = error
         if wanted is None and failed is None:
             return None
-        waited = Stopwatch(lambda: supply.compiled_s)
+        begun_s = time.monotonic()
 
         def take() -> Fetched:
             if failed is not None:
@@ -286,11 +284,13 @@ class PlannedLoader:
             fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
         except Exception as error:
             if isinstance(error, TimeoutError):
-                error = PlanTimeoutError(number, self._rank, self._waits.timeout_s, str(error))
+                error = PlanTimeoutError(
+                    f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error}); give it "
+                    "more time, or the service more workers or look-ahead"
+                )
             self._groups.totals((self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
-            self._meters.waited_s += waited.seconds
-            self._meters.compiled_s += waited.compiled_s
+            self._meters.waited_s += time.monotonic() - begun_s
         assert wanted is not None
         return wanted, fetched
 
@@ -362,7 +362,7 @@ class PlannedLoader:
         place = self._place.epoch, wanted.number, len(handles)
         totals = self._groups.totals(place, valid, weight, error)
         assert not isinstance(rows, Exception)
-        self._meters.add(ranks, timed=not self._place.microbatch)
+        self._meters.add(ranks)
         return rows, *totals
 
     def _apart(

@@ -47,16 +47,15 @@ class Facts(NamedTuple):
         )
 
     def numbers(self) -> list[int]:
-        """As int64, which is what ranks can exchange."""
-        own = [as_bits(value) if isinstance(value, float) else value for value in self[:-1]]
-        return [*own, *(number for pair in self.shared for number in pair)]
+        """As int64, which is what ranks can exchange: bits of float64, which hold whole numbers below 2^53."""
+        return as_bits([*self[:-1], *(number for pair in self.shared for number in pair)])
 
     @staticmethod
     def read(numbers: Sequence[int]) -> Facts:
         """The inverse of `numbers`."""
-        valid, weight, tokens, work, sent, form, drawn, *rest = numbers
-        shared = tuple(zip(rest[::2], rest[1::2], strict=True))
-        return Facts(valid, as_float(weight), tokens, as_float(work), sent, form, drawn, shared)
+        valid, weight, tokens, work, sent, form, drawn, *rest = as_floats(numbers)
+        shared = tuple(zip(map(int, rest[::2]), map(int, rest[1::2]), strict=True))
+        return Facts(int(valid), weight, int(tokens), work, int(sent), int(form), int(drawn), shared)
 
 
 def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
@@ -77,31 +76,28 @@ class Meters:
     """Counts of this process since it began. An imbalance is the busiest rank's share over the mean, less 1."""
 
     waited_s: float = 0.0
-    compiled_s: float = 0.0
     iterations: int = 0
     tokens: int = 0
     sent_bytes: int = 0
     imbalance: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "tokens": 0.0})
-    _ended: tuple[int, float] = (0, 0.0)  # tokens of iterations that ended, and the seconds of these
-    _now: tuple[int, float] | None = None  # tokens of the one that runs, and since when
+    _given: int = 0  # tokens of microbatches that the trainer is done with
+    _spent_s: float = 0.0  # on these, and waiting for them
+    _since_s: float = 0.0
 
     def begin(self) -> None:
-        """A pass: what a pass before it left unended is not timed."""
-        self._now = None
+        """A pass."""
+        self._since_s = time.monotonic()
 
-    def end(self) -> None:
-        """Of the iteration that runs, if one does: the trainer is done with its last batch."""
-        if self._now is not None:
-            (tokens, spent_s), (own, since_s) = self._ended, self._now
-            self._ended, self._now = (tokens + own, spent_s + time.monotonic() - since_s), None
+    def end(self, tokens: int) -> None:
+        """Of a microbatch of so many tokens on all ranks."""
+        now_s = time.monotonic()
+        self._given += tokens
+        self._spent_s, self._since_s = self._spent_s + now_s - self._since_s, now_s
 
-    def add(self, ranks: Sequence[Facts], timed: bool) -> None:
-        """One iteration, of all ranks. timed: whether all of its microbatches will be given out."""
-        self.end()
-        tokens = sum(one.tokens for one in ranks)
-        self._now = (tokens, time.monotonic()) if timed else None
+    def add(self, ranks: Sequence[Facts]) -> None:
+        """One iteration, of all ranks."""
         self.iterations += 1
-        self.tokens += tokens
+        self.tokens += sum(one.tokens for one in ranks)
         self.sent_bytes += sum(one.bytes for one in ranks)
         self.imbalance = {
             "compute": _imbalance([one.pairs for one in ranks]),
@@ -109,15 +105,12 @@ class Meters:
         }
 
     def told(self) -> dict[str, Any]:
-        """tokens_per_s: of all ranks, over iterations that ended, each from its first batch to the next one's; what
-        lies between passes is not counted."""
-        tokens, spent_s = self._ended
+        """tokens_per_s: of all ranks, in passes, over microbatches that the trainer is done with."""
         return {
             "iterations": self.iterations,
             "tokens": self.tokens,
-            "tokens_per_s": tokens / spent_s if spent_s else 0.0,
+            "tokens_per_s": self._given / self._spent_s if self._spent_s else 0.0,
             "waited_s": self.waited_s,
-            "compiled_s": self.compiled_s,
             "sent_bytes_per_layer": self.sent_bytes // max(self.iterations, 1),
             "imbalance": dict(self.imbalance),
         }
@@ -133,11 +126,11 @@ def _imbalance(values: Sequence[float]) -> float:
     return max(values) / mean - 1.0 if mean else 0.0
 
 
-def as_bits(value: float) -> int:
-    """A float64 as an int64."""
-    return int(np.float64(value).view(np.int64))
+def as_bits(values: Sequence[float]) -> list[int]:
+    """float64 as int64."""
+    return np.array(values, np.float64).view(np.int64).tolist()
 
 
-def as_float(bits: int) -> float:
+def as_floats(bits: Sequence[int]) -> list[float]:
     """The inverse of `as_bits`."""
-    return float(np.int64(bits).view(np.float64))
+    return np.array(bits, np.int64).view(np.float64).tolist()

@@ -5,6 +5,8 @@ process k of n    iterations k, k + n, k + 2n, …: plan, rows ──► in orde
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from copy import copy
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ExecutionError
-from apportion.trainer.loading.fetching import Ahead, Fetched, Late, Stopwatch, Waits
+from apportion.trainer.loading.fetching import LATE, Ahead, Fetched, fetch
 from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
 from apportion.trainer.loading.rows import Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources.source import Source
@@ -49,7 +51,7 @@ class Share(IterableDataset[Parcel]):
     start: int
     rank: int
     form: Form
-    waits: Waits
+    timeout_s: float
 
     def __iter__(self) -> Iterator[Parcel]:
         info = get_worker_info()
@@ -59,13 +61,11 @@ class Share(IterableDataset[Parcel]):
             number = self.start + first
             while (wanted := iterations.at(number)) is not None:
                 iterations.forget(number)
-                waited, late = Stopwatch(lambda: source.compiled_s), Late()
-                found = self.waits.fetch(source, wanted, self.rank, partial(self._goes_on, waited), late)
-                yield self._parcel(wanted, found, late.why)
+                late, until_s = deque(LATE, 1), time.monotonic() + self.timeout_s
+                goes_on = partial(_is_before, until_s)
+                found = fetch(source, wanted, self.rank, self.timeout_s, goes_on, late)
+                yield self._parcel(wanted, found, late[-1])
                 number += step
-
-    def _goes_on(self, waited: Stopwatch) -> bool:
-        return waited.seconds < self.waits.timeout_s
 
     def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
         if found is None:
@@ -79,9 +79,7 @@ class Share(IterableDataset[Parcel]):
 
 
 class Collecting:
-    """What the processes read, in order. compiled_s: what they compile, they know."""
-
-    compiled_s = 0.0
+    """What the processes read, in order."""
 
     def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
         self._ahead = ahead
@@ -114,6 +112,10 @@ class Collecting:
         parcels, self._parcels = self._parcels, None
         if parcels is not None:  # torch waits for the last reference; the traceback of an error may hold it
             parcels._shutdown_workers()
+
+
+def _is_before(until_s: float) -> bool:
+    return time.monotonic() < until_s
 
 
 def _as_it_is(parcel: Any) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.loops.jit import compiling
 
 
 @dataclass(eq=False)
@@ -32,12 +31,6 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends what waits here, and frees what is open; again is no error."""
-
-    @property
-    def compiled_s(self) -> float:
-        """Seconds up to now that went into compiling loops, here and where plans are made for this rank alone: a wait
-        that nobody's look-ahead can shorten. Differences of two readings are meant, of which those below 0 are none."""
-        return compiling.seconds
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)
