@@ -106,6 +106,7 @@ def bench_attention(
     _one_core()
     for package in ("torch", "triton"):
         inputs.need(package, package, "the benchmark of attention")
+    from apportion.backends.torch.profile.device import device_name
     from apportion.bench import BenchJob, cluster_of
     from apportion.cli.printed import plans as printed
     from apportion.ir.isa import MAX_RANKS
@@ -128,7 +129,7 @@ def bench_attention(
         "hardware": hardware or "h100",
         "seed": seed,
         "repeats": repeats,
-        "device": bench.device_name,
+        "device": device_name(bench.device),
         "machine": machine(),
         "versions": versions(),
         "rows": rows,

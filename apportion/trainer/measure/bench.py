@@ -11,26 +11,23 @@ TRITON_INTERPRET=1 the CPU takes the GPU's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from apportion.backends.torch.engines import ENGINES
-from apportion.backends.torch.profile.device import device_name
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
-from apportion.ir.arrays import Floats
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
-from apportion.ir.plan.tables import Header
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
@@ -38,7 +35,6 @@ from apportion.trainer.measure.selftest import process_group
 from apportion.trainer.measure.timing import (
     Meter,
     RankTensors,
-    T,
     Took,
     best,
     counted,
@@ -81,16 +77,8 @@ class AttentionRow:
         }
 
 
-class Timed(NamedTuple):
-    """What a row has of an engine."""
-
-    host_ms: float | None = None
-    prepare_ms: float | None = None
-    ms: float | None = None
-    exposed_ms: float | None = None
-
-
-NOT_TIMED: Mapping[str, Timed] = MappingProxyType(dict.fromkeys(PHASES, Timed()))
+#: phase -> what a row has of an engine, by the names of fields
+Times = Mapping[str, Mapping[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -99,14 +87,10 @@ class Bench:
 
     device: torch.device
     communicator: Transport
-    clock: Meter[Took]
+    clock: Meter
     engines: tuple[str, ...]
     repeats: int
     skip: Callable[[str], object]
-
-    @property
-    def device_name(self) -> str:
-        return device_name(self.device)
 
     def measure(self, plan: Plan, hardware: Hardware | None = None) -> list[AttentionRow]:
         """A row for each engine and phase of a plan of one attention kind; all ranks of the job call it.
@@ -125,7 +109,7 @@ class Bench:
         found = facts(plan, hardware, self.device)
         timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
         return [
-            rated(replace(row, engine=name, **timed[name][phase]._asdict()), plan)
+            rated(replace(row, engine=name, **timed[name].get(phase, {})), plan)
             for name in self.engines
             for phase, row in found.items()
         ]
@@ -135,53 +119,41 @@ class Bench:
         """Whether kernels are executed."""
         return self.device.type == "cuda" or device_obstacle(self.device) is None
 
-    def _is_real(self, header: Header) -> bool:
-        return self._computes and header.ranks == self.communicator.ranks
-
-    def _timed(self, plan: Plan, rank: int, engine: str) -> Mapping[str, Timed]:
-        """By phase."""
-        why = self._why_not(plan.header, engine)
+    def _timed(self, plan: Plan, rank: int, engine: str) -> Times:
+        why = (
+            None if engine == "stage" else "it computes on the CPU: its calls have no host time of their own"
+        )
+        if self._computes:
+            why = ENGINES[engine].obstacle(plan.header, self.device)
         if why is not None:
             self.skip(f"{engine}: {why}")
-            return NOT_TIMED
-        if self._is_real(plan.header):
+            return {}
+        if self._computes and plan.header.ranks == self.communicator.ranks:
             return self._real(plan, rank, engine)
         return self._recorded(plan.for_rank(rank), engine)
 
-    def _why_not(self, header: Header, engine: str) -> str | None:
-        if self._computes:
-            return ENGINES[engine].obstacle(header, self.device)
-        return (
-            None if engine == "stage" else "it computes on the CPU: its calls have no host time of their own"
-        )
-
     # --- recorded
 
-    def _recorded(self, piece: Slice, name: str) -> Mapping[str, Timed]:
-        self._say_recorded(piece.header)
+    def _recorded(self, piece: Slice, name: str) -> Times:
+        why = "ms, tflops, exposed_ms: there is no GPU, a rank's host alone is measured"
+        if self._computes:
+            here = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
+            why = f"{here} are not: a host time and none of the device"
+        self.skip(why)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine
         handle, prepare_ms = prepared(piece, recorder, engine, self.device)
         took = self._best(handle, self.clock)
-        return {phase: Timed(took[phase].host, prepare_ms[phase]) for phase in PHASES}
+        return {phase: {"host_ms": took[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
-    def _say_recorded(self, header: Header) -> None:
-        if not self._computes:
-            self.skip("ms, tflops, exposed_ms: there is no GPU, a rank's host alone is measured")
-            return
-        self.skip(
-            f"{header.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages are "
-            "not: a host time and none of the device"
-        )
-
-    def _best(self, handle: PlanHandle, clock: Meter[Took]) -> dict[str, Took]:
+    def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, Took]:
         header = handle.slice.header
         rows = RankTensors.of(header, handle.rows, self.device, self._computes)
         return best(planned(handle), rows, clock, self.repeats)
 
     # --- real
 
-    def _real(self, plan: Plan, busiest: int, engine: str) -> Mapping[str, Timed]:
+    def _real(self, plan: Plan, busiest: int, engine: str) -> Times:
         """The busiest rank's host, and the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
@@ -191,22 +163,19 @@ class Bench:
         if ranks > 1:
             alone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
         mine = [[*whole[phase], prepare_ms[phase], alone[phase].device] for phase in PHASES]
-        times = self._gathered(mine)
-        host, _, prepare, _ = times[busiest].T.tolist()
-        _, ms, _, without = times.max(axis=0).T.tolist()
-        exposed = [a - b if ranks > 1 else None for a, b in zip(ms, without, strict=True)]
-        return dict(zip(PHASES, map(Timed, host, prepare, ms, exposed), strict=True))
+        nanoseconds = np.rint(np.array(mine) * 1e6).astype(np.int64)
+        gathered = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
+        times = np.array(gathered).reshape(-1, *nanoseconds.shape) / 1e6
+        found = {}
+        for phase, own, most in zip(PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True):
+            exposed = most[1] - most[3] if ranks > 1 else None
+            found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
+        return found
 
-    def _together(self, work: Callable[[], T]) -> tuple[T, Took]:
+    def _together(self, work: Callable[[], Any]) -> tuple[Any, Took]:
         """All ranks of the job begin at once."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)
-
-    def _gathered(self, times: Sequence[Sequence[float]]) -> Floats:
-        """[ranks, ...] of every rank, to the nanosecond."""
-        nanoseconds = np.rint(np.array(times) * 1e6).astype(np.int64)
-        rows = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
-        return np.array(rows).reshape(-1, *nanoseconds.shape) / 1e6
 
 
 def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, AttentionRow]:

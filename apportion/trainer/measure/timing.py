@@ -1,6 +1,6 @@
 """One call of attention and its gradients, as a meter sees it: times of host and device, or what was launched.
 
-meter: work ──► (its result, what was seen)        on_host, on_gpu, counting(recorder)
+meter: work ──► (its result, what was seen)        on_host, on_gpu
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +23,10 @@ from apportion.ir.plan.tables import Header
 from apportion.ir.tensors import PHASES
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 
-T = TypeVar("T")
-Seen = TypeVar("Seen")
-Seen_co = TypeVar("Seen_co", covariant=True)
+#: work -> (its result, what was seen)
+Meter = Callable[[Callable[[], Any]], tuple[Any, Any]]
 #: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> out [T, Hq, Dv]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Meter(Protocol[Seen_co]):
-    def __call__(self, work: Callable[[], T]) -> tuple[T, Seen_co]: ...
 
 
 class Took(NamedTuple):
@@ -49,7 +44,7 @@ class Counts(NamedTuple):
     messages: int
 
 
-def on_host(work: Callable[[], T]) -> tuple[T, Took]:
+def on_host(work: Callable[[], Any]) -> tuple[Any, Took]:
     """Where the host is the device too."""
     start = time.perf_counter()
     result = work()
@@ -57,7 +52,7 @@ def on_host(work: Callable[[], T]) -> tuple[T, Took]:
     return result, Took(took, took)
 
 
-def on_gpu(work: Callable[[], T]) -> tuple[T, Took]:
+def on_gpu(work: Callable[[], Any]) -> tuple[Any, Took]:
     """On the current GPU and stream, which are idle before and after."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
@@ -66,15 +61,6 @@ def on_gpu(work: Callable[[], T]) -> tuple[T, Took]:
     end.record()
     torch.cuda.synchronize()
     return result, Took(took.host, begin.elapsed_time(end))
-
-
-def counting(recorder: RecordingDevice) -> Meter[Counts]:
-    def count(work: Callable[[], T]) -> tuple[T, Counts]:
-        recorder.reset()
-        result = work()
-        return result, Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
-
-    return count
 
 
 @dataclass(frozen=True)
@@ -94,14 +80,14 @@ class RankTensors:
         return RankTensors((q, k, v), make(rows, header.q_heads, header.v_head_dim))
 
 
-def metered(attention: Attention, rows: RankTensors, meter: Meter[Seen]) -> dict[str, Seen]:
+def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
     """What is seen of each phase."""
     out, forward = meter(lambda: attention(*rows.qkv))
     _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
     return {"forward": forward, "backward": backward}
 
 
-def best(attention: Attention, rows: RankTensors, clock: Meter[Took], repeats: int) -> dict[str, Took]:
+def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, Took]:
     """The least of each phase, after a call to warm up."""
     metered(attention, rows, clock)
     runs = [metered(attention, rows, clock) for _ in range(repeats)]
@@ -128,5 +114,9 @@ def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
     """What the stage engine does for a rank. Rounds and messages are those of every engine."""
     recorder = RecordingDevice(piece.rank, piece.ranks)
     handle = PlanHandle(piece, recorder, recorder.engine)
-    rows = RankTensors.of(piece.header, handle.rows, device, drawn=False)
-    return metered(planned(handle), rows, counting(recorder))
+
+    def count(work: Callable[[], Any]) -> tuple[Any, Counts]:
+        recorder.reset()
+        return work(), Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
+
+    return metered(planned(handle), RankTensors.of(piece.header, handle.rows, device, drawn=False), count)

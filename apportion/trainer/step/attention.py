@@ -60,6 +60,7 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
         "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
+        "scaling": "write scale=",
         "softmax_scale": "write scale=",
         "sm_scale": "write scale=",
         "logits_soft_cap": "write softcap=",
@@ -68,7 +69,7 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         "softmax_offset": "write sinks=",
     }
 )
-_THERE_ARE = "kind, scale (or scaling), softcap, sinks, return_lse, window, causal and layer"
+_THERE_ARE = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
 
 
 @overload
@@ -85,7 +86,6 @@ def planned_attention(
     return_lse: Literal[False] = False,
     window: int | None = None,
     causal: bool | None = None,
-    scaling: float | None = None,
     layer: str | int | None = None,
     **refused: Any,
 ) -> Tensor: ...
@@ -105,7 +105,6 @@ def planned_attention(
     return_lse: Literal[True],
     window: int | None = None,
     causal: bool | None = None,
-    scaling: float | None = None,
     layer: str | int | None = None,
     **refused: Any,
 ) -> tuple[Tensor, Tensor]: ...
@@ -124,7 +123,6 @@ def planned_attention(
     return_lse: bool = False,
     window: int | None = None,
     causal: bool | None = None,
-    scaling: float | None = None,
     layer: str | int | None = None,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -133,7 +131,7 @@ def planned_attention(
 
     q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
     batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
-    by default; scaling is another name of it. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
+    by default. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
     row's softmax sum.
     window and causal say what the layer's own mask is, and are held against what the plan has for the kind: window is
     how many tokens a row sees up to itself (images apart, which see each other whole), -1 where there is no limit;
@@ -164,7 +162,7 @@ def planned_attention(
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
     if not (is_compiling() or wiring.watch.settled) and q.requires_grad:
         wiring.watch.reach(q)
-    score = score_of(q.shape[-1], _one_scale(scale, scaling), softcap)
+    score = score_of(q.shape[-1], scale, softcap)
     named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
     out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
     out = out.unsqueeze(0) if batched else out
@@ -240,16 +238,6 @@ def _check_arguments(handle: object, window: object) -> None:
         raise ConfigError(
             "window", window, "must be an integer", "write how many tokens a row sees up to itself"
         )
-
-
-def _one_scale(scale: float | None, scaling: float | None) -> float | None:
-    if scale is None or scaling is None:
-        return scaling if scale is None else scale
-    if scale != scaling:
-        raise ConfigError(
-            "scaling", scaling, f"is another name of scale, which is {scale}", "give one of the two"
-        )
-    return scale
 
 
 def _without_batch(name: str, tensor: Tensor) -> Tensor:
