@@ -22,7 +22,7 @@ from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.shared import endless, require
+from apportion.trainer.shared import count_planned, endless, require
 from apportion.trainer.step.wiring import require_calls
 
 try:
@@ -35,15 +35,11 @@ from apportion.trainer.megatron_attention import (
     PlannedCoreAttention,
     PlannedRotary,
     PlannedSeqParams,
-    count_layers,
-    masks_of,
+    kinds,
     model_of,
 )
 
-_FINALIZE = (
-    "Megatron divides gradients by the tokens of all ranks there",
-    "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads",
-)
+_FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
 _POSITIONS = ("rope", "learned_absolute", "none")
 
@@ -62,18 +58,11 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
     require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
     require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
-    group, hosts = (
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_data_parallel_group_gloo(),
-    )
+    hosts = parallel_state.get_data_parallel_group_gloo()
+    ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    given = {
-        "model": model_of(config),
-        "masks": masks_of(config),
-        "rows_multiple": rows,
-        "drop_last": True,
-    }
-    return PlannedLoader(dataset, **{**given, "communicator": Communicator(group, hosts=hosts), **options})
+    given = {"model": model_of(config), "masks": kinds(config)[1], "communicator": ranks}
+    return PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
@@ -92,9 +81,7 @@ def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Ten
         raise ConfigError(
             "sequence length", longest, rule, "leave longer documents out, or build it with more"
         )
-    positions = (
-        1 << int(here.position_ids.max()).bit_length()
-    )  # few sizes, so that Megatron's tables are kept
+    positions = 1 << int(here.position_ids.max()).bit_length()  # few sizes: Megatron's tables are kept
     batch = here.to(next(model.parameters()).device)
     labels = batch.labels.clamp(min=0)  # its cross entropy knows no -100
     given = (batch.tokens[None], batch.position_ids[None], None)
@@ -111,28 +98,23 @@ def _check(module: Any) -> None:
     types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
     local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]
     of_rows, leave = "it depends on how many rows, and which, a rank has", "leave it out"
+    divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
+    undivided = undivided and config.finalize_model_grads_func is None
+    balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     for name, refused, rule, remedy in (
-        (
-            "finalize_model_grads_func",
-            module.training and config.finalize_model_grads_func is None,
-            *_FINALIZE,
-        ),
+        ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
         ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", leave),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", leave),
-        ("moe_expert_capacity_factor", experts and config.moe_expert_capacity_factor, of_rows, leave),
-        ("moe_router_load_balancing_type", experts and "sinkhorn" in types, of_rows, "take another one"),
-        (
-            "moe_router_load_balancing_type",
-            experts and local,
-            of_rows,
-            "take global_aux_loss, or a weight of 0",
-        ),
+        ("moe_expert_capacity_factor", capacity, of_rows, leave),
+        (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),
+        (balancing, experts and local, of_rows, "take global_aux_loss, or a weight of 0"),
     ):
         if refused:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
     if not hasattr(module, "planned_layers"):
-        module.planned_layers = count_layers(module)
+        remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
+        module.planned_layers = count_planned([module], "core_attention", PlannedCoreAttention, remedy)
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -140,8 +122,4 @@ def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     seen = batch.labels >= 0
     weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
     total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
-    return (
-        total,
-        seen.sum().int(),
-        {"lm loss": torch.stack((total.detach(), seen.sum()))},
-    )
+    return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.masks.specs import causal, sliding_window
+from apportion.ir.errors import ExecutionError
 from apportion.ir.request.model import Model
+from apportion.trainer.shared import kinds_of
 from apportion.trainer.step.attention import planned_attention
 
 
@@ -42,24 +41,11 @@ class PlannedCoreAttention(DotProductAttention):
             raise ExecutionError("planned core attention got no plan: call the model by `forward_step`")
         handle = params.batch.handle
         kind = self.kind if len(handle.kinds) > 1 else None
-        says: Any = {
-            "window": self.window,
-            "causal": "causal" in self.attn_mask_type.name,
-        }
+        says: Any = {"window": self.window, "causal": "causal" in self.attn_mask_type.name}
         says |= {"sinks": self.softmax_offset, "layer": self.layer_number}
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **says)
         return out.flatten(1).unsqueeze(1)
-
-
-def count_layers(model: Any) -> int:
-    """How many layers of this stage have planned core attention. Raises ConfigError where one has another."""
-    own = {name: one.core_attention for name, one in model.named_modules() if hasattr(one, "core_attention")}
-    others = [name for name, core in own.items() if not isinstance(core, PlannedCoreAttention)]
-    if others:
-        remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
-        raise ConfigError("core_attention", others, "would not know the plan", remedy)
-    return len(own)
 
 
 class PlannedRotary(torch.nn.Module):
@@ -84,32 +70,17 @@ class PlannedRotary(torch.nn.Module):
 
 def model_of(config: Any) -> Model:
     """Heads of one tensor-parallel rank, dtype and kinds."""
-    tp, kinds = config.tensor_model_parallel_size, Counter(_kinds(config))
+    tp = config.tensor_model_parallel_size
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(config.params_dtype, "fp32")
-    heads, kv_heads = (
-        config.num_attention_heads // tp,
-        max(config.num_query_groups // tp, 1),
-    )
-    layers = {kind: count for (kind, _), count in kinds.items()}
-    layers = layers if "window" in layers else config.num_layers
-    return Model(
-        heads,
-        kv_heads,
-        config.kv_channels,
-        dtype=dtype,
-        hidden=config.hidden_size,
-        layers=layers,
-    )
+    heads, kv_heads = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
+    sizes = {"dtype": dtype, "hidden": config.hidden_size, "layers": kinds(config)[0]}
+    return Model(heads, kv_heads, config.kv_channels, **sizes)
 
 
-def masks_of(config: Any) -> Any:
-    """The mask of each kind; None where all layers are causal."""
-    kinds = {name: sliding_window(window) if window > 0 else causal() for name, window in _kinds(config)}
-    return kinds if "window" in kinds else None
-
-
-def _kinds(config: Any) -> list[tuple[str, int]]:
-    return [kind_of(config, number) for number in range(1, config.num_layers + 1)]
+def kinds(config: Any) -> tuple[Any, Any]:
+    """As `kinds_of`."""
+    windows = [kind_of(config, number)[1] for number in range(1, config.num_layers + 1)]
+    return kinds_of(windows, "full", "window")
 
 
 def kind_of(config: Any, layer_number: int) -> tuple[str, int]:

@@ -1,46 +1,43 @@
-"""What adapters of trainers share: a loader from the plain fields of a config file, and groups of ranks."""
+"""What adapters of trainers share: kinds of attention by the windows of layers, passes, and groups of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import read_text
-from apportion.ir.request.cluster import Cluster
+from apportion.ir.masks.specs import causal, sliding_window
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 
 
-def configured_loader(
-    dataset: str,
-    given: Sequence[Any],
-    *,
-    ranks: int,
-    positions: int,
-    token_file: str | None = None,
-    cluster: str | None = None,
-    masks: Any = None,
-    **options: Any,
-) -> PlannedLoader:
-    """dataset: "module.function", called with `given`. cluster: a file, by default one node of `ranks`. positions: that
-    the model knows. masks: where the dataset has none. token_file: of a service, by default that of the environment.
-    Raises ConfigError, and as the loader.
-    """
-    data = _named(dataset)(*given)
-    if (longest := max(data.lengths)) > positions:
-        rule = f"the model's positions end there, and a document has {longest} tokens"
-        raise ConfigError("sequence length", positions, rule, "raise it, or cut the document")
-    token = None if token_file is None else read_text(Path(token_file)).strip()
-    planned_for = Cluster.load(cluster) if cluster else Cluster(1, ranks)
-    own = getattr(data, "masks", None)
-    return PlannedLoader(data, planned_for, token=token, masks=masks if own is None else own, **options)
+def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
+    """(`layers` of a Model, the mask of each kind) of layers that see so many tokens, 0 or fewer for all. full, window:
+    what the trainer calls the kinds. Where all layers are causal: their number, and None."""
+    names = [window if tokens > 0 else full for tokens in windows]
+    if window not in names:
+        return len(names), None
+    kinds = zip(names, windows, strict=True)
+    return dict(Counter(names)), {name: sliding_window(own) if own > 0 else causal() for name, own in kinds}
+
+
+def count_planned(parts: Iterable[Any], attribute: str, planned: type, remedy: str) -> int:
+    """How many layers of a model's parts on this stage have planned attention as `attribute`. Raises ConfigError where
+    one has another."""
+    found = 0
+    for name, module in (named for part in parts for named in part.named_modules()):
+        if (own := getattr(module, attribute, None)) is None:
+            continue
+        if not isinstance(own, planned):
+            given = type(own).__name__
+            raise ConfigError(f"{name}.{attribute}", given, "would not know the plan", remedy)
+        found += 1
+    return found
 
 
 def endless(loader: PlannedLoader) -> Iterator[PlannedBatch]:
@@ -69,11 +66,3 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     shares: Any = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
     own, hosts = shares()[0], shares(backend="gloo")[0]
     return Communicator(own, hosts=hosts)
-
-
-def _named(path: str) -> Any:
-    module, _, function = path.rpartition(".")
-    found = getattr(import_module(module), function, None) if module else None
-    if found is None:
-        raise ConfigError("dataset", path, "must name a function", 'write "module.function"')
-    return found

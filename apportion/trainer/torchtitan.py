@@ -10,14 +10,19 @@ of all ranks and sums gradients by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from apportion.ir.errors import MissingDependencyError
-from apportion.trainer.shared import communicator_of, configured_loader, endless, require
+from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.fields import read_text
+from apportion.ir.request.cluster import Cluster
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.shared import communicator_of, count_planned, endless, require
 from apportion.trainer.step.wiring import require_calls
 
 try:
@@ -29,22 +34,16 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
 
-from apportion.trainer.torchtitan_attention import (
-    PlannedMasks,
-    PlannedSelectiveAC,
-    layers_of,
-    masks_of,
-    model_of,
-)
+from apportion.trainer.torchtitan_attention import PlannedAttention, PlannedMasks, PlannedSelectiveAC, job_of
 
-_OWN = ("dataset", "dataset_path", "infinite", "_seat")  # of the loader's fields, not the planned loader's
+_PLAIN = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
 _TOLD = ("tokens_per_s", "waited_s", "sent_bytes_per_layer", "fallbacks")
 _ATTENTION = "apportion.trainer.torchtitan_attention"
 _OVERRIDES = [f"{_ATTENTION}.planned_flex", f"{_ATTENTION}.planned_varlen"]
 
 
 class PlannedDataLoader(BaseDataLoader):
-    """`configured_loader`; the dataset is called with Titan's tokenizer and dataset_path."""
+    """A planned loader of `dataset`, "module.function", which is called with Titan's tokenizer and dataset_path."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -66,12 +65,23 @@ class PlannedDataLoader(BaseDataLoader):
     ) -> None:
         require("training.local_batch_size", titan["local_batch_size"], 1, "documents lie end to end")
         seat = {"tp": 1, **(config._seat or {})}
-        options = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _OWN}
-        options["rows_multiple"] *= seat.pop("tp")
-        given = (tokenizer, config.dataset_path)
-        options |= {"ranks": dp_world_size, "positions": seq_len, "drop_last": config.infinite, **seat}
-        self.loader = configured_loader(config.dataset, given, **options)
+        try:
+            make = resolve_name(config.dataset)
+        except (AttributeError, ValueError) as error:
+            rule = f"must name a function ({error})"
+            raise ConfigError("dataset", config.dataset, rule, 'write "module.function"') from error
+        data = make(tokenizer, config.dataset_path)
+        if (longest := max(data.lengths)) > seq_len:
+            rule = f"the model's positions end there, and a document has {longest} tokens"
+            raise ConfigError("sequence length", seq_len, rule, "raise it, or cut the document")
+        options = {name: getattr(config, name) for name in _PLAIN}
+        options["rows_multiple"] = config.rows_multiple * seat.pop("tp")
+        options["token"] = None if config.token_file is None else read_text(Path(config.token_file)).strip()
+        if getattr(data, "masks", None) is not None:
+            seat.pop("masks", None)
+        cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, dp_world_size)
         self.infinite = config.infinite
+        self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for b in endless(self.loader) if self.infinite else self.loader:
@@ -100,7 +110,8 @@ class PlannedTrainer(Trainer):
         job = self.dataloader.loader.job
         taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         require("microbatches of global_batch_size", taken, job.microbatches, "a step is an iteration")
-        self.planned_layers = len(layers_of(self.model_parts))
+        remedy = 'build the layers with attn_backend="flex" or "varlen"'
+        self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
 
     def init_distributed(self) -> Any:
         config, dims = self.config, super().init_distributed()
@@ -111,9 +122,8 @@ class PlannedTrainer(Trainer):
         ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
         groups = (
             ranks.transpose(1, 2).flatten(0, 1).tolist()
-        )  # with equal places in pipeline and tensor parallelism
-        seat = {"model": model_of(config), "masks": masks_of(config), "communicator": communicator_of(groups)}
-        seat["tp"] = dims.tp
+        )  # equal places in pipeline and tensor parallelism
+        seat = {**job_of(config), "communicator": communicator_of(groups), "tp": dims.tp}
         config.validator = replace(config.validator)
         for owner in (config, config.validator):
             if isinstance(owner.dataloader, PlannedDataLoader.Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +14,8 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from apportion.ir.errors import ConfigError
-from apportion.ir.masks.specs import causal, sliding_window
 from apportion.ir.request.model import Model
+from apportion.trainer.shared import kinds_of
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Titan calls them
@@ -58,21 +56,6 @@ class PlannedAttention(Module):
         return call() if transform is None else transform(*call(return_lse=True))
 
 
-def layers_of(parts: Any) -> list[PlannedAttention]:
-    """Planned attention of the model's parts on this stage. Raises ConfigError where a layer has another."""
-    own = {
-        name: module.inner_attention
-        for part in parts
-        for name, module in part.named_modules()
-        if hasattr(module, "inner_attention")
-    }
-    for name, attention in own.items():
-        if not isinstance(attention, PlannedAttention):
-            rule, remedy = "would not know the plan", 'build the layers with attn_backend="flex" or "varlen"'
-            raise ConfigError(f"{name}.inner_attention", type(attention).__name__, rule, remedy)
-    return list(own.values())
-
-
 @override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")
 def planned_flex(config: FlexAttention.Config) -> Any:
     return derive(config, PlannedAttention.Config)
@@ -95,24 +78,14 @@ class PlannedSelectiveAC(SelectiveAC):
         return {*super().get_save_ops(), torch.ops.apportion.attend.default}
 
 
-def model_of(config: Trainer.Config) -> Model:
-    """Heads of one tensor-parallel rank, dtype and kinds."""
+def job_of(config: Trainer.Config) -> dict[str, Any]:
+    """model: heads of one tensor-parallel rank, dtype and kinds; masks: of each kind, None where all are causal."""
     model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
     attention = model.first_attention
     heads, kv_heads = attention.n_heads, attention.n_kv_heads or attention.n_heads
-    kinds = Counter(WINDOW if _window(layer) else FULL for layer in model.layers)
-    layers = kinds.total() if list(kinds) == [FULL] else dict(kinds)
+    windows = [getattr(layer.attention, "sliding_window_size", None) or 0 for layer in model.layers]
+    layers, masks = kinds_of(windows, FULL, WINDOW)
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
     head_dim = attention.head_dim or model.dim // heads
-    return Model(heads // tp, kv_heads // tp, head_dim, dtype=dtype, hidden=model.dim, layers=layers)
-
-
-def masks_of(config: Trainer.Config) -> Any:
-    """The mask of each kind; None where all layers are causal."""
-    windows = {_window(layer) for layer in config.model_spec.model.layers}
-    kinds = {WINDOW if window else FULL: sliding_window(window) if window else causal() for window in windows}
-    return None if windows == {None} else kinds
-
-
-def _window(layer: Any) -> int | None:
-    return getattr(layer.attention, "sliding_window_size", None)
+    shape = Model(heads // tp, kv_heads // tp, head_dim, dtype=dtype, hidden=model.dim, layers=layers)
+    return {"model": shape, "masks": masks}

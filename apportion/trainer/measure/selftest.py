@@ -113,8 +113,14 @@ def _rows(
         got, forward_ms, backward_ms = _run(planned, rows)
         error = _error(got, exact, device)
         yield {
-            **{"engine": name, "kind": kind, "dtype": dtype, "error": error, "plain_error": plain_error},
-            **{"forward_ms": forward_ms, "backward_ms": backward_ms, "ok": error <= bound},
+            "engine": name,
+            "kind": kind,
+            "dtype": dtype,
+            "error": error,
+            "plain_error": plain_error,
+            "forward_ms": forward_ms,
+            "backward_ms": backward_ms,
+            "ok": error <= bound,
         }
 
 
