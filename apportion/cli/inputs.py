@@ -11,6 +11,7 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from apportion.bench import Source
+    from apportion.ir.bytes.codec import Plan
     from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from apportion.ir.request.policy import Recipe
     from apportion.ir.request.sampling import MaskSpec
     from apportion.ir.request.workload import Workload
+
+
+def refuse(given: Mapping[str, Any], rule: str, remedy: str) -> None:
+    """Raise ConfigError for the first option that is given (not None), where it may not stand."""
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(option, str(value), rule, f"{remedy} {option}")
 
 
 def need(package: str, extra: str, purpose: str) -> None:
@@ -52,14 +60,19 @@ def cluster_of(
         if per_node is not None and ranks % per_node:
             raise ConfigError("--ranks-per-node", per_node, f"must divide --ranks {ranks}", "write a divisor")
         return bench.cluster_of(ranks, per_node, hardware)
-    for option, value in (("--ranks", ranks), ("--ranks-per-node", per_node)):
-        if value is not None:
-            raise ConfigError(
-                option, value, "the cluster file says this already", f"drop {option} or --cluster"
-            )
+    said = {"--ranks": ranks, "--ranks-per-node": per_node}
+    refuse(said, "the cluster file says this already", "drop --cluster or")
     cluster = Cluster.load(file)
     warn_of_mismatch(hardware, cluster)
     return cluster
+
+
+def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
+    """As `hardware_of`; where it was measured on other links or kernels than the plan's, stderr says so."""
+    found, request = hardware_of(name), plan.request
+    warn_of_mismatch(found, request.cluster)
+    warn_of_dtype(found, request.model)
+    return found
 
 
 def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
@@ -202,17 +215,9 @@ def samples_of(files: Files) -> Workload | None:
 
 def refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any = None) -> None:
     """Raises ConfigError for what is drawn by, beside a batch that is there."""
-    given = {
-        "--workload": files.workload,
-        "--lengths": files.lengths,
-        "--mask": mask,
-        "--tokens-per-rank": tokens,
-        "--batches": batches,
-    }
-    for option, value in given.items():
-        if value is not None:
-            rule = f"the batch {files.batch} is taken as it is, nothing is drawn"
-            raise ConfigError(option, str(value), rule, f"drop {option} or --batch")
+    given = {"--workload": files.workload, "--lengths": files.lengths, "--mask": mask}
+    given |= {"--tokens-per-rank": tokens, "--batches": batches}
+    refuse(given, f"the batch {files.batch} is taken as it is, nothing is drawn", "drop --batch or")
 
 
 def warn_of_skipped(skipped: int, tokens: int) -> None:
@@ -251,12 +256,8 @@ def _number_or_auto(option: str, text: str, usual: int) -> int | str:
     if text == "auto":
         return text
     if not (text.isascii() and text.isdigit() and 0 < len(text.lstrip("0")) < 10):
-        raise ConfigError(
-            option,
-            text,
-            "must be one positive whole number, or auto",
-            f"write {option} {usual} or {option} auto",
-        )
+        remedy = f"write {option} {usual} or {option} auto"
+        raise ConfigError(option, text, "must be one positive whole number, or auto", remedy)
     return int(text)
 
 
@@ -267,7 +268,6 @@ def integers(option: str, text: str, low: int, high: int) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(
-            option, text, "must be whole numbers, separated by commas", f"write {option} 8,64"
-        ) from None
+        rule = "must be whole numbers, separated by commas"
+        raise ConfigError(option, text, rule, f"write {option} 8,64") from None
     return [integer(option, number, low, high) for number in numbers]

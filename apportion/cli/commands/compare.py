@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
-
-if TYPE_CHECKING:
-    pass
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
@@ -70,8 +67,7 @@ def compare(
     from apportion import comparison as engine
     from apportion.cli.printed import comparison
 
-    if html is not None:
-        files.check_output("--html", html)
+    files.check_output("--html", html)
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)

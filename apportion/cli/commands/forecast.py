@@ -180,10 +180,9 @@ def _planned(
         return []
     if not search:
         return recipe_parallelisms(recipes, degrees)
-    for name in ("tensor", "pipeline", "virtual"):
-        if getattr(degrees, name) > 1:
-            rule = "is what --search tries"
-            raise ConfigError(f"--{name}", getattr(degrees, name), rule, f"drop --search or --{name}")
+    given = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual")}
+    given = {name: degree if degree > 1 else None for name, degree in given.items()}
+    inputs.refuse(given, "is what --search tries", "drop --search or")
     return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -68,8 +68,7 @@ def plan(
     from apportion.ir.bytes.transport import compressed
     from apportion.ir.plan.summary import plan_rows
 
-    if output is not None:
-        files.check_output("--output", output)
+    files.check_output("--output", output)
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     sources = inputs.Files(batch, lengths, workload, model)
@@ -133,11 +132,9 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
 
     the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
     violations = check(the_plan, threads)
-    record = {
-        "id": the_plan.id.hex(),
-        "ok": not violations,
-        "violations": [_violation(item) for item in violations],
-    }
+    names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
+    told = [{name: getattr(item, name) for name in names} for item in violations]
+    record = {"id": the_plan.id.hex(), "ok": not violations, "violations": told}
     verdict = count(len(violations), "violation") if violations else "every rule holds"
     emit(
         record,
@@ -146,11 +143,6 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
         *(lambda item=item: str(item) for item in violations),
     )
     raise typer.Exit(FAILED if violations else OK)
-
-
-def _violation(item: Any) -> dict[str, Any]:
-    names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
-    return {name: getattr(item, name) for name in names}
 
 
 def show(
@@ -183,40 +175,22 @@ def show(
       apportion show first.plan --svg first.svg --phase backward
     """
     if svg is None:
-        _refuse_without_svg({"--kind": kind, "--phase": phase, "--hardware": hardware})
-    else:
-        files.check_output("--svg", svg)
+        drawn = {"--kind": kind, "--phase": phase, "--hardware": hardware}
+        inputs.refuse(drawn, "says what is drawn, and nothing is", "add --svg or drop")
+    files.check_output("--svg", svg)
     the_plan = files.read_plan(plan)
-    if rank is not None:
-        _check_rank(the_plan, rank)
+    if rank is not None and rank >= the_plan.header.ranks:
+        rule = f"the plan has ranks 0 to {the_plan.header.ranks - 1}"
+        raise ConfigError("--rank", rank, rule, "name one of these")
     if svg is not None:
-        _draw(the_plan, svg, kind, phase or "forward", hardware)
+        from apportion.cli.pictures.draw import draw
+
+        used = inputs.hardware_for(hardware, the_plan)
+        files.write(svg, draw(the_plan, kind, phase or "forward", used).encode())
     if rank is None:
         _show_plan(the_plan, svg, as_json)
     else:
         _show_rank(the_plan, rank, as_json)
-
-
-def _refuse_without_svg(given: Mapping[str, str | None]) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                option, value, "says what is drawn, and nothing is", f"add --svg or drop {option}"
-            )
-
-
-def _check_rank(plan: Plan, rank: int) -> None:
-    if rank >= plan.header.ranks:
-        rule = f"the plan has ranks 0 to {plan.header.ranks - 1}"
-        raise ConfigError("--rank", rank, rule, "name one of these")
-
-
-def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | None) -> None:
-    from apportion.cli.pictures.draw import draw
-
-    the_hardware = inputs.hardware_of(hardware)
-    inputs.warn_of_mismatch(the_hardware, plan.request.cluster)
-    files.write(path, draw(plan, kind, phase, the_hardware).encode())
 
 
 def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
@@ -233,22 +207,14 @@ def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
         "svg": None if svg is None else str(svg),
     }
     title = f"plan {record['id'][:16]}, recipe {plan.header.recipe}"
-    emit(
-        record,
-        as_json,
+    views: list[Callable[[], RenderableType]] = [
         lambda: printed.summary(title, summary.plan_rows(plan.report)),
         lambda: printed.picture(plan),
         lambda: printed.programs_table(record["programs"]),
-        *_tried(plan),
-    )
-
-
-def _tried(plan: Plan) -> list[Callable[[], RenderableType]]:
-    """What a search tried, where there was one."""
-    from apportion.cli.printed import plans as printed
-
-    search = plan.report.get("search")
-    return [] if search is None else [lambda: printed.search_table(search)]
+    ]
+    if (search := plan.report.get("search")) is not None:
+        views.append(lambda: printed.search_table(search))
+    emit(record, as_json, *views)
 
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
@@ -276,11 +242,10 @@ def diff(
     """
     from apportion.report.diff import diff as compare
 
-    if html is None and hardware is not None:
+    if html is None:
         rule = "says what the page's times are of, and there is none"
-        raise ConfigError("--hardware", hardware, rule, "add --html or drop --hardware")
-    if html is not None:
-        files.check_output("--html", html)
+        inputs.refuse({"--hardware": hardware}, rule, "add --html or drop")
+    files.check_output("--html", html)
     plans = [(str(path), files.read_plan(path)) for path in (left, right)]
     found = compare(*(plan for _, plan in plans))
     if html is not None:

@@ -45,12 +45,9 @@ def simulate(
     from apportion.cli.printed import timelines
     from apportion.planner.simulate import simulate as run
 
-    if trace is not None:
-        files.check_output("--trace", trace)
-    the_plan, the_hardware = files.read_plan(plan), inputs.hardware_of(hardware)
-    inputs.warn_of_mismatch(the_hardware, the_plan.request.cluster)
-    inputs.warn_of_dtype(the_hardware, the_plan.request.model)
-    found = run(the_plan, the_hardware)
+    files.check_output("--trace", trace)
+    the_plan = files.read_plan(plan)
+    found = run(the_plan, inputs.hardware_for(hardware, the_plan))
     if trace is not None:
         files.write(trace, json.dumps(found.trace(), separators=(",", ":")).encode())
     record = {

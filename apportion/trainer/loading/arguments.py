@@ -61,7 +61,7 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 def masks_here(dataset: Dataset, masks: Masks) -> Masks:
     """As given or as the dataset has them. Raises ConfigError for what cannot be masks."""
     found: Masks = getattr(dataset, "masks", None) if masks is None else masks
-    if isinstance(found, str) or not (found is None or isinstance(found, Mask | Sized)):
+    if isinstance(found, str) or not isinstance(found, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one a sample"
         raise ConfigError("masks", found, rule, "write ap.masks.causal()")
     return found
@@ -83,13 +83,12 @@ def check_kinds(job: Job, masks: Masks) -> None:
 
 def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[Any] | None:
     """The trainer's own order of the samples. Raises ConfigError where it is none, or is to be shuffled."""
-    shuffles = shuffle is not None and flag("shuffle", shuffle)
     if sampler is None:
         return None
     if isinstance(sampler, str) or not isinstance(sampler, Iterable):
         rule = "must be iterable, and give the sample numbers of each iteration"
         raise ConfigError("sampler", sampler, rule, "give lists, as torch's BatchSampler makes them")
-    if shuffles:
+    if shuffle is not None and flag("shuffle", shuffle):
         rule = "is of the default order, and a sampler gives another"
         raise ConfigError("shuffle", shuffle, rule, "leave it or the sampler out")
     return sampler
@@ -97,11 +96,9 @@ def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[
 
 def shifted_of(shifted: Collection[str]) -> frozenset[str]:
     """The names of fields. Raises ConfigError, also for a single name, whose letters would be names."""
-    listed = isinstance(shifted, Iterable) and not isinstance(shifted, str)
-    names = list(shifted) if listed else [None]
-    if not all(isinstance(one, str) for one in names):
+    if isinstance(shifted, str) or not all(isinstance(one, str) for one in shifted):
         raise ConfigError("shifted", shifted, "must be a list of fields' names", 'write ["labels"]')
-    return frozenset(map(str, names))
+    return frozenset(shifted)
 
 
 def communicator_of(job: Job, given: Communicator | None) -> Communicator:
@@ -111,9 +108,7 @@ def communicator_of(job: Job, given: Communicator | None) -> Communicator:
         raise ConfigError("communicator", found, "must be a Communicator", "make one of the process group")
     if found.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
-        remedy = (
-            "initialise torch.distributed with as many before the loader is made, or give another cluster"
-        )
+        remedy = "initialise torch.distributed before the loader is made, or give another cluster"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
     return found
 

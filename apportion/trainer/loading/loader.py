@@ -9,12 +9,12 @@ Whoever plans, the loader does the same: a service, a folder of plans made befor
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import ArrayLike
@@ -57,13 +57,6 @@ from apportion.trainer.loading.sources.source import Source
 from apportion.trainer.loading.worker_processes import PREFETCHED, Collecting, Share
 
 
-class Sampler(Protocol):
-    """The iterations of a pass: of each a list of microbatches of sample numbers, or a flat list of sample numbers
-    (one microbatch, or a recipe that packs). The same on all ranks. May have `set_epoch(epoch)`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
 class PlannedLoader:
     """Iterates over a dataset in planned microbatches; every rank makes one with equal arguments.
 
@@ -82,10 +75,12 @@ class PlannedLoader:
     `token` (by default APPORTION_TOKEN of the environment), and with https `ca`, a PEM file of certificates, where the
     system's do not do. A folder: plans that `apportion precompute` made. Or a `Source`.
 
-    sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
-    (`set_epoch`), or one after another without `shuffle`. lookahead: iterations that rank 0 submits before they are
-    needed; what a source does not know when it is needed, any rank submits. workers: torch data-loader processes that
-    fetch plans and read samples; 0 is a thread that fetches, and samples are read where they are used.
+    sampler: of each iteration of a pass a list of microbatches of sample numbers, or a flat list of sample numbers (one
+    microbatch, or a recipe that packs), the same on all ranks; may have `set_epoch(epoch)`. By default samples fill
+    microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or one after another without `shuffle`.
+    lookahead: iterations that rank 0 submits before they are needed; what a source does not know when it is needed,
+    any rank submits. workers: torch data-loader processes that fetch plans and read samples; 0 is a thread that
+    fetches, and samples are read where they are used.
 
     replicas: where several groups of ranks train together (data parallel over context parallel), a process group of
     the ranks that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of
@@ -119,7 +114,7 @@ class PlannedLoader:
         ca: str | Path | None = None,
         lengths: ArrayLike | None = None,
         masks: Masks = None,
-        sampler: Sampler | None = None,
+        sampler: Iterable[Any] | None = None,
         microbatches: int = 1,
         recipe: str | Mapping[str, Any] | Recipe | Policy = "fcp",
         seed: int | None = None,

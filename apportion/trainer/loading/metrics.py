@@ -128,9 +128,11 @@ def _imbalance(values: Sequence[float]) -> float:
 
 def as_bits(values: Sequence[float]) -> list[int]:
     """float64 as int64."""
-    return np.array(values, np.float64).view(np.int64).tolist()
+    bits: list[int] = np.array(values, np.float64).view(np.int64).tolist()
+    return bits
 
 
 def as_floats(bits: Sequence[int]) -> list[float]:
     """The inverse of `as_bits`."""
-    return np.array(bits, np.int64).view(np.float64).tolist()
+    values: list[float] = np.array(bits, np.int64).view(np.float64).tolist()
+    return values

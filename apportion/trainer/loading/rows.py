@@ -193,7 +193,11 @@ def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form)
     where the plan is of other batches."""
     wanted.check(piece)
     for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
-        yield local_rows(own, batch, lambda sequence, own=samples: dataset[int(own[sequence])], samples, form)
+
+        def read(sequence: int, samples: Ints = samples) -> Sample:
+            return dataset[int(samples[sequence])]
+
+        yield local_rows(own, batch, read, samples, form)
 
 
 def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,7 @@ transformers); the documents become a mask of the row, and the columns are left 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,6 @@ from apportion.trainer.loading.rows import TOKENS, Dataset
 
 LENGTHS, POSITIONS, ATTENTION = "seq_lengths", "position_ids", "attention_mask"
 _READ = 1000  # samples at a time
-
-
-class MapStyle(Protocol):
-    """What `Samples` reads."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def __len__(self) -> int: ...
 
 
 class Samples(Dataset):
@@ -48,7 +40,7 @@ class Samples(Dataset):
 
     def __init__(
         self,
-        dataset: MapStyle,
+        dataset: Dataset,
         *,
         columns: Collection[str] | None = None,
         mask: MaskSpec | None = None,
@@ -82,7 +74,8 @@ class Samples(Dataset):
         return len(self.kept)
 
     def __getitem__(self, index: int) -> Any:
-        sample, length = self._dataset[int(self.kept[index])], int(self.lengths[index])
+        sample: Any = self._dataset[int(self.kept[index])]
+        length = int(self.lengths[index])
         if not isinstance(sample, Mapping):
             return sample[:length]
         names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
@@ -92,7 +85,7 @@ class Samples(Dataset):
         return {name: value[:length] if np.ndim(value) else value for name, value in found.items()}
 
 
-def _packs(dataset: MapStyle) -> Iterator[list[int]]:
+def _packs(dataset: Dataset) -> Iterator[list[int]]:
     """The lengths of each sample's documents."""
     names = getattr(dataset, "column_names", None)
     if names is None or not hasattr(dataset, "with_format"):

@@ -78,7 +78,7 @@ class AttentionRow:
 
 
 #: phase -> what a row has of an engine, by the names of fields
-Times = Mapping[str, Mapping[str, float | None]]
+Times = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
