@@ -149,20 +149,10 @@ class Files(NamedTuple):
         """Those that are there."""
         return [str(path) for path in self[:3] if path is not None]
 
-
-def batch_of(files: Files, tokens: int, seed: int, mask: str | None = None) -> tuple[Batch, int]:
-    """The batch, and how many samples were larger than `tokens` and so skipped. Raises ConfigError."""
-    from apportion.ir.request.batch import Batch
-
-    if len(files.given) != 1:
-        rule = "exactly one of --batch, --lengths and --workload must be there"
-        raise ConfigError("input", files.given or "nothing", rule, "name one file")
-    samples = samples_of(files)
-    if samples is None:
-        return Batch.load(files.given[0]), 0
-    drawn, skipped = _source(samples, mask, files.model).batch(tokens, seed)
-    warn_of_skipped(skipped, tokens)
-    return drawn, skipped
+    def not_one(self, options: str, how: str = "exactly") -> ConfigError:
+        """Where there are several, or none."""
+        rule = f"{how} one of {options} may be there"
+        return ConfigError("input", self.given or "nothing", rule, "name one file")
 
 
 def batches_of(
@@ -178,12 +168,14 @@ def batches_of(
     """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
     seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch. Raises
     ConfigError."""
-    if files.batch is not None:
-        refuse_with_batch(files, mask, tokens_per_rank, batches)
-        return [batch_of(files, 0, seed)[0]], 0
+    from apportion.ir.request.batch import Batch
+
     if len(files.given) > 1:
-        rule = "at most one of --batch, --lengths and --workload may be there"
-        raise ConfigError("--workload", str(files.workload), rule, "name one file")
+        raise files.not_one("--batch, --lengths and --workload", "at most")
+    if files.batch is not None:
+        given = {"--mask": mask, "--tokens-per-rank": tokens_per_rank, "--batches": batches}
+        refuse(given, f"the batch {files.batch} is taken as it is, nothing is drawn", "drop --batch or")
+        return [Batch.load(files.batch)], 0
     source = _source(samples_of(files), mask, files.model, longest)
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
@@ -211,13 +203,6 @@ def samples_of(files: Files) -> Workload | None:
     if files.workload is not None:
         return read_workload(files.workload)
     return None if files.lengths is None else read_lengths(files.lengths)
-
-
-def refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any = None) -> None:
-    """Raises ConfigError for what is drawn by, beside a batch that is there."""
-    given = {"--workload": files.workload, "--lengths": files.lengths, "--mask": mask}
-    given |= {"--tokens-per-rank": tokens, "--batches": batches}
-    refuse(given, f"the batch {files.batch} is taken as it is, nothing is drawn", "drop --batch or")
 
 
 def warn_of_skipped(skipped: int, tokens: int) -> None:

@@ -94,11 +94,10 @@ def warmup(
         if not COMPILES:
             raise ConfigError("--into", str(into), "nothing is compiled under NUMBA_DISABLE_JIT", "unset it")
         shelf.write_into(into)
-    from apportion.ir.loops.jit import compiling
     from apportion.planner import warm
 
     cases = warm.cases_of(inputs.recipes_of(recipes))
-    with progress("compiling", len(cases), not as_json, lambda: count(compiling.loops, "loop")) as report:
+    with progress("compiling", len(cases), not as_json) as report:
         found = warm.warm(cases, report)
     emit(found._asdict(), as_json, lambda: _warmed(found))
 

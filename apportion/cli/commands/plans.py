@@ -72,10 +72,10 @@ def plan(
     the_hardware = inputs.hardware_of(hardware)
     the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
     sources = inputs.Files(batch, lengths, workload, model)
-    if batch is not None and len(sources.given) == 1:
-        inputs.refuse_with_batch(sources, mask, tokens_per_rank)
+    if len(sources.given) != 1:
+        raise sources.not_one("--batch, --lengths and --workload")
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    the_batch, skipped = inputs.batch_of(sources, tokens, seed, mask)
+    (the_batch,), skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, None, 1, seed)
     the_recipe = inputs.recipe_of(recipe, block, pods)
     job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
     if server is not None:
