@@ -20,7 +20,7 @@ from apportion.ir.errors import MissingDependencyError
 from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import IGNORED
 
 try:
     from nemo_automodel.components.distributed.context_parallel.sharder import (

@@ -24,9 +24,10 @@ from apportion.ir.request.hf_config import masks_of
 from apportion.trainer.epochs import Epochs
 from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.rows import LOSS_MASKS, WEIGHTS
+from apportion.trainer.loading.rows import LOSS_MASKS
 from apportion.trainer.loading.samples import Samples
 from apportion.trainer.step import wiring
+from apportion.trainer.step.microbatch import WEIGHTS
 
 try:
     import accelerate  # noqa: F401

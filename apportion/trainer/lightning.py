@@ -26,6 +26,7 @@ from apportion.trainer.epochs import Epochs
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step import wiring
+from apportion.trainer.step.microbatch import require_calls
 from apportion.trainer.step.shares import check_share
 
 try:
@@ -94,7 +95,7 @@ class Planned:
         iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
         tokens. Every rank calls it. Raises ConfigError where a step is not an iteration, ExecutionError where attention
         has not used the batch's plan, in one layer or in all."""
-        wiring.require_calls(
+        require_calls(
             batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
         )
         check_share(share, batch, None)

@@ -23,7 +23,7 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import count_planned, endless, require
-from apportion.trainer.step.wiring import require_calls
+from apportion.trainer.step.microbatch import require_calls
 
 try:
     from megatron.core import parallel_state

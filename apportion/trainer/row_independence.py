@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.ir.errors import ConfigError
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import IGNORED
 
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
 Arguments = Callable[[Tensor, Tensor, Tensor, float, int, Any], dict[str, Any]]

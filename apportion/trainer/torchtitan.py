@@ -23,7 +23,7 @@ from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import communicator_of, count_planned, endless, require
-from apportion.trainer.step.wiring import require_calls
+from apportion.trainer.step.microbatch import require_calls
 
 try:
     import tyro

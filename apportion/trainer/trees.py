@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,9 +76,8 @@ class Predictions:
 
     def to(self, device: torch.device | str) -> Predictions:
         """The same there."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items()}
-        return replace(self, **moved)
+        moved = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """[n] log-probabilities of the targets, differentiable, in float32 (float64 for float64).

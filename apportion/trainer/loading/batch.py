@@ -6,49 +6,36 @@ x [rows, ...]        ──roll(x, 1)──► of each row the one of its next t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from warnings import warn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints, group_of
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
-from apportion.trainer.loading.rows import WEIGHTS
 from apportion.trainer.step import wiring
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import Microbatch
 
 HIDDEN = ("fields", "batch", "_replicas", "_places")  # from as_dict
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedBatch:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedBatch(Microbatch):
     """One rank's share of one microbatch; rows are in the plan's home layout, with padding behind them where the loader
     pads."""
 
-    tokens: Tensor  # [rows] int64 token ids
     position_ids: Tensor  # [rows] int64
-    labels: Tensor  # [rows] int64, of the token to predict; IGNORED where there is nothing to
-    handle: PlanHandle
-    iteration: int
-    microbatch: int
-    is_last: bool  # of its iteration: step the optimizer after it
-    valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
-    total_weight: float  # their loss weights; as many where samples have none
-    fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
     sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
-    _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
     _places: list[Places] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,9 +43,13 @@ class PlannedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors there."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = _moved(tensors, device, non_blocking)
-        return replace(self, **moved, fields=_moved(self.fields, device, non_blocking))
+        held = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = tree_map_only(
+            Tensor,
+            lambda one: one.to(device, non_blocking=non_blocking),
+            {**held, "fields": dict(self.fields)},
+        )
+        return replace(self, **moved)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
@@ -68,33 +59,6 @@ class PlannedBatch:
             rule = "is the name of something that the batch itself has"
             raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")
         return {**self.fields, **{name: getattr(self, name) for name in shown}}
-
-    def check_unweighted(self, loss: str) -> None:
-        """Raises ConfigError where the samples have loss weights, which `loss` would ignore."""
-        if WEIGHTS in self.fields:
-            rule, remedy = (
-                f"{loss} has no weights",
-                "use normalised_loss(..., weights=) in a loop of your own",
-            )
-            raise ConfigError(WEIGHTS, "a field of the samples", rule, remedy)
-
-    def check_loss(self, divisor: float, weighted: bool) -> None:
-        """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
-        Warns where a kind is not called: its layers may be on another stage. Raises ConfigError, ExecutionError."""
-        wiring.require_calls(self.handle, 0, 1, "hand batch.handle on to every layer of the model")
-        if WEIGHTS in self.fields and not weighted:
-            remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
-            raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
-        if unused := sorted({*self.handle.kinds} - self.handle.called):
-            warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
-        own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
-        here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
-        if divisor not in own and divisor == here:
-            rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
-            remedy = (
-                "give batch.valid_tokens; with weights, batch.total_weight or the sum of yours over all ranks"
-            )
-            raise ConfigError("valid_tokens", divisor, rule, remedy)
 
     # ---- token tensors
 
@@ -186,12 +150,6 @@ class Places:
         rank[self.tokens] = group_of(self.counts)
         row[self.tokens] = np.concatenate([np.arange(count) for count in self.counts.tolist()])
         return rank, row
-
-
-def _moved(
-    tensors: Mapping[str, Tensor], device: torch.device | str, non_blocking: bool
-) -> dict[str, Tensor]:
-    return {name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()}
 
 
 def _ahead(labels: Ints, steps: int) -> Ints:

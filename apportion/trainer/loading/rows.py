@@ -22,11 +22,11 @@ from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.iterations import Wanted
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import IGNORED, WEIGHTS
 
 Sample = ArrayLike | Tensor | Mapping[str, Any]
 
-TOKENS, LABELS, WEIGHTS = "input_ids", "labels", "loss_weights"
+TOKENS, LABELS = "input_ids", "labels"
 SHIFTED = (LABELS, WEIGHTS)
 NOWHERE = -1  # sample, and place in it, of padding
 _COMPARED = 16  # samples that ranks share, of a microbatch

@@ -7,10 +7,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from apportion.ir.errors import ConfigError
+from apportion.trainer.step.microbatch import IGNORED as IGNORED
 from apportion.trainer.step.shares import batch_of, check_share
-
-#: the label of tokens that predict nothing, as torch has it
-IGNORED = -100
 
 
 def normalised_loss(

@@ -13,13 +13,14 @@ from torch.compiler import is_compiling
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
+from apportion.trainer.step.microbatch import Microbatch
 from apportion.trainer.step.reductions import Reduction, reduction_of
 
 _SCALED = 65536  # by torch's GradScaler, to begin with
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
 
-def batch_of(labels: Tensor) -> wiring.Watched | None:
+def batch_of(labels: Tensor) -> Microbatch | None:
     """The batch whose labels these are, or a view or, until ranks were compared, a copy of them. Raises ConfigError for
     its tokens, and for labels that are shifted once more."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
@@ -34,7 +35,7 @@ def batch_of(labels: Tensor) -> wiring.Watched | None:
             if viewed and 1 < labels.numel() == behind.numel() and labels.data_ptr() == behind.data_ptr():
                 rule = "are those of the next token already, and would be shifted once more"
                 raise ConfigError("labels", "batch.labels[1:]", rule, "give batch.labels, and all logits")
-            found: wiring.Watched = batch
+            found: Microbatch = batch
             return found
     return None
 
@@ -44,12 +45,12 @@ def _within(one: Tensor, whole: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def batch_under(handle: PlanHandle) -> wiring.Watched | None:
+def batch_under(handle: PlanHandle) -> Microbatch | None:
     """The batch of a handle."""
     return next((one for one in wiring.watch.batches if one.handle is handle), None)
 
 
-def check_share(loss: Tensor, batch: wiring.Watched | None, factor: float | None = 1.0) -> None:
+def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1.0) -> None:
     """Checks a share of the step's mean, loss / factor, or with None what a loss is made of, and what reduces it.
 
     batch: its own, where that is known. Raises ExecutionError where attention looked at a rank's rows alone. Its

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -18,42 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer.step.microbatch import Microbatch
 from apportion.trainer.step.reductions import Reduction, reduction_of
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
 SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
-
-
-class Watched(Protocol):
-    """What losses ask of a loader's batch (`PlannedBatch`)."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-
-    @property
-    def labels(self) -> Tensor: ...
-
-    @property
-    def handle(self) -> PlanHandle: ...
-
-    @property
-    def iteration(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-    @property
-    def is_last(self) -> bool: ...
-
-    @property
-    def valid_tokens(self) -> int: ...
-
-    @property
-    def _replicas(self) -> Transport | None: ...
-
-    def check_loss(self, divisor: float, weighted: bool) -> None: ...
 
 
 class Watch:
@@ -67,7 +37,7 @@ class Watch:
         self.batches = WeakSet[Any]()
         self.models, self.summed = WeakSet[Any](), WeakSet[Any]()
         self.settled = False  # an optimizer's first step was found to be right
-        self.behind: Watched | None = None  # the loss that was computed last is of
+        self.behind: Microbatch | None = None  # the loss that was computed last is of
         self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
         self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
         self._given: list[PlanHandle] = []
@@ -80,7 +50,7 @@ class Watch:
         self._scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-    def add(self, batch: Watched) -> None:
+    def add(self, batch: Microbatch) -> None:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
@@ -240,10 +210,3 @@ def averaged(reduction: Reduction) -> ConfigError:
     name, ranks, _ = reduction
     rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
     return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
-
-
-def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:
-    """Raises ExecutionError where fewer layers than these have run attention under the handle since it had `before`
-    calls."""
-    if (calls := handle.calls - before) < layers:
-        raise ExecutionError(f"attention used the plan {calls} times in {layers} layers or more: {remedy}")
