@@ -91,7 +91,10 @@ Threads = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
 Workers = Annotated[
-    int, typer.Option("--workers", help="Worker processes. Default: one a core.", min=0, show_default=False)
+    int,
+    typer.Option(
+        "--workers", help="Worker processes. Default: one a core.", min=0, max=1024, show_default=False
+    ),
 ]
 TokenFile = Annotated[
     Path | None,

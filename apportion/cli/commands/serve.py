@@ -40,7 +40,10 @@ def serve(
         float | None, _option("Evict plans unused for so many days.", "--store-days", min=0.001, max=1e5)
     ] = None,
     workers: Annotated[
-        int, _option("Processes that plan. Default: one a core.", "--workers", min=0, show_default=False)
+        int,
+        _option(
+            "Processes that plan. Default: one a core.", "--workers", min=0, max=1024, show_default=False
+        ),
     ] = 0,
     worker_gb: Annotated[
         float, _option("Memory that each of them may use, in 2^30 bytes.", "--worker-gb", min=0.1, max=1e6)

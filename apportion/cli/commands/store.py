@@ -10,6 +10,7 @@ import typer
 from apportion.cli import options
 from apportion.cli.output import FAILED, OK, count, emit, progress
 from apportion.ir.errors import ConfigError
+from apportion.ir.version import __version__
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -46,6 +47,9 @@ def check(
     from apportion.service.workers import executor_of
 
     files, bad = list(_opened(folder).files()), list[dict[str, str]]()
+    if not files:
+        rule = f"holds no plans of release {__version__}"
+        raise ConfigError("FOLDER", str(folder), rule, "name the --store of a server, or an --out")
     planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
         with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
