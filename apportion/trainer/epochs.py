@@ -14,6 +14,7 @@ from typing import Any
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.shared import endless
 
 
 @dataclass
@@ -57,15 +58,10 @@ class Epochs:
         self.loader.load_state_dict(state)
 
     def _pass(self) -> Generator[PlannedBatch, None, None]:
-        epoch = self.state_dict()["epoch"]
-        if self.accumulated is None:
-            self.loader.set_epoch(epoch, start=0)
-            yield from self.loader
-            return
-        while True:
-            yield from self.loader
-            epoch += 1
-            self.loader.set_epoch(epoch)
+        if self.accumulated is not None:
+            return endless(self.loader)
+        self.loader.set_epoch(self.state_dict()["epoch"], start=0)
+        return iter(self.loader)
 
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ def count_planned(parts: Iterable[Any], attribute: str, planned: type, remedy: s
     return found
 
 
-def endless(loader: PlannedLoader) -> Iterator[PlannedBatch]:
+def endless(loader: PlannedLoader) -> Generator[PlannedBatch, None, None]:
     """Pass after pass, from where the loader is. Raises ConfigError for a whole pass without a batch, which would go on
     for ever."""
     while True:

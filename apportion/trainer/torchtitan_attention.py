@@ -42,7 +42,7 @@ class PlannedAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.says = {"window": config.window, "causal": config.causal}
+        self.says: dict[str, Any] = {"window": config.window, "causal": config.causal}
 
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, **kw: Any

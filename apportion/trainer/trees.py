@@ -27,12 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.exchange import Exchange
-from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
-from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.batch import PlannedBatch, to_all
 from apportion.trainer.step.shares import check_share
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
@@ -122,7 +120,9 @@ class Predictions:
         starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
         place = starts.to(self.sample.device)[self.sample] + self.token
         if self.batch is not None:
-            everywhere = _to_all(self.batch.handle.communicator, len(self))
+            ranks = self.batch.handle.communicator
+            counts = [row[0] for row in ranks.all_gather([len(self)], "predictions")]
+            everywhere = to_all(ranks, "gather of predictions", counts)
             place, values = everywhere(place), everywhere(values)
         return torch.split(values.new_zeros(sum(lengths)).index_copy(0, place, values), lengths)
 
@@ -227,12 +227,3 @@ def _whole(values: Tensor, forest: Forest, sample: int) -> Tensor:
         rule = f"there must be one for each of the sample's {length} tokens"
         raise ConfigError(f"values[{sample}]", f"{len(values)} values", rule, "fill up what predicts nothing")
     return torch.as_tensor(values)
-
-
-def _to_all(transport: Transport, count: int) -> Exchange:
-    """Each rank's entries to every rank, those of rank 0 first. count: of this one's. A collective among hosts."""
-    counts = [row[0] for row in transport.all_gather([count], "predictions")]
-    take, into = torch.arange(count).repeat(transport.ranks), torch.arange(sum(counts))
-    return Exchange(
-        transport, "gather of predictions", take, [count] * transport.ranks, into, counts, len(into)
-    )

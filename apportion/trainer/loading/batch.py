@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints, group_of
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import integer
@@ -78,7 +79,9 @@ class PlannedBatch(Microbatch):
         """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
         collective, differentiable: the gradient is the sum of what all ranks' losses want. Raises ExecutionError."""
         self._check_rows("gather_tokens", local)
-        return self._found().gathering(self.handle)(local)
+        found, handle = self._found(), self.handle
+        name, into = f"gather_tokens under plan {handle.name}", torch.from_numpy(found.tokens)
+        return to_all(handle.communicator, name, found.counts.tolist(), into)(local)
 
     def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
         """x [rows, ...] -> [rows, ...]: of each row that of the token `shift` steps ahead, along what the mask lets
@@ -116,14 +119,6 @@ class Places:
         tokens = np.concatenate([np.asarray(row, np.int64) for row in held])
         return Places(tokens, np.array([len(row) for row in held]))
 
-    def gathering(self, handle: PlanHandle) -> Exchange:
-        """Own rows to every rank."""
-        ranks, own = len(self.counts), handle.rows
-        take = torch.arange(own).repeat(ranks)
-        into, received = torch.from_numpy(self.tokens), self.counts.tolist()
-        name = f"gather_tokens under plan {handle.name}"
-        return Exchange(handle.communicator, name, take, [own] * ranks, into, received, len(self.tokens))
-
     def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
         """Of each row the one that its token leads to in `shift` steps."""
         if shift not in self._rolls:
@@ -150,6 +145,16 @@ class Places:
         rank[self.tokens] = group_of(self.counts)
         row[self.tokens] = np.concatenate([np.arange(count) for count in self.counts.tolist()])
         return rank, row
+
+
+def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
+    """Each rank's rows to every rank. counts: of each; into: where those of rank 0, 1, … go, by default end to end."""
+    own = counts[transport.rank]
+    take, into = (
+        torch.arange(own).repeat(transport.ranks),
+        torch.arange(sum(counts)) if into is None else into,
+    )
+    return Exchange(transport, name, take, [own] * transport.ranks, into, counts, len(into))
 
 
 def _ahead(labels: Ints, steps: int) -> Ints:

@@ -310,23 +310,18 @@ class PlannedLoader:
         handles = fetched.handles or self._handles(fetched.piece)
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
+        shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._groups.replicas}
+        shared |= {"valid_tokens": valid, "total_weight": weight}
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             yield PlannedBatch(
-                tokens=own.tokens,
+                **{name: value for name, value in own._asdict().items() if name != "shared"},
+                **shared,
                 position_ids=pad(handle.position_ids, (0, handle.padding)),
-                labels=own.labels,
                 handle=handle,
-                iteration=wanted.number,
                 microbatch=place,
                 is_last=place == len(handles) - 1,
-                valid_tokens=valid,
-                total_weight=weight,
-                fields=own.fields,
-                sample_ids=own.sample_ids,
-                local_to_sample=own.local_to_sample,
                 samples=samples,
                 batch=batch,
-                _replicas=self._groups.replicas,
             )
 
     def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:

@@ -33,7 +33,6 @@ class Parcel(NamedTuple):
     """One iteration from a process. data: the encoded slice, uint8, empty where there was no plan in time, and why.
     rows, wrong: as in `Fetched`."""
 
-    number: int
     data: Tensor
     rows: tuple[Rows, ...] | None
     why: str
@@ -69,29 +68,22 @@ class Share(IterableDataset[Parcel]):
 
     def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
         if found is None:
-            return Parcel(wanted.number, torch.empty(0, dtype=torch.uint8), None, why)
+            return Parcel(torch.empty(0, dtype=torch.uint8), None, why)
         data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
         try:
-            return Parcel(wanted.number, data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
+            return Parcel(data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
         except Exception:  # the trainer tells the other ranks before it raises this
             wrong = ExceptionWrapper(where="in a data-loader process")  # type: ignore[no-untyped-call]
-            return Parcel(wanted.number, data, None, "", wrong)
+            return Parcel(data, None, "", wrong)
 
 
 class Collecting:
     """What the processes read, in order."""
 
     def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
+        options: Any = {"batch_size": None, "collate_fn": _as_it_is, "prefetch_factor": PREFETCHED}
         self._ahead = ahead
-        self._parcels: Any = iter(
-            DataLoader(
-                share,
-                batch_size=None,
-                num_workers=processes,
-                collate_fn=_as_it_is,
-                prefetch_factor=PREFETCHED,
-            )
-        )
+        self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
 
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError where a process had no plan of it in time, and what went

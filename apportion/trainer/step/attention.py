@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -72,44 +72,6 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 _THERE_ARE = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
 
 
-@overload
-def planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: PlanHandle,
-    kind: str | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    window: int | None = None,
-    causal: bool | None = None,
-    layer: str | int | None = None,
-    **refused: Any,
-) -> Tensor: ...
-
-
-@overload
-def planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: PlanHandle,
-    kind: str | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    return_lse: Literal[True],
-    window: int | None = None,
-    causal: bool | None = None,
-    layer: str | int | None = None,
-    **refused: Any,
-) -> tuple[Tensor, Tensor]: ...
-
-
 def planned_attention(
     q: Tensor,
     k: Tensor,
@@ -125,7 +87,7 @@ def planned_attention(
     causal: bool | None = None,
     layer: str | int | None = None,
     **refused: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attention of the whole microbatch for this rank's query rows; every rank calls it in the same way, also one
     without tokens.
 
