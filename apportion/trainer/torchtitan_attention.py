@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,8 +51,10 @@ class PlannedAttention(Module):
         if isinstance(attention_masks, dict):  # else the layer has taken its own
             name = WINDOW if (self.says["window"] or -1) > 0 else FULL
             attention_masks = attention_masks.get(name) or next(iter(attention_masks.values()))
-        call = partial(planned_attention, q_BLNH, k_BLNH, v_BLNH, *attention_masks, **self.says, **kw)
-        return call() if transform is None else transform(*call(return_lse=True))
+        handle, kind = attention_masks
+        kw |= {**self.says, "return_lse": transform is not None}
+        found = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, **kw)
+        return found if transform is None else transform(*found)
 
 
 @override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")

@@ -158,7 +158,8 @@ def planned_attention_block(
     if not handle.projects(name):
         heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
         q, k, v = project(hidden, position_ids, *heads)
-        return planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+        found: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+        return found
     score = score_of(header.head_dim, scale, softcap)
     out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
     return out
