@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
 from apportion.trainer.torchtitan_attention import PlannedAttention, PlannedMasks, PlannedSelectiveAC, job_of
 
 _PLAIN = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
-_TOLD = ("tokens_per_s", "waited_s", "sent_bytes_per_layer", "fallbacks")
+_TOLD = ("tokens_per_s", "waited_s", "fallbacks")
 _ATTENTION = "apportion.trainer.torchtitan_attention"
 _OVERRIDES = [f"{_ATTENTION}.planned_flex", f"{_ATTENTION}.planned_varlen"]
 

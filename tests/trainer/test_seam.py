@@ -134,21 +134,13 @@ def test_samples_of_a_microbatch_have_the_same_fields_and_a_mask_of_ones_is_none
             list(loader_of(Samples(samples, [3, 3])))
 
 
-def test_a_batch_goes_to_a_device_and_is_a_dictionary() -> None:
+def test_a_batch_goes_to_a_device() -> None:
     (batch,) = loader_of(Samples([{"input_ids": [5, 6], "rewards": [0.5, 1.0]}], [2]))
     moved = batch.to("meta")
     assert {moved.tokens.device.type, moved.labels.device.type, moved.fields["rewards"].device.type} == {
         "meta"
     }
     assert moved.handle is batch.handle
-    named = batch.as_dict()
-    assert named["rewards"].tolist() == [0.5, 1.0]
-    assert named["tokens"].tolist() == [5, 6]
-    assert {"handle", "valid_tokens", "sample_ids", "labels"} <= set(named)
-    (other,) = loader_of(Samples([{"input_ids": [5, 6], "samples": [0, 1]}], [2]))
-    assert other.fields["samples"].tolist() == [0, 1]
-    with pytest.raises(ConfigError, match="field = 'samples': is the name of something"):
-        other.as_dict()
 
 
 # --- token tensors
@@ -385,8 +377,7 @@ def test_metrics_count_what_was_given_out() -> None:
     assert told["iterations"] == len(batches)
     assert told["tokens"] == sum(LENGTHS)
     assert told["tokens_per_s"] > 0
-    assert told["waited_s"] == loader.waited_s > 0
-    assert told["imbalance"] == {"compute": 0.0, "tokens": 0.0}
+    assert told["waited_s"] > 0
     assert told["fallbacks"] == 0
 
 

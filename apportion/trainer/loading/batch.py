@@ -6,7 +6,7 @@ x [rows, ...]        ──roll(x, 1)──► of each row the one of its next t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,11 @@ from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints, group_of
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import Microbatch
-
-HIDDEN = ("fields", "batch", "_replicas", "_places")  # from as_dict
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,15 +49,6 @@ class PlannedBatch(Microbatch):
             {**held, "fields": dict(self.fields)},
         )
         return replace(self, **moved)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
-        name of one of these."""
-        shown = [item.name for item in fields(self) if item.name not in HIDDEN]
-        if twice := sorted(self.fields.keys() & set(shown)):
-            rule = "is the name of something that the batch itself has"
-            raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")
-        return {**self.fields, **{name: getattr(self, name) for name in shown}}
 
     # ---- token tensors
 

@@ -94,8 +94,8 @@ class PlannedLoader:
 
     on_timeout: where there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each
     iteration all ranks agree on who has the plan, those that have not plan it themselves, and all compare. Until a plan
-    comes again, the next are waited for half a second at most. `fallbacks` counts such iterations, and a warning is
-    logged. waited_s: seconds spent waiting for plans. job: what plans are made for.
+    comes again, the next are waited for half a second at most. `metrics()` counts such iterations, and a warning is
+    logged. job: what plans are made for.
 
     `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
 
@@ -159,21 +159,10 @@ class PlannedLoader:
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
 
-    @property
-    def fallbacks(self) -> int:
-        """Iterations that some rank planned itself."""
-        return self._agreement.fallbacks
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting for plans."""
-        return self._meters.waited_s
-
     def metrics(self) -> dict[str, Any]:
-        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited for plans,
-        fallbacks, bytes that all ranks send in a layer of each kind, forward and backward, and of the last iteration
-        the imbalance of compute and tokens (busiest rank over the mean, less 1)."""
-        return {**self._meters.told(), "fallbacks": self.fallbacks}
+        """Since the loader was made: iterations, tokens of all ranks and how many a second (within passes), waited_s:
+        seconds spent waiting for plans, and fallbacks: iterations that some rank planned itself."""
+        return {**self._meters.told(), "fallbacks": self._agreement.fallbacks}
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
         """Another order, for the next passes over the loader. The next one begins with iteration `start`; by default
@@ -341,7 +330,7 @@ class PlannedLoader:
         other fields, samples or tokens, or groups are not in step."""
         own = NOTHING
         if not isinstance(rows, Exception):
-            own = Facts.of(handles, rows, wanted.samples, self._device)
+            own = Facts.of(rows, wanted.samples)
         try:
             told = agree(handles, own.numbers(), partial(_holding, wanted, handles))
             ranks = [Facts.read(numbers) for numbers in told]
@@ -352,7 +341,7 @@ class PlannedLoader:
         place = self._place.epoch, wanted.number, len(handles)
         totals = self._groups.totals(place, valid, weight, error)
         assert not isinstance(rows, Exception)
-        self._meters.add(ranks)
+        self._meters.iterations += 1
         return rows, *totals
 
     def _apart(

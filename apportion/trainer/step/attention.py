@@ -10,7 +10,6 @@ out = planned_attention_block(hidden, position_ids, handle, project, params)  th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,34 +40,30 @@ _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 
 # name in the attention functions people know -> what it would take
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "dropout_p": _DROPOUT,
-        "dropout": _DROPOUT,
-        "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
-        "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
-        "attn_mask": _IN_PLAN,
-        "attention_mask": _IN_PLAN,
-        "block_mask": _IN_PLAN,
-        "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
-        "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
-    }
-)
+_REFUSED = {
+    "dropout_p": _DROPOUT,
+    "dropout": _DROPOUT,
+    "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
+    "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
+    "attn_mask": _IN_PLAN,
+    "attention_mask": _IN_PLAN,
+    "block_mask": _IN_PLAN,
+    "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
+    "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
+}
 
 # name in the attention functions people know -> what it is called here
-_RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
-        "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
-        "scaling": "write scale=",
-        "softmax_scale": "write scale=",
-        "sm_scale": "write scale=",
-        "logits_soft_cap": "write softcap=",
-        "logit_cap": "write softcap=",
-        "s_aux": "write sinks=",
-        "softmax_offset": "write sinks=",
-    }
-)
+_RENAMED = {
+    "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
+    "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
+    "scaling": "write scale=",
+    "softmax_scale": "write scale=",
+    "sm_scale": "write scale=",
+    "logits_soft_cap": "write softcap=",
+    "logit_cap": "write softcap=",
+    "s_aux": "write sinks=",
+    "softmax_offset": "write sinks=",
+}
 _THERE_ARE = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
 
 
