@@ -92,6 +92,15 @@ def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
         note(f"warning: {told}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
 
 
+def setting_of(
+    cluster: Path | None, ranks: int | None, per_node: int | None, model: Path | None, hardware: str | None
+) -> tuple[Cluster, Model, Hardware | None]:
+    """What is planned for, as `cluster_of`, `model_of` and `hardware_of`; what does not fit together, stderr says."""
+    found, shape = hardware_of(hardware), model_of(model)
+    warn_of_dtype(found, shape)
+    return cluster_of(cluster, ranks, per_node, found), shape, found
+
+
 def model_of(file: Path | None) -> Model:
     from apportion.ir.request.model import Model
 
@@ -149,6 +158,11 @@ class Files(NamedTuple):
         """Those that are there."""
         return [str(path) for path in self[:3] if path is not None]
 
+    @property
+    def name(self) -> str:
+        """Where the samples are from, in words."""
+        return (self.given or ["log-normal documents"])[0]
+
     def not_one(self, options: str, how: str = "exactly") -> ConfigError:
         """Where there are several, or none."""
         rule = f"{how} one of {options} may be there"
@@ -176,20 +190,19 @@ def batches_of(
         given = {"--mask": mask, "--tokens-per-rank": tokens_per_rank, "--batches": batches}
         refuse(given, f"the batch {files.batch} is taken as it is, nothing is drawn", "drop --batch or")
         return [Batch.load(files.batch)], 0
-    source = _source(samples_of(files), mask, files.model, longest)
+    source = source_of(files, mask, longest)
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
     warn_of_skipped(sum(skips), longest or tokens)
     return list(drawn), sum(skips)
 
 
-def _source(
-    samples: Workload | None, mask: str | None, model: Path | None, longest: int | None = None
-) -> Source:
+def source_of(files: Files, mask: str | None = None, longest: int | None = None) -> Source:
+    """What batches are drawn from. Raises ConfigError."""
     from apportion.bench import Source
     from apportion.ir.request import hf_config
 
-    given, config = masks_of(mask), config_of(model)
+    samples, given, config = samples_of(files), masks_of(mask), config_of(files.model)
     plain = samples is None or not any(samples.masks)
     if given is None and config is not None and plain:
         given = hf_config.masks_of(config)

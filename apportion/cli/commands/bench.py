@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from apportion.cli.output import count, emit, note
 from apportion.ir.errors import CapacityError
 
 if TYPE_CHECKING:
-    from apportion.bench import BenchJob, Source
+    from apportion.bench import BenchJob
     from apportion.trainer.measure.bench import Bench
 
 app = typer.Typer(help="Measure planning and attention.", no_args_is_help=True)
@@ -58,13 +57,14 @@ def bench_plan(
     from apportion.ir.fields import MAX_INT
     from apportion.ir.isa import MAX_RANKS
 
-    source, counts = _source(workload), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    sources = inputs.Files(None, None, workload)
+    source, counts = inputs.source_of(sources), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
     rows = []
     for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
         note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")
         rows.append(row)
-    record = {"benchmark": "plan", "workload": _name(workload), "versions": versions(), "rows": rows}
+    record = {"benchmark": "plan", "workload": sources.name, "versions": versions(), "rows": rows}
     emit(record, as_json, lambda: printed.bench_table(rows))
 
 
@@ -112,7 +112,8 @@ def bench_attention(
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
-    source, used, shape = _source(workload), inputs.hardware_of(hardware), inputs.model_of(model)
+    sources = inputs.Files(None, None, workload)
+    source, used, shape = inputs.source_of(sources), inputs.hardware_of(hardware), inputs.model_of(model)
     recipes, counts = inputs.recipes_of(recipe, "--recipe"), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
@@ -124,7 +125,7 @@ def bench_attention(
         is_first = bench.communicator.rank == 0
     record = {
         "benchmark": "attention",
-        "workload": _name(workload),
+        "workload": sources.name,
         "tokens_per_rank": tokens_per_rank,
         "hardware": hardware or "h100",
         "seed": seed,
@@ -161,17 +162,6 @@ def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
         if row.host_ms is not None:
             note(f"{title}, {row.engine} {row.phase}: {row.host_ms:.3f} ms of the host")
     return [row.record() for row in rows]
-
-
-def _source(workload: Path | None) -> Source:
-    from apportion.bench import Source
-    from apportion.ir.request.workload import read_workload
-
-    return Source(None if workload is None else read_workload(workload))
-
-
-def _name(workload: Path | None) -> str:
-    return "log-normal documents" if workload is None else str(workload)
 
 
 def _one_core() -> None:

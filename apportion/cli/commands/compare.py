@@ -68,21 +68,15 @@ def compare(
     from apportion.cli.printed import comparison
 
     files.check_output("--html", html)
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
     chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     sources = inputs.Files(batch, lengths, workload, model)
     drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
-    the_model = inputs.model_of(model)
-    inputs.warn_of_dtype(the_hardware, the_model)
     setting = engine.Setting(the_cluster, the_model, the_hardware, seed, verify, keep=html is not None)
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare_all(drawn, chosen, reference, setting, report)
-    record = found.record() | {
-        "skipped_samples": skipped,
-        "workload": str(batch or workload or lengths or "log-normal documents"),
-    }
+    record = found.record() | {"skipped_samples": skipped, "workload": sources.name}
     if html is not None:
         from apportion.report import compare_html
 

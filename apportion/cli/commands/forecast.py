@@ -121,13 +121,14 @@ def forecast(
     from apportion.planner.forecast.parallelism import Degrees
     from apportion.planner.forecast.run import forecast as engine
 
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    the_model, trained = inputs.model_of(model), _training(training, inputs.config_of(model))
-    inputs.warn_of_dtype(the_hardware, the_model)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
+    trained, sources = (
+        _training(training, inputs.config_of(model)),
+        inputs.Files(batch, lengths, workload, model),
+    )
     held = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)  # of the microbatches of all stages
     drawn, skipped = inputs.batches_of(
-        inputs.Files(batch, lengths, workload, model),
+        sources,
         mask,
         tokens_per_rank,
         held * microbatches,
@@ -159,7 +160,7 @@ def forecast(
         "tokens": round(sum(one.tokens for one in drawn) / len(drawn)),
         "skipped_samples": skipped,
         "seed": seed,
-        "workload": str(batch or workload or lengths or "log-normal documents"),
+        "workload": sources.name,
     }
     emit(record, as_json, *printed.views(record, wide), width=WIDTH)
     raise typer.Exit(OK if found.best is not None else FAILED)

@@ -69,15 +69,14 @@ def plan(
     from apportion.ir.plan.summary import plan_rows
 
     files.check_output("--output", output)
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
     sources = inputs.Files(batch, lengths, workload, model)
     if len(sources.given) != 1:
         raise sources.not_one("--batch, --lengths and --workload")
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     (the_batch,), skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, None, 1, seed)
     the_recipe = inputs.recipe_of(recipe, block, pods)
-    job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
+    job = BenchJob(the_batch, the_cluster, the_model, the_recipe, seed, the_hardware, threads)
     if server is not None:
         with status(f"planning on {server}"):
             row = _planned_by(server, inputs.token_of(token_file), ca, job)

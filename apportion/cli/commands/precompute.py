@@ -84,10 +84,8 @@ def precompute(
     from apportion.ir.bytes.job import Job
     from apportion.ir.request.policy import Policy
 
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    the_recipe, the_model = inputs.recipe_of(recipe, block, pods), inputs.model_of(model)
-    policy = Policy(the_recipe, seed=seed)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
+    policy = Policy(inputs.recipe_of(recipe, block, pods), seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
     work = _work(job, inputs.Files(None, lengths, workload), mask, shuffle, iterations)
     try:
