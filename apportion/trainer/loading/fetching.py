@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Condition, Thread
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from torch._utils import ExceptionWrapper
 
@@ -46,8 +46,8 @@ class Fetched(NamedTuple):
 
 
 class Ahead:
-    """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end when
-    the `with` is left, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
+    """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end with
+    `close`, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
     does not keep the process. own: the iteration that the trainer asks for; over: it asks for no more."""
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
@@ -55,6 +55,7 @@ class Ahead:
         self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, deque(LATE, 1)
         self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
+        atexit.register(self.close)
 
     def run(self, each: Callable[[Wanted], None], depth: int) -> None:
         """Calls `each` in a thread, for one iteration after another, at most `depth` from the trainer's own on."""
@@ -108,13 +109,6 @@ class Ahead:
         """Why the trainer cannot have this iteration."""
         with self.changed:
             return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
-
-    def __enter__(self) -> Self:
-        atexit.register(self.close)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the threads; again is no error."""

@@ -199,7 +199,7 @@ class PlannedLoader:
         self._meters.begin()
         self._check_place()
         iterations = Iterations(self._asked, self._draw(), begin.iteration)
-        with Ahead(copy(self._source), iterations) as ahead, ExitStack() as stack:
+        with closing(Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
             self._begin = Place(begin.epoch)
             while (found := self._next(iterations, ahead.own, supply)) is not None:

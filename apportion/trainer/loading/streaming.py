@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer
-from apportion.ir.hashing import digest
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.samples import Samples
@@ -84,15 +82,7 @@ class StreamedLoader:
         return islice(iter(self._stream), behind, None)
 
     def _planned(self, samples: Samples) -> PlannedLoader | None:
-        """A pass over a buffer; None where all of it was dropped. A collective."""
-        own = digest(samples.lengths.astype("<i8").tobytes())
-        rows = self._communicator.all_gather(list(own), "lengths of a buffer")
-        if any(bytes(row) != own for row in rows):
-            apart = [rank for rank, row in enumerate(rows) if bytes(row) != own]
-            raise ExecutionError(
-                f"buffer {self._number}: ranks {apart} read samples of other lengths than this one: give all ranks the "
-                "same stream, whole and in one order"
-            )
+        """A pass over a buffer; None where all of it was dropped."""
         self.dropped, self.cut = self.dropped + samples.dropped, self.cut + samples.cut
         if not len(samples):
             return None
@@ -101,10 +91,6 @@ class StreamedLoader:
         if self._inner is not None:
             loader.load_state_dict(self._inner)
         return loader
-
-    @property
-    def _communicator(self) -> Any:
-        return self._options.get("communicator") or Communicator.shared()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch is: JSON-like data, equal on all ranks."""
