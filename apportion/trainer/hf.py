@@ -39,14 +39,7 @@ NAME = "apportion"  # of the attention implementation, and of the kwarg that bri
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
-_MASKING = (
-    "attention_mask",
-    "past_key_values",
-    "cache_position",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "seq_idx",
-)
+_MASKING = ["attention_mask", "past_key_values", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"]
 
 
 def enable(model: Any, *, check: bool = True) -> Any:
@@ -56,10 +49,7 @@ def enable(model: Any, *, check: bool = True) -> Any:
     replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
     AttentionInterface.register(NAME, attention)
     base, layers = model.base_model, _layers(model)
-    indexes, count = (
-        frozenset(layer.layer_idx for layer in layers),
-        model.config.get_text_config().num_hidden_layers,
-    )
+    indexes, count = {layer.layer_idx for layer in layers}, model.config.get_text_config().num_hidden_layers
     if len(indexes) != count or not model._can_set_attn_implementation():
         rule = f"{len(layers)} of its {count} layers are attention that can be replaced"
         raise ConfigError("model", type(model).__name__, rule, "plan models of attention layers alone")
@@ -67,8 +57,7 @@ def enable(model: Any, *, check: bool = True) -> Any:
         base._planned, base._served = indexes, set()  # layers that must use a handle, and that have
         base._ran = set()  # whether forwards with gradients had a plan, since the last step
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
-        model.register_forward_hook(_balance, with_kwargs=True)
-        model.register_forward_hook(_check_loss, with_kwargs=True)
+        model.register_forward_hook(_share_loss, with_kwargs=True)
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         base.register_forward_hook(_check_layers, with_kwargs=True)
         _choose(base)
@@ -226,20 +215,16 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     if kwargs.get("logits_to_keep"):
         rule = "would leave rows of the loss out"
-        raise ConfigError(
-            "logits_to_keep", "a number", rule, "leave it out, and set the labels of rows to -100"
-        )
+        remedy = "leave it out, and set the labels of rows to -100"
+        raise ConfigError("logits_to_keep", "a number", rule, remedy)
     wanted = {} if is_compiling() else _wanted(model, handle)
     for name in ("shift_labels", "num_items_in_batch"):
         given = kwargs.get(name)
-        if kwargs.get("labels") is not None and given is None:
-            rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
-            raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
-        if (
-            given is not None
-            and name in wanted
-            and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name])
-        ):
+        if given is None:
+            if kwargs.get("labels") is not None:
+                rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
+                raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
+        elif name in wanted and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name]):
             rule = "is another one than the batch's, and shares of ranks would not add up to one mean"
             remedy = "give labels in the samples, or another loss by ap.normalised_loss on the logits"
             raise ConfigError(name, "changed", rule, remedy)
@@ -269,9 +254,8 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for name in _MASKING:
         if kwargs.get(name) is not None:
             rule = "stands beside a plan, which has the mask of its rows"
-            raise ConfigError(
-                name, type(kwargs[name]).__name__, rule, "leave it out; give masks= to the loader"
-            )
+            given = type(kwargs[name]).__name__
+            raise ConfigError(name, given, rule, "leave it out; give masks= to the loader")
     if not isinstance(handle, Rehearsal):
         _check_positions(base, handle, kwargs.get("position_ids"))
     return args, kwargs
@@ -308,13 +292,6 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
             "is another implementation's; call hf.enable when the model is whole"
         )
     base._served.clear()  # torch.compile finds it as it was
-
-
-def _check_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises as `check_share`."""
-    handle, loss = kwargs.get(NAME), getattr(output, "loss", None)
-    if isinstance(handle, PlanHandle) and loss is not None:
-        check_share(loss, batch_under(handle))
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -358,14 +335,16 @@ def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(one[..., :-1, :] for one in output)
 
 
-def _balance(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The router's auxiliary loss is not a sum over rows: this rank's share of that of the whole microbatch."""
-    handle, own = kwargs.get(NAME), getattr(output, "aux_loss", None)
-    if handle is None or own is None:
-        return
-    output.aux_loss = _share(output.router_logits, model.num_experts_per_tok, handle)
-    if output.loss is not None:
-        output.loss = output.loss + model.router_aux_loss_coef * (output.aux_loss - own)
+def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """The router's auxiliary loss is not a sum over rows: this rank's share of that of the whole microbatch takes its
+    place. Raises as `check_share`."""
+    handle, own, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
+    if handle is not None and own is not None:
+        output.aux_loss = _share(output.router_logits, model.num_experts_per_tok, handle)
+        if loss is not None:
+            output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own)
+    if isinstance(handle, PlanHandle) and loss is not None:
+        check_share(loss, batch_under(handle))
 
 
 def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:

@@ -35,51 +35,24 @@ LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 #: fields that say nothing where every entry is this
 _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
 _BY_MASK = "the mask of the plan says it: samples come without padding and without positions of their own"
+_DOCUMENTS = "give the loader `masks`, such as documents([lengths])"
+_PACKED = "give the loader ap.Samples(dataset), which makes documents of it"
+_NOT_APPLIED = "of this name would not be applied"
 #: fields that would change the result and that no batch brings to the model, or that other packages call otherwise
-_REFUSED = {
-    name: (rule, remedy)
-    for names, rule, remedy in (
-        (
-            "attention_mask padding_mask pad_mask key_padding_mask",
-            _BY_MASK,
-            "cut padding off, and give the loader `masks`",
-        ),
-        (
-            "position_ids seq_lengths cu_seqlens cu_seq_lens_q cu_seq_lens_k seq_idx",
-            _BY_MASK,
-            "give the loader ap.Samples(dataset), which makes documents of it",
-        ),
-        (
-            "segment_ids segment_id document_ids document_id doc_ids sequence_ids",
-            _BY_MASK,
-            "give the loader `masks`, such as documents([lengths])",
-        ),
-        ("token_type_ids", "no layer would be given it", "leave it out where the model can do without"),
-        (
-            "completion_masks assistant_mask assistant_tokens_mask loss_masks label_mask labels_mask",
-            "a mask of this name would not be applied",
-            "name it loss_mask, 1 where is learnt",
-        ),
-        (
-            "weight weights loss_weight",
-            "weights of this name would not be applied",
-            f"name them {WEIGHTS}, or as you like",
-        ),
-        (
-            "shift_labels label_ids label target targets target_ids",
-            "labels of this name would be ignored",
-            "name them labels, beside the tokens that they are",
-        ),
-        ("prompt_mask", "is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
-        ("inputs_embeds", "rows are looked up by token id", "leave it out"),
-        (
-            "pixel_values",
-            "images belong to no token",
-            "give rows of embeddings in a loop of your own, as `image`",
-        ),
-    )
-    for name in names.split()
-}
+_RULES = (
+    ("attention_mask padding_mask pad_mask key_padding_mask", _BY_MASK, "cut padding off, and give `masks`"),
+    ("position_ids seq_lengths cu_seqlens cu_seq_lens_q cu_seq_lens_k seq_idx", _BY_MASK, _PACKED),
+    ("segment_ids segment_id document_ids document_id doc_ids sequence_ids", _BY_MASK, _DOCUMENTS),
+    ("token_type_ids", "no layer would be given it", "leave it out where the model can do without"),
+    ("completion_masks assistant_mask assistant_tokens_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask"),
+    ("loss_masks label_mask labels_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask, 1 where is learnt"),
+    ("weight weights loss_weight", f"weights {_NOT_APPLIED}", f"name them {WEIGHTS}, or as you like"),
+    ("shift_labels label_ids label target targets target_ids", f"labels {_NOT_APPLIED}", "name them labels"),
+    ("prompt_mask", "is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
+    ("inputs_embeds", "rows are looked up by token id", "leave it out"),
+    ("pixel_values", "images belong to no token", "give embeddings in a loop of your own, as `image`"),
+)
+_REFUSED = {name: (rule, remedy) for names, rule, remedy in _RULES for name in names.split()}
 
 
 class Dataset(Protocol):

@@ -49,9 +49,8 @@ class Samples(Dataset):
     ) -> None:
         if getattr(dataset, "masks", None) is not None:
             rule = "would be left out: these samples have the mask that is given here"
-            raise ConfigError(
-                "masks", "of the dataset", rule, "give mask=, or the dataset itself to the loader"
-            )
+            remedy = "give mask=, or the dataset itself to the loader"
+            raise ConfigError("masks", "of the dataset", rule, remedy)
         self._dataset, self._columns = dataset, columns
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)
@@ -95,9 +94,8 @@ def _packs(dataset: Dataset) -> Iterator[list[int]]:
         return
     used = [name for name in (TOKENS, LENGTHS, POSITIONS) if name in names]
     if TOKENS not in used:
-        raise ConfigError(
-            "dataset", names, f"must have a column {TOKENS}, the token ids", "tokenize it first"
-        )
+        rule = f"must have a column {TOKENS}, the token ids"
+        raise ConfigError("dataset", names, rule, "tokenize it first")
     number = 0
     for table in dataset.select_columns(used).with_format("arrow").iter(_READ):  # type: ignore[attr-defined]
         columns = {name: table[name].combine_chunks() for name in used}

@@ -180,12 +180,11 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name in _RENAMED and value is not None:
             raise ConfigError(name, value, "has another name here", _RENAMED[name])
-        if name not in _REFUSED and name not in _RENAMED:
-            raise TypeError(
-                f"planned_attention() got an unexpected keyword argument {name!r}; there are {_THERE_ARE}"
-            )
-        if name in _REFUSED and not (value is None or (isinstance(value, (bool, int, float)) and not value)):
+        if name in _REFUSED and not (value is None or (isinstance(value, bool | int | float) and not value)):
             raise ConfigError(name, value, _REFUSED[name], "leave it out")
+        if not {name} & (_REFUSED.keys() | _RENAMED.keys()):
+            unknown = f"planned_attention() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{unknown}; there are {_THERE_ARE}")
 
 
 def _check_arguments(handle: object, window: object) -> None:
@@ -193,9 +192,8 @@ def _check_arguments(handle: object, window: object) -> None:
         rule = "planned attention runs under a plan"
         raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer)):
-        raise ConfigError(
-            "window", window, "must be an integer", "write how many tokens a row sees up to itself"
-        )
+        remedy = "write how many tokens a row sees up to itself"
+        raise ConfigError("window", window, "must be an integer", remedy)
 
 
 def _without_batch(name: str, tensor: Tensor) -> Tensor:

@@ -65,8 +65,5 @@ def _rows(name: str, tensor: Tensor, dims: int) -> Tensor:
 
 def _check_count(name: str, tensor: Tensor, logits: Tensor) -> None:
     if len(tensor) != len(logits):
-        rule, remedy = (
-            f"logits have {len(logits)} rows",
-            "give both for the rows that this rank holds, unshifted",
-        )
-        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, remedy)
+        remedy = "give both for the rows that this rank holds, unshifted"
+        raise ConfigError(f"{name}.shape", tuple(tensor.shape), f"logits have {len(logits)} rows", remedy)

@@ -35,11 +35,8 @@ class Microbatch:
     def check_unweighted(self, loss: str) -> None:
         """Raises ConfigError where the samples have loss weights, which `loss` would ignore."""
         if WEIGHTS in self.fields:
-            rule, remedy = (
-                f"{loss} has no weights",
-                "use normalised_loss(..., weights=) in a loop of your own",
-            )
-            raise ConfigError(WEIGHTS, "a field of the samples", rule, remedy)
+            remedy = "use normalised_loss(..., weights=) in a loop of your own"
+            raise ConfigError(WEIGHTS, "a field of the samples", f"{loss} has no weights", remedy)
 
     def check_loss(self, divisor: float, weighted: bool) -> None:
         """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
@@ -54,9 +51,7 @@ class Microbatch:
         here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
         if divisor not in own and divisor == here:
             rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
-            remedy = (
-                "give batch.valid_tokens; with weights, batch.total_weight or the sum of yours over all ranks"
-            )
+            remedy = "give batch.valid_tokens; with weights, batch.total_weight or the sum over all ranks"
             raise ConfigError("valid_tokens", divisor, rule, remedy)
 
 

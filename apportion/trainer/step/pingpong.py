@@ -121,12 +121,8 @@ def ping_pong_attention(
 def _piece(layer: PingPongLayer, handles: tuple[PlanHandle, PlanHandle]) -> backend.Piece:
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
-        raise ConfigError(
-            "pre",
-            layer.pre,
-            "the plan of a half projects a few heads at a time, which `pre` cannot",
-            "give `project` instead, as to planned_attention_block",
-        )
+        rule = "the plan of a half projects a few heads at a time, which `pre` cannot"
+        raise ConfigError("pre", layer.pre, rule, "give `project` instead, as to planned_attention_block")
     score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
     return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)
 
@@ -143,12 +139,8 @@ def _pre(layer: PingPongLayer, header: Header) -> Pre:
 def _kind(handles: tuple[PlanHandle, PlanHandle], name: str | None) -> str:
     first, second = (handle.kind(name) for handle in handles)
     if first != second:
-        raise ConfigError(
-            "kind",
-            name,
-            f"is {first!r} of one half and {second!r} of the other",
-            "plan both with the same kinds",
-        )
+        rule = f"is {first!r} of one half and {second!r} of the other"
+        raise ConfigError("kind", name, rule, "plan both with the same kinds")
     return first
 
 
