@@ -39,7 +39,14 @@ NAME = "apportion"  # of the attention implementation, and of the kwarg that bri
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
-_MASKING = ["attention_mask", "past_key_values", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"]
+_MASKING = [
+    "attention_mask",
+    "past_key_values",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "seq_idx",
+]
 
 
 def enable(model: Any, *, check: bool = True) -> Any:
@@ -87,9 +94,7 @@ def _choose(module: Any) -> None:
 
 def _layers(model: Any) -> list[Any]:
     """Its attention layers."""
-    return [
-        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
-    ]
+    return [one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "is_causal")]
 
 
 def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
@@ -180,18 +185,11 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
 def _arguments(
     tokens: Tensor, positions: Tensor, labels: Tensor, valid: float, last: int, handle: Any
 ) -> dict[str, Any]:
-    labels = labels[None]  # shifted: the label of a row may be a token of another rank
-    return {
-        "input_ids": tokens[None],
-        "position_ids": positions[None],
-        "labels": labels,
-        "shift_labels": labels,
-        "num_items_in_batch": valid,
-        "use_cache": False,
-        "past_key_values": _NoCache(),
-        NAME: handle,
-        LAST: positions.new_tensor([last]),
-    }
+    rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+    rows |= {"shift_labels": labels}  # shifted: the label of a row may be a token of another rank
+    given = {"num_items_in_batch": valid, "use_cache": False, "past_key_values": _NoCache()}
+    given |= {NAME: handle, LAST: positions.new_tensor([last])}
+    return {**{name: tensor[None] for name, tensor in rows.items()}, **given}
 
 
 # ---- hooks of an enabled model

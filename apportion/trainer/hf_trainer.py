@@ -73,9 +73,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         owner = next(one for one in mixed if one is not PlannedTrainer and "compute_loss" in vars(one))
         known = (owner.__module__.partition(".")[0], owner.__name__)
         if known not in _SUMS and not self.sums_tokens:
-            rule = (
-                f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks could share"
-            )
+            rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, as ranks share"
             remedy = "train preferences and rollouts with ap.trees in a loop of your own, or set sums_tokens = True"
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
         if has_loader and any(hasattr(one, "_prepare_dataset") for one in mixed):
@@ -132,10 +130,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         scaled, noise = args.average_tokens_across_devices, args.neftune_noise_alpha
         order = "predictions would be in the plan's order, and labels are shifted"
         averages = "DDP and FSDP average gradients, and the loss would not make up for it"
-        rows, shifted = (
-            "noise is by the rows of a call, not of a text",
-            "it would be given labels that are shifted",
-        )
+        rows = "noise is by the rows of a call, not of a text"
+        shifted = "it would be given labels that are shifted"
         routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, refused, rule, remedy in (

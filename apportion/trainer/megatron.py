@@ -78,9 +78,8 @@ def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Ten
     longest, most = int(max(here.batch.lengths)), module.max_sequence_length
     if module.position_embedding_type == "learned_absolute" and longest > most:
         rule = f"the model has positions for {most} tokens"
-        raise ConfigError(
-            "sequence length", longest, rule, "leave longer documents out, or build it with more"
-        )
+        remedy = "leave longer documents out, or build it with more"
+        raise ConfigError("sequence length", longest, rule, remedy)
     positions = 1 << int(here.position_ids.max()).bit_length()  # few sizes: Megatron's tables are kept
     batch = here.to(next(model.parameters()).device)
     labels = batch.labels.clamp(min=0)  # its cross entropy knows no -100

@@ -31,6 +31,7 @@ from apportion.trainer.step.microbatch import IGNORED
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
 Arguments = Callable[[Tensor, Tensor, Tensor, float, int, Any], dict[str, Any]]
 
+_Place = tuple[str, int, int]  # module, its call, number of a result
 _TOLERANCE = 1e-4  # of a row's norm; models of 16 bits are run in 32
 _LOSS = 2e-5  # of the loss: a sum over some 60 rows in float32
 _SHORT = (9, 6, 4)  # lengths of documents
@@ -39,9 +40,7 @@ _LENGTH = re.compile("position|window|chunk|length|context|original|floor|seq")
 _LONGEST = 1 << 24  # float32 tells positions apart up to here
 _LOW = (torch.bfloat16, torch.float16)
 _REMEDY = "train it without context parallelism, or give hf.enable(model, check=False) where you know better"
-_HEAD = (
-    "give a decoder with a causal language-model head (...ForCausalLM), or train without context parallelism"
-)
+_HEAD = "give a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
 aten = torch.ops.aten
 
 
@@ -76,10 +75,8 @@ class Rehearsal:
         self._mask = behind & (documents[:, None] == documents)
         self.attended: list[Tensor] = []
         self.gathered: list[list[int]] = []
-        self.seen: dict[
-            tuple[str, int, int], Tensor
-        ] = {}  # (module, call, number of its result), as they come
-        self.decisive: set[tuple[str, int, int]] = set()
+        self.seen = dict[_Place, Tensor]()  # as they come
+        self.decisive = set[_Place]()
         self._calls: dict[str, int] = {}
         self.communicator = self
 
@@ -113,7 +110,7 @@ class Rehearsal:
             return None
         return next(key[0] for key in self.seen if not self._agrees(key))
 
-    def _agrees(self, key: tuple[str, int, int]) -> bool:
+    def _agrees(self, key: _Place) -> bool:
         """Rows agree to rounding; also where there are no rows to compare."""
         assert self.whole is not None
         whole, own = self.whole.seen.get(key), self.seen[key]

@@ -120,9 +120,7 @@ class PlannedTrainer(Trainer):
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             config.activation_checkpoint = derive(config.activation_checkpoint, PlannedSelectiveAC.Config)
         ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
-        groups = (
-            ranks.transpose(1, 2).flatten(0, 1).tolist()
-        )  # equal places in pipeline and tensor parallelism
+        groups = ranks.transpose(1, 2).flatten(0, 1).tolist()  # of equal places in pipeline and tensors
         seat = {**job_of(config), "communicator": communicator_of(groups), "tp": dims.tp}
         config.validator = replace(config.validator)
         for owner in (config, config.validator):

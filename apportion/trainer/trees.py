@@ -100,9 +100,8 @@ class Predictions:
             values = torch.as_tensor(values)
         if len(values) != self.forest.samples:
             rule = f"there must be something for each of the {self.forest.samples} samples"
-            raise ConfigError(
-                "values", f"{len(values)} items", rule, "give them in the order that was folded"
-            )
+            remedy = "give them in the order that was folded"
+            raise ConfigError("values", f"{len(values)} items", rule, remedy)
         if isinstance(values, Tensor):
             longest = int(np.diff(self.forest.starts).max(initial=0))
             if values.dim() > 1 and values.shape[1] < longest:

@@ -14,8 +14,7 @@ WIDE = 280  # columns of the table that has everything
 
 
 Recipes = Annotated[
-    str,
-    typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all."),
+    str, typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all.")
 ]
 Baseline = Annotated[
     str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")

@@ -50,8 +50,7 @@ Virtual = Annotated[
     int, typer.Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)
 ]
 Microbatches = Annotated[
-    int,
-    typer.Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1),
+    int, typer.Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1)
 ]
 Search = Annotated[
     bool,

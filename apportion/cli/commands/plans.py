@@ -148,8 +148,7 @@ def show(
     plan: options.PlanFile,
     rank: Annotated[int | None, typer.Option("--rank", help="Print this rank's program.", min=0)] = None,
     svg: Annotated[
-        Path | None,
-        typer.Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg"),
+        Path | None, typer.Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg")
     ] = None,
     kind: Annotated[
         str | None, typer.Option("--kind", help="With --svg: this attention kind. Default: the first.")

@@ -42,13 +42,13 @@ class PlannedBatch(Microbatch):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors there."""
-        held = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = tree_map_only(
-            Tensor,
-            lambda one: one.to(device, non_blocking=non_blocking),
-            {**held, "fields": dict(self.fields)},
+        held: dict[str, Any] = {
+            name: value for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        held["fields"] = dict(self.fields)
+        return replace(
+            self, **tree_map_only(Tensor, lambda one: one.to(device, non_blocking=non_blocking), held)
         )
-        return replace(self, **moved)
 
     # ---- token tensors
 
@@ -139,10 +139,8 @@ class Places:
 def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
     """Each rank's rows to every rank. counts: of each; into: where those of rank 0, 1, … go, by default end to end."""
     own = counts[transport.rank]
-    take, into = (
-        torch.arange(own).repeat(transport.ranks),
-        torch.arange(sum(counts)) if into is None else into,
-    )
+    take = torch.arange(own).repeat(transport.ranks)
+    into = torch.arange(sum(counts)) if into is None else into
     return Exchange(transport, name, take, [own] * transport.ranks, into, counts, len(into))
 
 

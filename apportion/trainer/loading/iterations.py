@@ -160,9 +160,7 @@ class Draw:
     def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         own = [iteration for iteration in self.deal.of(epoch) if len(iteration) >= self.least]
         if epoch and not own:
-            rule = (
-                f"leaves nothing of the epoch's {len(epoch)} iterations, {self.deal.groups} groups of ranks"
-            )
+            rule = f"leaves nothing of the epoch's {len(epoch)} iterations for {self.deal.groups} groups of ranks"
             remedy = "give more samples, or fewer microbatches an iteration"
             raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
         return own

@@ -206,10 +206,8 @@ class PlannedLoader:
                 wanted, fetched = found
                 for batch in self._batches(wanted, fetched):
                     if (batch.iteration, batch.microbatch) >= begin[1:]:
-                        after = (
-                            (wanted.number + 1,) if batch.is_last else (wanted.number, batch.microbatch + 1)
-                        )
-                        self._place = Place(begin.epoch, *after)
+                        next_one = wanted.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
+                        self._place = Place(begin.epoch, *next_one)
                         yield batch
                         self._meters.end(batch.batch.tokens)
                 iterations.forget(wanted.number + 1)
@@ -242,9 +240,8 @@ class PlannedLoader:
         rows = self._communicator.all_gather(place, "passes")
         if any(row != place for row in rows):
             told = by_value({rank: str(row) for rank, row in enumerate(rows)})
-            raise ExecutionError(
-                f"ranks begin different passes (pass, epoch, first iteration, microbatch): {told}"
-            )
+            what = "passes (pass, epoch, first iteration, microbatch)"
+            raise ExecutionError(f"ranks begin different {what}: {told}")
 
     def _next(
         self, iterations: Iterations, number: int, supply: Fetching | Collecting

@@ -266,9 +266,8 @@ def _check_place(where: str, tokens: Tensor, labels: Tensor) -> None:
     there = labels[:-1] != IGNORED
     if int(there.sum()) > 3 and ahead[there].all() and not own[there].all():
         rule = "are those of the next token already, and would be shifted once more"
-        raise ConfigError(
-            f"{where}: {LABELS}", "shifted", rule, "give each label beside the token that it is"
-        )
+        remedy = "give each label beside the token that it is"
+        raise ConfigError(f"{where}: {LABELS}", "shifted", rule, remedy)
 
 
 def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
@@ -293,10 +292,8 @@ def _whole(name: str, given: Any) -> Tensor:
     """int64. Raises ConfigError for anything but whole numbers."""
     found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
     if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        rule = "must be whole numbers"
-        raise ConfigError(
-            name, type(given).__name__ if found is None else found.dtype, rule, "give token ids"
-        )
+        kind = type(given).__name__ if found is None else found.dtype
+        raise ConfigError(name, kind, "must be whole numbers", "give token ids")
     return found.long()
 
 

@@ -101,9 +101,8 @@ class StreamedLoader:
         """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
         for a state of another buffer size; another dataset or job is one when the pass begins."""
         if not isinstance(state, Mapping) or {*_PLACE, "loader"} - state.keys():
-            raise ConfigError(
-                "state", state, "is not the state of a stream", "give what `state_dict()` returned"
-            )
+            rule = "is not the state of a stream"
+            raise ConfigError("state", state, rule, "give what `state_dict()` returned")
         if state["size"] != self._size:
             rule = f"the state was saved with another buffer: this loader has {self._size}"
             raise ConfigError("state.size", state["size"], rule, "give the loader what it had then")

@@ -56,14 +56,8 @@ def run(as_json: bool = False) -> int:
             for dtype, kind in product(DTYPES, ("causal", "window"))
             for row in _rows(kind, dtype, ranks, device, skipped)
         ]
-    record = {
-        "ok": all(row["ok"] for row in rows),
-        "ranks": ranks.ranks,
-        "device": device.type,
-        "tokens": sum(LENGTHS),
-        "rows": rows,
-        "skipped": list(skipped),
-    }
+    record = {"ok": all(row["ok"] for row in rows), "ranks": ranks.ranks, "device": device.type}
+    record |= {"tokens": sum(LENGTHS), "rows": rows, "skipped": list(skipped)}
     if ranks.rank == 0:
         print(json.dumps(record)) if as_json else _show(record)
     return 0 if record["ok"] else 1
@@ -112,16 +106,8 @@ def _rows(
         _run(planned, rows)  # compares ids, makes tables, compiles, connects the ranks
         got, forward_ms, backward_ms = _run(planned, rows)
         error = _error(got, exact, device)
-        yield {
-            "engine": name,
-            "kind": kind,
-            "dtype": dtype,
-            "error": error,
-            "plain_error": plain_error,
-            "forward_ms": forward_ms,
-            "backward_ms": backward_ms,
-            "ok": error <= bound,
-        }
+        row = {"engine": name, "kind": kind, "dtype": dtype, "error": error, "plain_error": plain_error}
+        yield row | {"forward_ms": forward_ms, "backward_ms": backward_ms, "ok": error <= bound}
 
 
 def _piece(batch: Batch, dtype: str, ranks: Communicator) -> Slice:

@@ -41,14 +41,11 @@ _DROPOUT = "attention dropout is not planned: forward and backward would draw th
 
 # name in the attention functions people know -> what it would take
 _REFUSED = {
-    "dropout_p": _DROPOUT,
-    "dropout": _DROPOUT,
+    **dict.fromkeys(("dropout_p", "dropout"), _DROPOUT),
+    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), _IN_PLAN),
+    "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
     "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
     "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
-    "attn_mask": _IN_PLAN,
-    "attention_mask": _IN_PLAN,
-    "block_mask": _IN_PLAN,
-    "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
     "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
 }
 
@@ -56,13 +53,9 @@ _REFUSED = {
 _RENAMED = {
     "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
     "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
-    "scaling": "write scale=",
-    "softmax_scale": "write scale=",
-    "sm_scale": "write scale=",
-    "logits_soft_cap": "write softcap=",
-    "logit_cap": "write softcap=",
-    "s_aux": "write sinks=",
-    "softmax_offset": "write sinks=",
+    **dict.fromkeys(("scaling", "softmax_scale", "sm_scale"), "write scale="),
+    **dict.fromkeys(("logits_soft_cap", "logit_cap"), "write softcap="),
+    **dict.fromkeys(("s_aux", "softmax_offset"), "write sinks="),
 }
 _THERE_ARE = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
 

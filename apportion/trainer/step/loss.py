@@ -12,11 +12,7 @@ from apportion.trainer.step.shares import batch_of, check_share
 
 
 def normalised_loss(
-    logits: Tensor,
-    labels: Tensor,
-    valid_tokens: float,
-    averaged_over: int = 1,
-    weights: Tensor | None = None,
+    logits: Tensor, labels: Tensor, valid_tokens: float, averaged_over: int = 1, weights: Tensor | None = None
 ) -> Tensor:
     """This rank's share of the step's mean token loss: the shares of all ranks and microbatches sum to it.
 
