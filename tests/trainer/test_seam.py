@@ -16,7 +16,7 @@ import apportion as ap
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.structures import Tree
-from apportion.trainer.loading import loader as loader_module, metrics
+from apportion.trainer.loading import metrics
 from apportion.trainer.loading.iterations import Deal
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
@@ -225,18 +225,11 @@ def test_a_rank_that_cannot_read_its_samples_ends_all(pool: Pool) -> None:
     assert sum("have no rows: OSError: a sample is lost on rank" in message for message in told) == 2
 
 
-def test_what_a_data_loader_process_cannot_read_is_told_to_the_ranks_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    agreed = []
-    monkeypatch.setattr(
-        loader_module,
-        "agree",
-        lambda handles, facts, holds: agreed.append(metrics.Facts.read(facts).valid) or [facts],
-    )
+def test_what_a_data_loader_process_cannot_read_ends_the_pass_there() -> None:
+    batches = iter(loader_of(jobs_seam.Broken([20, 20, 1]), sampler=[[0, 1], [0, 2]], workers=1))
+    assert next(batches).iteration == 0
     with pytest.raises(OSError, match="a sample is lost"):
-        list(loader_of(jobs_seam.Broken([20, 20, 1]), sampler=[[0, 1], [0, 2]], workers=1))
-    assert agreed == [38, -1]
+        next(batches)
 
 
 def test_ranks_whose_samples_have_other_fields_are_told(pool: Pool) -> None:

@@ -14,8 +14,6 @@ from functools import partial
 from threading import Condition, Thread
 from typing import NamedTuple
 
-from torch._utils import ExceptionWrapper
-
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ApportionError
@@ -37,12 +35,11 @@ class PlanTimeoutError(ApportionError, TimeoutError):
 
 class Fetched(NamedTuple):
     """A rank's share of an iteration. Of each microbatch, where somebody has made them: its rows, and the handle of its
-    plan, ready to run. wrong: why a process could not make the rows."""
+    plan, ready to run."""
 
     piece: IterationSlice
     rows: tuple[Rows, ...] | None = None
     handles: tuple[PlanHandle, ...] | None = None
-    wrong: ExceptionWrapper | None = None
 
 
 class Ahead:

@@ -26,7 +26,6 @@ from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.origin import origin
-from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, flag, integer, number
 from apportion.ir.request.cluster import Cluster
@@ -247,18 +246,18 @@ class PlannedLoader:
         self, iterations: Iterations, number: int, supply: Fetching | Collecting
     ) -> tuple[Wanted, Fetched] | None:
         """An iteration and its plan, None behind the last; what ends this rank ends the other ranks and groups, too."""
-        wanted, failed = None, None
+        wanted: Wanted | Exception | None
         try:
             wanted = iterations.at(number)
         except Exception as error:
-            failed = error
-        if wanted is None and failed is None:
+            wanted = error
+        if wanted is None:
             return None
         begun_s = time.monotonic()
 
         def take() -> Fetched:
-            if failed is not None:
-                raise failed
+            if isinstance(wanted, Exception):
+                raise wanted
             return supply.take(number)
 
         try:
@@ -272,13 +271,13 @@ class PlannedLoader:
             self._groups.totals((self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
             self._meters.waited_s += time.monotonic() - begun_s
-        assert wanted is not None
+        assert isinstance(wanted, Wanted)
         return wanted, fetched
 
-    def _planned_here(self, wanted: Wanted | None) -> Fetched:
+    def _planned_here(self, wanted: Wanted | Exception) -> Fetched:
         from apportion.planner.iteration.jobs import plan_job
 
-        assert wanted is not None
+        assert isinstance(wanted, Wanted)
         return Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
     def _ready(self, piece: IterationSlice) -> Fetched:
@@ -286,11 +285,12 @@ class PlannedLoader:
         return Fetched(piece, None, self._handles(piece))
 
     def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
-        return tuple(self._handle(one).prepare(self._device) for one in piece.slices)
-
-    def _handle(self, piece: Slice) -> PlanHandle:
-        rows = int(piece.layout(piece.header.home_layout).rows_per_rank[0])
-        return PlanHandle(piece, self._communicator, self._engine, self._form.padded(rows) - rows)
+        handles = []
+        for one in piece.slices:
+            rows = int(one.layout(one.header.home_layout).rows_per_rank[0])
+            handle = PlanHandle(one, self._communicator, self._engine, self._form.padded(rows) - rows)
+            handles.append(handle.prepare(self._device))
+        return tuple(handles)
 
     def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._handles(fetched.piece)
@@ -313,8 +313,6 @@ class PlannedLoader:
     def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or why there are none: the other ranks are told before it is raised."""
         try:
-            if fetched.wrong is not None:
-                fetched.wrong.reraise()  # type: ignore[no-untyped-call]
             return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
         except Exception as error:
             return error

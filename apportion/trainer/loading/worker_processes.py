@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
@@ -31,12 +30,11 @@ PREFETCHED = 2  # iterations that each process has ready
 
 class Parcel(NamedTuple):
     """One iteration from a process. data: the encoded slice, uint8, empty where there was no plan in time, and why.
-    rows, wrong: as in `Fetched`."""
+    rows: as in `Fetched`."""
 
     data: Tensor
-    rows: tuple[Rows, ...] | None
+    rows: tuple[Rows, ...]
     why: str
-    wrong: ExceptionWrapper | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +66,9 @@ class Share(IterableDataset[Parcel]):
 
     def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
         if found is None:
-            return Parcel(torch.empty(0, dtype=torch.uint8), None, why)
+            return Parcel(torch.empty(0, dtype=torch.uint8), (), why)
         data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
-        try:
-            return Parcel(data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
-        except Exception:  # the trainer tells the other ranks before it raises this
-            wrong = ExceptionWrapper(where="in a data-loader process")  # type: ignore[no-untyped-call]
-            return Parcel(data, None, "", wrong)
+        return Parcel(data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
 
 
 class Collecting:
@@ -96,8 +90,7 @@ class Collecting:
             raise error
         if not len(parcel.data):
             raise TimeoutError(parcel.why)
-        piece = IterationSlice.decode(parcel.data.numpy().tobytes())
-        return Fetched(piece, parcel.rows, wrong=parcel.wrong)
+        return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)
 
     def close(self) -> None:
         """Ends the processes."""
