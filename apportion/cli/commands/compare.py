@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
@@ -14,14 +15,11 @@ WIDE = 280  # columns of the table that has everything
 
 
 Recipes = Annotated[
-    str, typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all.")
+    str, Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all.")
 ]
-Baseline = Annotated[
-    str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")
-]
+Baseline = Annotated[str, Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")]
 Batches = Annotated[
-    int | None,
-    typer.Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1),
+    int | None, Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1)
 ]
 
 
@@ -40,8 +38,8 @@ def compare(
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
-    wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
+    verify: Annotated[bool, Option("--verify/--no-verify", help="Check every plan.")] = True,
+    wide: Annotated[bool, Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
     html: options.Html = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, count, emit, status
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
 
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
+Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
 
 
 def plan(
@@ -40,7 +41,7 @@ def plan(
     threads: options.Threads = 1,
     output: Output = None,
     server: Annotated[
-        str | None, typer.Option("--server", help="Have this planning server plan it.", metavar="URL")
+        str | None, Option("--server", help="Have this planning server plan it.", metavar="URL")
     ] = None,
     token_file: options.TokenFile = None,
     ca: options.Certificates = None,
@@ -146,16 +147,14 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
 
 def show(
     plan: options.PlanFile,
-    rank: Annotated[int | None, typer.Option("--rank", help="Print this rank's program.", min=0)] = None,
+    rank: Annotated[int | None, Option("--rank", help="Print this rank's program.", min=0)] = None,
     svg: Annotated[
-        Path | None, typer.Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg")
+        Path | None, Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--kind", help="With --svg: this attention kind. Default: the first.")
+        str | None, Option("--kind", help="With --svg: this attention kind. Default: the first.")
     ] = None,
-    phase: Annotated[
-        str | None, typer.Option("--phase", help="With --svg: forward (default) or backward.")
-    ] = None,
+    phase: Annotated[str | None, Option("--phase", help="With --svg: forward (default) or backward.")] = None,
     hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -224,8 +223,8 @@ def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
 
 
 def diff(
-    left: Annotated[Path, typer.Argument(help="A plan file.", metavar="A")],
-    right: Annotated[Path, typer.Argument(help="Another plan file.", metavar="B")],
+    left: Annotated[Path, Argument(help="A plan file.", metavar="A")],
+    right: Annotated[Path, Argument(help="Another plan file.", metavar="B")],
     html: options.Html = None,
     hardware: options.HardwareName = None,
     as_json: options.AsJson = False,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
+from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import INTERRUPTED, count, emit, note, progress
@@ -24,16 +25,14 @@ LINE_S = 30.0  # a line of progress so often, where stderr is a file
 PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that never ends
 
 
-Out = Annotated[
-    Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
-]
+Out = Annotated[Path, Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")]
 Shuffle = Annotated[
-    bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
+    bool, Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
 
 Mask = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--mask",
         help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
         "or what each sample of the workload has.",
@@ -41,12 +40,12 @@ Mask = Annotated[
 ]
 Ray = Annotated[
     str | None,
-    typer.Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
+    Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
 ]
 
 
 def precompute(
-    iterations: Annotated[int, typer.Option("--iterations", help="Optimizer steps to plan.", min=1)],
+    iterations: Annotated[int, Option("--iterations", help="Optimizer steps to plan.", min=1)],
     out: Out,
     lengths: options.LengthsFile = None,
     workload: options.WorkloadFile = None,

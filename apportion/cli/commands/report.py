@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import emit
 from apportion.ir.errors import ConfigError
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
+    Path, Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
 ]
 _ON_SERVERS = "/v1/plans/"
 
@@ -20,7 +20,7 @@ _ON_SERVERS = "/v1/plans/"
 def report(
     plan: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A plan file, a file of a folder of plans, or the URL of a plan on a server.",
             metavar="PLAN|URL",
         ),
@@ -83,6 +83,5 @@ def _made(path: Path, hardware: str | None) -> tuple[bytes, list[str]]:
     from apportion.report import report_html
 
     plans = files.read_plans(path)
-    return report_html(plans, inputs.hardware_for(hardware, plans[0][1])).encode(), [
-        each.id.hex() for _, each in plans
-    ]
+    page = report_html(plans, inputs.hardware_for(hardware, plans[0][1]))
+    return page.encode(), [each.id.hex() for _, each in plans]

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from apportion.cli import inputs, options
 
@@ -16,7 +16,7 @@ _GB, _DAY_S = 10**9, 86400.0
 def _option(help: str, name: str, **more: Any) -> Any:
     """An option that the environment may set, too: --store-gb as APPORTION_SERVE_STORE_GB."""
     variable = "APPORTION_SERVE" + name.replace("-", "_")[1:].upper()
-    return typer.Option(name, help=help, envvar=variable, show_envvar=False, **more)
+    return Option(name, help=help, envvar=variable, show_envvar=False, **more)
 
 
 def serve(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from apportion.cli import options
 from apportion.cli.output import FAILED, OK, count, emit, progress
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look after folders of plans.", no_args_is_help=True)
 
-Place = Annotated[Path, typer.Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
+Place = Annotated[Path, Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
 
 
 @app.command()
 def check(
     folder: Place,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Plan every request again, verify the plan, and compare.")
+        bool, Option("--verify", help="Plan every request again, verify the plan, and compare.")
     ] = False,
     workers: options.Workers = 0,
     as_json: options.AsJson = False,
@@ -70,10 +71,10 @@ def prune(
     folder: Place,
     gb: Annotated[
         float | None,
-        typer.Option("--gb", help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9),
+        Option("--gb", help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9),
     ] = None,
     days: Annotated[
-        float | None, typer.Option("--days", help="Evict plans unused for so many days.", min=0, max=1e5)
+        float | None, Option("--days", help="Evict plans unused for so many days.", min=0, max=1e5)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -95,11 +96,8 @@ def prune(
     sizes = [file.size for file in store.files()]
     record = {"folder": str(folder), "evicted": evicted, "evicted_bytes": freed}
     record |= {"kept": len(sizes), "kept_bytes": sum(sizes)}
-    emit(
-        record,
-        as_json,
-        lambda: f"{folder}: {_sized(evicted, freed)} evicted; {_sized(len(sizes), sum(sizes))} kept",
-    )
+    told = f"{folder}: {_sized(evicted, freed)} evicted; {_sized(len(sizes), sum(sizes))} kept"
+    emit(record, as_json, lambda: told)
 
 
 def _opened(folder: Path) -> Folder:
