@@ -39,14 +39,8 @@ NAME = "apportion"  # of the attention implementation, and of the kwarg that bri
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
-_MASKING = [
-    "attention_mask",
-    "past_key_values",
-    "cache_position",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "seq_idx",
-]
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_MASKING = ("attention_mask", "past_key_values", "cache_position", *_PACKED)
 
 
 def enable(model: Any, *, check: bool = True) -> Any:

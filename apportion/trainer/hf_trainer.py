@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of
-from apportion.trainer.epochs import Epochs
 from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.loading.rows import LOSS_MASKS
 from apportion.trainer.loading.samples import Samples
+from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import WEIGHTS
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.trainer.epochs import Epochs
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import require_calls
 from apportion.trainer.step.shares import check_share
@@ -59,10 +59,10 @@ class PlannedBatches:
         return map(Arriving, self.epochs)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.epochs.state_dict()
+        return self.epochs.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epochs.load_state_dict(state)
+        self.epochs.loader.load_state_dict(state)
 
 
 def _no_loader(given: Any) -> ConfigError:

@@ -1,16 +1,22 @@
-"""What adapters of trainers share: kinds of attention by the windows of layers, passes, and groups of ranks."""
+"""What adapters of trainers share: kinds of attention by the windows of layers, groups of ranks, passes and epochs.
+
+Passes over shuffled samples differ in length; Trainer and Lightning take that of the first for all. So an epoch of
+theirs goes on where the one before ended, also in the middle of a pass, and what they skip or resume is the loader's
+own state alone.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError
+from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.specs import causal, sliding_window
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
@@ -66,3 +72,53 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     shares: Any = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
     own, hosts = shares()[0], shares(backend="gloo")[0]
     return Communicator(own, hosts=hosts)
+
+
+@dataclass
+class Epochs:
+    """A loader as trainers count: epochs of one length, and optimizer steps of one number of microbatches.
+
+    accumulated: microbatches of an optimizer step, None for evaluation, of which every epoch is a whole pass.
+    valid_tokens: labels so far in this epoch, of all ranks. Raises ConfigError where steps do not fit iterations."""
+
+    loader: PlannedLoader
+    accumulated: int | None = None
+    valid_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._length = len(self.loader)
+        if self.accumulated is not None and self._length % self.accumulated:
+            rule = f"an epoch of {self._length} microbatches is no number of whole steps"
+            remedy = "accumulate as many as the loader's microbatches, and give the loader drop_last=True"
+            raise ConfigError("accumulated microbatches", self.accumulated, rule, remedy)
+
+    def __len__(self) -> int:
+        """Microbatches of an epoch."""
+        return self._length
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        """An epoch; when it is left, or over, no pass stays open. Raises ExecutionError."""
+        batches, self.valid_tokens = self._pass(), 0
+        try:
+            for _ in range(len(self)):
+                batch = next(batches)
+                self._check(batch)
+                self.valid_tokens += batch.valid_tokens if batch.is_last else 0
+                yield batch
+        finally:
+            place = self.loader.state_dict()
+            batches.close()
+            self.loader.load_state_dict(place)
+
+    def _pass(self) -> Generator[PlannedBatch, None, None]:
+        if self.accumulated is not None:
+            return endless(self.loader)
+        self.loader.set_epoch(self.loader.state_dict()["epoch"], start=0)
+        return iter(self.loader)
+
+    def _check(self, batch: PlannedBatch) -> None:
+        if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):
+            raise ExecutionError(
+                f"iteration {batch.iteration} has not the {self.accumulated} microbatches that an optimizer step "
+                "accumulates: accumulate as many as the loader's iterations have, and give it drop_last=True"
+            )

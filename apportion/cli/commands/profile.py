@@ -62,7 +62,8 @@ def profile(
 
 def _record(hardware: Hardware, output: Path) -> dict[str, Any]:
     data = hardware.to_data()
-    names = ["name", "device", "engine", "dtype", "axis", "q_heads", "kv_heads", "head_dim", "figures", "measured"]
+    sizes = ("axis", "q_heads", "kv_heads", "head_dim", "figures", "measured")
+    names = ("name", "device", "engine", "dtype", *sizes)
     return {"file": str(output), "digest": hardware.digest(), **{key: data[key] for key in names}}
 
 

@@ -1,4 +1,5 @@
-"""Before a plan is used: all ranks have it, or those that have not plan the same themselves, or all end.
+"""Before a plan is used: all ranks have it, or those that have not plan the same themselves, or all end; and before a
+microbatch is, all groups of ranks tell how many labels they have.
 
 Where ranks may plan themselves there is one collective an iteration: has this rank the plan, and which; and a second
 one where a rank had not.
@@ -7,14 +8,15 @@ one where a rank had not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from apportion.backends.torch.calls import by_value, shown
-from apportion.backends.torch.transport import Communicator, require_one_plan
+from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
+from apportion.trainer.loading.metrics import as_bits, as_floats
 
 HELD, MISSING, FAILED = 0, 1, 2
 
@@ -76,3 +78,32 @@ def _attempt(make: Callable[[], Fetched]) -> Fetched | Exception:
         return make()
     except Exception as error:  # told to the other ranks, which would wait, then raised
         return error
+
+
+def totals(
+    replicas: Transport | None,
+    place: Sequence[int],
+    valid: int,
+    weight: float,
+    error: Exception | None = None,
+) -> tuple[int, float]:
+    """Labels and their weight, of all groups of ranks on the job (data parallel over context parallel); a collective of
+    theirs. replicas: the ranks that have this rank's place in each group, None where there is one group; place: epoch,
+    iteration, microbatches. Raises `error`, which ends the other groups too, ExecutionError where they are apart."""
+    given = [*place, valid, *as_bits([weight]), int(error is not None)]
+    groups = [given] if replicas is None else replicas.all_gather(given, "totals of groups")
+    failed = [group for group, row in enumerate(groups) if row[-1]]
+    if failed and replicas is not None:
+        errors = replicas.gather_texts(shown(error), "errors of groups")
+    if error is not None:
+        raise error
+    if failed:
+        says = by_value({group: errors[group] for group in failed}, "group")
+        raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
+    if any(row[:3] != [*place] for row in groups):
+        told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
+        raise ExecutionError(
+            f"groups are not in step (epoch, iteration or -1 at the end, microbatches): {told}. Give their "
+            "samplers equally many, and begin in the same place"
+        )
+    return sum(row[3] for row in groups), sum(as_floats([row[4] for row in groups]))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from torch.distributed import ProcessGroup
 
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
@@ -96,7 +97,8 @@ def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[
 
 def shifted_of(shifted: Collection[str]) -> frozenset[str]:
     """The names of fields. Raises ConfigError, also for a single name, whose letters would be names."""
-    if isinstance(shifted, str) or not all(isinstance(one, str) for one in shifted):
+    listed = isinstance(shifted, Iterable) and not isinstance(shifted, str)
+    if not listed or not all(isinstance(one, str) for one in shifted):
         raise ConfigError("shifted", shifted, "must be a list of fields' names", 'write ["labels"]')
     return frozenset(shifted)
 
@@ -111,6 +113,16 @@ def communicator_of(job: Job, given: Communicator | None) -> Communicator:
         remedy = "initialise torch.distributed before the loader is made, or give another cluster"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
     return found
+
+
+def replicas_of(given: Transport | Any) -> Transport | None:
+    """The ranks in this rank's place in each group, None where there is one group. Raises ConfigError."""
+    if given is None or isinstance(given, Transport):
+        return given
+    if not isinstance(given, ProcessGroup):
+        rule = "must be a process group of the ranks in this rank's place"
+        raise ConfigError("replicas", given, rule, "give one that torch.distributed.new_group made")
+    return Communicator(given)
 
 
 def device_of(given: torch.device | str | None) -> torch.device:

@@ -1,26 +1,28 @@
-"""What a pass over the data asks for: of each iteration the samples, and the batches that are planned."""
+"""What a pass over the data asks for: of each iteration the samples, and the batches that are planned; where it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from reprlib import Repr
 from threading import Condition
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.bytes.origin import difference
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.fields import integers
+from apportion.ir.fields import integer, integers
 from apportion.ir.isa import VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
 
+STATE = 2  # version of a state
 _SHORT = Repr()
 _SHORT.maxlist = 64  # samples of a microbatch that an error names
 
@@ -234,3 +236,32 @@ class Iterations:
             self._first = max(self._first, before)
             for number in [held for held in self._held if held < before]:
                 del self._held[number]
+
+
+class Place(NamedTuple):
+    """The microbatch that comes next: of an iteration, and that of an epoch."""
+
+    epoch: int = 0
+    iteration: int = 0
+    microbatch: int = 0
+
+
+def state_of(place: Place, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What `place_of` reads: JSON-like data. facts: what must be the same where a pass goes on."""
+    return {"version": STATE, **place._asdict(), **facts}
+
+
+def place_of(state: Mapping[str, Any], facts: Mapping[str, Any]) -> Place:
+    """Where the loader was that this state is of. Raises ConfigError where it had other samples, another job or another
+    order, by the name of what differs."""
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if version != STATE or not all(name in state for name in Place._fields):
+        rule = "is not the state of a loader of this release"
+        raise ConfigError("state", version, rule, "give what `state_dict()` returned")
+    found = difference({name: state.get(name) for name in facts}, facts)
+    if found is not None:
+        name, saved, own = found
+        rule = f"the state was saved with another {name.removeprefix('job.')}: this loader has {own!r}"
+        remedy = "give the loader what it had then, or leave the state out and begin anew"
+        raise ConfigError(f"state.{name}", saved, rule, remedy)
+    return Place(*(integer(f"state.{name}", state[name], 0) for name in Place._fields))

@@ -33,7 +33,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
-from apportion.trainer.loading.agreement import Agreement
+from apportion.trainer.loading.agreement import Agreement, totals
 from apportion.trainer.loading.arguments import (
     check_kinds,
     communicator_of,
@@ -41,15 +41,23 @@ from apportion.trainer.loading.arguments import (
     job_of,
     lengths_of,
     masks_here,
+    replicas_of,
     sampler_of,
     shifted_of,
 )
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.fetching import Ahead, Fetched, Fetching, PlanTimeoutError
-from apportion.trainer.loading.groups import Groups
-from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.iterations import (
+    Asked,
+    Deal,
+    Draw,
+    Iterations,
+    Place,
+    Wanted,
+    place_of,
+    state_of,
+)
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
-from apportion.trainer.loading.resume import Place, place_of, state_of
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import open_source
 from apportion.trainer.loading.sources.source import Source
@@ -145,7 +153,8 @@ class PlannedLoader:
         self._source = open_source(source, token, ca, self._timeout_s, self._made, self.job.digest)
         self._communicator = communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
-        self._groups = Groups.of(replicas)
+        self._replicas = replicas_of(replicas)
+        self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
@@ -182,7 +191,7 @@ class PlannedLoader:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        return {**self._made, "groups": self._groups.deal.groups}
+        return {**self._made, "groups": self._deal.groups}
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
@@ -212,10 +221,10 @@ class PlannedLoader:
                 iterations.forget(wanted.number + 1)
                 ahead.reach(wanted.number + 1)
         self._communicator.all_gather([], "the end of a pass")
-        self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
+        totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, self._groups.deal, self._least)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._least)
 
     # ---- a pass
 
@@ -268,7 +277,7 @@ class PlannedLoader:
                     f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error}); give it "
                     "more time, or the service more workers or look-ahead"
                 )
-            self._groups.totals((self._place.epoch, number, 0), 0, 0.0, error)  # raises it
+            totals(self._replicas, (self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
             self._meters.waited_s += time.monotonic() - begun_s
         assert isinstance(wanted, Wanted)
@@ -296,7 +305,7 @@ class PlannedLoader:
         handles = fetched.handles or self._handles(fetched.piece)
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
-        shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._groups.replicas}
+        shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
         shared |= {"valid_tokens": valid, "total_weight": weight}
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             yield PlannedBatch(
@@ -334,10 +343,10 @@ class PlannedLoader:
             ranks, error = [], unequal
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
         place = self._place.epoch, wanted.number, len(handles)
-        totals = self._groups.totals(place, valid, weight, error)
+        found = totals(self._replicas, place, valid, weight, error)
         assert not isinstance(rows, Exception)
         self._meters.iterations += 1
-        return rows, *totals
+        return rows, *found
 
     def _apart(
         self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]

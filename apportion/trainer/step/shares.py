@@ -14,7 +14,6 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import Microbatch
-from apportion.trainer.step.reductions import Reduction, reduction_of
 
 _SCALED = 65536  # by torch's GradScaler, to begin with
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
@@ -69,7 +68,7 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     if factor is not None and (leaves or not watch.settled):
         wrapper = None if batch is None else batch.handle.wrapper
         count = batch.microbatch + 1 if batch is not None and batch.is_last else 1
-        loss.register_hook(partial(_check_scale, reduction_of(wrapper, leaves), factor, count))  # type: ignore[no-untyped-call]
+        loss.register_hook(partial(_check_scale, wiring.reduction_of(wrapper, leaves), factor, count))  # type: ignore[no-untyped-call]
 
 
 def _check_attention(node: Any, rows: int) -> None:
@@ -84,7 +83,9 @@ def _check_attention(node: Any, rows: int) -> None:
         )
 
 
-def _check_scale(reduction: Reduction | None, factor: float, microbatches: int, grad: Tensor | None) -> None:
+def _check_scale(
+    reduction: wiring.Reduction | None, factor: float, microbatches: int, grad: Tensor | None
+) -> None:
     """Raises ConfigError where the share goes into a loss as it is, or over a number of microbatches, and gradients are
     averaged; or times the ranks, and they are summed. Warns of a division by microbatches: a share may be half of a
     loss on purpose."""

@@ -8,22 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
-from apportion.trainer.step.reductions import Reduction, reduction_of
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
 SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
+
+
+class Reduction(NamedTuple):
+    """What reduces gradients, over how many ranks, to sums or to averages."""
+
+    name: str
+    ranks: int
+    sums: bool
+
+
+def reduction_of(wrapper: DistributedDataParallel | None, params: set[int]) -> Reduction | None:
+    """DDP's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
+    communication hooks but torch's own, which average, and for other factors than those of an average and a sum."""
+    if wrapper is not None:
+        own = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
+        ranks = dist.get_world_size(wrapper.process_group)
+        return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if own else None
+    found = None
+    states: Any = (state() for state in [*_module_state_mapping.values()] if params)
+    for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
+        held = [
+            vars(one).get(name) for one in group.fsdp_params for name in ("_unsharded_param", "sharded_param")
+        ]
+        if params & {*map(id, held)} and group.gradient_divide_factor in (None, 1):
+            found = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
+            if not found.sums:
+                return found
+    return found
 
 
 class Watch:
