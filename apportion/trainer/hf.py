@@ -28,7 +28,7 @@ from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import Rehearsal, check_rows
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
-from apportion.trainer.step.shares import batch_under, check_share
+from apportion.trainer.step.loss import batch_under, check_share
 
 try:
     from transformers import AttentionInterface, Cache

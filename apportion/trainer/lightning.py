@@ -26,8 +26,8 @@ from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
+from apportion.trainer.step.loss import check_share
 from apportion.trainer.step.microbatch import require_calls
-from apportion.trainer.step.shares import check_share
 
 try:
     import lightning  # noqa: F401

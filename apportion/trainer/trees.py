@@ -31,7 +31,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch, to_all
-from apportion.trainer.step.shares import check_share
+from apportion.trainer.step.loss import check_share
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.sources.service import ServiceSource
+from apportion.trainer.loading.sources import ServiceSource
 from apportion.trainer.step.gradients import sum_gradients
 from tests.ranks.loading import HereSource, Recorded, seen
 

@@ -27,8 +27,7 @@ from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from apportion.trainer.loading.fetching import PlanTimeoutError
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.sources import local
-from apportion.trainer.loading.sources.service import ServiceSource
+from apportion.trainer.loading.sources import LocalSource, ServiceSource
 from tests.ranks import jobs_loader, jobs_seam
 from tests.ranks.loading import LENGTHS, HereSource, Recorded, job, planning, seen
 from tests.ranks.rank_pool import Pool
@@ -273,7 +272,7 @@ def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders: dict[str, Pa
 def test_a_planner_that_dies_is_an_error() -> None:
     batches = [Batch.from_lengths([40, 20])]
     key = job().request_key(batches)
-    with closing(local.LocalSource()) as source:
+    with closing(LocalSource()) as source:
         source.submit(key, encode_request(job(), batches), 0)
         while not source._planner._workers:
             time.sleep(0.01)

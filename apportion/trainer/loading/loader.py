@@ -46,7 +46,15 @@ from apportion.trainer.loading.arguments import (
     shifted_of,
 )
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.fetching import Ahead, Fetched, Fetching, PlanTimeoutError
+from apportion.trainer.loading.fetching import (
+    PREFETCHED,
+    Ahead,
+    Collecting,
+    Fetched,
+    Fetching,
+    PlanTimeoutError,
+    Share,
+)
 from apportion.trainer.loading.iterations import (
     Asked,
     Deal,
@@ -59,9 +67,7 @@ from apportion.trainer.loading.iterations import (
 )
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
-from apportion.trainer.loading.sources import open_source
-from apportion.trainer.loading.sources.source import Source
-from apportion.trainer.loading.worker_processes import PREFETCHED, Collecting, Share
+from apportion.trainer.loading.sources import Source, open_source
 
 
 class PlannedLoader:
