@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from logging import getLogger
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -214,13 +212,9 @@ def _recorded(model: Any, held: Rehearsal) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                hook = module.register_forward_hook(partial(_record, held, name))
+                hook = module.register_forward_hook(lambda *given, name=name: held.record(name, given[-1]))
                 stack.callback(hook.remove)
         yield
-
-
-def _record(held: Rehearsal, name: str, module: Any, args: Any, output: Any) -> None:
-    held.record(name, output)
 
 
 def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) -> int | None:
@@ -244,7 +238,8 @@ def _close(own: Tensor, wanted: Tensor) -> bool:
 def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     """(positions, documents, rows of each part): documents of short positions; some of them beside positions around
     and beyond each threshold."""
-    positions, documents = _documents(_SHORT)
+    documents = torch.arange(len(_SHORT)).repeat_interleave(torch.tensor(_SHORT))
+    positions = torch.cat([torch.arange(length) for length in _SHORT])
     order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(1))
     cuts = [*torch.tensor(_PARTS).cumsum(0).tolist(), len(order)]
     yield positions, documents, [order[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
@@ -256,11 +251,6 @@ def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         count, alone = len(positions), torch.arange(len(far)) + len(_SHORT)
         parts = [order, torch.arange(len(far)).flip(0) + count]
         yield torch.cat((positions, torch.tensor(far))), torch.cat((documents, alone)), parts
-
-
-def _documents(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return torch.cat([torch.arange(length) for length in lengths]), number
 
 
 def _thresholds(model: Any) -> list[int]:
@@ -304,38 +294,33 @@ def _is_here(model: Any) -> bool:
 def _undisturbed(model: Any, device: torch.device) -> Iterator[Callable[[], None]]:
     """Training mode without noise, in float32 or wider. Gives what puts the state of modules and config back, which is
     done at the end as well."""
-    precision, before = torch.get_float32_matmul_precision(), _Snapshot.of(model)
+    precision, before = torch.get_float32_matmul_precision(), _snapshot(model)
     cuda = [device] if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision("highest")
         model.train()
         with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield _Snapshot.of(model).put_back
+            yield _snapshot(model)
     finally:
         torch.set_float32_matmul_precision(precision)
-        before.put_back()
+        before()
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """What a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts (buffers, and
-    hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
+def _snapshot(model: Any) -> Callable[[], None]:
+    """Puts back what a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts
+    (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
+    held = [vars(one) for one in (*model.modules(), model.config, model.config.get_text_config())]
+    held += [value for one in held for value in one.values() if isinstance(value, dict)]
+    attributes, values = [(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()]
 
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    values: list[tuple[Tensor, Tensor]]
-
-    @staticmethod
-    def of(model: Any) -> _Snapshot:
-        held = [vars(one) for one in (*model.modules(), model.config, model.config.get_text_config())]
-        held += [value for one in held for value in one.values() if isinstance(value, dict)]
-        return _Snapshot([(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()])
-
-    def put_back(self) -> None:
-        for held, before in self.attributes:
-            held.clear()
-            held.update(before)
-        for buffer, value in self.values:
+    def put_back() -> None:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in values:
             buffer.copy_(value)
+
+    return put_back
 
 
 #: op -> the mean of what it draws, by its arguments behind the first

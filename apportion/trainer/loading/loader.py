@@ -33,18 +33,8 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
+from apportion.trainer.loading import arguments
 from apportion.trainer.loading.agreement import Agreement, totals
-from apportion.trainer.loading.arguments import (
-    check_kinds,
-    communicator_of,
-    device_of,
-    job_of,
-    lengths_of,
-    masks_here,
-    replicas_of,
-    sampler_of,
-    shifted_of,
-)
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.fetching import (
     PREFETCHED,
@@ -145,10 +135,10 @@ class PlannedLoader:
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
     ) -> None:
-        self.dataset, self._sampler = dataset, sampler_of(sampler, shuffle)
-        self.job = job_of(cluster, model, tokens_per_rank, microbatches, recipe, seed, hardware)
-        masks, lengths = masks_here(dataset, masks), lengths_of(dataset, lengths)
-        check_kinds(self.job, masks)
+        self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
+        self.job = arguments.job_of(cluster, model, tokens_per_rank, microbatches, recipe, seed, hardware)
+        masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
+        arguments.check_kinds(self.job, masks)
         self._asked = Asked(self.job, lengths, masks)
         self._sampling = None
         if sampler is None:
@@ -157,18 +147,18 @@ class PlannedLoader:
         self._timeout_s = number("timeout_s", timeout_s, above=True)
         self._made = origin(self.job, lengths, masks, self._sampling)
         self._source = open_source(source, token, ca, self._timeout_s, self._made, self.job.digest)
-        self._communicator = communicator_of(self.job, communicator)
+        self._communicator = arguments.communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
-        self._replicas = replicas_of(replicas)
+        self._replicas = arguments.replicas_of(replicas)
         self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
-        self._form = Form(shifted_of(shifted), multiple)
+        self._form = Form(arguments.shifted_of(shifted), multiple)
         plans = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
         self._agreement = Agreement(self._communicator, plans)
         self._workers = integer("workers", workers, 0)
-        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)
+        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), arguments.device_of(device)
         self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()

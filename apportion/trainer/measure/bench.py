@@ -31,18 +31,8 @@ from apportion.ir.isa import Op
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
+from apportion.trainer.measure import timing
 from apportion.trainer.measure.selftest import process_group
-from apportion.trainer.measure.timing import (
-    Meter,
-    RankTensors,
-    Took,
-    best,
-    counted,
-    on_gpu,
-    on_host,
-    planned,
-    prepared,
-)
 from apportion.trainer.step.attention import Communicator, PlanHandle
 
 #: products as wide as QK, and as wide as V, of each pair and query head; backward computes the scores anew
@@ -87,7 +77,7 @@ class Bench:
 
     device: torch.device
     communicator: Transport
-    clock: Meter
+    clock: timing.Meter
     engines: tuple[str, ...]
     repeats: int
     skip: Callable[[str], object]
@@ -142,14 +132,14 @@ class Bench:
         self.skip(why)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine
-        handle, prepare_ms = prepared(piece, recorder, engine, self.device)
+        handle, prepare_ms = timing.prepared(piece, recorder, engine, self.device)
         took = self._best(handle, self.clock)
         return {phase: {"host_ms": took[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
-    def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, Took]:
+    def _best(self, handle: PlanHandle, clock: timing.Meter) -> dict[str, timing.Took]:
         header = handle.slice.header
-        rows = RankTensors.of(header, handle.rows, self.device, self._computes)
-        return best(planned(handle), rows, clock, self.repeats)
+        rows = timing.RankTensors.of(header, handle.rows, self.device, self._computes)
+        return timing.best(timing.planned(handle), rows, clock, self.repeats)
 
     # --- real
 
@@ -157,7 +147,7 @@ class Bench:
         """The busiest rank's host, and the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
-        handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
+        handle, prepare_ms = timing.prepared(piece, self.communicator, engine, self.device)
         whole = self._best(handle, self._together)
         alone = whole
         if ranks > 1:
@@ -172,7 +162,7 @@ class Bench:
             found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
         return found
 
-    def _together(self, work: Callable[[], Any]) -> tuple[Any, Took]:
+    def _together(self, work: Callable[[], Any]) -> tuple[Any, timing.Took]:
         """All ranks of the job begin at once."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)
@@ -183,7 +173,7 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     (kind,), ranks = plan.header.kinds, plan.header.ranks
     by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
     rank = int(by_rank.sum(axis=0).argmax())
-    counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
+    counts, simulated = timing.counted(plan.for_rank(rank), device), simulate(plan, hardware)
     return {
         phase: AttentionRow(
             plan.request.policy.recipe.name, ranks, rank, phase, "stage", int(count), *counts[phase],
@@ -210,5 +200,5 @@ def flops(plan: Plan, phase: str) -> int:
 def job(engines: tuple[str, ...], repeats: int, skip: Callable[[str], object]) -> Iterator[Bench]:
     """The bench of this process: of torchrun's ranks, or alone."""
     with process_group() as device:
-        clock = on_gpu if device.type == "cuda" else on_host
+        clock = timing.on_gpu if device.type == "cuda" else timing.on_host
         yield Bench(device, Communicator(), clock, engines, repeats, skip)

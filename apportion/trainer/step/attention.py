@@ -18,23 +18,14 @@ from torch.compiler import is_compiling
 
 from apportion.backends.torch.autograd import attend, attend_block
 from apportion.backends.torch.executor import Projection
-from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.handle import PlanHandle as PlanHandle
 from apportion.backends.torch.kernels.attention import Score
-from apportion.backends.torch.kernels.checks import check_kernels
+from apportion.backends.torch.kernels.checks import check_kernels as check_kernels
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.remap import find_move, remapped
-from apportion.backends.torch.transport import Communicator
+from apportion.backends.torch.transport import Communicator as Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
-
-__all__ = [
-    "Communicator",
-    "PlanHandle",
-    "check_kernels",
-    "planned_attention",
-    "planned_attention_block",
-    "planned_remap",
-]
 
 _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"

@@ -6,6 +6,7 @@ PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of mod
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -102,14 +103,11 @@ class Watch:
 
     def reach(self, query: Tensor) -> None:
         """Marks parameters behind queries of planned attention, up to the first that is known."""
-        for _ in self._graph(query, self._owners):
-            pass
+        deque(self.graph(query, self._owners), 0)
 
-    def graph(self, loss: Tensor) -> Iterator[Any]:
-        """The nodes of a loss' graph, up to the first parameter that is known from another one."""
-        return self._graph(loss, self._scanned)
-
-    def _graph(self, root: Tensor, known: Any) -> Iterator[Any]:
+    def graph(self, root: Tensor, known: Any = None) -> Iterator[Any]:
+        """The nodes of its graph, up to the first parameter that is known, by default from another loss."""
+        known = self._scanned if known is None else known
         pending, seen = [root.grad_fn], set[Any]()
         while pending:
             node = pending.pop()
