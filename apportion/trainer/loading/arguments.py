@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sized
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,30 +17,9 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import flag, integers
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks
 from apportion.ir.request.sequences import DEFAULT_KIND
-from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.rows import Dataset
-
-
-def job_of(
-    cluster: Cluster,
-    model: Model,
-    tokens_per_rank: int,
-    microbatches: int,
-    recipe: str | Mapping[str, Any] | Recipe | Policy,
-    seed: int | None,
-    hardware: Hardware | str | None,
-) -> Job:
-    """What plans are made for. seed: None is the policy's own. Raises ConfigError."""
-    policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
-    if seed is not None:
-        policy = replace(policy, seed=seed)
-    return Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
 
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:

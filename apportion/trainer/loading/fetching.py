@@ -284,3 +284,6 @@ def _is_before(until_s: float) -> bool:
 
 def _as_it_is(parcel: Any) -> Any:
     return parcel
+
+
+Supply = Fetching | Collecting

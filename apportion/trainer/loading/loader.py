@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.origin import origin
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, flag, integer, number
@@ -33,28 +35,11 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
-from apportion.trainer.loading import arguments
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer.loading import arguments, fetching
 from apportion.trainer.loading.agreement import Agreement, totals
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.fetching import (
-    PREFETCHED,
-    Ahead,
-    Collecting,
-    Fetched,
-    Fetching,
-    PlanTimeoutError,
-    Share,
-)
-from apportion.trainer.loading.iterations import (
-    Asked,
-    Deal,
-    Draw,
-    Iterations,
-    Place,
-    Wanted,
-    place_of,
-    state_of,
-)
+from apportion.trainer.loading.iterations import Asked, Deal, Draw, Iterations, Place, Wanted
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
@@ -136,7 +121,9 @@ class PlannedLoader:
         shifted: Collection[str] = SHIFTED,
     ) -> None:
         self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
-        self.job = arguments.job_of(cluster, model, tokens_per_rank, microbatches, recipe, seed, hardware)
+        policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
+        policy = policy if seed is None else replace(policy, seed=seed)
+        self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
         masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
         self._asked = Asked(self.job, lengths, masks)
@@ -159,7 +146,7 @@ class PlannedLoader:
         self._agreement = Agreement(self._communicator, plans)
         self._workers = integer("workers", workers, 0)
         self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), arguments.device_of(device)
-        self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
+        self._lookahead = max(integer("lookahead", lookahead), fetching.PREFETCHED * self._workers + 1)
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
 
@@ -178,12 +165,12 @@ class PlannedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch is, and what must be the same for it to come next: JSON-like data, equal on all ranks
         of the group."""
-        return state_of(self._place, self._facts)
+        return self._place.state(self._facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
         where the dataset, the job or the order is another one, by name of what differs."""
-        self._begin = self._place = place_of(state, self._facts)
+        self._begin = self._place = Place.of(state, self._facts)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -203,7 +190,7 @@ class PlannedLoader:
         self._meters.begin()
         self._check_place()
         iterations = Iterations(self._asked, self._draw(), begin.iteration)
-        with closing(Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
+        with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
             self._begin = Place(begin.epoch)
             while (found := self._next(iterations, ahead.own, supply)) is not None:
@@ -224,18 +211,18 @@ class PlannedLoader:
 
     # ---- a pass
 
-    def _supply(self, stack: ExitStack, ahead: Ahead, iterations: Iterations) -> Fetching | Collecting:
+    def _supply(self, stack: ExitStack, ahead: fetching.Ahead, iterations: Iterations) -> fetching.Supply:
         """What the plans of a pass are taken from, until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
         if submits:
             ahead.run(ahead.submit, self._lookahead)
         if self._workers:
             pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
-            share = Share(*pieces, self._form, self._timeout_s)
-            return stack.enter_context(closing(Collecting(share, self._workers, ahead)))
+            share = fetching.Share(*pieces, self._form, self._timeout_s)
+            return stack.enter_context(closing(fetching.Collecting(share, self._workers, ahead)))
         if not submits:  # its source is told what comes, too
             ahead.run(lambda wanted: None, self._lookahead)
-        return Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)
+        return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)
 
     def _check_place(self) -> None:
         """A collective. Raises ExecutionError where ranks begin different passes."""
@@ -248,8 +235,8 @@ class PlannedLoader:
             raise ExecutionError(f"ranks begin different {what}: {told}")
 
     def _next(
-        self, iterations: Iterations, number: int, supply: Fetching | Collecting
-    ) -> tuple[Wanted, Fetched] | None:
+        self, iterations: Iterations, number: int, supply: fetching.Supply
+    ) -> tuple[Wanted, fetching.Fetched] | None:
         """An iteration and its plan, None behind the last; what ends this rank ends the other ranks and groups, too."""
         wanted: Wanted | Exception | None
         try:
@@ -260,7 +247,7 @@ class PlannedLoader:
             return None
         begun_s = time.monotonic()
 
-        def take() -> Fetched:
+        def take() -> fetching.Fetched:
             if isinstance(wanted, Exception):
                 raise wanted
             return supply.take(number)
@@ -269,7 +256,7 @@ class PlannedLoader:
             fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
         except Exception as error:
             if isinstance(error, TimeoutError):
-                error = PlanTimeoutError(
+                error = fetching.PlanTimeoutError(
                     f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error}); give it "
                     "more time, or the service more workers or look-ahead"
                 )
@@ -279,15 +266,15 @@ class PlannedLoader:
         assert isinstance(wanted, Wanted)
         return wanted, fetched
 
-    def _planned_here(self, wanted: Wanted | Exception) -> Fetched:
+    def _planned_here(self, wanted: Wanted | Exception) -> fetching.Fetched:
         from apportion.planner.iteration.jobs import plan_job
 
         assert isinstance(wanted, Wanted)
-        return Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
+        return fetching.Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
-    def _ready(self, piece: IterationSlice) -> Fetched:
+    def _ready(self, piece: IterationSlice) -> fetching.Fetched:
         """For the thread that fetches: programs are loaded on the device before the trainer asks for them."""
-        return Fetched(piece, None, self._handles(piece))
+        return fetching.Fetched(piece, None, self._handles(piece))
 
     def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
         handles = []
@@ -297,7 +284,7 @@ class PlannedLoader:
             handles.append(handle.prepare(self._device))
         return tuple(handles)
 
-    def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
+    def _batches(self, wanted: Wanted, fetched: fetching.Fetched) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._handles(fetched.piece)
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
@@ -315,7 +302,7 @@ class PlannedLoader:
                 batch=batch,
             )
 
-    def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
+    def _read(self, wanted: Wanted, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or why there are none: the other ranks are told before it is raised."""
         try:
             return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
