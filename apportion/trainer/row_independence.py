@@ -27,7 +27,9 @@ from apportion.ir.errors import ConfigError
 from apportion.trainer.step.microbatch import IGNORED
 
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
-Arguments = Callable[[Tensor, Tensor, Tensor, float, int, Any], dict[str, Any]]
+Arguments = Callable[..., dict[str, Any]]
+#: (the handle, the first five of these, kwargs that are others) -> the loss
+Run = Callable[..., float]
 
 _Place = tuple[str, int, int]  # module, its call, number of a result
 _TOLERANCE = 1e-4  # of a row's norm; models of 16 bits are run in 32
@@ -57,9 +59,14 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
         return False
     device = next(model.parameters()).device
     with _undisturbed(model, device) as reset:
-        _check_first(model, arguments, reset, device)
+
+        def run(held: Rehearsal, *given: Any, **changed: Any) -> float:
+            reset()
+            return _forward(model, {**arguments(*given, held), **changed}, held)
+
+        _check_first(model, run, device)
         for positions, documents, parts in _microbatches(model):
-            _compare(model, arguments, reset, (positions.to(device), documents.to(device)), parts)
+            _compare(model, run, positions.to(device), documents.to(device), parts)
     return True
 
 
@@ -122,14 +129,7 @@ class Rehearsal:
 # ---- the runs
 
 
-def _compare(
-    model: Any,
-    arguments: Arguments,
-    reset: Callable[[], None],
-    rows: tuple[Tensor, Tensor],
-    parts: Sequence[Tensor],
-) -> None:
-    positions, documents = rows
+def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: Sequence[Tensor]) -> None:
     count, device = len(positions), positions.device
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -137,18 +137,16 @@ def _compare(
     labels[::5] = IGNORED
     valid, last = int((labels != IGNORED).sum()), int(positions.max())
 
-    def run(taken: Tensor, decoy: int, whole: Rehearsal | None) -> tuple[Rehearsal, float]:
+    def share(taken: Tensor, decoy: int, whole: Rehearsal | None = None) -> tuple[Rehearsal, float]:
         held = Rehearsal(taken, documents[taken], whole)
-        kwargs = arguments(tokens[taken], positions[taken], labels[taken], valid, last, held)
-        kwargs["labels"] = torch.full_like(kwargs["labels"], decoy)  # a causal loss reads shift_labels
-        reset()
-        return held, _forward(model, kwargs, held)
+        decoys = torch.full((1, len(taken)), decoy, device=device)  # a causal loss reads shift_labels
+        return held, run(held, tokens[taken], positions[taken], labels[taken], valid, last, labels=decoys)
 
-    whole, loss = run(torch.arange(count, device=device), 0, None)
+    whole, loss = share(torch.arange(count, device=device), 0)
     shares = 0.0
     for taken in parts:
-        part, share = run(taken.to(device), IGNORED, whole)
-        shares += share
+        part, own = share(taken.to(device), IGNORED, whole)
+        shares += own
         if (name := part.differing()) is not None:
             rule = f"{name} computes a row from other rows of the call, which ranks do not hold"
             raise ConfigError("model", type(model).__name__, rule, _REMEDY)
@@ -160,26 +158,23 @@ def _compare(
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
 
 
-def _check_first(model: Any, arguments: Arguments, reset: Callable[[], None], device: torch.device) -> None:
+def _check_first(model: Any, run: Run, device: torch.device) -> None:
     """Positions of a plan count from 0: so must those that the model gives a text by itself. Raises ConfigError."""
     count, config = _SHORT[0], model.config.get_text_config()
     padding = getattr(config, "pad_token_id", None)  # RoBERTa counts behind it, and not over it
     tokens = torch.full((count,), next(i for i in (1, 0) if i != padding), device=device)
     rows = torch.arange(count, device=device)
     found = list[Rehearsal]()
-    for named in (True, False):
+    for changed in ({}, {"position_ids": None}):
         held = Rehearsal(rows, torch.zeros_like(rows))
-        kwargs = arguments(tokens, rows, tokens, count, count - 1, held)
-        reset()
         try:
-            _forward(model, kwargs if named else {**kwargs, "position_ids": None}, held)
+            run(held, tokens, rows, tokens, count, count - 1, **changed)
         except ConfigError:
             return  # nothing to compare with; what is wrong with a model is said by `_compare`
         found.append(held)
     given, own = found
-    if not all(
-        _close(own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive
-    ):
+    pairs = ((own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive)
+    if not all(_close(*pair) for pair in pairs):
         rule = "does not count the positions of a text from 0, as plans do"
         raise ConfigError("model", type(model).__name__, rule, _REMEDY)
 

@@ -17,7 +17,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.structures import Tree
 from apportion.trainer.loading import metrics
-from apportion.trainer.loading.iterations import Deal
+from apportion.trainer.loading.iterations import Draw
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_seam
@@ -277,7 +277,7 @@ def test_groups_get_iterations_in_turn_and_equally_many_microbatches(
 ) -> None:
     epoch = [[np.array([number])] * count for number, count in enumerate(iterations)]
     for group in range(groups):
-        assert [int(dealt[0][0]) for dealt in Deal(group, groups).of(epoch)] == own[group]
+        assert [int(dealt[0][0]) for dealt in Draw(None, None, 0, group, groups).share(epoch)] == own[group]
 
 
 def test_groups_that_are_not_in_step_are_told(pool: Pool) -> None:

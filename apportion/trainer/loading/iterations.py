@@ -127,28 +127,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Which part of the order is this group's: every `groups`-th iteration, from number `group` on."""
-
-    group: int = 0
-    groups: int = 1
-
-    def of(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
-        """The group's iterations. In each turn all groups get equally many microbatches; a last turn in which they
-        would not is left out."""
-        turns = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
-        return [turn[self.group] for turn in turns if len({len(iteration) for iteration in turn}) == 1]
-
-
-@dataclass(frozen=True)
 class Draw:
     """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
-    least: iterations of fewer microbatches are left out. Raises ConfigError where that leaves nothing."""
+    group, groups: of the order every `groups`-th iteration, from number `group` on; in each turn all groups get equally
+    many microbatches, and a last turn in which they would not is left out. least: iterations of fewer microbatches are
+    left out. Raises ConfigError where that leaves nothing."""
 
     sampling: Sampling | None
     sampler: Iterable[Any] | None
     epoch: int
-    deal: Deal = Deal()
+    group: int = 0
+    groups: int = 1
     least: int = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -159,10 +148,15 @@ class Draw:
             set_epoch(self.epoch)
         return (drawn for drawn in self.sampler or () if _microbatches(drawn) >= self.least)
 
+    def share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
+        """The group's iterations."""
+        turns = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
+        return [turn[self.group] for turn in turns if len({len(iteration) for iteration in turn}) == 1]
+
     def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
-        own = [iteration for iteration in self.deal.of(epoch) if len(iteration) >= self.least]
+        own = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
         if epoch and not own:
-            rule = f"leaves nothing of the epoch's {len(epoch)} iterations for {self.deal.groups} groups of ranks"
+            rule = f"leaves nothing of the epoch's {len(epoch)} iterations for {self.groups} groups of ranks"
             remedy = "give more samples, or fewer microbatches an iteration"
             raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
         return own

@@ -39,7 +39,7 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
 from apportion.trainer.loading.agreement import Agreement, totals
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.iterations import Asked, Deal, Draw, Iterations, Place, Wanted
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Place, Wanted
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
@@ -137,7 +137,7 @@ class PlannedLoader:
         self._communicator = arguments.communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
         self._replicas = arguments.replicas_of(replicas)
-        self._deal = Deal() if self._replicas is None else Deal(self._replicas.rank, self._replicas.ranks)
+        self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
@@ -174,7 +174,7 @@ class PlannedLoader:
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        return {**self._made, "groups": self._deal.groups}
+        return {**self._made, "groups": self._dealt[1]}
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
@@ -207,7 +207,7 @@ class PlannedLoader:
         totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, self._deal, self._least)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, *self._dealt, self._least)
 
     # ---- a pass
 

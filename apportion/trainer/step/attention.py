@@ -30,18 +30,14 @@ from apportion.trainer.step import wiring
 _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 
-# name in the attention functions people know -> what it would take
-_REFUSED = {
+# name in the attention functions people know -> what to do instead
+_ELSEWHERE = {
     **dict.fromkeys(("dropout_p", "dropout"), _DROPOUT),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), _IN_PLAN),
     "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
     "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
     "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
     "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
-}
-
-# name in the attention functions people know -> what it is called here
-_RENAMED = {
     "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
     "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
     **dict.fromkeys(("scaling", "softmax_scale", "sm_scale"), "write scale="),
@@ -162,13 +158,12 @@ def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        if name in _RENAMED and value is not None:
-            raise ConfigError(name, value, "has another name here", _RENAMED[name])
-        if name in _REFUSED and not (value is None or (isinstance(value, bool | int | float) and not value)):
-            raise ConfigError(name, value, _REFUSED[name], "leave it out")
-        if not {name} & (_REFUSED.keys() | _RENAMED.keys()):
+        if name not in _ELSEWHERE:
             unknown = f"planned_attention() got an unexpected keyword argument {name!r}"
             raise TypeError(f"{unknown}; there are {_THERE_ARE}")
+        nothing = value is None or value is False or (name in ("dropout_p", "dropout") and not value)
+        if not nothing:
+            raise ConfigError(name, value, "is no argument here", _ELSEWHERE[name])
 
 
 def _check_arguments(handle: object, window: object) -> None:
