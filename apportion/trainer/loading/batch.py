@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Transport
-from apportion.ir.arrays import Ints, group_of
+from apportion.ir.arrays import Ints, group_of, within
 from apportion.ir.errors import ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
@@ -132,7 +132,7 @@ class Places:
         """(rank, row) of each token."""
         rank, row = np.empty_like(self.tokens), np.empty_like(self.tokens)
         rank[self.tokens] = group_of(self.counts)
-        row[self.tokens] = np.concatenate([np.arange(count) for count in self.counts.tolist()])
+        row[self.tokens] = within(self.counts)
         return rank, row
 
 

@@ -290,15 +290,17 @@ def _ones(name: str, given: Any, length: int) -> Tensor:
 
 def _whole(name: str, given: Any) -> Tensor:
     """int64. Raises ConfigError for anything but whole numbers."""
-    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    found = _tensor(given)
     if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         kind = type(given).__name__ if found is None else found.dtype
         raise ConfigError(name, kind, "must be whole numbers", "give token ids")
     return found.long()
 
 
-def _array(given: Any) -> Tensor | None:
-    """None for what is no array of numbers."""
+def _tensor(given: Any) -> Tensor | None:
+    """On the CPU; None for what is no array of numbers."""
+    if isinstance(given, Tensor):
+        return given.detach().cpu()
     try:
         array = np.array(given)
         return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
@@ -307,7 +309,7 @@ def _array(given: Any) -> Tensor | None:
 
 
 def _field(name: str, given: Any, length: int) -> Tensor:
-    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    found = _tensor(given)
     if found is None or found.dim() == 0 or len(found) != length:
         shape = type(given).__name__ if found is None else f"shape {tuple(found.shape)}"
         rule = f"must have an entry for each of the {length} tokens"
