@@ -11,16 +11,22 @@ TRITON_INTERPRET=1 the CPU takes the GPU's place.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from apportion.backends.torch.engines import ENGINES
+from apportion.backends.torch.engines import ENGINES, Engine
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
@@ -28,12 +34,112 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
+from apportion.ir.plan.tables import Header
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
-from apportion.trainer.measure import timing
-from apportion.trainer.measure.selftest import process_group
-from apportion.trainer.step.attention import Communicator, PlanHandle
+from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
+
+#: work -> (its result, what was seen)
+Meter = Callable[[Callable[[], Any]], tuple[Any, Any]]
+#: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> out [T, Hq, Dv]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Took(NamedTuple):
+    """Milliseconds until a call returned, and until its device was done."""
+
+    host: float
+    device: float
+
+
+class Counts(NamedTuple):
+    """What a rank is told to do in a call: kernels; batches and all-to-alls; messages in either direction."""
+
+    launches: int
+    rounds: int
+    messages: int
+
+
+def on_host(work: Callable[[], Any]) -> tuple[Any, Took]:
+    """Where the host is the device too."""
+    start = time.perf_counter()
+    result = work()
+    took = (time.perf_counter() - start) * 1e3
+    return result, Took(took, took)
+
+
+def on_gpu(work: Callable[[], Any]) -> tuple[Any, Took]:
+    """On the current GPU and stream, which are idle before and after."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    result, took = on_host(work)
+    end.record()
+    torch.cuda.synchronize()
+    return result, Took(took.host, begin.elapsed_time(end))
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """q, k, v and dO of a rank."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    do: Tensor
+
+    @staticmethod
+    def of(header: Header, rows: int, device: torch.device, drawn: bool) -> RankTensors:
+        """drawn: normal numbers; otherwise uninitialised."""
+        make = partial(torch.randn if drawn else torch.empty, device=device, dtype=DTYPES[header.dtype])
+        q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
+        k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)
+        v = make(rows, header.kv_heads, header.v_head_dim, requires_grad=True)
+        return RankTensors((q, k, v), make(rows, header.q_heads, header.v_head_dim))
+
+
+def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
+    """What is seen of each phase."""
+    out, forward = meter(lambda: attention(*rows.qkv))
+    _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
+    return {"forward": forward, "backward": backward}
+
+
+def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, Took]:
+    """The least of each phase, after a call to warm up."""
+    metered(attention, rows, clock)
+    runs = [metered(attention, rows, clock) for _ in range(repeats)]
+    return {phase: Took(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
+
+
+def planned(handle: PlanHandle) -> Attention:
+    """Attention under a plan of one attention kind."""
+    return lambda q, k, v: planned_attention(q, k, v, handle)
+
+
+def prepared(
+    piece: Slice, transport: Transport, engine: str | Engine, device: torch.device
+) -> tuple[PlanHandle, dict[str, float]]:
+    """A handle, and the milliseconds that the work lists and tables of each phase took, when all is imported."""
+    (kind,) = piece.header.kinds
+    for _ in range(2):
+        handle = PlanHandle(piece, transport, engine)
+        took = {phase: on_host(partial(handle.loaded, kind, phase, device))[1].host for phase in PHASES}
+    return handle, took
+
+
+def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
+    """What the stage engine does for a rank. Rounds and messages are those of every engine."""
+    recorder = RecordingDevice(piece.rank, piece.ranks)
+    handle = PlanHandle(piece, recorder, recorder.engine)
+
+    def count(work: Callable[[], Any]) -> tuple[Any, Counts]:
+        recorder.reset()
+        return work(), Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
+
+    return metered(planned(handle), RankTensors.of(piece.header, handle.rows, device, drawn=False), count)
+
+
+# ---- plans
 
 #: products as wide as QK, and as wide as V, of each pair and query head; backward computes the scores anew
 PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "backward": (3, 2)})
@@ -77,7 +183,7 @@ class Bench:
 
     device: torch.device
     communicator: Transport
-    clock: timing.Meter
+    clock: Meter
     engines: tuple[str, ...]
     repeats: int
     skip: Callable[[str], object]
@@ -132,14 +238,14 @@ class Bench:
         self.skip(why)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine
-        handle, prepare_ms = timing.prepared(piece, recorder, engine, self.device)
+        handle, prepare_ms = prepared(piece, recorder, engine, self.device)
         took = self._best(handle, self.clock)
         return {phase: {"host_ms": took[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
-    def _best(self, handle: PlanHandle, clock: timing.Meter) -> dict[str, timing.Took]:
+    def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, Took]:
         header = handle.slice.header
-        rows = timing.RankTensors.of(header, handle.rows, self.device, self._computes)
-        return timing.best(timing.planned(handle), rows, clock, self.repeats)
+        rows = RankTensors.of(header, handle.rows, self.device, self._computes)
+        return best(planned(handle), rows, clock, self.repeats)
 
     # --- real
 
@@ -147,7 +253,7 @@ class Bench:
         """The busiest rank's host, and the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
-        handle, prepare_ms = timing.prepared(piece, self.communicator, engine, self.device)
+        handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
         whole = self._best(handle, self._together)
         alone = whole
         if ranks > 1:
@@ -162,7 +268,7 @@ class Bench:
             found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
         return found
 
-    def _together(self, work: Callable[[], Any]) -> tuple[Any, timing.Took]:
+    def _together(self, work: Callable[[], Any]) -> tuple[Any, Took]:
         """All ranks of the job begin at once."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)
@@ -173,7 +279,7 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     (kind,), ranks = plan.header.kinds, plan.header.ranks
     by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
     rank = int(by_rank.sum(axis=0).argmax())
-    counts, simulated = timing.counted(plan.for_rank(rank), device), simulate(plan, hardware)
+    counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
     return {
         phase: AttentionRow(
             plan.request.policy.recipe.name, ranks, rank, phase, "stage", int(count), *counts[phase],
@@ -197,8 +303,26 @@ def flops(plan: Plan, phase: str) -> int:
 
 
 @contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The ranks that torchrun started, on this rank's device; a single process without it."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        yield device
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+        dist.barrier()  # no rank hangs up on another one's last collective
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def job(engines: tuple[str, ...], repeats: int, skip: Callable[[str], object]) -> Iterator[Bench]:
     """The bench of this process: of torchrun's ranks, or alone."""
     with process_group() as device:
-        clock = timing.on_gpu if device.type == "cuda" else timing.on_host
+        clock = on_gpu if device.type == "cuda" else on_host
         yield Bench(device, Communicator(), clock, engines, repeats, skip)

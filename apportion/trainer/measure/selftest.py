@@ -10,9 +10,7 @@ that it computes itself. The errors of plain attention in the same dtype stand b
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,7 +28,7 @@ from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.trainer.measure.timing import Attention, on_gpu, on_host
+from apportion.trainer.measure.bench import Attention, on_gpu, on_host, process_group
 from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
 from apportion.trainer.step.plain import plain_attention
 
@@ -61,24 +59,6 @@ def run(as_json: bool = False) -> int:
     if ranks.rank == 0:
         print(json.dumps(record)) if as_json else _show(record)
     return 0 if record["ok"] else 1
-
-
-@contextmanager
-def process_group() -> Iterator[torch.device]:
-    """The ranks that torchrun started, on this rank's device; a single process without it."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "RANK" not in os.environ:
-        yield device
-        return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device
-        dist.barrier()  # no rank hangs up on another one's last collective
-    finally:
-        dist.destroy_process_group()
 
 
 def _rows(
