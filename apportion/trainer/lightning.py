@@ -67,9 +67,8 @@ class PlannedBatches:
 
 def _no_loader(given: Any) -> ConfigError:
     rule = "must be a PlannedLoader, or a function without arguments that makes one"
-    return ConfigError(
-        "loader", type(given).__name__, rule, "give PlannedBatches(lambda: ap.PlannedLoader(...))"
-    )
+    remedy = "give PlannedBatches(lambda: ap.PlannedLoader(...))"
+    return ConfigError("loader", type(given).__name__, rule, remedy)
 
 
 class Arriving:
@@ -95,9 +94,7 @@ class Planned:
         iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
         tokens. Every rank calls it. Raises ConfigError where a step is not an iteration, ExecutionError where attention
         has not used the batch's plan, in one layer or in all."""
-        require_calls(
-            batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
-        )
+        require_calls(batch.handle, 0, 1, "hand batch.handle on to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
         wiring.watch.accounted = True
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"

@@ -163,9 +163,8 @@ class PlannedRotary(torch.nn.Module):
 
     def get_rotary_seq_len(self, *given: Any, **others: Any) -> Any:
         params = given[4] if len(given) > 4 else None
-        return (
-            params if isinstance(params, PlannedSeqParams) else self.own.get_rotary_seq_len(*given, **others)
-        )
+        planned = isinstance(params, PlannedSeqParams)
+        return params if planned else self.own.get_rotary_seq_len(*given, **others)
 
     def forward(self, rows: Any, *given: Any, **others: Any) -> Any:
         if not isinstance(rows, PlannedSeqParams):

@@ -151,10 +151,8 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
             rule = f"{name} computes a row from other rows of the call, which ranks do not hold"
             raise ConfigError("model", type(model).__name__, rule, _REMEDY)
     if not abs(loss - shares) <= _LOSS * abs(loss):
-        rule = (
-            "its loss is not the sum of the rows' losses of shift_labels over num_items_in_batch: "
-            f"{loss:.5g} of all rows, {shares:.5g} of their parts"
-        )
+        rule = "its loss is not the sum of the rows' losses of shift_labels over num_items_in_batch"
+        rule += f": {loss:.5g} of all rows, {shares:.5g} of their parts"
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
 
 
@@ -238,9 +236,7 @@ def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(1))
     cuts = [*torch.tensor(_PARTS).cumsum(0).tolist(), len(order)]
     yield positions, documents, [order[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
-    far = [
-        place for length in _thresholds(model) for place in (length - 1, length, length + 3, 2 * length + 5)
-    ]
+    far = [place for n in _thresholds(model) for place in (n - 1, n, n + 3, 2 * n + 5)]
     limit = _positions_known(model)
     if far := sorted({place for place in far if place < limit}):
         count, alone = len(positions), torch.arange(len(far)) + len(_SHORT)
@@ -266,11 +262,8 @@ def _positions_known(model: Any) -> int:
     """Where a table of positions ends: of embeddings and buffers as long as a length of the config, or a few more (OPT
     begins behind 2 rows)."""
     vocabulary = model.config.get_text_config().vocab_size
-    tables = {
-        module.num_embeddings
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) and module.num_embeddings != vocabulary
-    }
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    tables = {one.num_embeddings for one in embeddings} - {vocabulary}
     tables |= {size for held in model.buffers() if held.dim() > 1 for size in held.shape}
     lengths = _thresholds(model)
     return min((n for n in lengths for rows in tables if n <= rows <= n + 4), default=_LONGEST)

@@ -211,9 +211,8 @@ class PlannedTrainer(Trainer):
         before = [handle.calls for handle in handles]
         loss: Tensor = super().forward_backward_step(input_dict=input_dict, **given)
         for handle, calls in zip(handles, before, strict=True):
-            require_calls(
-                handle, calls, self.planned_layers, "the model must hand attention_masks on to every layer"
-            )
+            remedy = "the model must hand attention_masks on to every layer"
+            require_calls(handle, calls, self.planned_layers, remedy)
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,9 +83,8 @@ class Predictions:
         shapes."""
         logits = logits[0] if logits.dim() == 3 and len(logits) == 1 else logits
         if logits.dim() != 2 or len(logits) != self.rows:
-            raise ExecutionError(
-                f"log_probs takes logits of this rank's {self.rows} rows, [rows, vocabulary], got {list(logits.shape)}"
-            )
+            wanted = f"logits of this rank's {self.rows} rows, [rows, vocabulary]"
+            raise ExecutionError(f"log_probs takes {wanted}, got {list(logits.shape)}")
         if self.batch is not None:
             check_share(logits, self.batch, None)
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
@@ -137,9 +135,8 @@ class Predictions:
         trees = np.arange(len(self.forest)) if self.batch is None else self.batch.samples
         here = np.isin(self.forest.tree_of, trees)
         if len(values) != self.forest.samples or self.forest.samples % 2:
-            raise ExecutionError(
-                f"pairs takes an even number of samples, {self.forest.samples}, got {len(values)}"
-            )
+            wanted = f"an even number of samples, {self.forest.samples}"
+            raise ExecutionError(f"pairs takes {wanted}, got {len(values)}")
         apart = np.flatnonzero(here[0::2] != here[1::2])
         if len(apart):
             raise ExecutionError(
@@ -160,9 +157,9 @@ def unfold(
     the batch's device; a batch that is on a GPU is waited for, so unfold before. Raises ExecutionError for a batch of
     another dataset, ConfigError for a loss mask of another shape."""
     flat = _flat_rows(forest, batch)
-    here = _Here.of(forest, flat)
-    samples = tuple(np.flatnonzero(np.isin(forest.tree_of, here.trees)).tolist())
-    columns = _columns(forest, samples, here)
+    trees = np.searchsorted(forest.trees, flat[flat >= 0], side="right") - 1
+    samples = tuple(np.flatnonzero(np.isin(forest.tree_of, trees)).tolist())
+    columns = _columns(forest, samples, flat)
     found = Predictions.of(forest, len(flat), samples, batch, columns)
     if loss_mask is not None:
         counts = found.take(loss_mask).bool().numpy()
@@ -186,35 +183,17 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     return np.where(tree >= 0, forest.trees[tree] + place, -1)
 
 
-class _Here(NamedTuple):
-    """The trees that this rank has rows of. row: for each of their tokens, end to end, the row, or -1; shift: of every
-    tree, from a flat row of the forest to its place there."""
-
-    trees: Ints
-    row: Ints
-    shift: Ints
-
-    @staticmethod
-    def of(forest: Forest, flat: Ints) -> _Here:
-        held = np.flatnonzero(flat >= 0)
-        tree_of = np.searchsorted(forest.trees, flat[held], side="right") - 1
-        trees, shift = np.unique(tree_of), np.zeros(len(forest), np.int64)
-        stops = np.cumsum(forest.lengths[trees])
-        shift[trees] = stops - forest.trees[trees + 1]
-        row = np.full(stops[-1] if len(stops) else 0, -1)
-        row[flat[held] + shift[tree_of]] = held
-        return _Here(trees, row, shift)
-
-
-def _columns(forest: Forest, samples: tuple[int, ...], here: _Here) -> Columns:
+def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
     """(row, target, sample, token, place) of what the rows that are here predict."""
+    order = np.argsort(flat, kind="stable")
+    known = np.append(flat[order], -1)
     columns, before = list[Columns]([(np.zeros(0, np.int64),) * 5]), 0
     for sample in samples:
         rows = forest.rows[forest.starts[sample] : forest.starts[sample + 1]]
-        row = here.row[rows[:-1] + here.shift[forest.tree_of[sample]]]
-        token = np.flatnonzero(row >= 0) + 1
+        at = np.searchsorted(known[:-1], rows[:-1])
+        token = np.flatnonzero(known[at] == rows[:-1]) + 1
         target, whose = forest.tokens[rows[token]], np.full(len(token), sample)
-        columns.append((row[token - 1], target, whose, token, before + token))
+        columns.append((order[at[token - 1]], target, whose, token, before + token))
         before += len(rows)
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 

@@ -7,7 +7,6 @@ x [rows, ...]        ──roll(x, 1)──► of each row the one of its next t
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,13 +41,9 @@ class PlannedBatch(Microbatch):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors there."""
-        held: dict[str, Any] = {
-            name: value for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        held["fields"] = dict(self.fields)
-        return replace(
-            self, **tree_map_only(Tensor, lambda one: one.to(device, non_blocking=non_blocking), held)
-        )
+        tensors = (name for name, value in vars(self).items() if isinstance(value, Tensor))
+        held = {name: getattr(self, name) for name in (*tensors, "fields")}
+        return replace(self, **tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), held))
 
     # ---- token tensors
 

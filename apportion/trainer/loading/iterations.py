@@ -61,9 +61,8 @@ class Wanted:
         lengths = np.concatenate([batch.lengths for batch in self.batches])
         ends = np.cumsum([len(samples) for samples in self.samples])
         groups = zip(self.samples, np.split(lengths, ends[:-1]), strict=True)
-        parts = (
-            f"{_SHORT.repr(own.tolist())} of {_SHORT.repr(tokens.tolist())} tokens" for own, tokens in groups
-        )
+        listed = (map(_SHORT.repr, (own.tolist(), tokens.tolist())) for own, tokens in groups)
+        parts = (f"{own} of {tokens} tokens" for own, tokens in listed)
         return f"{len(self.samples)} microbatches, samples {', '.join(parts)}"
 
     def check(self, piece: IterationSlice) -> None:

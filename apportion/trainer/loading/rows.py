@@ -231,9 +231,8 @@ def _check_batch(spans: Any, batch: Batch) -> None:
     own = np.where(known, sequence, 0)
     ends = token + spans["length"]
     if not (known & (token >= batch.starts[own]) & (ends <= batch.starts[own + 1])).all():
-        raise ExecutionError(
-            f"the plan is not of this batch of {len(batch.lengths)} sequences: the run was begun with other samples"
-        )
+        of = f"the plan is not of this batch of {len(batch.lengths)} sequences"
+        raise ExecutionError(f"{of}: the run was begun with other samples")
 
 
 def _sample(given: Sample, length: int, sequence: int) -> _Sample:

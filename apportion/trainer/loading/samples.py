@@ -63,9 +63,8 @@ class Samples(Dataset):
         rule = choice("too_long", too_long, ("refuse", "cut", "drop"))
         if rule == "refuse" and over.any():
             first = int(over.argmax())
-            raise CapacityError(
-                f"sample {first} has {longest[first]} tokens, the limit is {limit}: ask for too_long='cut' or 'drop'"
-            )
+            told = f"sample {first} has {longest[first]} tokens, the limit is {limit}"
+            raise CapacityError(f"{told}: ask for too_long='cut' or 'drop'")
         self.dropped, self.cut = (int(over.sum()) * (rule == one) for one in ("drop", "cut"))
         self.kept: Ints = np.flatnonzero(~over) if rule == "drop" else np.arange(len(packs))
         packs = [_cut(packs[i], limit) for i in self.kept.tolist()]

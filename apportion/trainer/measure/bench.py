@@ -167,10 +167,8 @@ class AttentionRow:
 
     def record(self) -> dict[str, Any]:
         """Plain data, four digits after the point."""
-        return {
-            name: round(value, 4) if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
+        values = asdict(self).items()
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in values}
 
 
 #: phase -> what a row has of an engine, by the names of fields
@@ -198,9 +196,7 @@ class Bench:
             rule = "the stage kernels compute in float16, bfloat16 and float32"
             raise ConfigError("model.dtype", "fp64", rule, "write bf16")
         if Op.PROJECT in plan.programs[kind, "forward"]["instructions"]["op"]:
-            self.skip(
-                f"{recipe}: its plans project hidden states themselves, and q, k and v are measured here"
-            )
+            self.skip(f"{recipe}: its plans project hidden states themselves, here q, k and v are measured")
             return []
         found = facts(plan, hardware, self.device)
         timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
@@ -216,9 +212,7 @@ class Bench:
         return self.device.type == "cuda" or device_obstacle(self.device) is None
 
     def _timed(self, plan: Plan, rank: int, engine: str) -> Times:
-        why = (
-            None if engine == "stage" else "it computes on the CPU: its calls have no host time of their own"
-        )
+        why = None if engine == "stage" else "it computes on the CPU: its calls have no own host time"
         if self._computes:
             why = ENGINES[engine].obstacle(plan.header, self.device)
         if why is not None:

@@ -49,11 +49,8 @@ def run(as_json: bool = False) -> int:
     skipped: dict[str, None] = {}
     with process_group() as device:
         ranks = Communicator()
-        rows = [
-            row
-            for dtype, kind in product(DTYPES, ("causal", "window"))
-            for row in _rows(kind, dtype, ranks, device, skipped)
-        ]
+        cases = product(DTYPES, ("causal", "window"))
+        rows = [row for dtype, kind in cases for row in _rows(kind, dtype, ranks, device, skipped)]
     record = {"ok": all(row["ok"] for row in rows), "ranks": ranks.ranks, "device": device.type}
     record |= {"tokens": sum(LENGTHS), "rows": rows, "skipped": list(skipped)}
     if ranks.rank == 0:

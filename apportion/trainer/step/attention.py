@@ -177,7 +177,6 @@ def _check_arguments(handle: object, window: object) -> None:
 
 def _without_batch(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() != 4 or tensor.shape[0] != 1:
-        raise ExecutionError(
-            f"{name} has shape {tuple(tensor.shape)}: a batch dimension must be 1, sequences lie end to end"
-        )
+        rule = "a batch dimension must be 1, sequences lie end to end"
+        raise ExecutionError(f"{name} has shape {tuple(tensor.shape)}: {rule}")
     return tensor[0]

@@ -43,14 +43,13 @@ def normalised_loss(
         raise ConfigError("valid_tokens", valid_tokens, rule, remedy)
     if batch is not None:
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
-    logits, labels = _rows("logits", logits, 2), _rows("labels", labels, 1)
-    _check_count("labels", labels, logits)
+    logits = _rows("logits", logits)
+    labels = _rows("labels", labels, logits)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if weights is None:
         total = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
     else:
-        weights = _rows("weights", weights, 1)
-        _check_count("weights", weights, logits)
+        weights = _rows("weights", weights, logits)
         losses = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
         total = (losses * weights.to(losses.dtype)).sum()
     share = total * (averaged_over / (valid_tokens or 1))
@@ -58,21 +57,17 @@ def normalised_loss(
     return share
 
 
-def _rows(name: str, tensor: Tensor, dims: int) -> Tensor:
-    """The tensor without its batch dimension of 1, if it has one."""
-    if tensor.dim() == dims + 1 and len(tensor) == 1:
-        return tensor[0]
-    if tensor.dim() != dims:
-        shape = "[rows, vocabulary]" if dims == 2 else "[rows]"
+def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
+    """The tensor without its batch dimension of 1, if it has one: logits, or what has an entry for each row."""
+    dims, shape = (2, "[rows, vocabulary]") if logits is None else (1, "[rows]")
+    found = tensor[0] if tensor.dim() == dims + 1 and len(tensor) == 1 else tensor
+    if found.dim() != dims:
         rule = f"must be {shape}, or that in a batch of 1"
         raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "give this rank's rows end to end")
-    return tensor
-
-
-def _check_count(name: str, tensor: Tensor, logits: Tensor) -> None:
-    if len(tensor) != len(logits):
+    if logits is not None and len(found) != len(logits):
         remedy = "give both for the rows that this rank holds, unshifted"
         raise ConfigError(f"{name}.shape", tuple(tensor.shape), f"logits have {len(logits)} rows", remedy)
+    return found
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:

@@ -47,9 +47,8 @@ def reduction_of(wrapper: DistributedDataParallel | None, params: set[int]) -> R
     found = None
     states: Any = (state() for state in [*_module_state_mapping.values()] if params)
     for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
-        held = [
-            vars(one).get(name) for one in group.fsdp_params for name in ("_unsharded_param", "sharded_param")
-        ]
+        forms = "_unsharded_param", "sharded_param"
+        held = [vars(one).get(name) for one in group.fsdp_params for name in forms]
         if params & {*map(id, held)} and group.gradient_divide_factor in (None, 1):
             found = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
             if not found.sums:
@@ -86,9 +85,8 @@ class Watch:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
         self.batches.add(batch)
-        self._transports = [
-            one for one in (batch.handle.communicator, batch._replicas) if one is not None and one.ranks > 1
-        ]
+        transports = batch.handle.communicator, batch._replicas
+        self._transports = [one for one in transports if one is not None and one.ranks > 1]
 
     def expect(self, handle: PlanHandle) -> None:
         """The handle is about to be given to a model."""
@@ -144,9 +142,8 @@ class Watch:
         if self is not watch:  # of an earlier loop in this process
             return
         params = _parameters(optimizer)
-        if (
-            self._last is not None and self._last.calls and not self.accounted
-        ):  # a loss that nothing here has seen
+        # a loss that nothing here has seen
+        if self._last is not None and self._last.calls and not self.accounted:
             reduction = reduction_of(self._last.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
                 raise averaged(reduction)
@@ -199,9 +196,7 @@ class Watch:
             bits = [torch.tensor(row, dtype=torch.int64).view(torch.float64) for row in rows]
             if len({len(row) for row in bits}) > 1:
                 counts = [len(row) for row in bits]
-                raise ExecutionError(
-                    f"optimizers step on other numbers of parameters on other ranks: {counts}"
-                )
+                raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
             apart = ~torch.isclose(bits[0], torch.stack(bits), rtol=_CLOSE, atol=0, equal_nan=True).all(0)
             if apart.any():
                 first = int(apart.nonzero()[0])
