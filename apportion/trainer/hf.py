@@ -279,10 +279,8 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
     if kwargs.get(NAME) is None:
         return
     if without := sorted(base._planned - base._served):
-        raise ExecutionError(
-            f"layers {without} of {type(base).__name__} did not use the plan: their attention was replaced, skipped or "
-            "is another implementation's; call hf.enable when the model is whole"
-        )
+        what = f"layers {without} of {type(base).__name__} did not use the plan: their attention was replaced, skipped"
+        raise ExecutionError(f"{what} or is another implementation's; call hf.enable when the model is whole")
     base._served.clear()  # torch.compile finds it as it was
 
 

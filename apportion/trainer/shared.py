@@ -118,7 +118,6 @@ class Epochs:
 
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):
-            raise ExecutionError(
-                f"iteration {batch.iteration} has not the {self.accumulated} microbatches that an optimizer step "
-                "accumulates: accumulate as many as the loader's iterations have, and give it drop_last=True"
-            )
+            what = f"iteration {batch.iteration} has not the {self.accumulated} microbatches of an optimizer step"
+            remedy = "accumulate as many as the loader's iterations have, and give it drop_last=True"
+            raise ExecutionError(f"{what}: {remedy}")

@@ -139,10 +139,8 @@ class Predictions:
             raise ExecutionError(f"pairs takes {wanted}, got {len(values)}")
         apart = np.flatnonzero(here[0::2] != here[1::2])
         if len(apart):
-            raise ExecutionError(
-                f"of pair {apart[0]} only one sample is in this microbatch: the two must begin alike, and have one "
-                "group in `fold`"
-            )
+            remedy = "the two must begin alike, and have one group in `fold`"
+            raise ExecutionError(f"of pair {apart[0]} only one sample is in this microbatch: {remedy}")
         first = torch.from_numpy(np.flatnonzero(here[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]
 
@@ -176,10 +174,11 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     known = (tree < len(forest)) & (place < forest.lengths[np.minimum(tree, len(forest) - 1)])
     if not known.all():
         first = int(np.flatnonzero(~known)[0])
-        raise ExecutionError(
-            f"row {first} is token {place[first]} of item {tree[first]}, and the forest of {len(forest)} trees has no "
-            "such token: give the loader the forest as its dataset"
+        row = f"row {first} is token {place[first]} of item {tree[first]}"
+        rule = (
+            f"the forest of {len(forest)} trees has no such token: give the loader the forest as its dataset"
         )
+        raise ExecutionError(f"{row}, and {rule}")
     return np.where(tree >= 0, forest.trees[tree] + place, -1)
 
 

@@ -102,8 +102,7 @@ def totals(
         raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
     if any(row[:3] != [*place] for row in groups):
         told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
-        raise ExecutionError(
-            f"groups are not in step (epoch, iteration or -1 at the end, microbatches): {told}. Give their "
-            "samplers equally many, and begin in the same place"
-        )
+        what = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"
+        remedy = "Give their samplers equally many, and begin in the same place"
+        raise ExecutionError(f"{what}: {told}. {remedy}")
     return sum(row[3] for row in groups), sum(as_floats([row[4] for row in groups]))

@@ -51,10 +51,8 @@ class PlannedBatch(Microbatch):
         """full [tokens, ...], an entry for each token of `samples` end to end -> [rows, ...], this rank's, and `fill`
         for padding. Raises ExecutionError for another number of tokens."""
         if len(full) != self.batch.tokens:
-            raise ExecutionError(
-                f"shard_tokens takes an entry for each of the {self.batch.tokens} tokens of the microbatch, got "
-                f"{len(full)}"
-            )
+            wanted = f"an entry for each of the {self.batch.tokens} tokens of the microbatch"
+            raise ExecutionError(f"shard_tokens takes {wanted}, got {len(full)}")
         out = full.new_full((len(self.tokens), *full.shape[1:]), fill)
         out[: self.handle.rows] = full[self.handle.tokens.to(full.device)]
         return out

@@ -79,10 +79,9 @@ class Wanted:
                 raise self._foreign(f"microbatch {place} is of another batch {what}")
 
     def _foreign(self, how: str) -> ExecutionError:
-        return ExecutionError(
-            f"iteration {self.number}: the plan is not the one that this rank asked for: {how}; delete what the source "
-            f"keeps of the key {self.key.hex()[:16]}, and plan again"
-        )
+        what = f"iteration {self.number}: the plan is not the one that this rank asked for: {how}"
+        remedy = f"delete what the source keeps of the key {self.key.hex()[:16]}, and plan again"
+        return ExecutionError(f"{what}; {remedy}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +132,13 @@ class PlannedLoader:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
             self._sampling = Sampling(lengths, self.job.tokens, self.job.microbatches, *order)
         self._timeout_s = number("timeout_s", timeout_s, above=True)
-        self._made = origin(self.job, lengths, masks, self._sampling)
-        self._source = open_source(source, token, ca, self._timeout_s, self._made, self.job.digest)
+        made = origin(self.job, lengths, masks, self._sampling)
+        self._source = open_source(source, token, ca, self._timeout_s, made, self.job.digest)
         self._communicator = arguments.communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
         self._replicas = arguments.replicas_of(replicas)
         self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
+        self._facts = {**made, "groups": self._dealt[1]}  # of a state
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
@@ -171,10 +172,6 @@ class PlannedLoader:
         """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
         where the dataset, the job or the order is another one, by name of what differs."""
         self._begin = self._place = Place.of(state, self._facts)
-
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        return {**self._made, "groups": self._dealt[1]}
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
@@ -256,10 +253,11 @@ class PlannedLoader:
             fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
         except Exception as error:
             if isinstance(error, TimeoutError):
-                error = fetching.PlanTimeoutError(
-                    f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error}); give it "
-                    "more time, or the service more workers or look-ahead"
+                what = (
+                    f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error})"
                 )
+                remedy = "give it more time, or the service more workers or look-ahead"
+                error = fetching.PlanTimeoutError(f"{what}; {remedy}")
             totals(self._replicas, (self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
             self._meters.waited_s += time.monotonic() - begun_s
@@ -273,19 +271,16 @@ class PlannedLoader:
         return fetching.Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
     def _ready(self, piece: IterationSlice) -> fetching.Fetched:
-        """For the thread that fetches: programs are loaded on the device before the trainer asks for them."""
-        return fetching.Fetched(piece, None, self._handles(piece))
-
-    def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
+        """With handles: programs are loaded on the device, by the thread that fetches before the trainer asks."""
         handles = []
         for one in piece.slices:
             rows = int(one.layout(one.header.home_layout).rows_per_rank[0])
             handle = PlanHandle(one, self._communicator, self._engine, self._form.padded(rows) - rows)
             handles.append(handle.prepare(self._device))
-        return tuple(handles)
+        return fetching.Fetched(piece, None, tuple(handles))
 
     def _batches(self, wanted: Wanted, fetched: fetching.Fetched) -> Iterator[PlannedBatch]:
-        handles = fetched.handles or self._handles(fetched.piece)
+        handles = fetched.handles or self._ready(fetched.piece).handles or ()
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
         shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
@@ -346,24 +341,21 @@ class PlannedLoader:
         if failed:
             errors = by_value({rank: told[rank] for rank in failed})
             return ExecutionError(f"iteration {number}: ranks {failed} have no rows: {errors}")
-        return ExecutionError(
-            f"iteration {number}: samples have different fields: {by_value(dict(enumerate(told)))}. Give all samples "
-            "the same, of one dtype and width"
-        )
+        what, remedy = by_value(dict(enumerate(told))), "Give all samples the same, of one dtype and width"
+        return ExecutionError(f"iteration {number}: samples have different fields: {what}. {remedy}")
 
     def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
         """Equal lengths make equal plans, whichever samples have them."""
         if len({one.drawn for one in ranks}) > 1:
             told = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
+            remedy = "Give all ranks the same seed, or samplers of one order"
             return ExecutionError(
-                f"iteration {wanted.number}: ranks draw different samples: {told}. Give all ranks the same seed, or "
-                "samplers of one order"
+                f"iteration {wanted.number}: ranks draw different samples: {told}. {remedy}"
             )
         if (found := apart(ranks)) is not None:
-            return ExecutionError(
-                f"iteration {wanted.number}: ranks hold parts of sample {found[0]}, whose tokens differ: "
-                f"{by_value(found[1])}. Give all ranks the same dataset, whole and in one order"
-            )
+            what = f"ranks hold parts of sample {found[0]}, whose tokens differ: {by_value(found[1])}"
+            remedy = "Give all ranks the same dataset, whole and in one order"
+            return ExecutionError(f"iteration {wanted.number}: {what}. {remedy}")
         return None
 
 

@@ -86,11 +86,9 @@ class Meters:
 
 def as_bits(values: Sequence[float]) -> list[int]:
     """float64 as int64."""
-    bits: list[int] = np.array(values, np.float64).view(np.int64).tolist()
-    return bits
+    return [int(bits) for bits in np.array(values, np.float64).view(np.int64)]
 
 
 def as_floats(bits: Sequence[int]) -> list[float]:
     """The inverse of `as_bits`."""
-    values: list[float] = np.array(bits, np.int64).view(np.float64).tolist()
-    return values
+    return [float(value) for value in np.array(bits, np.int64).view(np.float64)]

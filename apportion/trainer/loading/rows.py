@@ -153,10 +153,8 @@ def _joined(parts: Sequence[Rows], form: Form) -> Rows:
         held = torch.cat([*own])
         return torch.cat((held, held.new_full((padding, *held.shape[1:]), fill)))
 
-    tokens, labels, ids, places = (
-        column(own, fill)
-        for own, fill in zip([*zip(*parts, strict=True)][:4], (0, IGNORED, NOWHERE, NOWHERE), strict=True)
-    )
+    columns = zip(*(part[:4] for part in parts), strict=True)
+    tokens, labels, ids, places = map(column, columns, (0, IGNORED, NOWHERE, NOWHERE))
     fields = {name: column((part.fields[name] for part in parts), 0) for name in parts[0].fields}
     return Rows(tokens, labels, ids, places, fields)
 

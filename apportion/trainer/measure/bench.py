@@ -274,13 +274,11 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
     rank = int(by_rank.sum(axis=0).argmax())
     counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
-    return {
-        phase: AttentionRow(
-            plan.request.policy.recipe.name, ranks, rank, phase, "stage", int(count), *counts[phase],
-            simulated.runs[kind, phase].makespan_us / 1e3,
-        )
-        for phase, count in zip(PHASES, by_rank[:, rank], strict=True)
-    }  # fmt: skip
+    recipe, rows = plan.request.policy.recipe.name, {}
+    for phase, count in zip(PHASES, by_rank[:, rank].tolist(), strict=True):
+        ms = simulated.runs[kind, phase].makespan_us / 1e3
+        rows[phase] = AttentionRow(recipe, ranks, rank, phase, "stage", count, *counts[phase], ms)
+    return rows
 
 
 def rated(row: AttentionRow, plan: Plan) -> AttentionRow:

@@ -128,10 +128,9 @@ def _check_attention(node: Any, rows: int) -> None:
         return
     shape = tuple(node._input_metadata[0].shape)
     if len(shape) > 2 and (shape[-2:] == (rows, rows) if "Softmax" in node.name() else rows in shape[1:-1]):
-        raise ExecutionError(
-            f"attention ({node.name()}) looked at the {rows} rows of this rank alone, and not by the plan: hand "
-            "batch.handle on to every layer, and call ap.planned_attention there"
-        )
+        what = f"attention ({node.name()}) looked at the {rows} rows of this rank alone, and not by the plan"
+        remedy = "hand batch.handle on to every layer, and call ap.planned_attention there"
+        raise ExecutionError(f"{what}: {remedy}")
 
 
 def _check_scale(

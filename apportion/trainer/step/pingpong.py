@@ -147,8 +147,7 @@ def _kind(handles: tuple[PlanHandle, PlanHandle], name: str | None) -> str:
 def _same_ranks(a: PlanHandle, b: PlanHandle) -> tuple[PlanHandle, PlanHandle]:
     places = [(handle.communicator.rank, handle.communicator.ranks) for handle in (a, b)]
     if places[0] != places[1]:
-        raise ExecutionError(
-            f"one half's handle is of rank {places[0][0]} of {places[0][1]}, the other's of rank {places[1][0]} of "
-            f"{places[1][1]}: both halves run on the same ranks"
-        )
+        one, other = (f"rank {rank} of {ranks}" for rank, ranks in places)
+        rule = "both halves run on the same ranks"
+        raise ExecutionError(f"one half's handle is of {one}, the other's of {other}: {rule}")
     return a, b

@@ -131,10 +131,9 @@ class Watch:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Raises ExecutionError."""
         if self is watch and not self._seen() and self._given:
-            raise ExecutionError(
-                "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer; "
-                "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
-            )
+            what = "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer"
+            hf = "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
+            raise ExecutionError(f"{what}; {hf}")
         self._check_models(_parameters(optimizer))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -162,11 +161,9 @@ class Watch:
     def _check_place(self) -> None:
         """Raises ExecutionError where the loss was not the last of an iteration."""
         if self.behind is not None and not self.behind.is_last:
-            raise ExecutionError(
-                f"an optimizer stepped behind microbatch {self.behind.microbatch} of iteration "
-                f"{self.behind.iteration}, which has more, and losses are shares of the mean of all: step where "
-                "batch.is_last"
-            )
+            place = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
+            rule = "which has more, and losses are shares of the mean of all: step where batch.is_last"
+            raise ExecutionError(f"an optimizer stepped behind {place}, {rule}")
 
     def _check_models(self, params: list[Tensor]) -> None:
         """Raises ExecutionError for an enabled model that trains without plans, while plans are given out."""
@@ -175,10 +172,9 @@ class Watch:
             ran = model.base_model._ran
             if ran and held & {*map(id, model.parameters())}:
                 if ran == {False} and self._unused:
-                    raise ExecutionError(
-                        f"{type(model).__name__} ran without a plan, while batches were given out: what wraps it must "
-                        "hand the argument 'apportion' of hf.inputs(batch) on, with the others"
-                    )
+                    what = f"{type(model).__name__} ran without a plan, while batches were given out"
+                    remedy = "what wraps it must hand the argument 'apportion' of hf.inputs(batch) on"
+                    raise ExecutionError(f"{what}: {remedy}, with the others")
                 ran.clear()
         self._unused = False
 
