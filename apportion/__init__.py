@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from apportion.trainer.loading.batch import PlannedBatch as PlannedBatch
     from apportion.trainer.loading.fetching import PlanTimeoutError as PlanTimeoutError
     from apportion.trainer.loading.loader import PlannedLoader as PlannedLoader
-    from apportion.trainer.loading.samples import Samples as Samples
-    from apportion.trainer.loading.streaming import StreamedLoader as StreamedLoader
+    from apportion.trainer.loading.samples import Samples as Samples, StreamedLoader as StreamedLoader
     from apportion.trainer.step.attention import (
         PlanHandle as PlanHandle,
         planned_attention as planned_attention,
@@ -117,8 +116,7 @@ _HOMES = {
     "apportion.trainer.step.gradients": ("sum_gradients",),
     "apportion.trainer.loading.fetching": ("PlanTimeoutError",),
     "apportion.trainer.loading.loader": ("PlannedLoader",),
-    "apportion.trainer.loading.samples": ("Samples",),
-    "apportion.trainer.loading.streaming": ("StreamedLoader",),
+    "apportion.trainer.loading.samples": ("Samples", "StreamedLoader"),
     "apportion.trainer.step.loss": ("normalised_loss",),
     "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
     "apportion.trainer.step.projection": ("HeadProjection",),

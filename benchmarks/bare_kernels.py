@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from apportion.backends.torch.engines import activate_newest
 from apportion.bench import BenchJob, Source, cluster_of, planned
 from apportion.ir.request.model import Model
-from apportion.trainer.measure.timing import Attention, RankTensors, best, on_gpu, on_host
+from apportion.trainer.measure.bench import Attention, RankTensors, best, on_gpu, on_host
 from benchmarks.targets import TOKENS
 
 

@@ -21,8 +21,7 @@ from apportion.cli.environment import machine, versions
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.model import Model
 from apportion.planner.recipe.recipes import entries
-from apportion.trainer.measure.bench import Bench
-from apportion.trainer.measure.timing import on_host
+from apportion.trainer.measure.bench import Bench, on_host
 from apportion.trainer.step.attention import Communicator
 from benchmarks.targets import ROOT, TOKENS, Figure, Rows, line, promised, say, write_tables
 

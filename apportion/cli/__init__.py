@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from apportion.cli import output
 from apportion.cli.commands import (
@@ -75,7 +76,7 @@ app.add_typer(store.app, name="store")
 @app.callback()
 def common(
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors: no progress, no notes.")
+        bool, Option("--quiet", "-q", help="Say nothing on stderr but errors: no progress, no notes.")
     ] = False,
 ) -> None:
     output.quiet = quiet

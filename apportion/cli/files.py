@@ -39,23 +39,20 @@ def read_plans(path: Path) -> list[tuple[str, Plan]]:
     return [(f"microbatch {number}", each) for number, each in enumerate(plans)]
 
 
-def check_output(option: str, path: Path) -> None:
-    """Refuse before the work what could not be written after it."""
-    wrong = _unwritable(path.resolve())
+def check_output(option: str, path: Path | None) -> None:
+    """Refuse before the work what could not be written after it; None is not written."""
+    if path is None:
+        return
+    target = path.resolve()
+    folder, wrong = target.parent, None
+    if target.is_dir():
+        wrong = "it is a folder", "name a file in it"
+    elif not folder.is_dir():
+        wrong = f"there is no folder {folder}", "make it first"
+    elif not os.access(target if _is_device(target) else folder, os.W_OK):
+        wrong = f"{folder} cannot be written", "choose another folder"
     if wrong is not None:
         raise ConfigError(option, str(path), *wrong)
-
-
-def _unwritable(path: Path) -> tuple[str, str] | None:
-    """Why the file cannot be written and what to do about it, None where it can."""
-    folder = path.parent
-    if path.is_dir():
-        return "it is a folder", "name a file in it"
-    if not folder.is_dir():
-        return f"there is no folder {folder}", "make it first"
-    if not os.access(path if _is_device(path) else folder, os.W_OK):
-        return f"{folder} cannot be written", "choose another folder"
-    return None
 
 
 def _is_device(path: Path) -> bool:

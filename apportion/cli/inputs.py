@@ -11,6 +11,7 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from apportion.bench import Source
+    from apportion.ir.bytes.codec import Plan
     from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from apportion.ir.request.policy import Recipe
     from apportion.ir.request.sampling import MaskSpec
     from apportion.ir.request.workload import Workload
+
+
+def refuse(given: Mapping[str, Any], rule: str, remedy: str) -> None:
+    """Raise ConfigError for the first option that is given (not None), where it may not stand."""
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(option, str(value), rule, f"{remedy} {option}")
 
 
 def need(package: str, extra: str, purpose: str) -> None:
@@ -52,14 +60,19 @@ def cluster_of(
         if per_node is not None and ranks % per_node:
             raise ConfigError("--ranks-per-node", per_node, f"must divide --ranks {ranks}", "write a divisor")
         return bench.cluster_of(ranks, per_node, hardware)
-    for option, value in (("--ranks", ranks), ("--ranks-per-node", per_node)):
-        if value is not None:
-            raise ConfigError(
-                option, value, "the cluster file says this already", f"drop {option} or --cluster"
-            )
+    said = {"--ranks": ranks, "--ranks-per-node": per_node}
+    refuse(said, "the cluster file says this already", "drop --cluster or")
     cluster = Cluster.load(file)
     warn_of_mismatch(hardware, cluster)
     return cluster
+
+
+def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
+    """As `hardware_of`; where it was measured on other links or kernels than the plan's, stderr says so."""
+    found, request = hardware_of(name), plan.request
+    warn_of_mismatch(found, request.cluster)
+    warn_of_dtype(found, request.model)
+    return found
 
 
 def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
@@ -77,6 +90,15 @@ def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
     if ELEMENT_BYTES[used.dtype] != model.element_bytes:
         told = f"model.dtype is {model.dtype} where hardware {used.name} has {used.dtype}"
         note(f"warning: {told}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
+
+
+def setting_of(
+    cluster: Path | None, ranks: int | None, per_node: int | None, model: Path | None, hardware: str | None
+) -> tuple[Cluster, Model, Hardware | None]:
+    """What is planned for, as `cluster_of`, `model_of` and `hardware_of`; what does not fit together, stderr says."""
+    found, shape = hardware_of(hardware), model_of(model)
+    warn_of_dtype(found, shape)
+    return cluster_of(cluster, ranks, per_node, found), shape, found
 
 
 def model_of(file: Path | None) -> Model:
@@ -136,20 +158,15 @@ class Files(NamedTuple):
         """Those that are there."""
         return [str(path) for path in self[:3] if path is not None]
 
+    @property
+    def name(self) -> str:
+        """Where the samples are from, in words."""
+        return (self.given or ["log-normal documents"])[0]
 
-def batch_of(files: Files, tokens: int, seed: int, mask: str | None = None) -> tuple[Batch, int]:
-    """The batch, and how many samples were larger than `tokens` and so skipped. Raises ConfigError."""
-    from apportion.ir.request.batch import Batch
-
-    if len(files.given) != 1:
-        rule = "exactly one of --batch, --lengths and --workload must be there"
-        raise ConfigError("input", files.given or "nothing", rule, "name one file")
-    samples = samples_of(files)
-    if samples is None:
-        return Batch.load(files.given[0]), 0
-    drawn, skipped = _source(samples, mask, files.model).batch(tokens, seed)
-    warn_of_skipped(skipped, tokens)
-    return drawn, skipped
+    def not_one(self, options: str, how: str = "exactly") -> ConfigError:
+        """Where there are several, or none."""
+        rule = f"{how} one of {options} may be there"
+        return ConfigError("input", self.given or "nothing", rule, "name one file")
 
 
 def batches_of(
@@ -165,26 +182,27 @@ def batches_of(
     """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
     seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch. Raises
     ConfigError."""
-    if files.batch is not None:
-        refuse_with_batch(files, mask, tokens_per_rank, batches)
-        return [batch_of(files, 0, seed)[0]], 0
+    from apportion.ir.request.batch import Batch
+
     if len(files.given) > 1:
-        rule = "at most one of --batch, --lengths and --workload may be there"
-        raise ConfigError("--workload", str(files.workload), rule, "name one file")
-    source = _source(samples_of(files), mask, files.model, longest)
+        raise files.not_one("--batch, --lengths and --workload", "at most")
+    if files.batch is not None:
+        given = {"--mask": mask, "--tokens-per-rank": tokens_per_rank, "--batches": batches}
+        refuse(given, f"the batch {files.batch} is taken as it is, nothing is drawn", "drop --batch or")
+        return [Batch.load(files.batch)], 0
+    source = source_of(files, mask, longest)
     seeds = range(seed, seed + (batches or usual))
     drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
     warn_of_skipped(sum(skips), longest or tokens)
     return list(drawn), sum(skips)
 
 
-def _source(
-    samples: Workload | None, mask: str | None, model: Path | None, longest: int | None = None
-) -> Source:
+def source_of(files: Files, mask: str | None = None, longest: int | None = None) -> Source:
+    """What batches are drawn from. Raises ConfigError."""
     from apportion.bench import Source
     from apportion.ir.request import hf_config
 
-    given, config = masks_of(mask), config_of(model)
+    samples, given, config = samples_of(files), masks_of(mask), config_of(files.model)
     plain = samples is None or not any(samples.masks)
     if given is None and config is not None and plain:
         given = hf_config.masks_of(config)
@@ -198,21 +216,6 @@ def samples_of(files: Files) -> Workload | None:
     if files.workload is not None:
         return read_workload(files.workload)
     return None if files.lengths is None else read_lengths(files.lengths)
-
-
-def refuse_with_batch(files: Files, mask: Any, tokens: Any, batches: Any = None) -> None:
-    """Raises ConfigError for what is drawn by, beside a batch that is there."""
-    given = {
-        "--workload": files.workload,
-        "--lengths": files.lengths,
-        "--mask": mask,
-        "--tokens-per-rank": tokens,
-        "--batches": batches,
-    }
-    for option, value in given.items():
-        if value is not None:
-            rule = f"the batch {files.batch} is taken as it is, nothing is drawn"
-            raise ConfigError(option, str(value), rule, f"drop {option} or --batch")
 
 
 def warn_of_skipped(skipped: int, tokens: int) -> None:
@@ -251,12 +254,8 @@ def _number_or_auto(option: str, text: str, usual: int) -> int | str:
     if text == "auto":
         return text
     if not (text.isascii() and text.isdigit() and 0 < len(text.lstrip("0")) < 10):
-        raise ConfigError(
-            option,
-            text,
-            "must be one positive whole number, or auto",
-            f"write {option} {usual} or {option} auto",
-        )
+        remedy = f"write {option} {usual} or {option} auto"
+        raise ConfigError(option, text, "must be one positive whole number, or auto", remedy)
     return int(text)
 
 
@@ -267,7 +266,6 @@ def integers(option: str, text: str, low: int, high: int) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(
-            option, text, "must be whole numbers, separated by commas", f"write {option} 8,64"
-        ) from None
+        rule = "must be whole numbers, separated by commas"
+        raise ConfigError(option, text, rule, f"write {option} 8,64") from None
     return [integer(option, number, low, high) for number in numbers]

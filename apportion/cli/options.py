@@ -5,29 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 SAMPLED = 32768  # tokens for each rank, where the batch is drawn
 
-PlanFile = Annotated[
-    Path, typer.Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Html = Annotated[
-    Path | None, typer.Option("--html", help="Write a page that a browser opens.", metavar="P.html")
-]
+PlanFile = Annotated[Path, Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Html = Annotated[Path | None, Option("--html", help="Write a page that a browser opens.", metavar="P.html")]
 BatchFile = Annotated[
-    Path | None, typer.Option("--batch", help="Batch file (JSON or YAML), taken whole.", metavar="B.json")
+    Path | None, Option("--batch", help="Batch file (JSON or YAML), taken whole.", metavar="B.json")
 ]
 LengthsFile = Annotated[
-    Path | None, typer.Option("--lengths", help="One length a line; sampled.", metavar="L.jsonl")
+    Path | None, Option("--lengths", help="One length a line; sampled.", metavar="L.jsonl")
 ]
 WorkloadFile = Annotated[
-    Path | None, typer.Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
+    Path | None, Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
 ]
 MaskText = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--mask",
         help="Mask of plain documents: a name, or YAML as in a batch file; {kind: mask} for a model with several "
         "kinds. Default: causal, or what the config.json of --model says.",
@@ -35,49 +31,44 @@ MaskText = Annotated[
     ),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Cluster file (YAML or JSON).", metavar="C.yaml")
+    Path | None, Option("--cluster", help="Cluster file (YAML or JSON).", metavar="C.yaml")
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option(
-        "--model", help="Model file (YAML or JSON), or a Hugging Face config.json.", metavar="M.yaml"
-    ),
+    Option("--model", help="Model file (YAML or JSON), or a Hugging Face config.json.", metavar="M.yaml"),
 ]
 HardwareName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--hardware",
         help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, b200, each also as "
         "NAME-stage, with the kernels of the engine of that name) or a file of `apportion profile`.",
         metavar="NAME|H.json",
     ),
 ]
-Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks. Default: 64.", min=1)]
+Ranks = Annotated[int | None, Option("--ranks", help="Ranks. Default: 64.", min=1)]
 RanksPerNode = Annotated[
-    int | None, typer.Option("--ranks-per-node", help="Default: 8, or the largest divisor below.", min=1)
+    int | None, Option("--ranks-per-node", help="Default: 8, or the largest divisor below.", min=1)
 ]
 TokensPerRank = Annotated[
-    int | None,
-    typer.Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1),
+    int | None, Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1)
 ]
 MicrobatchTokens = Annotated[
-    int, typer.Option("--tokens-per-rank", help="Most tokens of a microbatch, for each rank.", min=1)
+    int, Option("--tokens-per-rank", help="Most tokens of a microbatch, for each rank.", min=1)
 ]
-Microbatches = Annotated[
-    int, typer.Option("--microbatches", help="Microbatches of an optimizer step.", min=1)
-]
+Microbatches = Annotated[int, Option("--microbatches", help="Microbatches of an optimizer step.", min=1)]
 RecipeName = Annotated[
     str,
-    typer.Option(
+    Option(
         "--recipe", help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches."
     ),
 ]
 Block = Annotated[
-    str | None, typer.Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")
+    str | None, Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")
 ]
 Pods = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--pods",
         help="Plan parts of the cluster by themselves, of so many ranks at most, or `auto` (1024): "
         "every document stays inside one. For thousands of ranks.",
@@ -85,17 +76,18 @@ Pods = Annotated[
 ]
 Threads = Annotated[
     int,
-    typer.Option(
+    Option(
         "--threads", help="Cores to work on, where steps can. What comes out is the same.", min=1, max=1024
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of sampling and planning.", min=0)]
+Seed = Annotated[int, Option("--seed", help="Seed of sampling and planning.", min=0)]
 Workers = Annotated[
-    int, typer.Option("--workers", help="Worker processes. Default: one a core.", min=0, show_default=False)
+    int,
+    Option("--workers", help="Worker processes. Default: one a core.", min=0, max=1024, show_default=False),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--token-file",
         help="File with the server's token. Or APPORTION_TOKEN in the environment.",
         metavar="FILE",
@@ -103,5 +95,5 @@ TokenFile = Annotated[
 ]
 Certificates = Annotated[
     Path | None,
-    typer.Option("--ca", help="PEM file of certificates to trust. Default: the system's.", metavar="FILE"),
+    Option("--ca", help="PEM file of certificates to trust. Default: the system's.", metavar="FILE"),
 ]

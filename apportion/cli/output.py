@@ -10,16 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,11 +23,8 @@ WIDTH = 80  # of tables, at least; narrower terminals wrap their lines rather th
 def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:
     """Say what is wrong, in one paragraph on stderr or as JSON on stdout."""
     if as_json:
-        facts = {
-            name: str(getattr(error, name))
-            for name in ("field", "value", "rule", "remedy")
-            if hasattr(error, name)
-        }
+        named = (name for name in ("field", "value", "rule", "remedy") if hasattr(error, name))
+        facts = {name: str(getattr(error, name)) for name in named}
         said = json.dumps({"error": {"type": type(error).__name__, "message": message} | facts}) + "\n"
     else:
         said = ""
@@ -99,40 +87,22 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-class _Detail(ProgressColumn):
-    max_refresh = 0.1
-
-    def __init__(self, detail: Callable[[], str]) -> None:
-        super().__init__()
-        self._detail = detail
-
-    def render(self, task: Task) -> Text:
-        return Text(self._detail())
-
-
 @contextmanager
-def progress(
-    title: str, total: int | None = None, shown: bool = True, detail: Callable[[], str] | None = None
-) -> Iterator[Callable[..., None]]:
+def progress(title: str, total: int | None = None, shown: bool = True) -> Iterator[Callable[..., None]]:
     """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done. total:
-    here, or there where it is known only then; at: how many are done, where it is not one more. detail: what stands
-    behind the bar, asked for as time goes by."""
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    ]
-    if detail:
-        columns.append(_Detail(detail))
+    here, or there where it is known only then; at: how many are done, where it is not one more; detail: what stands
+    behind the bar until the next."""
+    texts = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")
+    columns = texts[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), texts[1]
     console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=quiet or not (shown and console.is_terminal)
-    ) as bar:
-        task = bar.add_task(title, total=total)
+    hidden = quiet or not (shown and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=total, detail="")
 
-        def report(done: str = "", total: int | None = total, at: int | None = None) -> None:
-            said = f"{title} {done}".rstrip()
-            bar.update(task, total=total, description=said, completed=at, advance=1 if at is None else None)
+        def report(
+            done: str = "", total: int | None = total, at: int | None = None, detail: str = ""
+        ) -> None:
+            said, step = f"{title} {done}".rstrip(), 1 if at is None else None
+            bar.update(task, total=total, description=said, completed=at, advance=step, detail=detail)
 
         yield report

@@ -101,11 +101,7 @@ class Answer:
 
 def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
     """All that is asked at a level; only: of entries whose names hold this text."""
-    every = [
-        *_of_cases(suite),
-        *_of_bytes(suite, "malformed"),
-        *_of_bytes(suite, "broken"),
-    ]
+    every = [*_of_cases(suite), *_of_bytes(suite, "malformed"), *_of_bytes(suite, "broken")]
     return [one for one in every if one.verb in LEVELS[level] and only in one.name]
 
 

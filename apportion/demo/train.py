@@ -66,7 +66,7 @@ def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[
     for batch in loader:
         attention = partial(ap.planned_attention, handle=batch.handle)
         loss = trainer.step((batch.tokens, batch.position_ids, batch.labels), batch.valid_tokens, attention)
-        waited_s = torch.tensor(loader.waited_s)
+        waited_s = torch.tensor(loader.metrics()["waited_s"])
         dist.all_reduce(loss)
         dist.all_reduce(waited_s, dist.ReduceOp.MAX)
         record = {"loss": loss.item(), "plan": batch.handle.id.hex(), "waited_s": waited_s.item()}

@@ -20,7 +20,7 @@ from apportion.ir.errors import MissingDependencyError
 from apportion.trainer.hf import LAST, NAME, require_enabled
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import IGNORED
 
 try:
     from nemo_automodel.components.distributed.context_parallel.sharder import (
@@ -75,12 +75,9 @@ def _shard(
     if loss_mask is not None:
         kept = planned.shard_tokens(loss_mask.flatten().bool(), fill=False)
         labels = labels.masked_fill(~pad(kept, (0, spare)), IGNORED)
-    own = {
-        "input_ids": pad(planned.tokens, (0, spare), value=padding_token_id)[None],
-        "position_ids": pad(planned.position_ids, (0, spare))[None],
-        "labels": labels[None],
-        NAME: planned.handle,
-        LAST: planned.position_ids.new_tensor([planned.batch.last_position]),
-    }
+    tokens = pad(planned.tokens, (0, spare), value=padding_token_id)
+    positions = pad(planned.position_ids, (0, spare))
+    own: dict[str, Any] = {"input_ids": tokens[None], "position_ids": positions[None], "labels": labels[None]}
+    own |= {NAME: planned.handle, LAST: positions.new_tensor([planned.batch.last_position])}
     rest = {name: value for name, value in batch.items() if name not in (*own, "planned", "attention_mask")}
     return nullcontext, {**rest, **own}, layout

@@ -28,7 +28,7 @@ from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import Rehearsal, check_rows
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
-from apportion.trainer.step.shares import batch_under, check_share
+from apportion.trainer.step.loss import batch_under, check_share
 
 try:
     from transformers import AttentionInterface, Cache
@@ -39,14 +39,8 @@ NAME = "apportion"  # of the attention implementation, and of the kwarg that bri
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
-_MASKING = (
-    "attention_mask",
-    "past_key_values",
-    "cache_position",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "seq_idx",
-)
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+_MASKING = ("attention_mask", "past_key_values", "cache_position", *_PACKED)
 
 
 def enable(model: Any, *, check: bool = True) -> Any:
@@ -56,10 +50,7 @@ def enable(model: Any, *, check: bool = True) -> Any:
     replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
     AttentionInterface.register(NAME, attention)
     base, layers = model.base_model, _layers(model)
-    indexes, count = (
-        frozenset(layer.layer_idx for layer in layers),
-        model.config.get_text_config().num_hidden_layers,
-    )
+    indexes, count = {layer.layer_idx for layer in layers}, model.config.get_text_config().num_hidden_layers
     if len(indexes) != count or not model._can_set_attn_implementation():
         rule = f"{len(layers)} of its {count} layers are attention that can be replaced"
         raise ConfigError("model", type(model).__name__, rule, "plan models of attention layers alone")
@@ -67,8 +58,7 @@ def enable(model: Any, *, check: bool = True) -> Any:
         base._planned, base._served = indexes, set()  # layers that must use a handle, and that have
         base._ran = set()  # whether forwards with gradients had a plan, since the last step
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
-        model.register_forward_hook(_balance, with_kwargs=True)
-        model.register_forward_hook(_check_loss, with_kwargs=True)
+        model.register_forward_hook(_share_loss, with_kwargs=True)
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
         base.register_forward_hook(_check_layers, with_kwargs=True)
         _choose(base)
@@ -98,9 +88,7 @@ def _choose(module: Any) -> None:
 
 def _layers(model: Any) -> list[Any]:
     """Its attention layers."""
-    return [
-        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
-    ]
+    return [one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "is_causal")]
 
 
 def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
@@ -191,18 +179,11 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
 def _arguments(
     tokens: Tensor, positions: Tensor, labels: Tensor, valid: float, last: int, handle: Any
 ) -> dict[str, Any]:
-    labels = labels[None]  # shifted: the label of a row may be a token of another rank
-    return {
-        "input_ids": tokens[None],
-        "position_ids": positions[None],
-        "labels": labels,
-        "shift_labels": labels,
-        "num_items_in_batch": valid,
-        "use_cache": False,
-        "past_key_values": _NoCache(),
-        NAME: handle,
-        LAST: positions.new_tensor([last]),
-    }
+    rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+    rows |= {"shift_labels": labels}  # shifted: the label of a row may be a token of another rank
+    given = {"num_items_in_batch": valid, "use_cache": False, "past_key_values": _NoCache()}
+    given |= {NAME: handle, LAST: positions.new_tensor([last])}
+    return {**{name: tensor[None] for name, tensor in rows.items()}, **given}
 
 
 # ---- hooks of an enabled model
@@ -226,20 +207,16 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     if kwargs.get("logits_to_keep"):
         rule = "would leave rows of the loss out"
-        raise ConfigError(
-            "logits_to_keep", "a number", rule, "leave it out, and set the labels of rows to -100"
-        )
+        remedy = "leave it out, and set the labels of rows to -100"
+        raise ConfigError("logits_to_keep", "a number", rule, remedy)
     wanted = {} if is_compiling() else _wanted(model, handle)
     for name in ("shift_labels", "num_items_in_batch"):
         given = kwargs.get(name)
-        if kwargs.get("labels") is not None and given is None:
-            rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
-            raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
-        if (
-            given is not None
-            and name in wanted
-            and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name])
-        ):
+        if given is None:
+            if kwargs.get("labels") is not None:
+                rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
+                raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
+        elif name in wanted and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name]):
             rule = "is another one than the batch's, and shares of ranks would not add up to one mean"
             remedy = "give labels in the samples, or another loss by ap.normalised_loss on the logits"
             raise ConfigError(name, "changed", rule, remedy)
@@ -269,9 +246,8 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     for name in _MASKING:
         if kwargs.get(name) is not None:
             rule = "stands beside a plan, which has the mask of its rows"
-            raise ConfigError(
-                name, type(kwargs[name]).__name__, rule, "leave it out; give masks= to the loader"
-            )
+            given = type(kwargs[name]).__name__
+            raise ConfigError(name, given, rule, "leave it out; give masks= to the loader")
     if not isinstance(handle, Rehearsal):
         _check_positions(base, handle, kwargs.get("position_ids"))
     return args, kwargs
@@ -303,18 +279,9 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
     if kwargs.get(NAME) is None:
         return
     if without := sorted(base._planned - base._served):
-        raise ExecutionError(
-            f"layers {without} of {type(base).__name__} did not use the plan: their attention was replaced, skipped or "
-            "is another implementation's; call hf.enable when the model is whole"
-        )
+        what = f"layers {without} of {type(base).__name__} did not use the plan: their attention was replaced, skipped"
+        raise ExecutionError(f"{what} or is another implementation's; call hf.enable when the model is whole")
     base._served.clear()  # torch.compile finds it as it was
-
-
-def _check_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises as `check_share`."""
-    handle, loss = kwargs.get(NAME), getattr(output, "loss", None)
-    if isinstance(handle, PlanHandle) and loss is not None:
-        check_share(loss, batch_under(handle))
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -358,14 +325,16 @@ def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(one[..., :-1, :] for one in output)
 
 
-def _balance(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The router's auxiliary loss is not a sum over rows: this rank's share of that of the whole microbatch."""
-    handle, own = kwargs.get(NAME), getattr(output, "aux_loss", None)
-    if handle is None or own is None:
-        return
-    output.aux_loss = _share(output.router_logits, model.num_experts_per_tok, handle)
-    if output.loss is not None:
-        output.loss = output.loss + model.router_aux_loss_coef * (output.aux_loss - own)
+def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """The router's auxiliary loss is not a sum over rows: this rank's share of that of the whole microbatch takes its
+    place. Raises as `check_share`."""
+    handle, own, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
+    if handle is not None and own is not None:
+        output.aux_loss = _share(output.router_logits, model.num_experts_per_tok, handle)
+        if loss is not None:
+            output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own)
+    if isinstance(handle, PlanHandle) and loss is not None:
+        check_share(loss, batch_under(handle))
 
 
 def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:

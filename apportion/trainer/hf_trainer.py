@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of
-from apportion.trainer.epochs import Epochs
 from apportion.trainer.hf import NAME, inputs, loader
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.rows import LOSS_MASKS, WEIGHTS
+from apportion.trainer.loading.rows import LOSS_MASKS
 from apportion.trainer.loading.samples import Samples
+from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
+from apportion.trainer.step.microbatch import WEIGHTS
 
 try:
     import accelerate  # noqa: F401
@@ -72,9 +73,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         owner = next(one for one in mixed if one is not PlannedTrainer and "compute_loss" in vars(one))
         known = (owner.__module__.partition(".")[0], owner.__name__)
         if known not in _SUMS and not self.sums_tokens:
-            rule = (
-                f"the loss of {owner.__name__} is not known to be a sum over tokens, which ranks could share"
-            )
+            rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, as ranks share"
             remedy = "train preferences and rollouts with ap.trees in a loop of your own, or set sums_tokens = True"
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
         if has_loader and any(hasattr(one, "_prepare_dataset") for one in mixed):
@@ -113,10 +112,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         own = getattr(dataset, "column_names", None) or ()
         for name in (*LOSS_MASKS, WEIGHTS):
             if name in own and name not in self._signature_columns:
-                rule, remedy = (
-                    "is a column that this Trainer leaves out",
-                    "give a loader as train_dataset, or drop it",
-                )
+                rule = "is a column that this Trainer leaves out"
+                remedy = "give a loader as train_dataset, or drop it"
                 raise ConfigError(name, "a column of the dataset", rule, remedy)
 
     def compute_loss(
@@ -132,41 +129,20 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         args, smoothing = self.args, self.args.label_smoothing_factor
         scaled, noise = args.average_tokens_across_devices, args.neftune_noise_alpha
         order = "predictions would be in the plan's order, and labels are shifted"
-        own, counted = self.compute_loss_func, "its loss does not take num_items_in_batch"
         averages = "DDP and FSDP average gradients, and the loss would not make up for it"
+        rows = "noise is by the rows of a call, not of a text"
+        shifted = "it would be given labels that are shifted"
+        routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
+        model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
             ("average_tokens_across_devices", scaled, not scaled, averages, "leave it True"),
-            (
-                "neftune_noise_alpha",
-                noise,
-                bool(noise),
-                "noise is by the rows of a call, not of a text",
-                "leave it out",
-            ),
+            ("neftune_noise_alpha", noise, noise, rows, "leave it out"),
             ("compute_metrics", self.compute_metrics, predicts, order, "give a plain eval_dataset"),
-            (
-                "compute_loss_func",
-                own,
-                own,
-                "it would be given labels that are shifted",
-                "use the model's own loss",
-            ),
+            ("compute_loss_func", *[self.compute_loss_func] * 2, shifted, "use the model's own loss"),
             ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
-            (
-                "router_aux_loss_coef",
-                getattr(self, "router_aux_loss_coef", 0),
-                getattr(self, "aux_loss_enabled", False),
-                "trl adds the router's loss of a rank's rows",
-                "set it to 0",
-            ),
-            (
-                "model",
-                type(self.model).__name__,
-                not self.model_accepts_loss_kwargs,
-                counted,
-                "train it in a loop",
-            ),
+            ("router_aux_loss_coef", *routed, "trl adds the router's loss of a rank's rows", "set it to 0"),
+            ("model", model, uncounted, "its loss does not take num_items_in_batch", "train it in a loop"),
         ):
             if refused:
                 raise ConfigError(name, value, rule, remedy)

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from apportion.ir.errors import ConfigError, MissingDependencyError
-from apportion.trainer.epochs import Epochs
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
-from apportion.trainer.step.shares import check_share
+from apportion.trainer.step.loss import check_share
+from apportion.trainer.step.microbatch import require_calls
 
 try:
     import lightning  # noqa: F401
@@ -58,17 +59,16 @@ class PlannedBatches:
         return map(Arriving, self.epochs)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.epochs.state_dict()
+        return self.epochs.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epochs.load_state_dict(state)
+        self.epochs.loader.load_state_dict(state)
 
 
 def _no_loader(given: Any) -> ConfigError:
     rule = "must be a PlannedLoader, or a function without arguments that makes one"
-    return ConfigError(
-        "loader", type(given).__name__, rule, "give PlannedBatches(lambda: ap.PlannedLoader(...))"
-    )
+    remedy = "give PlannedBatches(lambda: ap.PlannedLoader(...))"
+    return ConfigError("loader", type(given).__name__, rule, remedy)
 
 
 class Arriving:
@@ -94,9 +94,7 @@ class Planned:
         iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
         tokens. Every rank calls it. Raises ConfigError where a step is not an iteration, ExecutionError where attention
         has not used the batch's plan, in one layer or in all."""
-        wiring.require_calls(
-            batch.handle, 0, 1, "hand batch.handle on to every layer, or enable the model (hf.enable)"
-        )
+        require_calls(batch.handle, 0, 1, "hand batch.handle on to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
         wiring.watch.accounted = True
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"

@@ -11,6 +11,7 @@ and `variable_seq_lengths` with pipeline stages. Kinds of attention are called "
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,35 +20,26 @@ import torch
 from torch import Tensor
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
+from apportion.ir.request.model import Model
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.shared import endless, require
-from apportion.trainer.step.wiring import require_calls
+from apportion.trainer.shared import count_planned, endless as endless, kinds_of, require
+from apportion.trainer.step.attention import planned_attention
+from apportion.trainer.step.microbatch import require_calls
 
 try:
     from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import unwrap_model
 except ModuleNotFoundError as error:
     raise MissingDependencyError("megatron-core", "megatron", "apportion.trainer.megatron") from error
 
-from apportion.trainer.megatron_attention import (
-    PlannedCoreAttention,
-    PlannedRotary,
-    PlannedSeqParams,
-    count_layers,
-    masks_of,
-    model_of,
-)
-
-_FINALIZE = (
-    "Megatron divides gradients by the tokens of all ranks there",
-    "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads",
-)
+_FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
 _POSITIONS = ("rope", "learned_absolute", "none")
-
-__all__ = ["endless", "forward_step", "model_of", "planned_loader", "planned_spec"]
 
 
 def planned_spec(spec: Any) -> Any:
@@ -62,18 +54,11 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
     require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
     require("calculate_per_token_loss", config.calculate_per_token_loss, True, "ranks have unequal tokens")
-    group, hosts = (
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_data_parallel_group_gloo(),
-    )
+    hosts = parallel_state.get_data_parallel_group_gloo()
+    ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    given = {
-        "model": model_of(config),
-        "masks": masks_of(config),
-        "rows_multiple": rows,
-        "drop_last": True,
-    }
-    return PlannedLoader(dataset, **{**given, "communicator": Communicator(group, hosts=hosts), **options})
+    given = {"model": model_of(config), "masks": kinds(config)[1], "communicator": ranks}
+    return PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
 
 
 def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
@@ -89,12 +74,9 @@ def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Ten
     longest, most = int(max(here.batch.lengths)), module.max_sequence_length
     if module.position_embedding_type == "learned_absolute" and longest > most:
         rule = f"the model has positions for {most} tokens"
-        raise ConfigError(
-            "sequence length", longest, rule, "leave longer documents out, or build it with more"
-        )
-    positions = (
-        1 << int(here.position_ids.max()).bit_length()
-    )  # few sizes, so that Megatron's tables are kept
+        remedy = "leave longer documents out, or build it with more"
+        raise ConfigError("sequence length", longest, rule, remedy)
+    positions = 1 << int(here.position_ids.max()).bit_length()  # few sizes: Megatron's tables are kept
     batch = here.to(next(model.parameters()).device)
     labels = batch.labels.clamp(min=0)  # its cross entropy knows no -100
     given = (batch.tokens[None], batch.position_ids[None], None)
@@ -111,28 +93,23 @@ def _check(module: Any) -> None:
     types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
     local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]
     of_rows, leave = "it depends on how many rows, and which, a rank has", "leave it out"
+    divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
+    undivided = undivided and config.finalize_model_grads_func is None
+    balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     for name, refused, rule, remedy in (
-        (
-            "finalize_model_grads_func",
-            module.training and config.finalize_model_grads_func is None,
-            *_FINALIZE,
-        ),
+        ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
         ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", leave),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", leave),
-        ("moe_expert_capacity_factor", experts and config.moe_expert_capacity_factor, of_rows, leave),
-        ("moe_router_load_balancing_type", experts and "sinkhorn" in types, of_rows, "take another one"),
-        (
-            "moe_router_load_balancing_type",
-            experts and local,
-            of_rows,
-            "take global_aux_loss, or a weight of 0",
-        ),
+        ("moe_expert_capacity_factor", capacity, of_rows, leave),
+        (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),
+        (balancing, experts and local, of_rows, "take global_aux_loss, or a weight of 0"),
     ):
         if refused:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
     if not hasattr(module, "planned_layers"):
-        module.planned_layers = count_layers(module)
+        remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
+        module.planned_layers = count_planned([module], "core_attention", PlannedCoreAttention, remedy)
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -140,8 +117,79 @@ def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     seen = batch.labels >= 0
     weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
     total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
-    return (
-        total,
-        seen.sum().int(),
-        {"lm loss": torch.stack((total.detach(), seen.sum()))},
-    )
+    return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}
+
+
+# ---- in the place of Megatron's own core attention and rotary embedding
+
+
+@dataclass
+class PlannedSeqParams(PackedSeqParams):
+    """What reaches core attention and RoPE. qkv_format stays None: rows keep [rows, 1, heads, D]."""
+
+    batch: Any = None  # PlannedBatch
+    positions: int = 0  # at least as many as the largest position id and one
+
+
+class PlannedCoreAttention(DotProductAttention):
+    """q [rows, 1, heads, D], k and v of this tensor-parallel rank -> [rows, 1, heads D]. Its parameters, `softmax_type`
+    ones, are those of Megatron's own."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, *args, **kwargs)
+        self.kind, self.window = kind_of(config, layer_number)
+        scaled = config.apply_query_key_layer_scaling
+        self.scale = self.softmax_scale * (layer_number if scaled else 1)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Tensor:
+        params = given.get("packed_seq_params")
+        if not isinstance(params, PlannedSeqParams) or params.batch is None:
+            raise ExecutionError("planned core attention got no plan: call the model by `forward_step`")
+        handle = params.batch.handle
+        kind = self.kind if len(handle.kinds) > 1 else None
+        says: Any = {"window": self.window, "causal": "causal" in self.attn_mask_type.name}
+        says |= {"sinks": self.softmax_offset, "layer": self.layer_number}
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **says)
+        return out.flatten(1).unsqueeze(1)
+
+
+class PlannedRotary(torch.nn.Module):
+    """Megatron's rotary embedding counts rows from 0; this takes those of the rows' positions from its table."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def get_rotary_seq_len(self, *given: Any, **others: Any) -> Any:
+        params = given[4] if len(given) > 4 else None
+        planned = isinstance(params, PlannedSeqParams)
+        return params if planned else self.own.get_rotary_seq_len(*given, **others)
+
+    def forward(self, rows: Any, *given: Any, **others: Any) -> Any:
+        if not isinstance(rows, PlannedSeqParams):
+            return self.own(rows, *given, **others)
+        table, at = self.own(rows.positions), rows.batch.position_ids
+        return (table[0][at], table[1]) if isinstance(table, tuple) else table[at]
+
+
+def model_of(config: Any) -> Model:
+    """Heads of one tensor-parallel rank, dtype and kinds."""
+    tp = config.tensor_model_parallel_size
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(config.params_dtype, "fp32")
+    heads, kv_heads = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
+    sizes = {"dtype": dtype, "hidden": config.hidden_size, "layers": kinds(config)[0]}
+    return Model(heads, kv_heads, config.kv_channels, **sizes)
+
+
+def kinds(config: Any) -> tuple[Any, Any]:
+    """As `kinds_of`."""
+    windows = [kind_of(config, number)[1] for number in range(1, config.num_layers + 1)]
+    return kinds_of(windows, "full", "window")
+
+
+def kind_of(config: Any, layer_number: int) -> tuple[str, int]:
+    """A layer's kind, and the tokens that a row sees, itself among them; -1 for all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return "full", -1
+    return "window", config.window_size[0] + 1

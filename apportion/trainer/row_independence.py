@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from logging import getLogger
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -26,11 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.ir.errors import ConfigError
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import IGNORED
 
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
-Arguments = Callable[[Tensor, Tensor, Tensor, float, int, Any], dict[str, Any]]
+Arguments = Callable[..., dict[str, Any]]
+#: (the handle, the first five of these, kwargs that are others) -> the loss
+Run = Callable[..., float]
 
+_Place = tuple[str, int, int]  # module, its call, number of a result
 _TOLERANCE = 1e-4  # of a row's norm; models of 16 bits are run in 32
 _LOSS = 2e-5  # of the loss: a sum over some 60 rows in float32
 _SHORT = (9, 6, 4)  # lengths of documents
@@ -39,9 +40,7 @@ _LENGTH = re.compile("position|window|chunk|length|context|original|floor|seq")
 _LONGEST = 1 << 24  # float32 tells positions apart up to here
 _LOW = (torch.bfloat16, torch.float16)
 _REMEDY = "train it without context parallelism, or give hf.enable(model, check=False) where you know better"
-_HEAD = (
-    "give a decoder with a causal language-model head (...ForCausalLM), or train without context parallelism"
-)
+_HEAD = "give a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
 aten = torch.ops.aten
 
 
@@ -60,9 +59,14 @@ def check_rows(model: Any, arguments: Arguments) -> bool:
         return False
     device = next(model.parameters()).device
     with _undisturbed(model, device) as reset:
-        _check_first(model, arguments, reset, device)
+
+        def run(held: Rehearsal, *given: Any, **changed: Any) -> float:
+            reset()
+            return _forward(model, {**arguments(*given, held), **changed}, held)
+
+        _check_first(model, run, device)
         for positions, documents, parts in _microbatches(model):
-            _compare(model, arguments, reset, (positions.to(device), documents.to(device)), parts)
+            _compare(model, run, positions.to(device), documents.to(device), parts)
     return True
 
 
@@ -76,10 +80,8 @@ class Rehearsal:
         self._mask = behind & (documents[:, None] == documents)
         self.attended: list[Tensor] = []
         self.gathered: list[list[int]] = []
-        self.seen: dict[
-            tuple[str, int, int], Tensor
-        ] = {}  # (module, call, number of its result), as they come
-        self.decisive: set[tuple[str, int, int]] = set()
+        self.seen = dict[_Place, Tensor]()  # as they come
+        self.decisive = set[_Place]()
         self._calls: dict[str, int] = {}
         self.communicator = self
 
@@ -113,7 +115,7 @@ class Rehearsal:
             return None
         return next(key[0] for key in self.seen if not self._agrees(key))
 
-    def _agrees(self, key: tuple[str, int, int]) -> bool:
+    def _agrees(self, key: _Place) -> bool:
         """Rows agree to rounding; also where there are no rows to compare."""
         assert self.whole is not None
         whole, own = self.whole.seen.get(key), self.seen[key]
@@ -127,14 +129,7 @@ class Rehearsal:
 # ---- the runs
 
 
-def _compare(
-    model: Any,
-    arguments: Arguments,
-    reset: Callable[[], None],
-    rows: tuple[Tensor, Tensor],
-    parts: Sequence[Tensor],
-) -> None:
-    positions, documents = rows
+def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: Sequence[Tensor]) -> None:
     count, device = len(positions), positions.device
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
@@ -142,49 +137,42 @@ def _compare(
     labels[::5] = IGNORED
     valid, last = int((labels != IGNORED).sum()), int(positions.max())
 
-    def run(taken: Tensor, decoy: int, whole: Rehearsal | None) -> tuple[Rehearsal, float]:
+    def share(taken: Tensor, decoy: int, whole: Rehearsal | None = None) -> tuple[Rehearsal, float]:
         held = Rehearsal(taken, documents[taken], whole)
-        kwargs = arguments(tokens[taken], positions[taken], labels[taken], valid, last, held)
-        kwargs["labels"] = torch.full_like(kwargs["labels"], decoy)  # a causal loss reads shift_labels
-        reset()
-        return held, _forward(model, kwargs, held)
+        decoys = torch.full((1, len(taken)), decoy, device=device)  # a causal loss reads shift_labels
+        return held, run(held, tokens[taken], positions[taken], labels[taken], valid, last, labels=decoys)
 
-    whole, loss = run(torch.arange(count, device=device), 0, None)
+    whole, loss = share(torch.arange(count, device=device), 0)
     shares = 0.0
     for taken in parts:
-        part, share = run(taken.to(device), IGNORED, whole)
-        shares += share
+        part, own = share(taken.to(device), IGNORED, whole)
+        shares += own
         if (name := part.differing()) is not None:
             rule = f"{name} computes a row from other rows of the call, which ranks do not hold"
             raise ConfigError("model", type(model).__name__, rule, _REMEDY)
     if not abs(loss - shares) <= _LOSS * abs(loss):
-        rule = (
-            "its loss is not the sum of the rows' losses of shift_labels over num_items_in_batch: "
-            f"{loss:.5g} of all rows, {shares:.5g} of their parts"
-        )
+        rule = "its loss is not the sum of the rows' losses of shift_labels over num_items_in_batch"
+        rule += f": {loss:.5g} of all rows, {shares:.5g} of their parts"
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
 
 
-def _check_first(model: Any, arguments: Arguments, reset: Callable[[], None], device: torch.device) -> None:
+def _check_first(model: Any, run: Run, device: torch.device) -> None:
     """Positions of a plan count from 0: so must those that the model gives a text by itself. Raises ConfigError."""
     count, config = _SHORT[0], model.config.get_text_config()
     padding = getattr(config, "pad_token_id", None)  # RoBERTa counts behind it, and not over it
     tokens = torch.full((count,), next(i for i in (1, 0) if i != padding), device=device)
     rows = torch.arange(count, device=device)
     found = list[Rehearsal]()
-    for named in (True, False):
+    for changed in ({}, {"position_ids": None}):
         held = Rehearsal(rows, torch.zeros_like(rows))
-        kwargs = arguments(tokens, rows, tokens, count, count - 1, held)
-        reset()
         try:
-            _forward(model, kwargs if named else {**kwargs, "position_ids": None}, held)
+            run(held, tokens, rows, tokens, count, count - 1, **changed)
         except ConfigError:
             return  # nothing to compare with; what is wrong with a model is said by `_compare`
         found.append(held)
     given, own = found
-    if not all(
-        _close(own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive
-    ):
+    pairs = ((own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive)
+    if not all(_close(*pair) for pair in pairs):
         rule = "does not count the positions of a text from 0, as plans do"
         raise ConfigError("model", type(model).__name__, rule, _REMEDY)
 
@@ -217,13 +205,9 @@ def _recorded(model: Any, held: Rehearsal) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                hook = module.register_forward_hook(partial(_record, held, name))
+                hook = module.register_forward_hook(lambda *given, name=name: held.record(name, given[-1]))
                 stack.callback(hook.remove)
         yield
-
-
-def _record(held: Rehearsal, name: str, module: Any, args: Any, output: Any) -> None:
-    held.record(name, output)
 
 
 def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) -> int | None:
@@ -247,23 +231,17 @@ def _close(own: Tensor, wanted: Tensor) -> bool:
 def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     """(positions, documents, rows of each part): documents of short positions; some of them beside positions around
     and beyond each threshold."""
-    positions, documents = _documents(_SHORT)
+    documents = torch.arange(len(_SHORT)).repeat_interleave(torch.tensor(_SHORT))
+    positions = torch.cat([torch.arange(length) for length in _SHORT])
     order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(1))
     cuts = [*torch.tensor(_PARTS).cumsum(0).tolist(), len(order)]
     yield positions, documents, [order[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
-    far = [
-        place for length in _thresholds(model) for place in (length - 1, length, length + 3, 2 * length + 5)
-    ]
+    far = [place for n in _thresholds(model) for place in (n - 1, n, n + 3, 2 * n + 5)]
     limit = _positions_known(model)
     if far := sorted({place for place in far if place < limit}):
         count, alone = len(positions), torch.arange(len(far)) + len(_SHORT)
         parts = [order, torch.arange(len(far)).flip(0) + count]
         yield torch.cat((positions, torch.tensor(far))), torch.cat((documents, alone)), parts
-
-
-def _documents(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return torch.cat([torch.arange(length) for length in lengths]), number
 
 
 def _thresholds(model: Any) -> list[int]:
@@ -284,11 +262,8 @@ def _positions_known(model: Any) -> int:
     """Where a table of positions ends: of embeddings and buffers as long as a length of the config, or a few more (OPT
     begins behind 2 rows)."""
     vocabulary = model.config.get_text_config().vocab_size
-    tables = {
-        module.num_embeddings
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) and module.num_embeddings != vocabulary
-    }
+    embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    tables = {one.num_embeddings for one in embeddings} - {vocabulary}
     tables |= {size for held in model.buffers() if held.dim() > 1 for size in held.shape}
     lengths = _thresholds(model)
     return min((n for n in lengths for rows in tables if n <= rows <= n + 4), default=_LONGEST)
@@ -307,38 +282,33 @@ def _is_here(model: Any) -> bool:
 def _undisturbed(model: Any, device: torch.device) -> Iterator[Callable[[], None]]:
     """Training mode without noise, in float32 or wider. Gives what puts the state of modules and config back, which is
     done at the end as well."""
-    precision, before = torch.get_float32_matmul_precision(), _Snapshot.of(model)
+    precision, before = torch.get_float32_matmul_precision(), _snapshot(model)
     cuda = [device] if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision("highest")
         model.train()
         with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield _Snapshot.of(model).put_back
+            yield _snapshot(model)
     finally:
         torch.set_float32_matmul_precision(precision)
-        before.put_back()
+        before()
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """What a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts (buffers, and
-    hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
+def _snapshot(model: Any) -> Callable[[], None]:
+    """Puts back what a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts
+    (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
+    held = [vars(one) for one in (*model.modules(), model.config, model.config.get_text_config())]
+    held += [value for one in held for value in one.values() if isinstance(value, dict)]
+    attributes, values = [(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()]
 
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    values: list[tuple[Tensor, Tensor]]
-
-    @staticmethod
-    def of(model: Any) -> _Snapshot:
-        held = [vars(one) for one in (*model.modules(), model.config, model.config.get_text_config())]
-        held += [value for one in held for value in one.values() if isinstance(value, dict)]
-        return _Snapshot([(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()])
-
-    def put_back(self) -> None:
-        for held, before in self.attributes:
-            held.clear()
-            held.update(before)
-        for buffer, value in self.values:
+    def put_back() -> None:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in values:
             buffer.copy_(value)
+
+    return put_back
 
 
 #: op -> the mean of what it draws, by its arguments behind the first

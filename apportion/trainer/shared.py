@@ -1,49 +1,52 @@
-"""What adapters of trainers share: a loader from the plain fields of a config file, and groups of ranks."""
+"""What adapters of trainers share: kinds of attention by the windows of layers, groups of ranks, passes and epochs.
+
+Passes over shuffled samples differ in length; Trainer and Lightning take that of the first for all. So an epoch of
+theirs goes on where the one before ended, also in the middle of a pass, and what they skip or resume is the loader's
+own state alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from apportion.backends.torch.transport import Communicator
-from apportion.ir.errors import ConfigError
-from apportion.ir.fields import read_text
-from apportion.ir.request.cluster import Cluster
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.masks.specs import causal, sliding_window
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 
 
-def configured_loader(
-    dataset: str,
-    given: Sequence[Any],
-    *,
-    ranks: int,
-    positions: int,
-    token_file: str | None = None,
-    cluster: str | None = None,
-    masks: Any = None,
-    **options: Any,
-) -> PlannedLoader:
-    """dataset: "module.function", called with `given`. cluster: a file, by default one node of `ranks`. positions: that
-    the model knows. masks: where the dataset has none. token_file: of a service, by default that of the environment.
-    Raises ConfigError, and as the loader.
-    """
-    data = _named(dataset)(*given)
-    if (longest := max(data.lengths)) > positions:
-        rule = f"the model's positions end there, and a document has {longest} tokens"
-        raise ConfigError("sequence length", positions, rule, "raise it, or cut the document")
-    token = None if token_file is None else read_text(Path(token_file)).strip()
-    planned_for = Cluster.load(cluster) if cluster else Cluster(1, ranks)
-    own = getattr(data, "masks", None)
-    return PlannedLoader(data, planned_for, token=token, masks=masks if own is None else own, **options)
+def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
+    """(`layers` of a Model, the mask of each kind) of layers that see so many tokens, 0 or fewer for all. full, window:
+    what the trainer calls the kinds. Where all layers are causal: their number, and None."""
+    names = [window if tokens > 0 else full for tokens in windows]
+    if window not in names:
+        return len(names), None
+    kinds = zip(names, windows, strict=True)
+    return dict(Counter(names)), {name: sliding_window(own) if own > 0 else causal() for name, own in kinds}
 
 
-def endless(loader: PlannedLoader) -> Iterator[PlannedBatch]:
+def count_planned(parts: Iterable[Any], attribute: str, planned: type, remedy: str) -> int:
+    """How many layers of a model's parts on this stage have planned attention as `attribute`. Raises ConfigError where
+    one has another."""
+    found = 0
+    for name, module in (named for part in parts for named in part.named_modules()):
+        if (own := getattr(module, attribute, None)) is None:
+            continue
+        if not isinstance(own, planned):
+            given = type(own).__name__
+            raise ConfigError(f"{name}.{attribute}", given, "would not know the plan", remedy)
+        found += 1
+    return found
+
+
+def endless(loader: PlannedLoader) -> Generator[PlannedBatch, None, None]:
     """Pass after pass, from where the loader is. Raises ConfigError for a whole pass without a batch, which would go on
     for ever."""
     while True:
@@ -71,9 +74,50 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     return Communicator(own, hosts=hosts)
 
 
-def _named(path: str) -> Any:
-    module, _, function = path.rpartition(".")
-    found = getattr(import_module(module), function, None) if module else None
-    if found is None:
-        raise ConfigError("dataset", path, "must name a function", 'write "module.function"')
-    return found
+@dataclass
+class Epochs:
+    """A loader as trainers count: epochs of one length, and optimizer steps of one number of microbatches.
+
+    accumulated: microbatches of an optimizer step, None for evaluation, of which every epoch is a whole pass.
+    valid_tokens: labels so far in this epoch, of all ranks. Raises ConfigError where steps do not fit iterations."""
+
+    loader: PlannedLoader
+    accumulated: int | None = None
+    valid_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._length = len(self.loader)
+        if self.accumulated is not None and self._length % self.accumulated:
+            rule = f"an epoch of {self._length} microbatches is no number of whole steps"
+            remedy = "accumulate as many as the loader's microbatches, and give the loader drop_last=True"
+            raise ConfigError("accumulated microbatches", self.accumulated, rule, remedy)
+
+    def __len__(self) -> int:
+        """Microbatches of an epoch."""
+        return self._length
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        """An epoch; when it is left, or over, no pass stays open. Raises ExecutionError."""
+        batches, self.valid_tokens = self._pass(), 0
+        try:
+            for _ in range(len(self)):
+                batch = next(batches)
+                self._check(batch)
+                self.valid_tokens += batch.valid_tokens if batch.is_last else 0
+                yield batch
+        finally:
+            place = self.loader.state_dict()
+            batches.close()
+            self.loader.load_state_dict(place)
+
+    def _pass(self) -> Generator[PlannedBatch, None, None]:
+        if self.accumulated is not None:
+            return endless(self.loader)
+        self.loader.set_epoch(self.loader.state_dict()["epoch"], start=0)
+        return iter(self.loader)
+
+    def _check(self, batch: PlannedBatch) -> None:
+        if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):
+            what = f"iteration {batch.iteration} has not the {self.accumulated} microbatches of an optimizer step"
+            remedy = "accumulate as many as the loader's iterations have, and give it drop_last=True"
+            raise ExecutionError(f"{what}: {remedy}")

@@ -10,41 +10,117 @@ of all ranks and sums gradients by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from apportion.ir.errors import MissingDependencyError
-from apportion.trainer.shared import communicator_of, configured_loader, endless, require
-from apportion.trainer.step.wiring import require_calls
+from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.fields import read_text
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.shared import communicator_of, count_planned, endless, kinds_of, require
+from apportion.trainer.step.attention import PlanHandle, planned_attention
+from apportion.trainer.step.microbatch import require_calls
 
 try:
     import tyro
     from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.config.override import OverrideConfig, derive
+    from torchtitan.config.override import OverrideConfig, derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+    from torchtitan.protocols.module import Module
     from torchtitan.trainer import Trainer
 except ModuleNotFoundError as error:
     raise MissingDependencyError("torchtitan", "torchtitan", "apportion.trainer.torchtitan") from error
 
-from apportion.trainer.torchtitan_attention import (
-    PlannedMasks,
-    PlannedSelectiveAC,
-    layers_of,
-    masks_of,
-    model_of,
-)
+_PLAIN = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
+_TOLD = ("tokens_per_s", "waited_s", "fallbacks")
+_OVERRIDES = [f"{__name__}.planned_flex", f"{__name__}.planned_varlen"]
+FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Titan calls them
 
-_OWN = ("dataset", "dataset_path", "infinite", "_seat")  # of the loader's fields, not the planned loader's
-_TOLD = ("tokens_per_s", "waited_s", "sent_bytes_per_layer", "fallbacks")
-_ATTENTION = "apportion.trainer.torchtitan_attention"
-_OVERRIDES = [f"{_ATTENTION}.planned_flex", f"{_ATTENTION}.planned_varlen"]
+
+class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
+    """kind -> (handle, kind), where Titan's models look for their masks; its validator moves what loaders give."""
+
+    @property
+    def handle(self) -> PlanHandle:
+        return next(iter(self.values()))[0]
+
+    def to(self, *_: Any) -> PlannedMasks:
+        return self
+
+
+class PlannedAttention(Module):
+    """window: tokens that a row of this layer sees, -1 for all; causal: none ahead of it; None: Titan does not say."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        window: int | None = None
+        causal: bool | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.says: dict[str, Any] = {"window": config.window, "causal": config.causal}
+
+    def forward(
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, **kw: Any
+    ) -> Any:
+        """[1, rows, heads, D] -> [1, rows, heads, Dv]."""
+        transform, _ = kw.pop("out_transform", None), kw.pop("enable_gqa", None)
+        if isinstance(attention_masks, dict):  # else the layer has taken its own
+            name = WINDOW if (self.says["window"] or -1) > 0 else FULL
+            attention_masks = attention_masks.get(name) or next(iter(attention_masks.values()))
+        handle, kind = attention_masks
+        kw |= {**self.says, "return_lse": transform is not None}
+        found = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, **kw)
+        return found if transform is None else transform(*found)
+
+
+@override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")
+def planned_flex(config: FlexAttention.Config) -> Any:
+    return derive(config, PlannedAttention.Config)
+
+
+@override(target=VarlenAttention.Config, description="context parallelism by Apportion's plans")
+def planned_varlen(config: VarlenAttention.Config) -> Any:
+    left, right = config.window_size
+    return derive(config, PlannedAttention.Config, window=-1 if left < 0 else left + 1, causal=right == 0)
+
+
+class PlannedSelectiveAC(SelectiveAC):
+    """Keeps what planned attention returned: recomputing a block does not communicate."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        return {*super().get_save_ops(), torch.ops.apportion.attend.default}
+
+
+def job_of(config: Trainer.Config) -> dict[str, Any]:
+    """model: heads of one tensor-parallel rank, dtype and kinds; masks: of each kind, None where all are causal."""
+    model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
+    attention = model.first_attention
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads or attention.n_heads
+    windows = [getattr(layer.attention, "sliding_window_size", None) or 0 for layer in model.layers]
+    layers, masks = kinds_of(windows, FULL, WINDOW)
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.training.mixed_precision_param]
+    head_dim = attention.head_dim or model.dim // heads
+    shape = Model(heads // tp, kv_heads // tp, head_dim, dtype=dtype, hidden=model.dim, layers=layers)
+    return {"model": shape, "masks": masks}
+
+
+# ---- Titan's data and trainer
 
 
 class PlannedDataLoader(BaseDataLoader):
-    """`configured_loader`; the dataset is called with Titan's tokenizer and dataset_path."""
+    """A planned loader of `dataset`, "module.function", which is called with Titan's tokenizer and dataset_path."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -66,12 +142,23 @@ class PlannedDataLoader(BaseDataLoader):
     ) -> None:
         require("training.local_batch_size", titan["local_batch_size"], 1, "documents lie end to end")
         seat = {"tp": 1, **(config._seat or {})}
-        options = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _OWN}
-        options["rows_multiple"] *= seat.pop("tp")
-        given = (tokenizer, config.dataset_path)
-        options |= {"ranks": dp_world_size, "positions": seq_len, "drop_last": config.infinite, **seat}
-        self.loader = configured_loader(config.dataset, given, **options)
+        try:
+            make = resolve_name(config.dataset)
+        except (AttributeError, ValueError) as error:
+            rule = f"must name a function ({error})"
+            raise ConfigError("dataset", config.dataset, rule, 'write "module.function"') from error
+        data = make(tokenizer, config.dataset_path)
+        if (longest := max(data.lengths)) > seq_len:
+            rule = f"the model's positions end there, and a document has {longest} tokens"
+            raise ConfigError("sequence length", seq_len, rule, "raise it, or cut the document")
+        options = {name: getattr(config, name) for name in _PLAIN}
+        options["rows_multiple"] = config.rows_multiple * seat.pop("tp")
+        options["token"] = None if config.token_file is None else read_text(Path(config.token_file)).strip()
+        if getattr(data, "masks", None) is not None:
+            seat.pop("masks", None)
+        cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, dp_world_size)
         self.infinite = config.infinite
+        self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for b in endless(self.loader) if self.infinite else self.loader:
@@ -100,7 +187,8 @@ class PlannedTrainer(Trainer):
         job = self.dataloader.loader.job
         taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         require("microbatches of global_batch_size", taken, job.microbatches, "a step is an iteration")
-        self.planned_layers = len(layers_of(self.model_parts))
+        remedy = 'build the layers with attn_backend="flex" or "varlen"'
+        self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
 
     def init_distributed(self) -> Any:
         config, dims = self.config, super().init_distributed()
@@ -109,11 +197,8 @@ class PlannedTrainer(Trainer):
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             config.activation_checkpoint = derive(config.activation_checkpoint, PlannedSelectiveAC.Config)
         ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
-        groups = (
-            ranks.transpose(1, 2).flatten(0, 1).tolist()
-        )  # with equal places in pipeline and tensor parallelism
-        seat = {"model": model_of(config), "masks": masks_of(config), "communicator": communicator_of(groups)}
-        seat["tp"] = dims.tp
+        groups = ranks.transpose(1, 2).flatten(0, 1).tolist()  # of equal places in pipeline and tensors
+        seat = {**job_of(config), "communicator": communicator_of(groups), "tp": dims.tp}
         config.validator = replace(config.validator)
         for owner in (config, config.validator):
             if isinstance(owner.dataloader, PlannedDataLoader.Config):
@@ -126,9 +211,8 @@ class PlannedTrainer(Trainer):
         before = [handle.calls for handle in handles]
         loss: Tensor = super().forward_backward_step(input_dict=input_dict, **given)
         for handle, calls in zip(handles, before, strict=True):
-            require_calls(
-                handle, calls, self.planned_layers, "the model must hand attention_masks on to every layer"
-            )
+            remedy = "the model must hand attention_masks on to every layer"
+            require_calls(handle, calls, self.planned_layers, remedy)
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:

@@ -21,19 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.exchange import Exchange
-from apportion.backends.torch.transport import Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
-from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.step.shares import check_share
+from apportion.trainer.loading.batch import PlannedBatch, to_all
+from apportion.trainer.step.loss import check_share
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
 
@@ -76,9 +73,8 @@ class Predictions:
 
     def to(self, device: torch.device | str) -> Predictions:
         """The same there."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items()}
-        return replace(self, **moved)
+        moved = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """[n] log-probabilities of the targets, differentiable, in float32 (float64 for float64).
@@ -87,9 +83,8 @@ class Predictions:
         shapes."""
         logits = logits[0] if logits.dim() == 3 and len(logits) == 1 else logits
         if logits.dim() != 2 or len(logits) != self.rows:
-            raise ExecutionError(
-                f"log_probs takes logits of this rank's {self.rows} rows, [rows, vocabulary], got {list(logits.shape)}"
-            )
+            wanted = f"logits of this rank's {self.rows} rows, [rows, vocabulary]"
+            raise ExecutionError(f"log_probs takes {wanted}, got {list(logits.shape)}")
         if self.batch is not None:
             check_share(logits, self.batch, None)
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
@@ -103,9 +98,8 @@ class Predictions:
             values = torch.as_tensor(values)
         if len(values) != self.forest.samples:
             rule = f"there must be something for each of the {self.forest.samples} samples"
-            raise ConfigError(
-                "values", f"{len(values)} items", rule, "give them in the order that was folded"
-            )
+            remedy = "give them in the order that was folded"
+            raise ConfigError("values", f"{len(values)} items", rule, remedy)
         if isinstance(values, Tensor):
             longest = int(np.diff(self.forest.starts).max(initial=0))
             if values.dim() > 1 and values.shape[1] < longest:
@@ -123,7 +117,9 @@ class Predictions:
         starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
         place = starts.to(self.sample.device)[self.sample] + self.token
         if self.batch is not None:
-            everywhere = _to_all(self.batch.handle.communicator, len(self))
+            ranks = self.batch.handle.communicator
+            counts = [row[0] for row in ranks.all_gather([len(self)], "predictions")]
+            everywhere = to_all(ranks, "gather of predictions", counts)
             place, values = everywhere(place), everywhere(values)
         return torch.split(values.new_zeros(sum(lengths)).index_copy(0, place, values), lengths)
 
@@ -139,15 +135,12 @@ class Predictions:
         trees = np.arange(len(self.forest)) if self.batch is None else self.batch.samples
         here = np.isin(self.forest.tree_of, trees)
         if len(values) != self.forest.samples or self.forest.samples % 2:
-            raise ExecutionError(
-                f"pairs takes an even number of samples, {self.forest.samples}, got {len(values)}"
-            )
+            wanted = f"an even number of samples, {self.forest.samples}"
+            raise ExecutionError(f"pairs takes {wanted}, got {len(values)}")
         apart = np.flatnonzero(here[0::2] != here[1::2])
         if len(apart):
-            raise ExecutionError(
-                f"of pair {apart[0]} only one sample is in this microbatch: the two must begin alike, and have one "
-                "group in `fold`"
-            )
+            remedy = "the two must begin alike, and have one group in `fold`"
+            raise ExecutionError(f"of pair {apart[0]} only one sample is in this microbatch: {remedy}")
         first = torch.from_numpy(np.flatnonzero(here[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]
 
@@ -162,9 +155,9 @@ def unfold(
     the batch's device; a batch that is on a GPU is waited for, so unfold before. Raises ExecutionError for a batch of
     another dataset, ConfigError for a loss mask of another shape."""
     flat = _flat_rows(forest, batch)
-    here = _Here.of(forest, flat)
-    samples = tuple(np.flatnonzero(np.isin(forest.tree_of, here.trees)).tolist())
-    columns = _columns(forest, samples, here)
+    trees = np.searchsorted(forest.trees, flat[flat >= 0], side="right") - 1
+    samples = tuple(np.flatnonzero(np.isin(forest.tree_of, trees)).tolist())
+    columns = _columns(forest, samples, flat)
     found = Predictions.of(forest, len(flat), samples, batch, columns)
     if loss_mask is not None:
         counts = found.take(loss_mask).bool().numpy()
@@ -181,42 +174,25 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     known = (tree < len(forest)) & (place < forest.lengths[np.minimum(tree, len(forest) - 1)])
     if not known.all():
         first = int(np.flatnonzero(~known)[0])
-        raise ExecutionError(
-            f"row {first} is token {place[first]} of item {tree[first]}, and the forest of {len(forest)} trees has no "
-            "such token: give the loader the forest as its dataset"
+        row = f"row {first} is token {place[first]} of item {tree[first]}"
+        rule = (
+            f"the forest of {len(forest)} trees has no such token: give the loader the forest as its dataset"
         )
+        raise ExecutionError(f"{row}, and {rule}")
     return np.where(tree >= 0, forest.trees[tree] + place, -1)
 
 
-class _Here(NamedTuple):
-    """The trees that this rank has rows of. row: for each of their tokens, end to end, the row, or -1; shift: of every
-    tree, from a flat row of the forest to its place there."""
-
-    trees: Ints
-    row: Ints
-    shift: Ints
-
-    @staticmethod
-    def of(forest: Forest, flat: Ints) -> _Here:
-        held = np.flatnonzero(flat >= 0)
-        tree_of = np.searchsorted(forest.trees, flat[held], side="right") - 1
-        trees, shift = np.unique(tree_of), np.zeros(len(forest), np.int64)
-        stops = np.cumsum(forest.lengths[trees])
-        shift[trees] = stops - forest.trees[trees + 1]
-        row = np.full(stops[-1] if len(stops) else 0, -1)
-        row[flat[held] + shift[tree_of]] = held
-        return _Here(trees, row, shift)
-
-
-def _columns(forest: Forest, samples: tuple[int, ...], here: _Here) -> Columns:
+def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
     """(row, target, sample, token, place) of what the rows that are here predict."""
+    order = np.argsort(flat, kind="stable")
+    known = np.append(flat[order], -1)
     columns, before = list[Columns]([(np.zeros(0, np.int64),) * 5]), 0
     for sample in samples:
         rows = forest.rows[forest.starts[sample] : forest.starts[sample + 1]]
-        row = here.row[rows[:-1] + here.shift[forest.tree_of[sample]]]
-        token = np.flatnonzero(row >= 0) + 1
+        at = np.searchsorted(known[:-1], rows[:-1])
+        token = np.flatnonzero(known[at] == rows[:-1]) + 1
         target, whose = forest.tokens[rows[token]], np.full(len(token), sample)
-        columns.append((row[token - 1], target, whose, token, before + token))
+        columns.append((order[at[token - 1]], target, whose, token, before + token))
         before += len(rows)
     return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
 
@@ -228,12 +204,3 @@ def _whole(values: Tensor, forest: Forest, sample: int) -> Tensor:
         rule = f"there must be one for each of the sample's {length} tokens"
         raise ConfigError(f"values[{sample}]", f"{len(values)} values", rule, "fill up what predicts nothing")
     return torch.as_tensor(values)
-
-
-def _to_all(transport: Transport, count: int) -> Exchange:
-    """Each rank's entries to every rank, those of rank 0 first. count: of this one's. A collective among hosts."""
-    counts = [row[0] for row in transport.all_gather([count], "predictions")]
-    take, into = torch.arange(count).repeat(transport.ranks), torch.arange(sum(counts))
-    return Exchange(
-        transport, "gather of predictions", take, [count] * transport.ranks, into, counts, len(into)
-    )

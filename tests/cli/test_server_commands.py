@@ -92,12 +92,15 @@ def test_a_store_is_checked_and_pruned(said: Callable[..., Any], tmp_path: Path)
     assert said("store", "prune", str(tmp_path), "--gb", "0")["evicted"] == 3
     assert said("store", "prune", str(tmp_path), "--days", "1")["kept"] == 0
     said("store", "prune", str(tmp_path), ends=cli.BAD_INPUT)
-    said("store", "check", str(tmp_path / "none"), ends=cli.BAD_INPUT)
+    for nothing in (tmp_path, tmp_path / "none"):
+        assert said("store", "check", str(nothing), ends=cli.BAD_INPUT)["error"]["field"] == "FOLDER"
 
 
 def test_serve_says_what_is_wrong(said: Callable[..., Any], tmp_path: Path) -> None:
     for option in ("--plan-s", "--worker-gb", "--store-gb", "--store-days"):
         assert option in said("serve", option, "inf", ends=cli.BAD_INPUT)["error"]["message"]
+    assert "--workers" in said("serve", "--workers", "99999", ends=cli.BAD_INPUT)["error"]["message"]
+    assert said("serve", "--host", "", ends=cli.BAD_INPUT)["error"]["field"] == "--host"
     short = tmp_path / "token"
     short.write_text("short")
     for words in (("--token-file", str(short)), ("--host", "256.1.1.1"), ("--store", "redis://:x:y/z")):

@@ -88,13 +88,13 @@ def test_the_command_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_the_bar_counts_loops_on_a_terminal(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_drawn_on_a_terminal(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(
         output, "Console", lambda stderr: Console(file=terminal, force_terminal=True, width=100)
     )
-    with output.progress("compiling", 2, shown, lambda: "7 loops") as report:
-        report("one node")
+    with output.progress("compiling", 2, shown) as report:
+        report("one node", detail="7 loops")
     said = terminal.getvalue()
     assert [word in said for word in ("compiling one node", "1/2", "7 loops")] == [shown] * 3
 

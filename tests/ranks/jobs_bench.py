@@ -12,8 +12,7 @@ import torch
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.codec import Plan
 from apportion.trainer.measure import bench
-from apportion.trainer.measure.bench import Bench
-from apportion.trainer.measure.timing import Took
+from apportion.trainer.measure.bench import Bench, Took
 
 
 def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.Tensor, Took] | None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.sources.service import ServiceSource
+from apportion.trainer.loading.sources import ServiceSource
 from apportion.trainer.step.gradients import sum_gradients
 from tests.ranks.loading import HereSource, Recorded, seen
 
@@ -36,8 +36,8 @@ def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[byte
     try:
         ids.extend(batch.handle.id for batch in loader)
     except ApportionError as error:
-        return ids, loader.fallbacks, f"{type(error).__name__}: {error}"
-    return ids, loader.fallbacks, ""
+        return ids, loader.metrics()["fallbacks"], f"{type(error).__name__}: {error}"
+    return ids, loader.metrics()["fallbacks"], ""
 
 
 class SilentSource(ServiceSource):
@@ -67,7 +67,7 @@ def stalled(comm: Communicator, given: dict[str, Any], pid: int) -> tuple[list[b
     finally:
         if comm.rank == 0:
             os.kill(pid, signal.SIGCONT)
-    return ids, loader.fallbacks
+    return ids, loader.metrics()["fallbacks"]
 
 
 def apart(comm: Communicator, given: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.problems import UnknownPlanError
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.sources.source import Source
+from apportion.trainer.loading.sources import Source
 
 LENGTHS = [40, 9, 33, 1, 25, 60, 12]
 MODEL = Model(2, 1, 8, dtype="fp32")

@@ -35,6 +35,7 @@ def test_names_that_people_know_are_answered_with_the_name_here() -> None:
         ("window_size", (-1, -1), r"window=-1 for \(-1, -1\)"),
         ("sliding_window", 8, "window="),
         ("softmax_scale", 0.5, "scale="),
+        ("scaling", 0.5, "scale="),
         ("logits_soft_cap", 30.0, "softcap="),
         ("s_aux", torch.zeros(2), "sinks="),
         ("attention_mask", torch.ones(6, 6), "part of the plan"),
@@ -42,18 +43,8 @@ def test_names_that_people_know_are_answered_with_the_name_here() -> None:
         with pytest.raises(ConfigError, match=f"{name} = (?s:.*){remedy}"):
             planned_attention(q, k, v, handle, **{name: value})
         planned_attention(q, k, v, handle, **{name: None})
-    with pytest.raises(TypeError, match=r"'dropout_prob'; there are kind, scale .* window, causal"):
+    with pytest.raises(TypeError, match=r"'dropout_prob'; there are kind, scale, .* window, causal"):
         planned_attention(q, k, v, handle, dropout_prob=0.1)
-
-
-def test_scaling_is_scale() -> None:
-    handle = PlanHandle(piece_of(Batch.from_lengths([6])))
-    q, k, v = (torch.randn_like(x) for x in inputs_of(handle))
-    want = planned_attention(q, k, v, handle, scale=0.25)
-    assert torch.equal(planned_attention(q, k, v, handle, scaling=0.25), want)
-    assert torch.equal(planned_attention(q, k, v, handle, scale=0.25, scaling=0.25), want)
-    with pytest.raises(ConfigError, match=r"scaling = 0\.5: is another name of scale, which is 0\.25"):
-        planned_attention(q, k, v, handle, scale=0.25, scaling=0.5)
 
 
 def test_without_a_handle_attention_says_where_it_is() -> None:

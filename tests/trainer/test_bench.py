@@ -20,9 +20,8 @@ from apportion.ir.masks import bands
 from apportion.ir.masks.windows import SlidingWindow
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
-from apportion.trainer.measure import bench, timing
-from apportion.trainer.measure.bench import AttentionRow
-from apportion.trainer.measure.timing import Took
+from apportion.trainer.measure import bench
+from apportion.trainer.measure.bench import AttentionRow, Took
 from apportion.trainer.step.attention import Communicator
 from apportion.trainer.step.plain import plain_attention
 from benchmarks import bare_kernels
@@ -209,7 +208,7 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = SimpleNamespace(Event=Event, synchronize=lambda: told.append("synchronize"))
     monkeypatch.setattr(torch, "cuda", fake)
-    result, took = timing.on_gpu(lambda: told.append("work") or 3)
+    result, took = bench.on_gpu(lambda: told.append("work") or 3)
     assert (result, took.device) == (3, 7.0)
     assert took.host < 7.0
     assert told == ["synchronize", "record", "work", "record", "synchronize"]
@@ -217,8 +216,8 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_call_counts_and_the_first_does_not() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
-    rows = timing.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
-    found = timing.best(
+    rows = bench.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
+    found = bench.best(
         lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), Took(1.0, next(times))), 2
     )
     assert {phase: took.device for phase, took in found.items()} == {"forward": 4.0, "backward": 6.0}

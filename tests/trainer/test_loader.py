@@ -295,7 +295,7 @@ def test_a_plan_that_does_not_come_is_an_error_that_names_the_iteration() -> Non
     ):
         next(batches)
     assert no_threads()
-    assert loader.waited_s >= 0.2
+    assert loader.metrics()["waited_s"] >= 0.2
 
 
 def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
@@ -305,7 +305,7 @@ def test_what_a_late_iteration_needs_is_planned_here_counted_and_logged(
     loader = loader_of(planning(job(), HereSource(frozenset([1, 2]))), timeout_s=1.5, on_timeout="local")
     with caplog.at_level(logging.WARNING, "apportion"):
         assert [seen(batch) for batch in loader] == want
-    assert loader.fallbacks == 2
+    assert loader.metrics()["fallbacks"] == 2
     told = [record.getMessage() for record in caplog.records]
     assert [text.split(":")[0] for text in told] == ["iteration 1", "iteration 2"]
     assert all(f"no plan in time (iteration {number} is late)" in text for number, text in enumerate(told, 1))

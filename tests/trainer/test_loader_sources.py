@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 
 from apportion.ir.bytes.job import encode_request
 from apportion.ir.errors import ConfigError
-from apportion.ir.loops.jit import compiling
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Sampling
 from apportion.ir.version import __version__
@@ -29,8 +27,7 @@ from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
 from apportion.trainer.loading.fetching import PlanTimeoutError
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.loading.sources import local
-from apportion.trainer.loading.sources.service import ServiceSource
+from apportion.trainer.loading.sources import LocalSource, ServiceSource
 from tests.ranks import jobs_loader, jobs_seam
 from tests.ranks.loading import LENGTHS, HereSource, Recorded, job, planning, seen
 from tests.ranks.rank_pool import Pool
@@ -191,7 +188,7 @@ def test_without_its_server_a_run_plans_itself_and_says_so(caplog: pytest.LogCap
     came.extend(batches)
     assert time.monotonic() - begin < 2.0 * (len(came) - 1)  # one time-out, not one an iteration
     assert [seen(batch) for batch in came] == without_a_server()
-    assert loader.fallbacks >= 1
+    assert loader.metrics()["fallbacks"] >= 1
     assert "plans it itself" in caplog.text
 
 
@@ -272,38 +269,10 @@ def test_a_sampler_may_draw_in_any_order_what_a_folder_has(folders: dict[str, Pa
 # --- a process beside this one
 
 
-def test_what_is_compiled_for_a_first_plan_is_told_apart_from_waiting(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "FIRST_S", 0.0)
-    monkeypatch.setattr(local.LocalSource, "_has_planned", False)
-    batches = [Batch.from_lengths([40, 20])]
-    key = job().request_key(batches)
-    with closing(local.LocalSource()) as source:
-        before = source.compiled_s
-        with pytest.raises(UnknownPlanError):
-            source.fetch(key, 0, 0.0)
-        source.submit(key, encode_request(job(), batches), 0)
-        with pytest.raises(TimeoutError):
-            source.fetch(key, 0, 1e-3)
-        time.sleep(0.05)
-        assert source.compiled_s - before >= 0.05  # nobody knows yet: it all counts
-        source.fetch(key, 0, WAIT_S)
-        there_s = source.compiled_s - compiling.seconds
-        time.sleep(0.05)
-        assert source.compiled_s - compiling.seconds == there_s >= 0
-    with closing(copy(source)) as later:
-        later.submit(key, encode_request(job(), batches), 0)
-        time.sleep(0.05)
-        assert later.compiled_s == compiling.seconds  # a later pass: its plans will say
-    (record,) = [record for record in caplog.records if record.name == local.LOG.name]
-    assert "apportion warmup" in record.getMessage()
-
-
 def test_a_planner_that_dies_is_an_error() -> None:
     batches = [Batch.from_lengths([40, 20])]
     key = job().request_key(batches)
-    with closing(local.LocalSource()) as source:
+    with closing(LocalSource()) as source:
         source.submit(key, encode_request(job(), batches), 0)
         while not source._planner._workers:
             time.sleep(0.01)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.environment import machine, versions
@@ -15,7 +15,7 @@ from apportion.cli.output import count, emit, note
 from apportion.ir.errors import CapacityError
 
 if TYPE_CHECKING:
-    from apportion.bench import BenchJob, Source
+    from apportion.bench import BenchJob
     from apportion.trainer.measure.bench import Bench
 
 app = typer.Typer(help="Measure planning and attention.", no_args_is_help=True)
@@ -26,19 +26,17 @@ WIDEST = 160  # of the table of attention where GPUs are measured
 @app.command("plan")
 def bench_plan(
     recipe: options.RecipeName = "fcp",
-    ranks: Annotated[
-        str, typer.Option("--ranks", help="Rank counts, separated by commas.")
-    ] = "8,64,256,1024",
+    ranks: Annotated[str, Option("--ranks", help="Rank counts, separated by commas.")] = "8,64,256,1024",
     tokens_per_rank: Annotated[
-        int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
+        int, Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
     ] = options.SAMPLED,
     block: options.Block = None,
     pods: options.Pods = None,
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
     threads: options.Threads = 1,
-    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each row.", min=5)] = 5,
-    seeds: Annotated[str, typer.Option("--seeds", help="A row for each of these seeds.")] = "0",
+    repeats: Annotated[int, Option("--repeats", help="Timed runs of each row.", min=5)] = 5,
+    seeds: Annotated[str, Option("--seeds", help="A row for each of these seeds.")] = "0",
     as_json: options.AsJson = False,
 ) -> None:
     """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
@@ -58,32 +56,33 @@ def bench_plan(
     from apportion.ir.fields import MAX_INT
     from apportion.ir.isa import MAX_RANKS
 
-    source, counts = _source(workload), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    sources = inputs.Files(None, None, workload)
+    source, counts = inputs.source_of(sources), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
     rows = []
     for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
         note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")
         rows.append(row)
-    record = {"benchmark": "plan", "workload": _name(workload), "versions": versions(), "rows": rows}
+    record = {"benchmark": "plan", "workload": sources.name, "versions": versions(), "rows": rows}
     emit(record, as_json, lambda: printed.bench_table(rows))
 
 
 Recipe = Annotated[
-    str, typer.Option("--recipe", help="Recipes, separated by commas, or `all`.", metavar="NAME,...")
+    str, Option("--recipe", help="Recipes, separated by commas, or `all`.", metavar="NAME,...")
 ]
-TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)]
-Engine = Annotated[str, typer.Option("--engine", help="What computes: stage, flash, plain, or all of them.")]
+TokensPerRank = Annotated[int, Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)]
+Engine = Annotated[str, Option("--engine", help="What computes: stage, flash, plain, or all of them.")]
 
 
 @app.command("attention")
 def bench_attention(
     recipe: Recipe = "fcp,blend",
-    ranks: Annotated[str, typer.Option("--ranks", help="Rank counts, separated by commas.")] = "8,64",
+    ranks: Annotated[str, Option("--ranks", help="Rank counts, separated by commas.")] = "8,64",
     tokens_per_rank: TokensPerRank = options.SAMPLED,
     engine: Engine = "all",
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Calls of which the best counts.", min=1)] = 30,
+    repeats: Annotated[int, Option("--repeats", help="Calls of which the best counts.", min=1)] = 30,
     hardware: options.HardwareName = None,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
@@ -106,12 +105,14 @@ def bench_attention(
     _one_core()
     for package in ("torch", "triton"):
         inputs.need(package, package, "the benchmark of attention")
+    from apportion.backends.torch.profile.device import device_name
     from apportion.bench import BenchJob, cluster_of
     from apportion.cli.printed import plans as printed
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
-    source, used, shape = _source(workload), inputs.hardware_of(hardware), inputs.model_of(model)
+    sources = inputs.Files(None, None, workload)
+    source, used, shape = inputs.source_of(sources), inputs.hardware_of(hardware), inputs.model_of(model)
     recipes, counts = inputs.recipes_of(recipe, "--recipe"), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
@@ -123,12 +124,12 @@ def bench_attention(
         is_first = bench.communicator.rank == 0
     record = {
         "benchmark": "attention",
-        "workload": _name(workload),
+        "workload": sources.name,
         "tokens_per_rank": tokens_per_rank,
         "hardware": hardware or "h100",
         "seed": seed,
         "repeats": repeats,
-        "device": bench.device_name,
+        "device": device_name(bench.device),
         "machine": machine(),
         "versions": versions(),
         "rows": rows,
@@ -160,17 +161,6 @@ def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
         if row.host_ms is not None:
             note(f"{title}, {row.engine} {row.phase}: {row.host_ms:.3f} ms of the host")
     return [row.record() for row in rows]
-
-
-def _source(workload: Path | None) -> Source:
-    from apportion.bench import Source
-    from apportion.ir.request.workload import read_workload
-
-    return Source(None if workload is None else read_workload(workload))
-
-
-def _name(workload: Path | None) -> str:
-    return "log-normal documents" if workload is None else str(workload)
 
 
 def _one_core() -> None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
-
-if TYPE_CHECKING:
-    pass
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
 
 
 Recipes = Annotated[
-    str,
-    typer.Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all."),
+    str, Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all.")
 ]
-Baseline = Annotated[
-    str, typer.Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")
-]
+Baseline = Annotated[str, Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")]
 Batches = Annotated[
-    int | None,
-    typer.Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1),
+    int | None, Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1)
 ]
 
 
@@ -44,8 +38,8 @@ def compare(
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Check every plan.")] = True,
-    wide: Annotated[bool, typer.Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
+    verify: Annotated[bool, Option("--verify/--no-verify", help="Check every plan.")] = True,
+    wide: Annotated[bool, Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
     html: options.Html = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -70,23 +64,16 @@ def compare(
     from apportion import comparison as engine
     from apportion.cli.printed import comparison
 
-    if html is not None:
-        files.check_output("--html", html)
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    files.check_output("--html", html)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
     chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
     sources = inputs.Files(batch, lengths, workload, model)
     drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
-    the_model = inputs.model_of(model)
-    inputs.warn_of_dtype(the_hardware, the_model)
     setting = engine.Setting(the_cluster, the_model, the_hardware, seed, verify, keep=html is not None)
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare_all(drawn, chosen, reference, setting, report)
-    record = found.record() | {
-        "skipped_samples": skipped,
-        "workload": str(batch or workload or lengths or "log-normal documents"),
-    }
+    record = found.record() | {"skipped_samples": skipped, "workload": sources.name}
     if html is not None:
         from apportion.report import compare_html
 

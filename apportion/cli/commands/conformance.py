@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from apportion.cli import options
 from apportion.cli.output import FAILED, OK, count, emit, progress
@@ -19,27 +20,23 @@ _MOST = 20  # failures that are shown
 
 def conformance(
     path: Annotated[
-        Path, typer.Argument(help="The suite's folder. Where there is none, it is written.", metavar="PATH")
+        Path, Argument(help="The suite's folder. Where there is none, it is written.", metavar="PATH")
     ],
     command: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             help="The reader's command, behind --. Default: only write the suite.", metavar="COMMAND..."
         ),
     ] = None,
     level: Annotated[
-        str, typer.Option("--level", help="read, run (default: read and execute) or verify.", metavar="LEVEL")
+        str, Option("--level", help="read, run (default: read and execute) or verify.", metavar="LEVEL")
     ] = "run",
-    only: Annotated[
-        str, typer.Option("--only", help="Only entries whose names hold this.", metavar="TEXT")
-    ] = "",
+    only: Annotated[str, Option("--only", help="Only entries whose names hold this.", metavar="TEXT")] = "",
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", help="Of outputs, for readers that do not compute in float64.", min=0.0),
+        Option("--tolerance", help="Of outputs, for readers that do not compute in float64.", min=0.0),
     ] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", help="For each call of the command.", min=0.1)
-    ] = 60.0,
+    timeout_s: Annotated[float, Option("--timeout-s", help="For each call of the command.", min=0.1)] = 60.0,
     as_json: options.AsJson = False,
 ) -> None:
     """Hold a reader of plans to the conformance suite: files that say what every plan means. Exit code 1 if it fails.
@@ -76,16 +73,9 @@ def conformance(
 
 def _record(suite: Suite, command: list[str] | None, level: str, answers: list[Answer]) -> dict[str, Any]:
     failed = [answer.to_data() for answer in answers if answer.why]
-    return {
-        "suite": str(suite.folder),
-        "version": suite.index["version"],
-        "counts": suite.counts,
-        "command": command,
-        "level": level if command else None,
-        "asked": len(answers),
-        "ok": not failed,
-        "failed": failed,
-    }
+    held = {"suite": str(suite.folder), "version": suite.index["version"], "counts": suite.counts}
+    held |= {"command": command, "level": level if command else None, "asked": len(answers)}
+    return {**held, "ok": not failed, "failed": failed}
 
 
 def _headline(record: dict[str, Any]) -> str:

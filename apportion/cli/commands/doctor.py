@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
+from typer import Option
 
 from apportion.cli import options
 from apportion.cli.output import FAILED, OK, emit
@@ -44,10 +45,10 @@ class Check(NamedTuple):
 
 def doctor(
     server: Annotated[
-        str | None, typer.Option("--server", help="Ask this planning service, too.", metavar="URL")
+        str | None, Option("--server", help="Ask this planning service, too.", metavar="URL")
     ] = None,
-    redis: Annotated[str | None, typer.Option("--redis", help="Ask this Redis, too.", metavar="URL")] = None,
-    folder: Annotated[Path, typer.Option("--dir", help="Where plans are to be kept.", metavar="DIR")] = Path(
+    redis: Annotated[str | None, Option("--redis", help="Ask this Redis, too.", metavar="URL")] = None,
+    folder: Annotated[Path, Option("--dir", help="Where plans are to be kept.", metavar="DIR")] = Path(
         ".apportion"
     ),
     as_json: options.AsJson = False,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import FAILED, OK, emit, progress
@@ -25,14 +26,14 @@ WIDTH = 118
 
 Recipes = Annotated[
     str,
-    typer.Option(
+    Option(
         "--recipes",
         help="Recipes that plan over all data and context ranks, names and files, separated by commas; all, or none.",
     ),
 ]
 Grids = Annotated[
     str,
-    typer.Option(
+    Option(
         "--grids",
         help="Recipes of static DP x CP grids, at every degree; or none. Their groups each have sequences of "
         "their own.",
@@ -40,28 +41,23 @@ Grids = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--baseline",
         help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
         "static grid that fits and cuts next to nothing.",
     ),
 ]
-Virtual = Annotated[
-    int, typer.Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)
-]
+Virtual = Annotated[int, Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)]
 Microbatches = Annotated[
-    int,
-    typer.Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1),
+    int, Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1)
 ]
 Search = Annotated[
     bool,
-    typer.Option(
-        "--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."
-    ),
+    Option("--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."),
 ]
 TrainingOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--training",
         help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
         "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
@@ -70,8 +66,7 @@ TrainingOption = Annotated[
     ),
 ]
 Batches = Annotated[
-    int | None,
-    typer.Option("--batches", help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1),
+    int | None, Option("--batches", help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1)
 ]
 
 
@@ -87,8 +82,8 @@ def forecast(
     recipes: Recipes = "all",
     grids: Grids = "ring,allgather,ulysses,usp",
     baseline: Baseline = None,
-    tensor: Annotated[int, typer.Option("--tensor", help="Tensor-parallel degree.", min=1)] = 1,
-    pipeline: Annotated[int, typer.Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
+    tensor: Annotated[int, Option("--tensor", help="Tensor-parallel degree.", min=1)] = 1,
+    pipeline: Annotated[int, Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
     virtual: Virtual = 1,
     microbatches: Microbatches = 1,
     search: Search = False,
@@ -97,7 +92,7 @@ def forecast(
     seed: options.Seed = 0,
     model: options.ModelFile = None,
     hardware: options.HardwareName = None,
-    wide: Annotated[bool, typer.Option("--wide", help="Show every static grid.")] = False,
+    wide: Annotated[bool, Option("--wide", help="Show every static grid.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and what a plan over
@@ -121,21 +116,12 @@ def forecast(
     from apportion.planner.forecast.parallelism import Degrees
     from apportion.planner.forecast.run import forecast as engine
 
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    the_model, trained = inputs.model_of(model), _training(training, inputs.config_of(model))
-    inputs.warn_of_dtype(the_hardware, the_model)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
+    trained = _training(training, inputs.config_of(model))
+    sources = inputs.Files(batch, lengths, workload, model)
     held = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)  # of the microbatches of all stages
-    drawn, skipped = inputs.batches_of(
-        inputs.Files(batch, lengths, workload, model),
-        mask,
-        tokens_per_rank,
-        held * microbatches,
-        batches,
-        BATCHES,
-        seed,
-        longest=max(1, held // pipeline),
-    )
+    amount = tokens_per_rank, held * microbatches, batches, BATCHES, seed, max(1, held // pipeline)
+    drawn, skipped = inputs.batches_of(sources, mask, *amount)
     degrees = Degrees(tensor, pipeline, virtual, microbatches)
     planned = [] if recipes == "none" else inputs.recipes_of(recipes)
     chosen = [
@@ -143,23 +129,14 @@ def forecast(
         *_grids(grids, degrees, the_cluster),
     ]
     with progress("forecasting", len(chosen)) as report:
-        found = engine(
-            drawn,
-            the_cluster,
-            the_model,
-            chosen,
-            trained,
-            hardware=the_hardware,
-            baseline=baseline,
-            seed=seed,
-            progress=report,
-        )
+        more: dict[str, Any] = {"hardware": the_hardware, "baseline": baseline, "seed": seed}
+        found = engine(drawn, the_cluster, the_model, chosen, trained, progress=report, **more)
     record = found.record() | {
         "batches": len(drawn),
         "tokens": round(sum(one.tokens for one in drawn) / len(drawn)),
         "skipped_samples": skipped,
         "seed": seed,
-        "workload": str(batch or workload or lengths or "log-normal documents"),
+        "workload": sources.name,
     }
     emit(record, as_json, *printed.views(record, wide), width=WIDTH)
     raise typer.Exit(OK if found.best is not None else FAILED)
@@ -180,10 +157,9 @@ def _planned(
         return []
     if not search:
         return recipe_parallelisms(recipes, degrees)
-    for name in ("tensor", "pipeline", "virtual"):
-        if getattr(degrees, name) > 1:
-            rule = "is what --search tries"
-            raise ConfigError(f"--{name}", getattr(degrees, name), rule, f"drop --search or --{name}")
+    given = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual")}
+    given = {name: degree if degree > 1 else None for name, degree in given.items()}
+    inputs.refuse(given, "is what --search tries", "drop --search or")
     return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches)
 
 

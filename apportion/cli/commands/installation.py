@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.environment import versions
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def demo(
     workload: options.WorkloadFile = None,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.", min=1)] = 20,
+    steps: Annotated[int, Option("--steps", help="Optimizer steps.", min=1)] = 20,
     as_json: options.AsJson = False,
 ) -> None:
     """Train a small transformer on 4 CPU processes under plans, and the same one in one process without.
@@ -63,11 +64,10 @@ def selftest(as_json: options.AsJson = False) -> None:
 
 def warmup(
     recipes: Annotated[
-        str, typer.Option("--recipes", help="Names or files, separated by commas, or all.", metavar="NAMES")
+        str, Option("--recipes", help="Names or files, separated by commas, or all.", metavar="NAMES")
     ] = "all",
     into: Annotated[
-        Path | None,
-        typer.Option("--into", help="Folder for loops that other machines can use.", metavar="DIR"),
+        Path | None, Option("--into", help="Folder for loops that other machines can use.", metavar="DIR")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -94,11 +94,10 @@ def warmup(
         if not COMPILES:
             raise ConfigError("--into", str(into), "nothing is compiled under NUMBA_DISABLE_JIT", "unset it")
         shelf.write_into(into)
-    from apportion.ir.loops.jit import compiling
     from apportion.planner import warm
 
     cases = warm.cases_of(inputs.recipes_of(recipes))
-    with progress("compiling", len(cases), not as_json, lambda: count(compiling.loops, "loop")) as report:
+    with progress("compiling", len(cases), not as_json) as report:
         found = warm.warm(cases, report)
     emit(found._asdict(), as_json, lambda: _warmed(found))
 

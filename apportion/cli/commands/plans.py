@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, count, emit, status
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
 
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
+Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
 
 
 def plan(
@@ -40,7 +41,7 @@ def plan(
     threads: options.Threads = 1,
     output: Output = None,
     server: Annotated[
-        str | None, typer.Option("--server", help="Have this planning server plan it.", metavar="URL")
+        str | None, Option("--server", help="Have this planning server plan it.", metavar="URL")
     ] = None,
     token_file: options.TokenFile = None,
     ca: options.Certificates = None,
@@ -68,17 +69,15 @@ def plan(
     from apportion.ir.bytes.transport import compressed
     from apportion.ir.plan.summary import plan_rows
 
-    if output is not None:
-        files.check_output("--output", output)
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
+    files.check_output("--output", output)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
     sources = inputs.Files(batch, lengths, workload, model)
-    if batch is not None and len(sources.given) == 1:
-        inputs.refuse_with_batch(sources, mask, tokens_per_rank)
+    if len(sources.given) != 1:
+        raise sources.not_one("--batch, --lengths and --workload")
     tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    the_batch, skipped = inputs.batch_of(sources, tokens, seed, mask)
+    (the_batch,), skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, None, 1, seed)
     the_recipe = inputs.recipe_of(recipe, block, pods)
-    job = BenchJob(the_batch, the_cluster, inputs.model_of(model), the_recipe, seed, the_hardware, threads)
+    job = BenchJob(the_batch, the_cluster, the_model, the_recipe, seed, the_hardware, threads)
     if server is not None:
         with status(f"planning on {server}"):
             row = _planned_by(server, inputs.token_of(token_file), ca, job)
@@ -133,11 +132,9 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
 
     the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
     violations = check(the_plan, threads)
-    record = {
-        "id": the_plan.id.hex(),
-        "ok": not violations,
-        "violations": [_violation(item) for item in violations],
-    }
+    names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
+    told = [{name: getattr(item, name) for name in names} for item in violations]
+    record = {"id": the_plan.id.hex(), "ok": not violations, "violations": told}
     verdict = count(len(violations), "violation") if violations else "every rule holds"
     emit(
         record,
@@ -148,24 +145,16 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
     raise typer.Exit(FAILED if violations else OK)
 
 
-def _violation(item: Any) -> dict[str, Any]:
-    names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
-    return {name: getattr(item, name) for name in names}
-
-
 def show(
     plan: options.PlanFile,
-    rank: Annotated[int | None, typer.Option("--rank", help="Print this rank's program.", min=0)] = None,
+    rank: Annotated[int | None, Option("--rank", help="Print this rank's program.", min=0)] = None,
     svg: Annotated[
-        Path | None,
-        typer.Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg"),
+        Path | None, Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--kind", help="With --svg: this attention kind. Default: the first.")
+        str | None, Option("--kind", help="With --svg: this attention kind. Default: the first.")
     ] = None,
-    phase: Annotated[
-        str | None, typer.Option("--phase", help="With --svg: forward (default) or backward.")
-    ] = None,
+    phase: Annotated[str | None, Option("--phase", help="With --svg: forward (default) or backward.")] = None,
     hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -183,40 +172,22 @@ def show(
       apportion show first.plan --svg first.svg --phase backward
     """
     if svg is None:
-        _refuse_without_svg({"--kind": kind, "--phase": phase, "--hardware": hardware})
-    else:
-        files.check_output("--svg", svg)
+        drawn = {"--kind": kind, "--phase": phase, "--hardware": hardware}
+        inputs.refuse(drawn, "says what is drawn, and nothing is", "add --svg or drop")
+    files.check_output("--svg", svg)
     the_plan = files.read_plan(plan)
-    if rank is not None:
-        _check_rank(the_plan, rank)
+    if rank is not None and rank >= the_plan.header.ranks:
+        rule = f"the plan has ranks 0 to {the_plan.header.ranks - 1}"
+        raise ConfigError("--rank", rank, rule, "name one of these")
     if svg is not None:
-        _draw(the_plan, svg, kind, phase or "forward", hardware)
+        from apportion.cli.pictures.draw import draw
+
+        used = inputs.hardware_for(hardware, the_plan)
+        files.write(svg, draw(the_plan, kind, phase or "forward", used).encode())
     if rank is None:
         _show_plan(the_plan, svg, as_json)
     else:
         _show_rank(the_plan, rank, as_json)
-
-
-def _refuse_without_svg(given: Mapping[str, str | None]) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                option, value, "says what is drawn, and nothing is", f"add --svg or drop {option}"
-            )
-
-
-def _check_rank(plan: Plan, rank: int) -> None:
-    if rank >= plan.header.ranks:
-        rule = f"the plan has ranks 0 to {plan.header.ranks - 1}"
-        raise ConfigError("--rank", rank, rule, "name one of these")
-
-
-def _draw(plan: Plan, path: Path, kind: str | None, phase: str, hardware: str | None) -> None:
-    from apportion.cli.pictures.draw import draw
-
-    the_hardware = inputs.hardware_of(hardware)
-    inputs.warn_of_mismatch(the_hardware, plan.request.cluster)
-    files.write(path, draw(plan, kind, phase, the_hardware).encode())
 
 
 def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
@@ -233,22 +204,14 @@ def _show_plan(plan: Plan, svg: Path | None, as_json: bool) -> None:
         "svg": None if svg is None else str(svg),
     }
     title = f"plan {record['id'][:16]}, recipe {plan.header.recipe}"
-    emit(
-        record,
-        as_json,
+    views: list[Callable[[], RenderableType]] = [
         lambda: printed.summary(title, summary.plan_rows(plan.report)),
         lambda: printed.picture(plan),
         lambda: printed.programs_table(record["programs"]),
-        *_tried(plan),
-    )
-
-
-def _tried(plan: Plan) -> list[Callable[[], RenderableType]]:
-    """What a search tried, where there was one."""
-    from apportion.cli.printed import plans as printed
-
-    search = plan.report.get("search")
-    return [] if search is None else [lambda: printed.search_table(search)]
+    ]
+    if (search := plan.report.get("search")) is not None:
+        views.append(lambda: printed.search_table(search))
+    emit(record, as_json, *views)
 
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
@@ -260,8 +223,8 @@ def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
 
 
 def diff(
-    left: Annotated[Path, typer.Argument(help="A plan file.", metavar="A")],
-    right: Annotated[Path, typer.Argument(help="Another plan file.", metavar="B")],
+    left: Annotated[Path, Argument(help="A plan file.", metavar="A")],
+    right: Annotated[Path, Argument(help="Another plan file.", metavar="B")],
     html: options.Html = None,
     hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
@@ -276,11 +239,10 @@ def diff(
     """
     from apportion.report.diff import diff as compare
 
-    if html is None and hardware is not None:
+    if html is None:
         rule = "says what the page's times are of, and there is none"
-        raise ConfigError("--hardware", hardware, rule, "add --html or drop --hardware")
-    if html is not None:
-        files.check_output("--html", html)
+        inputs.refuse({"--hardware": hardware}, rule, "add --html or drop")
+    files.check_output("--html", html)
     plans = [(str(path), files.read_plan(path)) for path in (left, right)]
     found = compare(*(plan for _, plan in plans))
     if html is not None:

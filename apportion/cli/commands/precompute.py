@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
+from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import INTERRUPTED, count, emit, note, progress
-from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
     from apportion.ir.bytes.job import Job
@@ -25,16 +25,14 @@ LINE_S = 30.0  # a line of progress so often, where stderr is a file
 PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that never ends
 
 
-Out = Annotated[
-    Path, typer.Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")
-]
+Out = Annotated[Path, Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")]
 Shuffle = Annotated[
-    bool, typer.Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
+    bool, Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
 
 Mask = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--mask",
         help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
         "or what each sample of the workload has.",
@@ -42,12 +40,12 @@ Mask = Annotated[
 ]
 Ray = Annotated[
     str | None,
-    typer.Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
+    Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
 ]
 
 
 def precompute(
-    iterations: Annotated[int, typer.Option("--iterations", help="Optimizer steps to plan.", min=1)],
+    iterations: Annotated[int, Option("--iterations", help="Optimizer steps to plan.", min=1)],
     out: Out,
     lengths: options.LengthsFile = None,
     workload: options.WorkloadFile = None,
@@ -85,10 +83,8 @@ def precompute(
     from apportion.ir.bytes.job import Job
     from apportion.ir.request.policy import Policy
 
-    the_hardware = inputs.hardware_of(hardware)
-    the_cluster = inputs.cluster_of(cluster, ranks, ranks_per_node, the_hardware)
-    the_recipe, the_model = inputs.recipe_of(recipe, block, pods), inputs.model_of(model)
-    policy = Policy(the_recipe, seed=seed)
+    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
+    policy = Policy(inputs.recipe_of(recipe, block, pods), seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
     work = _work(job, inputs.Files(None, lengths, workload), mask, shuffle, iterations)
     try:
@@ -106,8 +102,7 @@ def _work(job: Job, files: inputs.Files, mask: str | None, shuffle: bool, iterat
 
     samples = inputs.samples_of(files)
     if samples is None or len(files.given) != 1:
-        rule = "exactly one of --lengths and --workload must be there"
-        raise ConfigError("input", files.given or "nothing", rule, "name one file")
+        raise files.not_one("--lengths and --workload")
     given = Source(samples, inputs.masks_of(mask)).mask
     return Work(job, samples.lengths, given or samples.masks, iterations, shuffle)
 
@@ -116,36 +111,25 @@ def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:
     from apportion.service.precompute import precompute as run
     from apportion.service.workers import executor_of
 
-    meter, (executor, workers) = _Meter(work.iterations), executor_of(workers, PLAN_S, ray=ray)
+    executor, workers = executor_of(workers, PLAN_S, ray=ray)
+    began = said = time.monotonic()
     try:
-        with progress("planning", work.iterations, detail=meter.rate) as step:
+        with progress("planning", work.iterations) as step:
 
             def report(there: int, planned: int) -> None:
-                meter(there, planned)
-                step(at=there)
+                nonlocal said
+                now = time.monotonic()
+                rate = planned / (now - began)
+                left = timedelta(seconds=round((work.iterations - there) / rate)) if rate else "?"
+                told = f"{rate:,.1f} /s, {left} left"
+                step(at=there, detail=told)
+                if planned and not sys.stderr.isatty() and now - said >= LINE_S:
+                    said = now
+                    note(f"planned {there:,} of {work.iterations:,} iterations, {told}")
 
             return run(work, out, executor, workers, report)
     finally:
         executor.shutdown(cancel_futures=True)
-
-
-class _Meter:
-    """Rate and time left; says them in a line of text from time to time, where stderr is no terminal."""
-
-    def __init__(self, iterations: int) -> None:
-        self._iterations, self._there, self._planned = iterations, 0, 0
-        self._began = self._said = time.monotonic()
-
-    def __call__(self, there: int, planned: int) -> None:
-        self._there, self._planned = there, planned
-        if planned and not sys.stderr.isatty() and time.monotonic() - self._said >= LINE_S:
-            self._said = time.monotonic()
-            note(f"planned {there:,} of {self._iterations:,} iterations, {self.rate()}")
-
-    def rate(self) -> str:
-        rate = self._planned / (time.monotonic() - self._began)
-        left = timedelta(seconds=round((self._iterations - self._there) / rate)) if rate else "?"
-        return f"{rate:,.1f} /s, {left} left"
 
 
 def _record(work: Work, summary: Summary, out: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import emit, progress
@@ -16,22 +16,15 @@ if TYPE_CHECKING:
 
 
 def profile(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write the hardware file here.", metavar="H.json")
-    ],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A coarse grid: under a minute on two CPU cores.")
-    ] = False,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name in the file. Default: that of the file.")
-    ] = None,
+    output: Annotated[Path, Option("--output", "-o", help="Write the hardware file here.", metavar="H.json")],
+    quick: Annotated[bool, Option("--quick", help="A coarse grid: under a minute on two CPU cores.")] = False,
+    name: Annotated[str | None, Option("--name", help="Name in the file. Default: that of the file.")] = None,
     engine: Annotated[
-        str, typer.Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
+        str, Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
     ] = "flash",
     model: options.ModelFile = None,
     tokens: Annotated[
-        int | None,
-        typer.Option("--tokens", help="Tokens that layers are timed with, as a rank has them.", min=1),
+        int | None, Option("--tokens", help="Tokens that layers are timed with, as a rank has them.", min=1)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -69,18 +62,8 @@ def profile(
 
 def _record(hardware: Hardware, output: Path) -> dict[str, Any]:
     data = hardware.to_data()
-    names = (
-        "name",
-        "device",
-        "engine",
-        "dtype",
-        "axis",
-        "q_heads",
-        "kv_heads",
-        "head_dim",
-        "figures",
-        "measured",
-    )
+    sizes = ("axis", "q_heads", "kv_heads", "head_dim", "figures", "measured")
+    names = ("name", "device", "engine", "dtype", *sizes)
     return {"file": str(output), "digest": hardware.digest(), **{key: data[key] for key in names}}
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from apportion.cli import options
 from apportion.cli.output import emit, note, progress
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(help="Print this recipe as a recipe file.", metavar="[NAME]")
+        str | None, Argument(help="Print this recipe as a recipe file.", metavar="[NAME]")
     ] = None,
     as_json: options.AsJson = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of recipe files, plug-ins included.")
+        bool, Option("--schema", help="Print the JSON Schema of recipe files, plug-ins included.")
     ] = False,
 ) -> None:
     """List the recipes: what each does, what it needs and where it comes from; or print one as YAML.
@@ -120,9 +121,9 @@ def _solver(entry: registry.Entry) -> dict[str, Any]:
 @solvers.command()
 def compare(
     kind: Annotated[
-        str | None, typer.Option("--kind", help="Only the solvers of this kind.", metavar="KIND")
+        str | None, Option("--kind", help="Only the solvers of this kind.", metavar="KIND")
     ] = None,
-    problems: Annotated[int, typer.Option("--problems", help="Small problems of each kind.", min=1)] = 50,
+    problems: Annotated[int, Option("--problems", help="Small problems of each kind.", min=1)] = 50,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the solvers with the optimum, on problems so small that all their answers are enumerated.

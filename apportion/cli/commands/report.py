@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import emit
 from apportion.ir.errors import ConfigError
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
+    Path, Option("--output", "-o", help="Write the page here.", metavar="R.html", show_default=True)
 ]
 _ON_SERVERS = "/v1/plans/"
 
@@ -20,7 +20,7 @@ _ON_SERVERS = "/v1/plans/"
 def report(
     plan: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A plan file, a file of a folder of plans, or the URL of a plan on a server.",
             metavar="PLAN|URL",
         ),
@@ -48,9 +48,8 @@ def report(
     """
     files.check_output("--output", output)
     if plan.startswith(("http://", "https://")):
-        if hardware is not None:
-            rule = "says what a plan is simulated on here, a server takes that of the job"
-            raise ConfigError("--hardware", hardware, rule, "leave it out")
+        rule = "says what a plan is simulated on here, a server takes that of the job"
+        inputs.refuse({"--hardware": hardware}, rule, "drop")
         page, ids = _asked(plan, inputs.token_of(token_file), ca), list[str]()
     else:
         page, ids = _made(Path(plan), hardware)
@@ -83,7 +82,6 @@ def _made(path: Path, hardware: str | None) -> tuple[bytes, list[str]]:
     """The page of plans that are here, and their ids."""
     from apportion.report import report_html
 
-    the_hardware, plans = inputs.hardware_of(hardware), files.read_plans(path)
-    inputs.warn_of_mismatch(the_hardware, plans[0][1].request.cluster)
-    inputs.warn_of_dtype(the_hardware, plans[0][1].request.model)
-    return report_html(plans, the_hardware).encode(), [each.id.hex() for _, each in plans]
+    plans = files.read_plans(path)
+    page = report_html(plans, inputs.hardware_for(hardware, plans[0][1]))
+    return page.encode(), [each.id.hex() for _, each in plans]

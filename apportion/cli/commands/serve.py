@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from apportion.cli import inputs, options
 
@@ -16,7 +16,7 @@ _GB, _DAY_S = 10**9, 86400.0
 def _option(help: str, name: str, **more: Any) -> Any:
     """An option that the environment may set, too: --store-gb as APPORTION_SERVE_STORE_GB."""
     variable = "APPORTION_SERVE" + name.replace("-", "_")[1:].upper()
-    return typer.Option(name, help=help, envvar=variable, show_envvar=False, **more)
+    return Option(name, help=help, envvar=variable, show_envvar=False, **more)
 
 
 def serve(
@@ -40,7 +40,10 @@ def serve(
         float | None, _option("Evict plans unused for so many days.", "--store-days", min=0.001, max=1e5)
     ] = None,
     workers: Annotated[
-        int, _option("Processes that plan. Default: one a core.", "--workers", min=0, show_default=False)
+        int,
+        _option(
+            "Processes that plan. Default: one a core.", "--workers", min=0, max=1024, show_default=False
+        ),
     ] = 0,
     worker_gb: Annotated[
         float, _option("Memory that each of them may use, in 2^30 bytes.", "--worker-gb", min=0.1, max=1e6)

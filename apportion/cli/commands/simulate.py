@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import emit
@@ -16,17 +16,16 @@ def simulate(
     plan: options.PlanFile,
     hardware: options.HardwareName = None,
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write a trace that ui.perfetto.dev opens.", metavar="T.json"),
+        Path | None, Option("--trace", help="Write a trace that ui.perfetto.dev opens.", metavar="T.json")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", help="Timelines to draw: of the ranks that wait longest.", min=0)
+        int, Option("--ranks", help="Timelines to draw: of the ranks that wait longest.", min=0)
     ] = 16,
     steps: Annotated[
-        int, typer.Option("--steps", help="Steps of the critical path to tell: the longest ones.", min=0)
+        int, Option("--steps", help="Steps of the critical path to tell: the longest ones.", min=0)
     ] = 10,
     spans: Annotated[
-        bool, typer.Option("--spans/--no-spans", help="With --json: what every rank does when.")
+        bool, Option("--spans/--no-spans", help="With --json: what every rank does when.")
     ] = True,
     as_json: options.AsJson = False,
 ) -> None:
@@ -45,12 +44,9 @@ def simulate(
     from apportion.cli.printed import timelines
     from apportion.planner.simulate import simulate as run
 
-    if trace is not None:
-        files.check_output("--trace", trace)
-    the_plan, the_hardware = files.read_plan(plan), inputs.hardware_of(hardware)
-    inputs.warn_of_mismatch(the_hardware, the_plan.request.cluster)
-    inputs.warn_of_dtype(the_hardware, the_plan.request.model)
-    found = run(the_plan, the_hardware)
+    files.check_output("--trace", trace)
+    the_plan = files.read_plan(plan)
+    found = run(the_plan, inputs.hardware_for(hardware, the_plan))
     if trace is not None:
         files.write(trace, json.dumps(found.trace(), separators=(",", ":")).encode())
     record = {

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from apportion.cli import options
 from apportion.cli.output import FAILED, OK, count, emit, progress
 from apportion.ir.errors import ConfigError
+from apportion.ir.version import __version__
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look after folders of plans.", no_args_is_help=True)
 
-Place = Annotated[Path, typer.Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
+Place = Annotated[Path, Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
 
 
 @app.command()
 def check(
     folder: Place,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Plan every request again, verify the plan, and compare.")
+        bool, Option("--verify", help="Plan every request again, verify the plan, and compare.")
     ] = False,
     workers: options.Workers = 0,
     as_json: options.AsJson = False,
@@ -46,6 +48,9 @@ def check(
     from apportion.service.workers import executor_of
 
     files, bad = list(_opened(folder).files()), list[dict[str, str]]()
+    if not files:
+        rule = f"holds no plans of release {__version__}"
+        raise ConfigError("FOLDER", str(folder), rule, "name the --store of a server, or an --out")
     planner, workers = executor_of(workers, None) if verify else (None, 1)
     try:
         with ThreadPoolExecutor(workers) as threads, progress("checking", len(files), not as_json) as step:
@@ -66,10 +71,10 @@ def prune(
     folder: Place,
     gb: Annotated[
         float | None,
-        typer.Option("--gb", help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9),
+        Option("--gb", help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9),
     ] = None,
     days: Annotated[
-        float | None, typer.Option("--days", help="Evict plans unused for so many days.", min=0, max=1e5)
+        float | None, Option("--days", help="Evict plans unused for so many days.", min=0, max=1e5)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -91,11 +96,8 @@ def prune(
     sizes = [file.size for file in store.files()]
     record = {"folder": str(folder), "evicted": evicted, "evicted_bytes": freed}
     record |= {"kept": len(sizes), "kept_bytes": sum(sizes)}
-    emit(
-        record,
-        as_json,
-        lambda: f"{folder}: {_sized(evicted, freed)} evicted; {_sized(len(sizes), sum(sizes))} kept",
-    )
+    told = f"{folder}: {_sized(evicted, freed)} evicted; {_sized(len(sizes), sum(sizes))} kept"
+    emit(record, as_json, lambda: told)
 
 
 def _opened(folder: Path) -> Folder:

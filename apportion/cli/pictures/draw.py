@@ -11,7 +11,8 @@ import numpy as np
 from apportion.cli.output import count
 from apportion.cli.pictures import svg
 from apportion.cli.pictures.mask_cells import Axis, axis_of, owners
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.cli.printed.timelines import share
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import ATTENTION, Op
@@ -278,22 +279,6 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
 def _most(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
     """int64 [steps]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
-    shares = np.array([_share(run, spans, edges) for spans in chosen])
+    shares = np.array([share(run, spans, edges) for spans in chosen])
     most = np.argmax(shares, axis=0)
     return np.where(shares.sum(axis=0) >= LITTLE, most, svg.NOBODY).astype(np.int64)
-
-
-def _share(run: Run, chosen: Bools, edges: Floats) -> Floats:
-    """float64 [steps]: which part of each step lies in the spans, those that overlap counted once."""
-    start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    if not len(start):
-        return np.zeros(len(edges) - 1)
-    start = np.maximum(start, np.append(0.0, end[:-1]))
-    done = np.cumsum(end - start)
-    points = np.stack([start, end], axis=1).ravel()
-    return np.asarray(
-        np.diff(np.interp(edges, points, np.stack([done - (end - start), done], axis=1).ravel()))
-        / np.maximum(np.diff(edges), 1e-12)
-    )

@@ -1,7 +1,4 @@
-"""Who computes which part of the mask: the tasks of a plan's programs, in global tokens, gathered into cells.
-
-What a work row holds is not written in a plan; the dataflow that the verifier follows tells it.
-"""
+"""Who computes which part of the mask: the tasks of a plan's programs, in global tokens, gathered into cells."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ import numpy as np
 from apportion.cli.pictures.svg import NOBODY
 from apportion.ir.arrays import Bools, Ints, group_of, within
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.errors import VerifyError
 from apportion.ir.masks import bands as algebra
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import HeadSets
+from apportion.report.mask import pieces
 
 _MOST_SEQUENCES = 12  # on one axis: shorter ones would not be seen
 
@@ -64,19 +61,14 @@ def owners(plan: Plan, kind: str, phase: str, axis: Axis) -> Ints:
 
     Where ranks share the heads, rows of cells show one after another, in turn. Raises VerifyError, CapacityError.
     """
-    subject = Subject(plan)
-    program = next(one for one in subject.programs if (one.kind, one.phase) == (kind, phase))
-    tasks = subject.traced_tasks(program)
-    if not tasks.complete:
-        raise VerifyError(f"{kind} {phase} reads rows that nothing has written; verify the plan")
-    bands, piece = _on_axis(np.ascontiguousarray(tasks.bands.T), axis)
-    task = tasks.task[piece]
-    sets = np.asarray(program["operands"]["heads"][program.task_operand("q", task)], np.int64)
+    found = dict(pieces(plan))[kind, phase]
+    bands, piece = _on_axis(np.ascontiguousarray(found.bands.T), axis)
+    sets = found.heads[piece]
     rows, part = _rows(bands, axis.edges)
+    program = next(one for one in Subject(plan).programs if (one.kind, one.phase) == (kind, phase))
     mine = _unlike_heads(program.q_sets, sets)[:, sets[part]]
     shown = mine[rows % len(mine), np.arange(len(rows))]
-    rank = program[program.task_list].rank_of_row()[task][part]
-    return _busiest(bands[part[shown]], rows[shown], rank[shown], axis.edges)
+    return _busiest(bands[part[shown]], rows[shown], found.rank[piece][part[shown]], axis.edges)
 
 
 def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:

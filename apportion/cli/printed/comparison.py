@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from apportion.cli.output import count
+from apportion.cli.printed.tables import table
 from apportion.ir.plan.summary import human_bytes, percent
 
 Record = Mapping[str, Any]
@@ -34,9 +35,8 @@ def _speedup(row: Record) -> str:
     return f"{median} ({spread['min']:.2f}-{spread['max']:.2f})"
 
 
-def _later(row: Record, name: str, shown: Callable[[float], str]) -> str:
-    """A figure that records of earlier releases do not have."""
-    return shown(row[name]) if name in row else "-"
+def _verify_ms(row: Record) -> str:
+    return f"{row['verify_ms']['p50']:.0f}" if row["verify_ms"] else "-"
 
 
 def _gap(row: Record, name: str) -> str:
@@ -50,14 +50,10 @@ COLUMNS = (
     Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
     Column("speed-up\n(min-max)", _speedup),
     Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
-    Column(
-        "attain-\ned",
-        lambda row: _later(row, "of_attainable", lambda share: f"{100 * share:.0f} %"),
-        wide=True,
-    ),
+    Column("attain-\ned", lambda row: f"{100 * row['of_attainable']:.0f} %", wide=True),
     Column("exposed\nms", lambda row: f"{row['exposed_ms']:.2f}", wide=True),
     Column("compute\nimbalance", lambda row: percent(row["imbalance"]["compute"]), wide=True),
-    Column("time\nimbalance", lambda row: _later(row, "time_imbalance", percent), wide=True),
+    Column("time\nimbalance", lambda row: percent(row["time_imbalance"]), wide=True),
     Column("token\nimbalance", lambda row: percent(row["imbalance"]["tokens"]), wide=True),
     Column("bytes\nmoved", lambda row: human_bytes(row["bytes"]["total"])),
     Column("between\nnodes", lambda row: human_bytes(row["bytes"]["inter_node"]), wide=True),
@@ -67,9 +63,7 @@ COLUMNS = (
     Column("peak work\nrows", lambda row: f"{row['peak_rows']:,}", wide=True),
     Column("block\ntokens", lambda row: f"{row['block_tokens']:,}", wide=True),
     Column("plan\nms", lambda row: f"{row['planning_ms']['p50']:.0f}"),
-    Column(
-        "verify\nms", lambda row: f"{row['verify_ms']['p50']:.0f}" if row["verify_ms"] else "-", wide=True
-    ),
+    Column("verify\nms", _verify_ms, wide=True),
     Column("plan\nbytes", lambda row: human_bytes(row["plan_bytes"]["total"]), wide=True),
     Column("largest\npart", lambda row: human_bytes(row["plan_bytes"]["largest_rank"]), wide=True),
     Column("makespan\n/ bound", lambda row: _gap(row, "makespan"), wide=True),
@@ -105,12 +99,8 @@ def _headline(record: Record) -> str:
 def comparison_table(rows: Sequence[Record], wide: bool = False) -> Table:
     """One line a recipe."""
     columns = [column for column in COLUMNS if wide or not column.wide]
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column.title, justify="left" if column.title == "recipe" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*comparison_cells(row, columns))
-    return table
+    titles = [column.title for column in columns]
+    return table(titles, (comparison_cells(row, columns) for row in rows), ("recipe",))
 
 
 def comparison_cells(row: Record, columns: Sequence[Column] = COLUMNS) -> list[str]:

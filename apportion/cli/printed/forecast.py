@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from apportion.cli.output import WIDTH, count
+from apportion.cli.printed.tables import table
 
 Record = Mapping[str, Any]
 
@@ -75,24 +76,29 @@ def _headline(record: Record) -> str:
 
 def _table(rows: Sequence[Record], baseline: str | None) -> Table:
     """The step's own interval is in the JSON; that of the gain decides. Pairs are told where some row drops any."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
     drops = any(row["pairs_kept"] < 0.995 for row in rows)
-    titles = ("parallelism", "step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
-    for title in (*titles, *(["pairs\nkept"] if drops else []), "steps per baseline's\n(low-high)"):
-        table.add_column(title, justify="left" if title == "parallelism" else "right", no_wrap=True)
-    for row in rows:
-        gain, memory = row["gain"], row["memory_gib"]
-        table.add_row(
-            row["name"] + (" *" if row["name"] == baseline else ""),
-            f"{row['step_s']['value']:.2f}",
-            f"{row['tokens_per_s_per_gpu']:,.0f}",
-            f"{100 * row['mfu']:.1f} %",
-            f"{memory['total']:.1f}" + ("" if memory["fits"] else " !"),
-            f"{100 * row['shares']['attention']:.0f} %",
-            *([f"{100 * row['pairs_kept']:.0f} %"] if drops else []),
-            "-" if gain is None else f"{gain['value']:.2f} ({gain['low']:.2f}-{gain['high']:.2f})",
-        )
-    return table
+    figures = ("step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
+    titles = (
+        "parallelism",
+        *figures,
+        *(["pairs\nkept"] if drops else []),
+        "steps per baseline's\n(low-high)",
+    )
+    return table(titles, (_cells(row, baseline, drops) for row in rows), ("parallelism",))
+
+
+def _cells(row: Record, baseline: str | None, drops: bool) -> list[str]:
+    gain, memory = row["gain"], row["memory_gib"]
+    return [
+        row["name"] + (" *" if row["name"] == baseline else ""),
+        f"{row['step_s']['value']:.2f}",
+        f"{row['tokens_per_s_per_gpu']:,.0f}",
+        f"{100 * row['mfu']:.1f} %",
+        f"{memory['total']:.1f}" + ("" if memory["fits"] else " !"),
+        f"{100 * row['shares']['attention']:.0f} %",
+        *([f"{100 * row['pairs_kept']:.0f} %"] if drops else []),
+        "-" if gain is None else f"{gain['value']:.2f} ({gain['low']:.2f}-{gain['high']:.2f})",
+    ]
 
 
 def _bars(rows: Sequence[Record]) -> str:
@@ -103,11 +109,10 @@ def _bars(rows: Sequence[Record]) -> str:
     width = max(len(row["name"]) for row in rows)
     lines = ["", "where the time of a step goes:"]
     for row in rows:
-        ends, bar, total = 0, "", 0.0
+        bar, total = "", 0.0
         for name, letter in LETTERS.items():
             total += row["parts_s"][name]
-            ends = round(BAR * total / most)
-            bar += letter * (ends - len(bar))
+            bar += letter * (round(BAR * total / most) - len(bar))
         lines.append(f"{row['name']:<{width}} {bar}")
     used = [name for name in LETTERS if any(row["parts_s"][name] > 0 for row in rows)]
     told = ", ".join(f"{LETTERS[name]} {name.replace('_', ' ')}" for name in used)

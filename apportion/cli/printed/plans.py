@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from apportion.cli.printed.tables import table
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan.summary import Record, human_bytes, loads, percent, tokens
-from apportion.ir.plan.tables import ProgramSet
 
 BAR = 28  # cells of the longest bar
 SHOWN = 64  # ranks drawn one by one; larger plans get one row a node
@@ -21,23 +21,18 @@ SHOWN = 64  # ranks drawn one by one; larger plans get one row a node
 
 def summary(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """A two-column table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column()
+    made = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    made.add_column(style="bold")
+    made.add_column()
     for name, value in rows:
-        table.add_row(name, value)
-    return table
+        made.add_row(name, value)
+    return made
 
 
 def bench_table(records: Sequence[Record]) -> Table:
     """One line per row of the planning benchmark."""
     names = ("ranks", "seed", "block", "plan ms", "verify ms", "compute", "tokens", "moved")
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in (*names, "slots", "largest rank"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for record in records:
-        table.add_row(*_bench_cells(record))
-    return table
+    return table((*names, "slots", "largest rank"), map(_bench_cells, records))
 
 
 def _bench_cells(record: Record) -> list[str]:
@@ -58,19 +53,12 @@ def _bench_cells(record: Record) -> list[str]:
 def attention_table(records: Sequence[Record]) -> Table:
     """One line per row of the benchmark of attention that was timed; columns without a figure are left out."""
     timed = [record for record in records if record["host_ms"] is not None]
-    table = Table(box=None, padding=(0, 1, 0, 0))
     shown = {
         name: cells
         for name, read in _ATTENTION_COLUMNS.items()
         if any(cells := [read(record) for record in timed])
     }
-    for name in shown:
-        table.add_column(
-            name, justify="left" if name in ("recipe", "phase", "engine") else "right", no_wrap=True
-        )
-    for line in zip(*shown.values(), strict=True):
-        table.add_row(*line)
-    return table
+    return table([*shown], zip(*shown.values(), strict=True), ("recipe", "phase", "engine"))
 
 
 def _number(name: str, digits: int = 0) -> Callable[[Record], str]:
@@ -98,13 +86,10 @@ def picture(plan: Plan) -> RenderableType:
     work, held, per_node = loads(plan), tokens(plan), plan.request.cluster.ranks_per_node
     group = per_node if len(work) > SHOWN else 1
     each = f"node: the busiest of its {per_node} ranks" if group > 1 else "rank"
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column(each[:4], justify="right")
-    for name in ("attention work / mean", "tokens / mean"):
-        table.add_column(name)
-    for index, cells in enumerate(zip(_bars(work, group, "cyan"), _bars(held, group, "green"), strict=True)):
-        table.add_row(str(index), *cells)
-    return Group(table, Text(f"one line a {each}", "dim"))
+    bars = zip(_bars(work, group, "cyan"), _bars(held, group, "green"), strict=True)
+    titles = (each[:4], "attention work / mean", "tokens / mean")
+    rows = ((str(index), *cells) for index, cells in enumerate(bars))
+    return Group(table(titles, rows, titles[1:]), Text(f"one line a {each}", "dim"))
 
 
 def _bars(values: NDArray[Any], group: int, style: str) -> list[Text]:
@@ -123,16 +108,15 @@ def _bar(share: float, longest: float, style: str) -> Text:
 
 def search_table(search: Record) -> Table:
     """What a search tried, in its order: milliseconds of a layer, or why there are none."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("tried", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("steps")
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    made.add_column("tried", no_wrap=True)
+    made.add_column("ms", justify="right", no_wrap=True)
+    made.add_column("steps")
     for trial in search["tried"]:
         best = trial["recipe"] == search["recipe"]
-        table.add_row(
-            trial["recipe"]["name"], _trial_ms(trial), Text(_steps(trial)), style="bold" if best else ""
-        )
-    return table
+        cells = trial["recipe"]["name"], _trial_ms(trial), Text(_steps(trial))
+        made.add_row(*cells, style="bold" if best else "")
+    return made
 
 
 def _trial_ms(trial: Record) -> str:
@@ -162,21 +146,15 @@ def _params(held: Mapping[str, Any]) -> str:
 
 def program_sizes(plan: Plan, rank: int | None = None) -> list[dict[str, Any]]:
     """Per kind and phase, how many rows each table has (of one rank, or of all)."""
-    return [
-        {"kind": kind, "phase": phase, **_table_sizes(programs if rank is None else programs.rank(rank))}
-        for (kind, phase), programs in plan.programs.items()
-    ]
-
-
-def _table_sizes(programs: ProgramSet) -> dict[str, int]:
-    return {name: len(table) for name, table in programs.tables.items()}
+    found = []
+    for (kind, phase), programs in plan.programs.items():
+        own = programs if rank is None else programs.rank(rank)
+        sizes = {name: len(rows) for name, rows in own.tables.items()}
+        found.append({"kind": kind, "phase": phase, **sizes})
+    return found
 
 
 def programs_table(sizes: Sequence[Record]) -> Table:
     """The rows of `program_sizes` as a table."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in sizes[0]:
-        table.add_column(column, justify="left" if column in ("kind", "phase") else "right")
-    for record in sizes:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in record.values()))
-    return table
+    rows = [[f"{one:,}" if isinstance(one, int) else one for one in record.values()] for record in sizes]
+    return table([*sizes[0]], rows, ("kind", "phase"))

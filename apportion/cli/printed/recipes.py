@@ -8,6 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from apportion.cli.printed.tables import table
+
 Record = Mapping[str, Any]
 
 
@@ -60,16 +62,13 @@ def solvers_table(rows: Sequence[Record]) -> Table:
 
 def compared_table(rows: Sequence[Record]) -> Table:
     """Solvers beside the optimum."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("problem", "solver"):
-        table.add_column(title, overflow="fold")
-    for title in ("solved", "optimal", "said so", "mean", "worst", "ms"):
-        table.add_column(title, justify="right")
+    cells = []
     for row in rows:
         ratios = ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("mean", "worst")]
         counts = [f"{row[name]}/{row['problems']}" for name in ("solved", "optimal", "proven")]
-        table.add_row(row["kind"], row["solver"], *counts, *ratios, f"{row['ms']:.2f}")
-    return table
+        cells.append((row["kind"], row["solver"], *counts, *ratios, f"{row['ms']:.2f}"))
+    titles = ("problem", "solver", "solved", "optimal", "said so", "mean", "worst", "ms")
+    return table(titles, cells, titles[:2], gap=2)
 
 
 def _needs(row: Record) -> str:
@@ -80,9 +79,9 @@ def _needs(row: Record) -> str:
 
 
 def _catalogue(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    made = Table(box=None, padding=(0, 2, 0, 0))
     for title in titles:
-        table.add_column(title, overflow="fold")
+        made.add_column(title, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+        made.add_row(*map(Text, row))
+    return made

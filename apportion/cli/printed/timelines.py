@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from apportion.cli.output import count
-from apportion.ir.arrays import Floats
+from apportion.cli.printed.tables import table
+from apportion.ir.arrays import Bools, Floats
 from apportion.ir.isa import Op
 from apportion.planner.simulate import PathStep, Run, Simulation
 
@@ -51,19 +51,22 @@ def run_view(run: Run, ranks: int, steps: int) -> RenderableType:
 def _timelines(run: Run, most: int) -> RenderableType:
     """A bar for each of the ranks that wait longest, with its milliseconds."""
     shown = np.sort(np.argsort(-run.exposed_us, kind="stable")[:most])
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("rank", f"0 to {run.makespan_us / 1e3:.3f} ms", "work", "waiting", "ends"):
-        table.add_column(name, justify="left" if name[0] == "0" else "right", no_wrap=True)
+    titles = ("rank", f"0 to {run.makespan_us / 1e3:.3f} ms", "work", "waiting", "ends")
+    rows = list[tuple[str | Text, ...]]()
     for rank in shown.tolist():
         times = (column[rank] / 1e3 for column in (run.compute_us, run.exposed_us, run.finish_us))
-        table.add_row(str(rank), _bar(run, rank), *(f"{time:.3f}" for time in times))
+        rows.append((str(rank), _bar(run, rank), *(f"{time:.3f}" for time in times)))
+    drawn = table(titles, rows, titles[1:2])
     hidden = len(run.exposed_us) - len(shown)
-    return Group(table, Text(f"and {count(hidden, 'rank')} that wait less", "dim")) if hidden else table
+    return Group(drawn, Text(f"and {count(hidden, 'rank')} that wait less", "dim")) if hidden else drawn
 
 
 def _bar(run: Run, rank: int) -> Text:
     edges = np.linspace(0.0, run.makespan_us, CELLS + 1)
-    work, waiting = (_share(run, rank, waits, edges) for waits in (False, True))
+    mine = (run.spans.rank == rank) & (run.spans.stream == 0)
+    work, waiting = (
+        share(run, mine & ((run.spans.op == Op.WAIT) == waits), edges) for waits in (False, True)
+    )
     low, high = MIXED
     cells = [
         "█" if busy >= high else "▒" if busy > low else "·" if idle > low else " "
@@ -72,16 +75,18 @@ def _bar(run: Run, rank: int) -> Text:
     return Text("".join(cells), "cyan")
 
 
-def _share(run: Run, rank: int, waits: bool, edges: Floats) -> Floats:
-    """float64 [cells]: share of the time between two edges that the rank's compute stream waits, or works."""
-    spans = run.spans
-    mine = (spans.rank == rank) & (spans.stream == 0) & ((spans.op == Op.WAIT) == waits)
-    start, end = spans.start_us[mine], spans.end_us[mine]
+def share(run: Run, chosen: Bools, edges: Floats) -> Floats:
+    """float64 [cells]: which part of the time between two edges lies in spans of a run, those that overlap counted
+    once."""
+    start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
     if not len(start):
         return np.zeros(len(edges) - 1)
-    points = np.stack([start, end], axis=1).ravel()
-    done = np.stack([np.cumsum(end - start) - (end - start), np.cumsum(end - start)], axis=1).ravel()
-    return np.asarray(np.diff(np.interp(edges, points, done)) / np.diff(edges), np.float64)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    start = np.maximum(start, np.append(0.0, end[:-1]))
+    done = np.cumsum(end - start)
+    points, sums = (np.stack(pair, axis=1).ravel() for pair in ((start, end), (done - (end - start), done)))
+    return np.asarray(np.diff(np.interp(edges, points, sums)) / np.maximum(np.diff(edges), 1e-12))
 
 
 def _path(path: Sequence[PathStep], most: int) -> Iterator[str]:

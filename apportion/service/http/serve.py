@@ -107,6 +107,8 @@ def _announce(settings: Settings, url: str) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
+    if not host:
+        raise ConfigError("--host", host, "names no address", "write 127.0.0.1, or 0.0.0.0 for all")
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)

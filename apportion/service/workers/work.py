@@ -12,7 +12,6 @@ from typing import NamedTuple
 from apportion.ir.bytes.iteration import encode_slices
 from apportion.ir.bytes.job import Job, decode_request, encode_request
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
-from apportion.ir.loops.jit import compiling
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -23,11 +22,10 @@ from apportion.service.pack import Pack
 
 
 class Done(NamedTuple):
-    """seconds: of the worker; compiled_s: that its process has spent compiling loops so far."""
+    """seconds: of the worker."""
 
     data: bytes
     seconds: float
-    compiled_s: float
 
 
 class Refusal(NamedTuple):
@@ -46,7 +44,7 @@ def _refusing(make: Callable[[bytes], bytes]) -> Work:
     def work(request: bytes) -> Done | Refusal:
         began = time.perf_counter()
         try:
-            return Done(make(request), time.perf_counter() - began, compiling.seconds)
+            return Done(make(request), time.perf_counter() - began)
         except MemoryError:
             return Refusal("memory", "planning this request takes more memory than a worker has")
         except ApportionError as error:

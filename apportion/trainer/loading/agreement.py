@@ -1,4 +1,5 @@
-"""Before a plan is used: all ranks have it, or those that have not plan the same themselves, or all end.
+"""Before a plan is used: all ranks have it, or those that have not plan the same themselves, or all end; and before a
+microbatch is, all groups of ranks tell how many labels they have.
 
 Where ranks may plan themselves there is one collective an iteration: has this rank the plan, and which; and a second
 one where a rank had not.
@@ -9,35 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from apportion.backends.torch.calls import by_value, shown
-from apportion.backends.torch.transport import Communicator, require_one_plan
+from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
+from apportion.trainer.loading.metrics import as_bits, as_floats
 
 HELD, MISSING, FAILED = 0, 1, 2
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a rank has of an iteration: its plan, or why not."""
-
-    fetched: Fetched | None = None
-    error: Exception | None = None
-
-    @property
-    def state(self) -> int:
-        if self.fetched is not None:
-            return HELD
-        return MISSING if isinstance(self.error, TimeoutError) else FAILED
-
-    @property
-    def id(self) -> bytes:
-        return bytes(SIZE) if self.fetched is None else self.fetched.piece.id
 
 
 @dataclass
@@ -56,41 +39,70 @@ class Agreement:
         held = _attempt(fetch)
         if self.plans and MISSING in self._states(number, held):
             self.fallbacks += 1
-            if held.state == MISSING:
-                _log.warning(
-                    "iteration %d: no plan in time (%s): this rank plans it itself", number, held.error
-                )
+            if isinstance(held, TimeoutError):
+                _log.warning("iteration %d: no plan in time (%s): this rank plans it itself", number, held)
                 held = _attempt(plan)
             self._states(number, held)
-        if held.fetched is not None:
-            return held.fetched
-        assert held.error is not None
+        if isinstance(held, Fetched):
+            return held
         if not self.plans:
             self.communicator.all_gather([0, 0], "plans")
-            self.communicator.gather_texts(shown(held.error), "what ranks hold")
-        raise held.error
+            self.communicator.gather_texts(shown(held), "what ranks hold")
+        raise held
 
-    def _states(self, number: int, held: Held) -> list[int]:
+    def _states(self, number: int, held: Fetched | Exception) -> list[int]:
         """Of every rank; a collective. Raises on all ranks where one failed or two hold different plans."""
-        rows = self.communicator.all_gather([held.state, *held.id], "states of plans")
+        own = [_state(held), *(held.piece.id if isinstance(held, Fetched) else bytes(SIZE))]
+        rows = self.communicator.all_gather(own, "states of plans")
         states = [row[0] for row in rows]
         if FAILED in states:
-            self._raise(number, held, states)
+            error = None if isinstance(held, Fetched) else held
+            told = self.communicator.gather_texts(shown(error), "errors of plans")
+            if error is not None and own[0] == FAILED:
+                raise error
+            failed = {rank: told[rank] for rank, state in enumerate(states) if state == FAILED}
+            raise ExecutionError(f"iteration {number}: ranks {[*failed]} have no plan: {by_value(failed)}")
         if MISSING not in states:
             require_one_plan([bytes(row[1:]) for row in rows])
         return states
 
-    def _raise(self, number: int, held: Held, states: Sequence[int]) -> NoReturn:
-        """Where some rank failed; a collective."""
-        told = self.communicator.gather_texts(shown(held.error), "errors of plans")
-        if held.state == FAILED and held.error is not None:
-            raise held.error
-        failed = {rank: told[rank] for rank, state in enumerate(states) if state == FAILED}
-        raise ExecutionError(f"iteration {number}: ranks {[*failed]} have no plan: {by_value(failed)}")
+
+def _state(held: Fetched | Exception) -> int:
+    if isinstance(held, Fetched):
+        return HELD
+    return MISSING if isinstance(held, TimeoutError) else FAILED
 
 
-def _attempt(make: Callable[[], Fetched]) -> Held:
+def _attempt(make: Callable[[], Fetched]) -> Fetched | Exception:
     try:
-        return Held(make())
+        return make()
     except Exception as error:  # told to the other ranks, which would wait, then raised
-        return Held(error=error)
+        return error
+
+
+def totals(
+    replicas: Transport | None,
+    place: Sequence[int],
+    valid: int,
+    weight: float,
+    error: Exception | None = None,
+) -> tuple[int, float]:
+    """Labels and their weight, of all groups of ranks on the job (data parallel over context parallel); a collective of
+    theirs. replicas: the ranks that have this rank's place in each group, None where there is one group; place: epoch,
+    iteration, microbatches. Raises `error`, which ends the other groups too, ExecutionError where they are apart."""
+    given = [*place, valid, *as_bits([weight]), int(error is not None)]
+    groups = [given] if replicas is None else replicas.all_gather(given, "totals of groups")
+    failed = [group for group, row in enumerate(groups) if row[-1]]
+    if failed and replicas is not None:
+        errors = replicas.gather_texts(shown(error), "errors of groups")
+    if error is not None:
+        raise error
+    if failed:
+        says = by_value({group: errors[group] for group in failed}, "group")
+        raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
+    if any(row[:3] != [*place] for row in groups):
+        told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
+        what = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"
+        remedy = "Give their samplers equally many, and begin in the same place"
+        raise ExecutionError(f"{what}: {told}. {remedy}")
+    return sum(row[3] for row in groups), sum(as_floats([row[4] for row in groups]))

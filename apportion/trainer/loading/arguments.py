@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sized
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from torch.distributed import ProcessGroup
 
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.arrays import Ints
@@ -17,30 +17,9 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import flag, integers
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks
 from apportion.ir.request.sequences import DEFAULT_KIND
-from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading.rows import Dataset
-
-
-def job_of(
-    cluster: Cluster,
-    model: Model,
-    tokens_per_rank: int,
-    microbatches: int,
-    recipe: str | Mapping[str, Any] | Recipe | Policy,
-    seed: int | None,
-    hardware: Hardware | str | None,
-) -> Job:
-    """What plans are made for. seed: None is the policy's own. Raises ConfigError."""
-    policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
-    if seed is not None:
-        policy = replace(policy, seed=seed)
-    return Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
 
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
@@ -61,7 +40,7 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 def masks_here(dataset: Dataset, masks: Masks) -> Masks:
     """As given or as the dataset has them. Raises ConfigError for what cannot be masks."""
     found: Masks = getattr(dataset, "masks", None) if masks is None else masks
-    if isinstance(found, str) or not (found is None or isinstance(found, Mask | Sized)):
+    if isinstance(found, str) or not isinstance(found, Mask | Sized | None):
         rule = "must be a mask, {kind: mask}, or a list of these, one a sample"
         raise ConfigError("masks", found, rule, "write ap.masks.causal()")
     return found
@@ -83,13 +62,12 @@ def check_kinds(job: Job, masks: Masks) -> None:
 
 def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[Any] | None:
     """The trainer's own order of the samples. Raises ConfigError where it is none, or is to be shuffled."""
-    shuffles = shuffle is not None and flag("shuffle", shuffle)
     if sampler is None:
         return None
     if isinstance(sampler, str) or not isinstance(sampler, Iterable):
         rule = "must be iterable, and give the sample numbers of each iteration"
         raise ConfigError("sampler", sampler, rule, "give lists, as torch's BatchSampler makes them")
-    if shuffles:
+    if shuffle is not None and flag("shuffle", shuffle):
         rule = "is of the default order, and a sampler gives another"
         raise ConfigError("shuffle", shuffle, rule, "leave it or the sampler out")
     return sampler
@@ -98,10 +76,9 @@ def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[
 def shifted_of(shifted: Collection[str]) -> frozenset[str]:
     """The names of fields. Raises ConfigError, also for a single name, whose letters would be names."""
     listed = isinstance(shifted, Iterable) and not isinstance(shifted, str)
-    names = list(shifted) if listed else [None]
-    if not all(isinstance(one, str) for one in names):
+    if not listed or not all(isinstance(one, str) for one in shifted):
         raise ConfigError("shifted", shifted, "must be a list of fields' names", 'write ["labels"]')
-    return frozenset(map(str, names))
+    return frozenset(shifted)
 
 
 def communicator_of(job: Job, given: Communicator | None) -> Communicator:
@@ -111,11 +88,19 @@ def communicator_of(job: Job, given: Communicator | None) -> Communicator:
         raise ConfigError("communicator", found, "must be a Communicator", "make one of the process group")
     if found.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
-        remedy = (
-            "initialise torch.distributed with as many before the loader is made, or give another cluster"
-        )
+        remedy = "initialise torch.distributed before the loader is made, or give another cluster"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
     return found
+
+
+def replicas_of(given: Transport | Any) -> Transport | None:
+    """The ranks in this rank's place in each group, None where there is one group. Raises ConfigError."""
+    if given is None or isinstance(given, Transport):
+        return given
+    if not isinstance(given, ProcessGroup):
+        rule = "must be a process group of the ranks in this rank's place"
+        raise ConfigError("replicas", given, rule, "give one that torch.distributed.new_group made")
+    return Communicator(given)
 
 
 def device_of(given: torch.device | str | None) -> torch.device:

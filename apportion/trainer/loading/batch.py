@@ -6,49 +6,34 @@ x [rows, ...]        ──roll(x, 1)──► of each row the one of its next t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
-from warnings import warn
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Transport
-from apportion.ir.arrays import Ints, group_of
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.arrays import Ints, group_of, within
+from apportion.ir.errors import ExecutionError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
-from apportion.trainer.loading.rows import WEIGHTS
 from apportion.trainer.step import wiring
-from apportion.trainer.step.loss import IGNORED
-
-HIDDEN = ("fields", "batch", "_replicas", "_places")  # from as_dict
+from apportion.trainer.step.microbatch import Microbatch
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedBatch:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlannedBatch(Microbatch):
     """One rank's share of one microbatch; rows are in the plan's home layout, with padding behind them where the loader
     pads."""
 
-    tokens: Tensor  # [rows] int64 token ids
     position_ids: Tensor  # [rows] int64
-    labels: Tensor  # [rows] int64, of the token to predict; IGNORED where there is nothing to
-    handle: PlanHandle
-    iteration: int
-    microbatch: int
-    is_last: bool  # of its iteration: step the optimizer after it
-    valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
-    total_weight: float  # their loss weights; as many where samples have none
-    fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
     sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
-    _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
     _places: list[Places] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,45 +41,9 @@ class PlannedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
         """The batch with its tensors there."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = _moved(tensors, device, non_blocking)
-        return replace(self, **moved, fields=_moved(self.fields, device, non_blocking))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything by name, the samples' own fields beside the others. Raises ConfigError for a field that has the
-        name of one of these."""
-        shown = [item.name for item in fields(self) if item.name not in HIDDEN]
-        if twice := sorted(self.fields.keys() & set(shown)):
-            rule = "is the name of something that the batch itself has"
-            raise ConfigError("field", twice[0], rule, "rename the samples' field, or read batch.fields")
-        return {**self.fields, **{name: getattr(self, name) for name in shown}}
-
-    def check_unweighted(self, loss: str) -> None:
-        """Raises ConfigError where the samples have loss weights, which `loss` would ignore."""
-        if WEIGHTS in self.fields:
-            rule, remedy = (
-                f"{loss} has no weights",
-                "use normalised_loss(..., weights=) in a loop of your own",
-            )
-            raise ConfigError(WEIGHTS, "a field of the samples", rule, remedy)
-
-    def check_loss(self, divisor: float, weighted: bool) -> None:
-        """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
-        Warns where a kind is not called: its layers may be on another stage. Raises ConfigError, ExecutionError."""
-        wiring.require_calls(self.handle, 0, 1, "hand batch.handle on to every layer of the model")
-        if WEIGHTS in self.fields and not weighted:
-            remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
-            raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
-        if unused := sorted({*self.handle.kinds} - self.handle.called):
-            warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
-        own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
-        here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
-        if divisor not in own and divisor == here:
-            rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
-            remedy = (
-                "give batch.valid_tokens; with weights, batch.total_weight or the sum of yours over all ranks"
-            )
-            raise ConfigError("valid_tokens", divisor, rule, remedy)
+        tensors = (name for name, value in vars(self).items() if isinstance(value, Tensor))
+        held = {name: getattr(self, name) for name in (*tensors, "fields")}
+        return replace(self, **tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), held))
 
     # ---- token tensors
 
@@ -102,10 +51,8 @@ class PlannedBatch:
         """full [tokens, ...], an entry for each token of `samples` end to end -> [rows, ...], this rank's, and `fill`
         for padding. Raises ExecutionError for another number of tokens."""
         if len(full) != self.batch.tokens:
-            raise ExecutionError(
-                f"shard_tokens takes an entry for each of the {self.batch.tokens} tokens of the microbatch, got "
-                f"{len(full)}"
-            )
+            wanted = f"an entry for each of the {self.batch.tokens} tokens of the microbatch"
+            raise ExecutionError(f"shard_tokens takes {wanted}, got {len(full)}")
         out = full.new_full((len(self.tokens), *full.shape[1:]), fill)
         out[: self.handle.rows] = full[self.handle.tokens.to(full.device)]
         return out
@@ -114,7 +61,9 @@ class PlannedBatch:
         """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
         collective, differentiable: the gradient is the sum of what all ranks' losses want. Raises ExecutionError."""
         self._check_rows("gather_tokens", local)
-        return self._found().gathering(self.handle)(local)
+        found, handle = self._found(), self.handle
+        name, into = f"gather_tokens under plan {handle.name}", torch.from_numpy(found.tokens)
+        return to_all(handle.communicator, name, found.counts.tolist(), into)(local)
 
     def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
         """x [rows, ...] -> [rows, ...]: of each row that of the token `shift` steps ahead, along what the mask lets
@@ -152,14 +101,6 @@ class Places:
         tokens = np.concatenate([np.asarray(row, np.int64) for row in held])
         return Places(tokens, np.array([len(row) for row in held]))
 
-    def gathering(self, handle: PlanHandle) -> Exchange:
-        """Own rows to every rank."""
-        ranks, own = len(self.counts), handle.rows
-        take = torch.arange(own).repeat(ranks)
-        into, received = torch.from_numpy(self.tokens), self.counts.tolist()
-        name = f"gather_tokens under plan {handle.name}"
-        return Exchange(handle.communicator, name, take, [own] * ranks, into, received, len(self.tokens))
-
     def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
         """Of each row the one that its token leads to in `shift` steps."""
         if shift not in self._rolls:
@@ -184,14 +125,16 @@ class Places:
         """(rank, row) of each token."""
         rank, row = np.empty_like(self.tokens), np.empty_like(self.tokens)
         rank[self.tokens] = group_of(self.counts)
-        row[self.tokens] = np.concatenate([np.arange(count) for count in self.counts.tolist()])
+        row[self.tokens] = within(self.counts)
         return rank, row
 
 
-def _moved(
-    tensors: Mapping[str, Tensor], device: torch.device | str, non_blocking: bool
-) -> dict[str, Tensor]:
-    return {name: value.to(device, non_blocking=non_blocking) for name, value in tensors.items()}
+def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
+    """Each rank's rows to every rank. counts: of each; into: where those of rank 0, 1, … go, by default end to end."""
+    own = counts[transport.rank]
+    take = torch.arange(own).repeat(transport.ranks)
+    into = torch.arange(sum(counts)) if into is None else into
+    return Exchange(transport, name, take, [own] * transport.ranks, into, counts, len(into))
 
 
 def _ahead(labels: Ints, steps: int) -> Ints:

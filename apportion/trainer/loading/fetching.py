@@ -1,95 +1,69 @@
-"""Threads that have plans made, and fetch them, before the trainer asks.
+"""Threads that have plans made, and fetch them, before the trainer asks; or torch's data-loader processes, which fetch
+plans and read samples.
 
 submitting  … n+7        at most `lookahead` iterations before the trainer's own
 fetching    … n+1        at most `DEPTH` that nobody has taken
 the trainer     n        `take`
+
+process k of n           iterations k, k + n, k + 2n, …: plan, rows ──► in order ──► the trainer
 """
 
 from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from torch._utils import ExceptionWrapper
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.bytes.iteration_slice import IterationSlice
-from apportion.ir.errors import ApportionError
+from apportion.ir.errors import ApportionError, ExecutionError
 from apportion.service.problems import UnknownPlanError
-from apportion.trainer.loading.iterations import Iterations, Wanted
-from apportion.trainer.loading.rows import Rows
-from apportion.trainer.loading.sources.source import Source
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.rows import Dataset, Form, Rows, rows_of
+from apportion.trainer.loading.sources import Source
 
 DEPTH = 2
 POLL_S = 2.0
 AGAIN_S = 0.5
+LATE = ["its source has not answered yet"]  # why a plan is not there, until an attempt knows
 LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which nobody can end
 
 
 class PlanTimeoutError(ApportionError, TimeoutError):
-    """No plan within the loader's `timeout_s`; reason: what its source said last."""
-
-    def __init__(self, iteration: int, rank: int, timeout_s: float, reason: str) -> None:
-        self.iteration, self.rank, self.timeout_s, self.reason = iteration, rank, timeout_s, reason
-        super().__init__(
-            f"iteration {iteration}, rank {rank}: no plan within {timeout_s:g} s ({reason}); give it more time, or the "
-            "service more workers or look-ahead"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.iteration, self.rank, self.timeout_s, self.reason)
+    """No plan within the loader's `timeout_s`, and what its source said last."""
 
 
 class Fetched(NamedTuple):
     """A rank's share of an iteration. Of each microbatch, where somebody has made them: its rows, and the handle of its
-    plan, ready to run. wrong: why a process could not make the rows."""
+    plan, ready to run."""
 
     piece: IterationSlice
     rows: tuple[Rows, ...] | None = None
     handles: tuple[PlanHandle, ...] | None = None
-    wrong: ExceptionWrapper | None = None
-
-
-class Late:
-    """Why a plan is not there yet, as far as the last attempt knows."""
-
-    def __init__(self) -> None:
-        self.why = "its source has not answered yet"
-
-    def __call__(self, error: TimeoutError) -> None:
-        self.why = str(error)
-
-
-class Stopwatch:
-    """Seconds since it was made, without those that loops were compiled in, as `compiled_s` gives them up to now."""
-
-    def __init__(self, compiled_s: Callable[[], float]) -> None:
-        self._compiled_s, self._before_s, self._begun_s = compiled_s, compiled_s(), time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._begun_s - self.compiled_s
-
-    @property
-    def compiled_s(self) -> float:
-        return max(0.0, self._compiled_s() - self._before_s)
 
 
 class Ahead:
-    """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end when
-    the `with` is left, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
+    """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end with
+    `close`, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
     does not keep the process. own: the iteration that the trainer asks for; over: it asks for no more."""
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
         self.source, self._iterations = source, iterations
-        self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, Late()
+        self.changed, self.own, self.over, self.late = Condition(), iterations.start, False, deque(LATE, 1)
         self._failed: tuple[int, Exception] | None = None
         self._threads = list[Thread]()
+        atexit.register(self.close)
 
     def run(self, each: Callable[[Wanted], None], depth: int) -> None:
         """Calls `each` in a thread, for one iteration after another, at most `depth` from the trainer's own on."""
@@ -126,7 +100,7 @@ class Ahead:
                 self.source.submit(wanted.key, wanted.request, max(0, wanted.number - self.own))
                 break
             except TimeoutError as error:
-                self.late(error)
+                self.late.append(str(error))
 
     def awaits(self, number: int) -> bool:
         """Whether the trainer will still ask for this iteration."""
@@ -144,13 +118,6 @@ class Ahead:
         with self.changed:
             return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
 
-    def __enter__(self) -> Self:
-        atexit.register(self.close)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends the threads; again is no error."""
         atexit.unregister(self.close)
@@ -162,42 +129,26 @@ class Ahead:
             thread.join(LEAVING_S)
 
 
-@dataclass(frozen=True)
-class Waits:
-    """How a rank waits. timeout_s: the trainer, for a plan."""
-
-    timeout_s: float
-
-    @property
-    def again_s(self) -> float:
-        """After a time-out, until a plan comes again: enough for one look."""
-        return min(AGAIN_S, self.timeout_s / 4)
-
-    @property
-    def poll_s(self) -> float:
-        """A wait is cut in such parts, to look whether it is still of use."""
-        return min(POLL_S, self.timeout_s / 10)
-
-    def fetch(
-        self,
-        source: Source,
-        wanted: Wanted,
-        rank: int,
-        goes_on: Callable[[], bool],
-        late: Late,
-        then: Callable[[], Sequence[bytes]] = tuple,
-    ) -> IterationSlice | None:
-        """The rank's plan of an iteration, submitted where nobody has; None where it is not there when `goes_on` says
-        no, and `late` is told why."""
-        while goes_on():
+def fetch(
+    source: Source,
+    wanted: Wanted,
+    rank: int,
+    timeout_s: float,
+    goes_on: Callable[[], bool],
+    late: deque[str],
+    then: Callable[[], Sequence[bytes]] = tuple,
+) -> IterationSlice | None:
+    """The rank's plan of an iteration, submitted where nobody has; None where it is not there when `goes_on` says no,
+    and `late` is told why. timeout_s: of the trainer; one look at the source takes a tenth of it at most."""
+    while goes_on():
+        try:
             try:
-                try:
-                    return source.fetch(wanted.key, rank, self.poll_s, then())
-                except UnknownPlanError:
-                    source.submit(wanted.key, wanted.request, 0)
-            except TimeoutError as error:
-                late(error)
-        return None
+                return source.fetch(wanted.key, rank, min(POLL_S, timeout_s / 10), then())
+            except UnknownPlanError:
+                source.submit(wanted.key, wanted.request, 0)
+        except TimeoutError as error:
+            late.append(str(error))
+    return None
 
 
 class Fetching:
@@ -208,11 +159,11 @@ class Fetching:
         self,
         ahead: Ahead,
         iterations: Iterations,
-        waits: Waits,
+        timeout_s: float,
         rank: int,
         ready: Callable[[IterationSlice], Fetched] = Fetched,
     ) -> None:
-        self._ahead, self._iterations, self._waits, self._rank = ahead, iterations, waits, rank
+        self._ahead, self._iterations, self._timeout_s, self._rank = ahead, iterations, timeout_s, rank
         self._ready, self._fetched = ready, dict[int, Fetched]()
         self._is_away = False  # the trainer waited in vain, and no plan has come since
         ahead.run(self._fetch, DEPTH)
@@ -220,23 +171,18 @@ class Fetching:
     def take(self, number: int) -> Fetched:
         """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
         thread. After one time-out the next iterations are hardly waited for, until the thread has got a plan again."""
-        ahead, waited = self._ahead, Stopwatch(lambda: self.compiled_s)
+        ahead, patience_s = self._ahead, self._timeout_s
         with ahead.changed:
-            patience_s = self._waits.again_s if self._is_away else self._waits.timeout_s
-            while not self._is_there(number) and (left_s := patience_s - waited.seconds) > 0:
-                ahead.changed.wait_for(lambda: self._is_there(number), min(left_s, POLL_S))
+            if self._is_away:
+                patience_s = min(AGAIN_S, patience_s / 4)
+            ahead.changed.wait_for(lambda: self._is_there(number), patience_s)
             error, found = ahead.failed(number), self._fetched.pop(number, None)
             self._is_away |= found is None
         if error is not None:
             raise error
         if found is None:
-            raise TimeoutError(ahead.late.why)
+            raise TimeoutError(ahead.late[-1])
         return found
-
-    @property
-    def compiled_s(self) -> float:
-        """Seconds that went into compiling, see `Source`."""
-        return self._ahead.source.compiled_s
 
     def _is_there(self, number: int) -> bool:
         return number in self._fetched or self._ahead.failed(number) is not None
@@ -245,7 +191,7 @@ class Fetching:
         """For a thread, iteration by iteration."""
         ahead, number = self._ahead, wanted.number
         goes_on, then = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
-        piece = self._waits.fetch(ahead.source, wanted, self._rank, goes_on, ahead.late, then)
+        piece = fetch(ahead.source, wanted, self._rank, self._timeout_s, goes_on, ahead.late, then)
         found = None if piece is None else self._ready(piece)
         with ahead.changed:
             self._is_away &= found is None
@@ -254,3 +200,90 @@ class Fetching:
             if found is not None and number >= ahead.own:
                 self._fetched[number] = found
             ahead.changed.notify_all()
+
+
+# ---- in torch's data-loader processes
+
+PREFETCHED = 2  # iterations that each process has ready
+
+
+class Parcel(NamedTuple):
+    """One iteration from a process. data: the encoded slice, uint8, empty where there was no plan in time, and why.
+    rows: as in `Fetched`."""
+
+    data: Tensor
+    rows: tuple[Rows, ...]
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Share(IterableDataset[Parcel]):
+    """A rank's share of a pass, as a dataset that every process holds a copy of."""
+
+    dataset: Dataset
+    source: Source
+    asked: Asked
+    draw: Draw
+    start: int
+    rank: int
+    form: Form
+    timeout_s: float
+
+    def __iter__(self) -> Iterator[Parcel]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        iterations = Iterations(self.asked, self.draw, self.start)
+        with closing(copy(self.source)) as source:
+            number = self.start + first
+            while (wanted := iterations.at(number)) is not None:
+                iterations.forget(number)
+                late, until_s = deque(LATE, 1), time.monotonic() + self.timeout_s
+                goes_on = partial(_is_before, until_s)
+                found = fetch(source, wanted, self.rank, self.timeout_s, goes_on, late)
+                yield self._parcel(wanted, found, late[-1])
+                number += step
+
+    def _parcel(self, wanted: Wanted, found: IterationSlice | None, why: str) -> Parcel:
+        if found is None:
+            return Parcel(torch.empty(0, dtype=torch.uint8), (), why)
+        data = torch.frombuffer(bytearray(found.encode()), dtype=torch.uint8)
+        return Parcel(data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
+
+
+class Collecting:
+    """What the processes read, in order."""
+
+    def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
+        options: Any = {"batch_size": None, "collate_fn": _as_it_is, "prefetch_factor": PREFETCHED}
+        self._ahead = ahead
+        self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
+
+    def take(self, number: int) -> Fetched:
+        """What the trainer asks for next. Raises TimeoutError where a process had no plan of it in time, and what went
+        wrong in one."""
+        if self._parcels is None:
+            raise ExecutionError("the pass is over")
+        parcel = next(self._parcels)
+        error = self._ahead.failed(number)
+        if error is not None:
+            raise error
+        if not len(parcel.data):
+            raise TimeoutError(parcel.why)
+        return Fetched(IterationSlice.decode(parcel.data.numpy().tobytes()), parcel.rows)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        parcels, self._parcels = self._parcels, None
+        if parcels is not None:  # torch waits for the last reference; the traceback of an error may hold it
+            parcels._shutdown_workers()
+
+
+def _is_before(until_s: float) -> bool:
+    return time.monotonic() < until_s
+
+
+def _as_it_is(parcel: Any) -> Any:
+    return parcel
+
+
+Supply = Fetching | Collecting

@@ -1,26 +1,28 @@
-"""What a pass over the data asks for: of each iteration the samples, and the batches that are planned."""
+"""What a pass over the data asks for: of each iteration the samples, and the batches that are planned; where it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from reprlib import Repr
 from threading import Condition
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job, encode_request
+from apportion.ir.bytes.origin import difference
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.fields import integers
+from apportion.ir.fields import integer, integers
 from apportion.ir.isa import VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
 
+STATE = 2  # version of a state
 _SHORT = Repr()
 _SHORT.maxlist = 64  # samples of a microbatch that an error names
 
@@ -59,9 +61,8 @@ class Wanted:
         lengths = np.concatenate([batch.lengths for batch in self.batches])
         ends = np.cumsum([len(samples) for samples in self.samples])
         groups = zip(self.samples, np.split(lengths, ends[:-1]), strict=True)
-        parts = (
-            f"{_SHORT.repr(own.tolist())} of {_SHORT.repr(tokens.tolist())} tokens" for own, tokens in groups
-        )
+        listed = (map(_SHORT.repr, (own.tolist(), tokens.tolist())) for own, tokens in groups)
+        parts = (f"{own} of {tokens} tokens" for own, tokens in listed)
         return f"{len(self.samples)} microbatches, samples {', '.join(parts)}"
 
     def check(self, piece: IterationSlice) -> None:
@@ -78,10 +79,9 @@ class Wanted:
                 raise self._foreign(f"microbatch {place} is of another batch {what}")
 
     def _foreign(self, how: str) -> ExecutionError:
-        return ExecutionError(
-            f"iteration {self.number}: the plan is not the one that this rank asked for: {how}; delete what the source "
-            f"keeps of the key {self.key.hex()[:16]}, and plan again"
-        )
+        what = f"iteration {self.number}: the plan is not the one that this rank asked for: {how}"
+        remedy = f"delete what the source keeps of the key {self.key.hex()[:16]}, and plan again"
+        return ExecutionError(f"{what}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -125,28 +125,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Which part of the order is this group's: every `groups`-th iteration, from number `group` on."""
-
-    group: int = 0
-    groups: int = 1
-
-    def of(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
-        """The group's iterations. In each turn all groups get equally many microbatches; a last turn in which they
-        would not is left out."""
-        turns = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
-        return [turn[self.group] for turn in turns if len({len(iteration) for iteration in turn}) == 1]
-
-
-@dataclass(frozen=True)
 class Draw:
     """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
-    least: iterations of fewer microbatches are left out. Raises ConfigError where that leaves nothing."""
+    group, groups: of the order every `groups`-th iteration, from number `group` on; in each turn all groups get equally
+    many microbatches, and a last turn in which they would not is left out. least: iterations of fewer microbatches are
+    left out. Raises ConfigError where that leaves nothing."""
 
     sampling: Sampling | None
     sampler: Iterable[Any] | None
     epoch: int
-    deal: Deal = Deal()
+    group: int = 0
+    groups: int = 1
     least: int = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,12 +146,15 @@ class Draw:
             set_epoch(self.epoch)
         return (drawn for drawn in self.sampler or () if _microbatches(drawn) >= self.least)
 
+    def share(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
+        """The group's iterations."""
+        turns = zip(*(epoch[group :: self.groups] for group in range(self.groups)), strict=False)
+        return [turn[self.group] for turn in turns if len({len(iteration) for iteration in turn}) == 1]
+
     def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
-        own = [iteration for iteration in self.deal.of(epoch) if len(iteration) >= self.least]
+        own = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
         if epoch and not own:
-            rule = (
-                f"leaves nothing of the epoch's {len(epoch)} iterations, {self.deal.groups} groups of ranks"
-            )
+            rule = f"leaves nothing of the epoch's {len(epoch)} iterations for {self.groups} groups of ranks"
             remedy = "give more samples, or fewer microbatches an iteration"
             raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
         return own
@@ -236,3 +228,31 @@ class Iterations:
             self._first = max(self._first, before)
             for number in [held for held in self._held if held < before]:
                 del self._held[number]
+
+
+class Place(NamedTuple):
+    """The microbatch that comes next: of an iteration, and that of an epoch."""
+
+    epoch: int = 0
+    iteration: int = 0
+    microbatch: int = 0
+
+    def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """What `of` reads: JSON-like data. facts: what must be the same where a pass goes on."""
+        return {"version": STATE, **self._asdict(), **facts}
+
+    @staticmethod
+    def of(state: Mapping[str, Any], facts: Mapping[str, Any]) -> Place:
+        """Where the loader was that this state is of. Raises ConfigError where it had other samples, another job or
+        another order, by the name of what differs."""
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != STATE or not all(name in state for name in Place._fields):
+            rule = "is not the state of a loader of this release"
+            raise ConfigError("state", version, rule, "give what `state_dict()` returned")
+        found = difference({name: state.get(name) for name in facts}, facts)
+        if found is not None:
+            name, saved, own = found
+            rule = f"the state was saved with another {name.removeprefix('job.')}: this loader has {own!r}"
+            remedy = "give the loader what it had then, or leave the state out and begin anew"
+            raise ConfigError(f"state.{name}", saved, rule, remedy)
+        return Place(*(integer(f"state.{name}", state[name], 0) for name in Place._fields))

@@ -8,12 +8,14 @@ Whoever plans, the loader does the same: a service, a folder of plans made befor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence, Sized
+import time
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing
 from copy import copy
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import ArrayLike
@@ -24,8 +26,8 @@ from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.iteration_slice import IterationSlice
+from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.origin import origin
-from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, flag, integer, number
 from apportion.ir.request.cluster import Cluster
@@ -33,34 +35,14 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
-from apportion.trainer.loading.agreement import Agreement
-from apportion.trainer.loading.arguments import (
-    check_kinds,
-    communicator_of,
-    device_of,
-    job_of,
-    lengths_of,
-    masks_here,
-    sampler_of,
-    shifted_of,
-)
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer.loading import arguments, fetching
+from apportion.trainer.loading.agreement import Agreement, totals
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.fetching import Ahead, Fetched, Fetching, PlanTimeoutError, Stopwatch, Waits
-from apportion.trainer.loading.groups import Groups
-from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Wanted
+from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Place, Wanted
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
-from apportion.trainer.loading.resume import Place, place_of, state_of
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
-from apportion.trainer.loading.sources import open_source
-from apportion.trainer.loading.sources.source import Source
-from apportion.trainer.loading.worker_processes import PREFETCHED, Collecting, Share
-
-
-class Sampler(Protocol):
-    """The iterations of a pass: of each a list of microbatches of sample numbers, or a flat list of sample numbers
-    (one microbatch, or a recipe that packs). The same on all ranks. May have `set_epoch(epoch)`."""
-
-    def __iter__(self) -> Iterator[Any]: ...
+from apportion.trainer.loading.sources import Source, open_source
 
 
 class PlannedLoader:
@@ -81,10 +63,12 @@ class PlannedLoader:
     `token` (by default APPORTION_TOKEN of the environment), and with https `ca`, a PEM file of certificates, where the
     system's do not do. A folder: plans that `apportion precompute` made. Or a `Source`.
 
-    sampler: see `Sampler`; by default samples fill microbatches in an order drawn from `seed` and the epoch
-    (`set_epoch`), or one after another without `shuffle`. lookahead: iterations that rank 0 submits before they are
-    needed; what a source does not know when it is needed, any rank submits. workers: torch data-loader processes that
-    fetch plans and read samples; 0 is a thread that fetches, and samples are read where they are used.
+    sampler: of each iteration of a pass a list of microbatches of sample numbers, or a flat list of sample numbers (one
+    microbatch, or a recipe that packs), the same on all ranks; may have `set_epoch(epoch)`. By default samples fill
+    microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or one after another without `shuffle`.
+    lookahead: iterations that rank 0 submits before they are needed; what a source does not know when it is needed,
+    any rank submits. workers: torch data-loader processes that fetch plans and read samples; 0 is a thread that
+    fetches, and samples are read where they are used.
 
     replicas: where several groups of ranks train together (data parallel over context parallel), a process group of
     the ranks that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of
@@ -98,8 +82,8 @@ class PlannedLoader:
 
     on_timeout: where there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each
     iteration all ranks agree on who has the plan, those that have not plan it themselves, and all compare. Until a plan
-    comes again, the next are waited for half a second at most. `fallbacks` counts such iterations, and a warning is
-    logged. waited_s: seconds spent waiting for plans. job: what plans are made for.
+    comes again, the next are waited for half a second at most. `metrics()` counts such iterations, and a warning is
+    logged. job: what plans are made for.
 
     `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
 
@@ -118,7 +102,7 @@ class PlannedLoader:
         ca: str | Path | None = None,
         lengths: ArrayLike | None = None,
         masks: Masks = None,
-        sampler: Sampler | None = None,
+        sampler: Iterable[Any] | None = None,
         microbatches: int = 1,
         recipe: str | Mapping[str, Any] | Recipe | Policy = "fcp",
         seed: int | None = None,
@@ -136,49 +120,41 @@ class PlannedLoader:
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
     ) -> None:
-        self.dataset, self._sampler = dataset, sampler_of(sampler, shuffle)
-        self.job = job_of(cluster, model, tokens_per_rank, microbatches, recipe, seed, hardware)
-        masks, lengths = masks_here(dataset, masks), lengths_of(dataset, lengths)
-        check_kinds(self.job, masks)
+        self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
+        policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
+        policy = policy if seed is None else replace(policy, seed=seed)
+        self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
+        masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
+        arguments.check_kinds(self.job, masks)
         self._asked = Asked(self.job, lengths, masks)
         self._sampling = None
         if sampler is None:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
             self._sampling = Sampling(lengths, self.job.tokens, self.job.microbatches, *order)
-        self._waits = Waits(number("timeout_s", timeout_s, above=True))
-        self._made = origin(self.job, lengths, masks, self._sampling)
-        self._source = open_source(source, token, ca, self._waits.timeout_s, self._made, self.job.digest)
-        self._communicator = communicator_of(self.job, communicator)
+        self._timeout_s = number("timeout_s", timeout_s, above=True)
+        made = origin(self.job, lengths, masks, self._sampling)
+        self._source = open_source(source, token, ca, self._timeout_s, made, self.job.digest)
+        self._communicator = arguments.communicator_of(self.job, communicator)
         self._rank = self._communicator.rank
-        self._groups = Groups.of(replicas)
+        self._replicas = arguments.replicas_of(replicas)
+        self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
+        self._facts = {**made, "groups": self._dealt[1]}  # of a state
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
-        self._form = Form(shifted_of(shifted), multiple)
+        self._form = Form(arguments.shifted_of(shifted), multiple)
         plans = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
         self._agreement = Agreement(self._communicator, plans)
         self._workers = integer("workers", workers, 0)
-        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), device_of(device)
-        self._lookahead = max(integer("lookahead", lookahead), PREFETCHED * self._workers + 1)
+        self._engine, self._device = choice("engine", engine, ("auto", *ENGINES)), arguments.device_of(device)
+        self._lookahead = max(integer("lookahead", lookahead), fetching.PREFETCHED * self._workers + 1)
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
 
-    @property
-    def fallbacks(self) -> int:
-        """Iterations that some rank planned itself."""
-        return self._agreement.fallbacks
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting for plans."""
-        return self._meters.waited_s
-
     def metrics(self) -> dict[str, Any]:
-        """Since the loader was made: iterations, tokens of all ranks and how many a second, seconds waited for plans
-        and those, not among them, in which loops were compiled, fallbacks, bytes that all ranks send in a layer of
-        each kind, forward and backward, and of the last iteration the imbalance of compute and tokens (busiest rank
-        over the mean, less 1)."""
-        return {**self._meters.told(), "fallbacks": self.fallbacks}
+        """Since the loader was made: iterations, tokens of all ranks and how many a second (within passes), waited_s:
+        seconds spent waiting for plans, and fallbacks: iterations that some rank planned itself."""
+        return {**self._meters.told(), "fallbacks": self._agreement.fallbacks}
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
         """Another order, for the next passes over the loader. The next one begins with iteration `start`; by default
@@ -190,16 +166,12 @@ class PlannedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch is, and what must be the same for it to come next: JSON-like data, equal on all ranks
         of the group."""
-        return state_of(self._place, self._facts)
+        return self._place.state(self._facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
         where the dataset, the job or the order is another one, by name of what differs."""
-        self._begin = self._place = place_of(state, self._facts)
-
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        return {**self._made, "groups": self._groups.deal.groups}
+        self._begin = self._place = Place.of(state, self._facts)
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
@@ -215,130 +187,119 @@ class PlannedLoader:
         self._meters.begin()
         self._check_place()
         iterations = Iterations(self._asked, self._draw(), begin.iteration)
-        with Ahead(copy(self._source), iterations) as ahead, ExitStack() as stack:
+        with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
-            stack.callback(self._left)
-            self._begin = begin.at(0)
+            self._begin = Place(begin.epoch)
             while (found := self._next(iterations, ahead.own, supply)) is not None:
                 wanted, fetched = found
                 for batch in self._batches(wanted, fetched):
-                    if (batch.iteration, batch.microbatch) >= (begin.iteration, begin.microbatch):
-                        self._place = begin.after(batch.iteration, batch.microbatch, batch.is_last)
+                    if (batch.iteration, batch.microbatch) >= begin[1:]:
+                        next_one = wanted.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
+                        self._place = Place(begin.epoch, *next_one)
                         yield batch
+                        self._meters.end(batch.batch.tokens)
                 iterations.forget(wanted.number + 1)
                 ahead.reach(wanted.number + 1)
         self._communicator.all_gather([], "the end of a pass")
-        self._groups.totals((self._place.epoch, -1, 0), 0, 0.0)
-
-    def _left(self) -> None:
-        """The pass is left, or over."""
-        if not self._place.microbatch:
-            self._meters.end()
+        totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
 
     def _draw(self) -> Draw:
-        return Draw(self._sampling, self._sampler, self._begin.epoch, self._groups.deal, self._least)
+        return Draw(self._sampling, self._sampler, self._begin.epoch, *self._dealt, self._least)
 
     # ---- a pass
 
-    def _supply(self, stack: ExitStack, ahead: Ahead, iterations: Iterations) -> Fetching | Collecting:
+    def _supply(self, stack: ExitStack, ahead: fetching.Ahead, iterations: Iterations) -> fetching.Supply:
         """What the plans of a pass are taken from, until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
         if submits:
             ahead.run(ahead.submit, self._lookahead)
         if self._workers:
             pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
-            share = Share(*pieces, self._form, self._waits)
-            return stack.enter_context(closing(Collecting(share, self._workers, ahead)))
+            share = fetching.Share(*pieces, self._form, self._timeout_s)
+            return stack.enter_context(closing(fetching.Collecting(share, self._workers, ahead)))
         if not submits:  # its source is told what comes, too
             ahead.run(lambda wanted: None, self._lookahead)
-        return Fetching(ahead, iterations, self._waits, self._rank, self._ready)
+        return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)
 
     def _check_place(self) -> None:
         """A collective. Raises ExecutionError where ranks begin different passes."""
         self._passes += 1
-        place = [self._passes, self._begin.epoch, self._begin.iteration, self._begin.microbatch]
+        place = [self._passes, *self._begin]
         rows = self._communicator.all_gather(place, "passes")
         if any(row != place for row in rows):
             told = by_value({rank: str(row) for rank, row in enumerate(rows)})
-            raise ExecutionError(
-                f"ranks begin different passes (pass, epoch, first iteration, microbatch): {told}"
-            )
+            what = "passes (pass, epoch, first iteration, microbatch)"
+            raise ExecutionError(f"ranks begin different {what}: {told}")
 
     def _next(
-        self, iterations: Iterations, number: int, supply: Fetching | Collecting
-    ) -> tuple[Wanted, Fetched] | None:
+        self, iterations: Iterations, number: int, supply: fetching.Supply
+    ) -> tuple[Wanted, fetching.Fetched] | None:
         """An iteration and its plan, None behind the last; what ends this rank ends the other ranks and groups, too."""
-        wanted, failed = None, None
+        wanted: Wanted | Exception | None
         try:
             wanted = iterations.at(number)
         except Exception as error:
-            failed = error
-        if wanted is None and failed is None:
+            wanted = error
+        if wanted is None:
             return None
-        waited = Stopwatch(lambda: supply.compiled_s)
+        begun_s = time.monotonic()
 
-        def take() -> Fetched:
-            if failed is not None:
-                raise failed
+        def take() -> fetching.Fetched:
+            if isinstance(wanted, Exception):
+                raise wanted
             return supply.take(number)
 
         try:
             fetched = self._agreement.take(number, take, partial(self._planned_here, wanted))
         except Exception as error:
             if isinstance(error, TimeoutError):
-                error = PlanTimeoutError(number, self._rank, self._waits.timeout_s, str(error))
-            self._groups.totals((self._place.epoch, number, 0), 0, 0.0, error)  # raises it
+                what = (
+                    f"iteration {number}, rank {self._rank}: no plan within {self._timeout_s:g} s ({error})"
+                )
+                remedy = "give it more time, or the service more workers or look-ahead"
+                error = fetching.PlanTimeoutError(f"{what}; {remedy}")
+            totals(self._replicas, (self._place.epoch, number, 0), 0, 0.0, error)  # raises it
         finally:
-            self._meters.waited_s += waited.seconds
-            self._meters.compiled_s += waited.compiled_s
-        assert wanted is not None
+            self._meters.waited_s += time.monotonic() - begun_s
+        assert isinstance(wanted, Wanted)
         return wanted, fetched
 
-    def _planned_here(self, wanted: Wanted | None) -> Fetched:
+    def _planned_here(self, wanted: Wanted | Exception) -> fetching.Fetched:
         from apportion.planner.iteration.jobs import plan_job
 
-        assert wanted is not None
-        return Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
+        assert isinstance(wanted, Wanted)
+        return fetching.Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
-    def _ready(self, piece: IterationSlice) -> Fetched:
-        """For the thread that fetches: programs are loaded on the device before the trainer asks for them."""
-        return Fetched(piece, None, self._handles(piece))
+    def _ready(self, piece: IterationSlice) -> fetching.Fetched:
+        """With handles: programs are loaded on the device, by the thread that fetches before the trainer asks."""
+        handles = []
+        for one in piece.slices:
+            rows = int(one.layout(one.header.home_layout).rows_per_rank[0])
+            handle = PlanHandle(one, self._communicator, self._engine, self._form.padded(rows) - rows)
+            handles.append(handle.prepare(self._device))
+        return fetching.Fetched(piece, None, tuple(handles))
 
-    def _handles(self, piece: IterationSlice) -> tuple[PlanHandle, ...]:
-        return tuple(self._handle(one).prepare(self._device) for one in piece.slices)
-
-    def _handle(self, piece: Slice) -> PlanHandle:
-        rows = int(piece.layout(piece.header.home_layout).rows_per_rank[0])
-        return PlanHandle(piece, self._communicator, self._engine, self._form.padded(rows) - rows)
-
-    def _batches(self, wanted: Wanted, fetched: Fetched) -> Iterator[PlannedBatch]:
-        handles = fetched.handles or self._handles(fetched.piece)
+    def _batches(self, wanted: Wanted, fetched: fetching.Fetched) -> Iterator[PlannedBatch]:
+        handles = fetched.handles or self._ready(fetched.piece).handles or ()
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
+        shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
+        shared |= {"valid_tokens": valid, "total_weight": weight}
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             yield PlannedBatch(
-                tokens=own.tokens,
+                **{name: value for name, value in own._asdict().items() if name != "shared"},
+                **shared,
                 position_ids=pad(handle.position_ids, (0, handle.padding)),
-                labels=own.labels,
                 handle=handle,
-                iteration=wanted.number,
                 microbatch=place,
                 is_last=place == len(handles) - 1,
-                valid_tokens=valid,
-                total_weight=weight,
-                fields=own.fields,
-                sample_ids=own.sample_ids,
-                local_to_sample=own.local_to_sample,
                 samples=samples,
                 batch=batch,
-                _replicas=self._groups.replicas,
             )
 
-    def _read(self, wanted: Wanted, fetched: Fetched) -> tuple[Rows, ...] | Exception:
+    def _read(self, wanted: Wanted, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or why there are none: the other ranks are told before it is raised."""
         try:
-            if fetched.wrong is not None:
-                fetched.wrong.reraise()  # type: ignore[no-untyped-call]
             return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
         except Exception as error:
             return error
@@ -351,7 +312,7 @@ class PlannedLoader:
         other fields, samples or tokens, or groups are not in step."""
         own = NOTHING
         if not isinstance(rows, Exception):
-            own = Facts.of(handles, rows, wanted.samples, self._device)
+            own = Facts.of(rows, wanted.samples)
         try:
             told = agree(handles, own.numbers(), partial(_holding, wanted, handles))
             ranks = [Facts.read(numbers) for numbers in told]
@@ -360,10 +321,10 @@ class PlannedLoader:
             ranks, error = [], unequal
         valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
         place = self._place.epoch, wanted.number, len(handles)
-        totals = self._groups.totals(place, valid, weight, error)
+        found = totals(self._replicas, place, valid, weight, error)
         assert not isinstance(rows, Exception)
-        self._meters.add(ranks, timed=not self._place.microbatch)
-        return rows, *totals
+        self._meters.iterations += 1
+        return rows, *found
 
     def _apart(
         self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
@@ -380,24 +341,21 @@ class PlannedLoader:
         if failed:
             errors = by_value({rank: told[rank] for rank in failed})
             return ExecutionError(f"iteration {number}: ranks {failed} have no rows: {errors}")
-        return ExecutionError(
-            f"iteration {number}: samples have different fields: {by_value(dict(enumerate(told)))}. Give all samples "
-            "the same, of one dtype and width"
-        )
+        what, remedy = by_value(dict(enumerate(told))), "Give all samples the same, of one dtype and width"
+        return ExecutionError(f"iteration {number}: samples have different fields: {what}. {remedy}")
 
     def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
         """Equal lengths make equal plans, whichever samples have them."""
         if len({one.drawn for one in ranks}) > 1:
             told = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
+            remedy = "Give all ranks the same seed, or samplers of one order"
             return ExecutionError(
-                f"iteration {wanted.number}: ranks draw different samples: {told}. Give all ranks the same seed, or "
-                "samplers of one order"
+                f"iteration {wanted.number}: ranks draw different samples: {told}. {remedy}"
             )
         if (found := apart(ranks)) is not None:
-            return ExecutionError(
-                f"iteration {wanted.number}: ranks hold parts of sample {found[0]}, whose tokens differ: "
-                f"{by_value(found[1])}. Give all ranks the same dataset, whole and in one order"
-            )
+            what = f"ranks hold parts of sample {found[0]}, whose tokens differ: {by_value(found[1])}"
+            remedy = "Give all ranks the same dataset, whole and in one order"
+            return ExecutionError(f"iteration {wanted.number}: {what}. {remedy}")
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a loader counts, and tells when it is asked."""
+"""What a loader counts, and tells when it is asked; what ranks tell each other of an iteration."""
 
 from __future__ import annotations
 
@@ -10,53 +10,42 @@ from zlib import crc32
 
 import numpy as np
 
-from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.arrays import Ints
-from apportion.ir.plan.totals import pairs
 from apportion.trainer.loading.rows import Rows
 
 
 class Facts(NamedTuple):
-    """What ranks tell each other of an iteration, all microbatches together: labels and their weight, tokens, pairs of
-    (query, key) over heads that a layer of each kind computes forward, bytes that it sends; checksums of the names,
-    dtypes and widths of the samples' fields, and of the numbers of all samples; `Rows.shared`."""
+    """What ranks tell each other of an iteration, all microbatches together: labels and their weight; checksums of the
+    names, dtypes and widths of the samples' fields, and of the numbers of all samples; `Rows.shared`."""
 
     valid: int
     weight: float
-    tokens: int
-    pairs: float
-    bytes: int
     form: int
     drawn: int = 0
     shared: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def of(
-        handles: Sequence[PlanHandle], rows: Sequence[Rows], samples: Sequence[Ints], device: Any
-    ) -> Facts:
+    def of(rows: Sequence[Rows], samples: Sequence[Ints]) -> Facts:
         """This rank's. samples: of each microbatch, as they were drawn."""
-        return Facts(
-            sum(one.valid for one in rows),
-            sum(one.weight for one in rows),
-            sum(handle.rows for handle in handles),
-            sum(_pairs(handle) for handle in handles),
-            sum(handle.sent_bytes(device) for handle in handles),
-            crc32("; ".join(one.form for one in rows).encode()),
-            crc32(str([own.tolist() for own in samples]).encode()),
-            tuple(pair for one in rows for pair in one.shared),
-        )
+        valid, weight = sum(one.valid for one in rows), sum(one.weight for one in rows)
+        form = crc32("; ".join(one.form for one in rows).encode())
+        drawn = crc32(str([own.tolist() for own in samples]).encode())
+        return Facts(valid, weight, form, drawn, tuple(pair for one in rows for pair in one.shared))
 
     def numbers(self) -> list[int]:
-        """As int64, which is what ranks can exchange."""
-        own = [as_bits(value) if isinstance(value, float) else value for value in self[:-1]]
-        return [*own, *(number for pair in self.shared for number in pair)]
+        """As int64, which is what ranks can exchange: bits of float64, which hold whole numbers below 2^53."""
+        return as_bits([*self[:-1], *(number for pair in self.shared for number in pair)])
 
     @staticmethod
     def read(numbers: Sequence[int]) -> Facts:
         """The inverse of `numbers`."""
-        valid, weight, tokens, work, sent, form, drawn, *rest = numbers
-        shared = tuple(zip(rest[::2], rest[1::2], strict=True))
-        return Facts(valid, as_float(weight), tokens, as_float(work), sent, form, drawn, shared)
+        valid, weight, form, drawn, *rest = as_floats(numbers)
+        shared = tuple(zip(map(int, rest[::2]), map(int, rest[1::2]), strict=True))
+        return Facts(int(valid), weight, int(form), int(drawn), shared)
+
+
+#: of a rank that could not read its samples
+NOTHING = Facts(-1, 0.0, 0)
 
 
 def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
@@ -68,76 +57,38 @@ def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
     return next((item for item in found.items() if len({*item[1].values()}) > 1), None)
 
 
-#: of a rank that could not read its samples
-NOTHING = Facts(-1, 0.0, 0, 0.0, 0, 0)
-
-
 @dataclass
 class Meters:
-    """Counts of this process since it began. An imbalance is the busiest rank's share over the mean, less 1."""
+    """Counts of this process since it began. tokens: of all ranks, in microbatches that the trainer is done with."""
 
-    waited_s: float = 0.0
-    compiled_s: float = 0.0
     iterations: int = 0
     tokens: int = 0
-    sent_bytes: int = 0
-    imbalance: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "tokens": 0.0})
-    _ended: tuple[int, float] = (0, 0.0)  # tokens of iterations that ended, and the seconds of these
-    _now: tuple[int, float] | None = None  # tokens of the one that runs, and since when
+    waited_s: float = 0.0
+    _spent_s: float = 0.0  # on these microbatches, and waiting for them
+    _since_s: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """A pass: what a pass before it left unended is not timed."""
-        self._now = None
+        """A pass."""
+        self._since_s = time.monotonic()
 
-    def end(self) -> None:
-        """Of the iteration that runs, if one does: the trainer is done with its last batch."""
-        if self._now is not None:
-            (tokens, spent_s), (own, since_s) = self._ended, self._now
-            self._ended, self._now = (tokens + own, spent_s + time.monotonic() - since_s), None
-
-    def add(self, ranks: Sequence[Facts], timed: bool) -> None:
-        """One iteration, of all ranks. timed: whether all of its microbatches will be given out."""
-        self.end()
-        tokens = sum(one.tokens for one in ranks)
-        self._now = (tokens, time.monotonic()) if timed else None
-        self.iterations += 1
+    def end(self, tokens: int) -> None:
+        """Of a microbatch."""
+        now_s = time.monotonic()
         self.tokens += tokens
-        self.sent_bytes += sum(one.bytes for one in ranks)
-        self.imbalance = {
-            "compute": _imbalance([one.pairs for one in ranks]),
-            "tokens": _imbalance([one.tokens for one in ranks]),
-        }
+        self._spent_s, self._since_s = self._spent_s + now_s - self._since_s, now_s
 
     def told(self) -> dict[str, Any]:
-        """tokens_per_s: of all ranks, over iterations that ended, each from its first batch to the next one's; what
-        lies between passes is not counted."""
-        tokens, spent_s = self._ended
-        return {
-            "iterations": self.iterations,
-            "tokens": self.tokens,
-            "tokens_per_s": tokens / spent_s if spent_s else 0.0,
-            "waited_s": self.waited_s,
-            "compiled_s": self.compiled_s,
-            "sent_bytes_per_layer": self.sent_bytes // max(self.iterations, 1),
-            "imbalance": dict(self.imbalance),
-        }
+        """tokens_per_s: within passes."""
+        rate = self.tokens / self._spent_s if self._spent_s else 0.0
+        counts = {"iterations": self.iterations, "tokens": self.tokens}
+        return {**counts, "tokens_per_s": rate, "waited_s": self.waited_s}
 
 
-def _pairs(handle: PlanHandle) -> float:
-    header, programs = handle.slice.header, handle.slice.programs
-    return sum(float(pairs(programs[kind, "forward"], header)[0]) for kind in header.kinds)
+def as_bits(values: Sequence[float]) -> list[int]:
+    """float64 as int64."""
+    return [int(bits) for bits in np.array(values, np.float64).view(np.int64)]
 
 
-def _imbalance(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return max(values) / mean - 1.0 if mean else 0.0
-
-
-def as_bits(value: float) -> int:
-    """A float64 as an int64."""
-    return int(np.float64(value).view(np.int64))
-
-
-def as_float(bits: int) -> float:
+def as_floats(bits: Sequence[int]) -> list[float]:
     """The inverse of `as_bits`."""
-    return float(np.int64(bits).view(np.float64))
+    return [float(value) for value in np.array(bits, np.int64).view(np.float64)]

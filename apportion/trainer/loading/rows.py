@@ -6,9 +6,8 @@ Labels are shifted before sharding: the label of a rank's last row may be a toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
@@ -23,11 +22,11 @@ from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.request.batch import Batch
 from apportion.trainer.loading.iterations import Wanted
-from apportion.trainer.step.loss import IGNORED
+from apportion.trainer.step.microbatch import IGNORED, WEIGHTS
 
 Sample = ArrayLike | Tensor | Mapping[str, Any]
 
-TOKENS, LABELS, WEIGHTS = "input_ids", "labels", "loss_weights"
+TOKENS, LABELS = "input_ids", "labels"
 SHIFTED = (LABELS, WEIGHTS)
 NOWHERE = -1  # sample, and place in it, of padding
 _COMPARED = 16  # samples that ranks share, of a microbatch
@@ -35,44 +34,25 @@ _COMPARED = 16  # samples that ranks share, of a microbatch
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 #: fields that say nothing where every entry is this
 _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
-_PACKED = ("position_ids", "seq_lengths", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-_DOCUMENTS = ("segment_ids", "segment_id", "document_ids", "document_id", "doc_ids", "sequence_ids")
-_PADDING = ("padding_mask", "pad_mask", "key_padding_mask")
-#: names that other packages have for what is called otherwise here
-_LEARNT = (
-    "completion_masks",
-    "assistant_mask",
-    "assistant_tokens_mask",
-    "loss_masks",
-    "label_mask",
-    "labels_mask",
-)
-_WEIGHTS = ("weight", "weights", "loss_weight")
 _BY_MASK = "the mask of the plan says it: samples come without padding and without positions of their own"
-#: fields that would change the result and that no batch brings to the model: (rule, remedy)
-_REFUSED = {
-    "attention_mask": (_BY_MASK, "cut padding off, and give the loader `masks`"),
-    **dict.fromkeys(_PACKED, (_BY_MASK, "give the loader ap.Samples(dataset), which makes documents of it")),
-    "token_type_ids": ("no layer would be given it", "leave it out where the model can do without"),
-    **dict.fromkeys(_DOCUMENTS, (_BY_MASK, "give the loader `masks`, such as documents([lengths])")),
-    **dict.fromkeys(_PADDING, (_BY_MASK, "cut padding off, and give the loader `masks`")),
-    **dict.fromkeys(
-        _LEARNT, ("a mask of this name would not be applied", "name it loss_mask, 1 where is learnt")
-    ),
-    **dict.fromkeys(
-        _WEIGHTS, ("weights of this name would not be applied", f"name them {WEIGHTS}, or as you like")
-    ),
-    **dict.fromkeys(
-        ("shift_labels", "label_ids", "label", "target", "targets", "target_ids"),
-        ("labels of this name would be ignored", "name them labels, beside the tokens that they are"),
-    ),
-    "prompt_mask": ("is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
-    "inputs_embeds": ("rows are looked up by token id", "leave it out"),
-    "pixel_values": (
-        "images belong to no token",
-        "give rows of embeddings in a loop of your own, as `image`",
-    ),
-}
+_DOCUMENTS = "give the loader `masks`, such as documents([lengths])"
+_PACKED = "give the loader ap.Samples(dataset), which makes documents of it"
+_NOT_APPLIED = "of this name would not be applied"
+#: fields that would change the result and that no batch brings to the model, or that other packages call otherwise
+_RULES = (
+    ("attention_mask padding_mask pad_mask key_padding_mask", _BY_MASK, "cut padding off, and give `masks`"),
+    ("position_ids seq_lengths cu_seqlens cu_seq_lens_q cu_seq_lens_k seq_idx", _BY_MASK, _PACKED),
+    ("segment_ids segment_id document_ids document_id doc_ids sequence_ids", _BY_MASK, _DOCUMENTS),
+    ("token_type_ids", "no layer would be given it", "leave it out where the model can do without"),
+    ("completion_masks assistant_mask assistant_tokens_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask"),
+    ("loss_masks label_mask labels_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask, 1 where is learnt"),
+    ("weight weights loss_weight", f"weights {_NOT_APPLIED}", f"name them {WEIGHTS}, or as you like"),
+    ("shift_labels label_ids label target targets target_ids", f"labels {_NOT_APPLIED}", "name them labels"),
+    ("prompt_mask", "is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
+    ("inputs_embeds", "rows are looked up by token id", "leave it out"),
+    ("pixel_values", "images belong to no token", "give embeddings in a loop of your own, as `image`"),
+)
+_REFUSED = {name: (rule, remedy) for names, rule, remedy in _RULES for name in names.split()}
 
 
 class Dataset(Protocol):
@@ -142,15 +122,41 @@ def local_rows(
     _check_batch(spans, batch)
     held = _ReadSequences(read, batch)
     numbers = np.arange(len(batch.lengths)) if samples is None else np.asarray(samples)
-    made = _Made(form.padded(int(spans["length"].sum())), held, form.shifted)
+    parts = list[Rows]()
     columns = (spans[name].tolist() for name in ("row", "token", "length", "sequence"))
-    for row, token, length, sequence in zip(*columns, strict=True):
+    for _, token, length, sequence in sorted(zip(*columns, strict=True)):
         start = int(batch.starts[sequence])
         targets = batch.labels(token, token + length)
         targets = np.where(targets >= 0, targets - start, NOWHERE)
-        made.fill(slice(row, row + length), held.of(sequence), token - start, targets)
-        made.ids[row : row + length] = int(numbers[sequence])
-    return made.rows._replace(shared=_shared(spans, batch, held, numbers))
+        parts.append(_part(held.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted))
+    none = _part(held.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
+    return _joined([none, *parts], form)._replace(shared=_shared(spans, batch, held, numbers))
+
+
+def _part(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
+    """Rows of the sample's tokens from `first` on, which predict its tokens `targets`, -1: none."""
+    count, target = len(targets), torch.from_numpy(targets)
+    fields = {
+        name: _taken(own, target, 0) if name in shifted else own[first : first + count]
+        for name, own in sample.fields.items()
+    }
+    labels, ids = _taken(sample.labels, target, IGNORED), torch.full((count,), number)
+    return Rows(sample.tokens[first : first + count], labels, ids, torch.arange(first, first + count), fields)
+
+
+def _joined(parts: Sequence[Rows], form: Form) -> Rows:
+    """One behind another, and padding behind them."""
+    rows = sum(len(part.tokens) for part in parts)
+    padding = form.padded(rows) - rows
+
+    def column(own: Iterable[Tensor], fill: int) -> Tensor:
+        held = torch.cat([*own])
+        return torch.cat((held, held.new_full((padding, *held.shape[1:]), fill)))
+
+    columns = zip(*(part[:4] for part in parts), strict=True)
+    tokens, labels, ids, places = map(column, columns, (0, IGNORED, NOWHERE, NOWHERE))
+    fields = {name: column((part.fields[name] for part in parts), 0) for name in parts[0].fields}
+    return Rows(tokens, labels, ids, places, fields)
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
@@ -158,7 +164,11 @@ def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form)
     where the plan is of other batches."""
     wanted.check(piece)
     for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
-        yield local_rows(own, batch, partial(_read, dataset, samples), samples, form)
+
+        def read(sequence: int, samples: Ints = samples) -> Sample:
+            return dataset[int(samples[sequence])]
+
+        yield local_rows(own, batch, read, samples, form)
 
 
 def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tuple[tuple[int, int], ...]:
@@ -174,11 +184,6 @@ class _Sample:
     labels: Tensor  # the tokens where it has none of its own
     fields: dict[str, Tensor]
 
-    @property
-    def form(self) -> str:
-        """Names, dtypes and widths of the fields."""
-        return _form(self.fields)
-
 
 @dataclass
 class _ReadSequences:
@@ -192,9 +197,9 @@ class _ReadSequences:
         if sequence not in self._samples:
             sample = _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
             first = next(iter(self._samples.values()), sample)
-            if sample.form != first.form:
+            if (form := _form(sample.fields)) != (other := _form(first.fields)):
                 raise ExecutionError(
-                    f"sequence {sequence} has the fields {sample.form}, another one of its microbatch {first.form}: "
+                    f"sequence {sequence} has the fields {form}, another one of its microbatch {other}: "
                     "give all samples the same, of one dtype and width"
                 )
             self._samples[sequence] = sample
@@ -203,37 +208,6 @@ class _ReadSequences:
     def any(self) -> _Sample:
         """One of them: what fields there are."""
         return next(iter(self._samples.values())) if self._samples else self.of(0)
-
-
-class _Made:
-    """The rows of a microbatch, as they are filled. Fields are made as the first sample has them."""
-
-    def __init__(self, rows: int, held: _ReadSequences, shifted: Collection[str]) -> None:
-        self._held, self._shifted = held, shifted
-        self.tokens = torch.zeros(rows, dtype=torch.int64)
-        self.labels = torch.full((rows,), IGNORED)
-        self.ids, self.places = torch.full((rows,), NOWHERE), torch.full((rows,), NOWHERE)
-        self._fields: dict[str, Tensor] | None = None
-
-    def fill(self, here: slice, sample: _Sample, first: int, targets: Ints) -> None:
-        """Rows `here` are the sample's tokens from `first` on, which predict its tokens `targets`, -1: none."""
-        stop, target = first + len(targets), torch.from_numpy(targets)
-        self.tokens[here] = sample.tokens[first:stop]
-        self.labels[here] = _taken(sample.labels, target, IGNORED)
-        self.places[here] = torch.arange(first, stop)
-        for name, made in self._made(sample).items():
-            own = sample.fields[name]
-            made[here] = _taken(own, target, 0) if name in self._shifted else own[first:stop]
-
-    def _made(self, sample: _Sample) -> dict[str, Tensor]:
-        if self._fields is None:
-            rows = len(self.tokens)
-            self._fields = {name: own.new_zeros(rows, *own.shape[1:]) for name, own in sample.fields.items()}
-        return self._fields
-
-    @property
-    def rows(self) -> Rows:
-        return Rows(self.tokens, self.labels, self.ids, self.places, self._made(self._held.any()))
 
 
 def _form(fields: Mapping[str, Tensor]) -> str:
@@ -255,13 +229,8 @@ def _check_batch(spans: Any, batch: Batch) -> None:
     own = np.where(known, sequence, 0)
     ends = token + spans["length"]
     if not (known & (token >= batch.starts[own]) & (ends <= batch.starts[own + 1])).all():
-        raise ExecutionError(
-            f"the plan is not of this batch of {len(batch.lengths)} sequences: the run was begun with other samples"
-        )
-
-
-def _read(dataset: Dataset, samples: Ints, sequence: int) -> Sample:
-    return dataset[int(samples[sequence])]
+        of = f"the plan is not of this batch of {len(batch.lengths)} sequences"
+        raise ExecutionError(f"{of}: the run was begun with other samples")
 
 
 def _sample(given: Sample, length: int, sequence: int) -> _Sample:
@@ -294,9 +263,8 @@ def _check_place(where: str, tokens: Tensor, labels: Tensor) -> None:
     there = labels[:-1] != IGNORED
     if int(there.sum()) > 3 and ahead[there].all() and not own[there].all():
         rule = "are those of the next token already, and would be shifted once more"
-        raise ConfigError(
-            f"{where}: {LABELS}", "shifted", rule, "give each label beside the token that it is"
-        )
+        remedy = "give each label beside the token that it is"
+        raise ConfigError(f"{where}: {LABELS}", "shifted", rule, remedy)
 
 
 def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
@@ -319,17 +287,17 @@ def _ones(name: str, given: Any, length: int) -> Tensor:
 
 def _whole(name: str, given: Any) -> Tensor:
     """int64. Raises ConfigError for anything but whole numbers."""
-    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    found = _tensor(given)
     if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        rule = "must be whole numbers"
-        raise ConfigError(
-            name, type(given).__name__ if found is None else found.dtype, rule, "give token ids"
-        )
+        kind = type(given).__name__ if found is None else found.dtype
+        raise ConfigError(name, kind, "must be whole numbers", "give token ids")
     return found.long()
 
 
-def _array(given: Any) -> Tensor | None:
-    """None for what is no array of numbers."""
+def _tensor(given: Any) -> Tensor | None:
+    """On the CPU; None for what is no array of numbers."""
+    if isinstance(given, Tensor):
+        return given.detach().cpu()
     try:
         array = np.array(given)
         return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
@@ -338,7 +306,7 @@ def _array(given: Any) -> Tensor | None:
 
 
 def _field(name: str, given: Any, length: int) -> Tensor:
-    found = given.detach().cpu() if isinstance(given, Tensor) else _array(given)
+    found = _tensor(given)
     if found is None or found.dim() == 0 or len(found) != length:
         shape = type(given).__name__ if found is None else f"shape {tuple(found.shape)}"
         rule = f"must have an entry for each of the {length} tokens"

@@ -11,21 +11,25 @@ TRITON_INTERPRET=1 the CPU takes the GPU's place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from apportion.backends.torch.engines import ENGINES
-from apportion.backends.torch.profile.device import device_name
+from apportion.backends.torch.engines import ENGINES, Engine
+from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.backends.torch.stage import device_obstacle
 from apportion.backends.torch.transport import Transport
-from apportion.ir.arrays import Floats
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError
@@ -34,20 +38,108 @@ from apportion.ir.plan.tables import Header
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
-from apportion.trainer.measure.selftest import process_group
-from apportion.trainer.measure.timing import (
-    Meter,
-    RankTensors,
-    T,
-    Took,
-    best,
-    counted,
-    on_gpu,
-    on_host,
-    planned,
-    prepared,
-)
-from apportion.trainer.step.attention import Communicator, PlanHandle
+from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
+
+#: work -> (its result, what was seen)
+Meter = Callable[[Callable[[], Any]], tuple[Any, Any]]
+#: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> out [T, Hq, Dv]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Took(NamedTuple):
+    """Milliseconds until a call returned, and until its device was done."""
+
+    host: float
+    device: float
+
+
+class Counts(NamedTuple):
+    """What a rank is told to do in a call: kernels; batches and all-to-alls; messages in either direction."""
+
+    launches: int
+    rounds: int
+    messages: int
+
+
+def on_host(work: Callable[[], Any]) -> tuple[Any, Took]:
+    """Where the host is the device too."""
+    start = time.perf_counter()
+    result = work()
+    took = (time.perf_counter() - start) * 1e3
+    return result, Took(took, took)
+
+
+def on_gpu(work: Callable[[], Any]) -> tuple[Any, Took]:
+    """On the current GPU and stream, which are idle before and after."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    result, took = on_host(work)
+    end.record()
+    torch.cuda.synchronize()
+    return result, Took(took.host, begin.elapsed_time(end))
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """q, k, v and dO of a rank."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    do: Tensor
+
+    @staticmethod
+    def of(header: Header, rows: int, device: torch.device, drawn: bool) -> RankTensors:
+        """drawn: normal numbers; otherwise uninitialised."""
+        make = partial(torch.randn if drawn else torch.empty, device=device, dtype=DTYPES[header.dtype])
+        q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
+        k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)
+        v = make(rows, header.kv_heads, header.v_head_dim, requires_grad=True)
+        return RankTensors((q, k, v), make(rows, header.q_heads, header.v_head_dim))
+
+
+def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
+    """What is seen of each phase."""
+    out, forward = meter(lambda: attention(*rows.qkv))
+    _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
+    return {"forward": forward, "backward": backward}
+
+
+def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, Took]:
+    """The least of each phase, after a call to warm up."""
+    metered(attention, rows, clock)
+    runs = [metered(attention, rows, clock) for _ in range(repeats)]
+    return {phase: Took(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
+
+
+def planned(handle: PlanHandle) -> Attention:
+    """Attention under a plan of one attention kind."""
+    return lambda q, k, v: planned_attention(q, k, v, handle)
+
+
+def prepared(
+    piece: Slice, transport: Transport, engine: str | Engine, device: torch.device
+) -> tuple[PlanHandle, dict[str, float]]:
+    """A handle, and the milliseconds that the work lists and tables of each phase took, when all is imported."""
+    (kind,) = piece.header.kinds
+    for _ in range(2):
+        handle = PlanHandle(piece, transport, engine)
+        took = {phase: on_host(partial(handle.loaded, kind, phase, device))[1].host for phase in PHASES}
+    return handle, took
+
+
+def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
+    """What the stage engine does for a rank. Rounds and messages are those of every engine."""
+    recorder = RecordingDevice(piece.rank, piece.ranks)
+    handle = PlanHandle(piece, recorder, recorder.engine)
+
+    def count(work: Callable[[], Any]) -> tuple[Any, Counts]:
+        recorder.reset()
+        return work(), Counts(recorder.launches.total(), recorder.rounds, recorder.posts)
+
+    return metered(planned(handle), RankTensors.of(piece.header, handle.rows, device, drawn=False), count)
+
+
+# ---- plans
 
 #: products as wide as QK, and as wide as V, of each pair and query head; backward computes the scores anew
 PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "backward": (3, 2)})
@@ -75,22 +167,12 @@ class AttentionRow:
 
     def record(self) -> dict[str, Any]:
         """Plain data, four digits after the point."""
-        return {
-            name: round(value, 4) if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
+        values = asdict(self).items()
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in values}
 
 
-class Timed(NamedTuple):
-    """What a row has of an engine."""
-
-    host_ms: float | None = None
-    prepare_ms: float | None = None
-    ms: float | None = None
-    exposed_ms: float | None = None
-
-
-NOT_TIMED: Mapping[str, Timed] = MappingProxyType(dict.fromkeys(PHASES, Timed()))
+#: phase -> what a row has of an engine, by the names of fields
+Times = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -99,14 +181,10 @@ class Bench:
 
     device: torch.device
     communicator: Transport
-    clock: Meter[Took]
+    clock: Meter
     engines: tuple[str, ...]
     repeats: int
     skip: Callable[[str], object]
-
-    @property
-    def device_name(self) -> str:
-        return device_name(self.device)
 
     def measure(self, plan: Plan, hardware: Hardware | None = None) -> list[AttentionRow]:
         """A row for each engine and phase of a plan of one attention kind; all ranks of the job call it.
@@ -118,14 +196,12 @@ class Bench:
             rule = "the stage kernels compute in float16, bfloat16 and float32"
             raise ConfigError("model.dtype", "fp64", rule, "write bf16")
         if Op.PROJECT in plan.programs[kind, "forward"]["instructions"]["op"]:
-            self.skip(
-                f"{recipe}: its plans project hidden states themselves, and q, k and v are measured here"
-            )
+            self.skip(f"{recipe}: its plans project hidden states themselves, here q, k and v are measured")
             return []
         found = facts(plan, hardware, self.device)
         timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
         return [
-            rated(replace(row, engine=name, **timed[name][phase]._asdict()), plan)
+            rated(replace(row, engine=name, **timed[name].get(phase, {})), plan)
             for name in self.engines
             for phase, row in found.items()
         ]
@@ -135,53 +211,39 @@ class Bench:
         """Whether kernels are executed."""
         return self.device.type == "cuda" or device_obstacle(self.device) is None
 
-    def _is_real(self, header: Header) -> bool:
-        return self._computes and header.ranks == self.communicator.ranks
-
-    def _timed(self, plan: Plan, rank: int, engine: str) -> Mapping[str, Timed]:
-        """By phase."""
-        why = self._why_not(plan.header, engine)
+    def _timed(self, plan: Plan, rank: int, engine: str) -> Times:
+        why = None if engine == "stage" else "it computes on the CPU: its calls have no own host time"
+        if self._computes:
+            why = ENGINES[engine].obstacle(plan.header, self.device)
         if why is not None:
             self.skip(f"{engine}: {why}")
-            return NOT_TIMED
-        if self._is_real(plan.header):
+            return {}
+        if self._computes and plan.header.ranks == self.communicator.ranks:
             return self._real(plan, rank, engine)
         return self._recorded(plan.for_rank(rank), engine)
 
-    def _why_not(self, header: Header, engine: str) -> str | None:
-        if self._computes:
-            return ENGINES[engine].obstacle(header, self.device)
-        return (
-            None if engine == "stage" else "it computes on the CPU: its calls have no host time of their own"
-        )
-
     # --- recorded
 
-    def _recorded(self, piece: Slice, name: str) -> Mapping[str, Timed]:
-        self._say_recorded(piece.header)
+    def _recorded(self, piece: Slice, name: str) -> Times:
+        why = "ms, tflops, exposed_ms: there is no GPU, a rank's host alone is measured"
+        if self._computes:
+            here = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
+            why = f"{here} are not: a host time and none of the device"
+        self.skip(why)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine
         handle, prepare_ms = prepared(piece, recorder, engine, self.device)
         took = self._best(handle, self.clock)
-        return {phase: Timed(took[phase].host, prepare_ms[phase]) for phase in PHASES}
+        return {phase: {"host_ms": took[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
-    def _say_recorded(self, header: Header) -> None:
-        if not self._computes:
-            self.skip("ms, tflops, exposed_ms: there is no GPU, a rank's host alone is measured")
-            return
-        self.skip(
-            f"{header.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages are "
-            "not: a host time and none of the device"
-        )
-
-    def _best(self, handle: PlanHandle, clock: Meter[Took]) -> dict[str, Took]:
+    def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, Took]:
         header = handle.slice.header
         rows = RankTensors.of(header, handle.rows, self.device, self._computes)
         return best(planned(handle), rows, clock, self.repeats)
 
     # --- real
 
-    def _real(self, plan: Plan, busiest: int, engine: str) -> Mapping[str, Timed]:
+    def _real(self, plan: Plan, busiest: int, engine: str) -> Times:
         """The busiest rank's host, and the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
@@ -191,22 +253,19 @@ class Bench:
         if ranks > 1:
             alone = self._best(PlanHandle(piece, RecordingDevice(rank, ranks), engine), self.clock)
         mine = [[*whole[phase], prepare_ms[phase], alone[phase].device] for phase in PHASES]
-        times = self._gathered(mine)
-        host, _, prepare, _ = times[busiest].T.tolist()
-        _, ms, _, without = times.max(axis=0).T.tolist()
-        exposed = [a - b if ranks > 1 else None for a, b in zip(ms, without, strict=True)]
-        return dict(zip(PHASES, map(Timed, host, prepare, ms, exposed), strict=True))
+        nanoseconds = np.rint(np.array(mine) * 1e6).astype(np.int64)
+        gathered = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
+        times = np.array(gathered).reshape(-1, *nanoseconds.shape) / 1e6
+        found = {}
+        for phase, own, most in zip(PHASES, times[busiest].tolist(), times.max(axis=0).tolist(), strict=True):
+            exposed = most[1] - most[3] if ranks > 1 else None
+            found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
+        return found
 
-    def _together(self, work: Callable[[], T]) -> tuple[T, Took]:
+    def _together(self, work: Callable[[], Any]) -> tuple[Any, Took]:
         """All ranks of the job begin at once."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)
-
-    def _gathered(self, times: Sequence[Sequence[float]]) -> Floats:
-        """[ranks, ...] of every rank, to the nanosecond."""
-        nanoseconds = np.rint(np.array(times) * 1e6).astype(np.int64)
-        rows = self.communicator.all_gather(nanoseconds.ravel().tolist(), "durations")
-        return np.array(rows).reshape(-1, *nanoseconds.shape) / 1e6
 
 
 def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[str, AttentionRow]:
@@ -215,13 +274,11 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
     by_rank = np.stack([np.diff(plan.programs[kind, phase]["instructions"].ptr) for phase in PHASES])
     rank = int(by_rank.sum(axis=0).argmax())
     counts, simulated = counted(plan.for_rank(rank), device), simulate(plan, hardware)
-    return {
-        phase: AttentionRow(
-            plan.request.policy.recipe.name, ranks, rank, phase, "stage", int(count), *counts[phase],
-            simulated.runs[kind, phase].makespan_us / 1e3,
-        )
-        for phase, count in zip(PHASES, by_rank[:, rank], strict=True)
-    }  # fmt: skip
+    recipe, rows = plan.request.policy.recipe.name, {}
+    for phase, count in zip(PHASES, by_rank[:, rank].tolist(), strict=True):
+        ms = simulated.runs[kind, phase].makespan_us / 1e3
+        rows[phase] = AttentionRow(recipe, ranks, rank, phase, "stage", count, *counts[phase], ms)
+    return rows
 
 
 def rated(row: AttentionRow, plan: Plan) -> AttentionRow:
@@ -235,6 +292,24 @@ def flops(plan: Plan, phase: str) -> int:
     """Of all ranks: a product and its sum count as two."""
     (kind,), model, (qk, v) = plan.header.kinds, plan.request.model, PRODUCTS[phase]
     return 2 * plan.request.batch.area(kind) * model.q_heads * (qk * model.head_dim + v * model.value_dim)
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The ranks that torchrun started, on this rank's device; a single process without it."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        yield device
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+        dist.barrier()  # no rank hangs up on another one's last collective
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from apportion.backends.torch.profile.device import Effort, Progress, profile
 from apportion.backends.torch.profile.links import profile_links, with_links
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.trainer.measure.selftest import process_group
+from apportion.trainer.measure.bench import process_group
 from apportion.trainer.step.attention import Communicator
 
 

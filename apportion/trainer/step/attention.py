@@ -10,8 +10,7 @@ out = planned_attention_block(hidden, position_ids, handle, project, params)  th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,96 +18,33 @@ from torch.compiler import is_compiling
 
 from apportion.backends.torch.autograd import attend, attend_block
 from apportion.backends.torch.executor import Projection
-from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.handle import PlanHandle as PlanHandle
 from apportion.backends.torch.kernels.attention import Score
-from apportion.backends.torch.kernels.checks import check_kernels
+from apportion.backends.torch.kernels.checks import check_kernels as check_kernels
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.remap import find_move, remapped
-from apportion.backends.torch.transport import Communicator
+from apportion.backends.torch.transport import Communicator as Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
-
-__all__ = [
-    "Communicator",
-    "PlanHandle",
-    "check_kernels",
-    "planned_attention",
-    "planned_attention_block",
-    "planned_remap",
-]
 
 _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
 
-# name in the attention functions people know -> what it would take
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "dropout_p": _DROPOUT,
-        "dropout": _DROPOUT,
-        "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
-        "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
-        "attn_mask": _IN_PLAN,
-        "attention_mask": _IN_PLAN,
-        "block_mask": _IN_PLAN,
-        "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
-        "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
-    }
-)
-
-# name in the attention functions people know -> what it is called here
-_RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
-        "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
-        "softmax_scale": "write scale=",
-        "sm_scale": "write scale=",
-        "logits_soft_cap": "write softcap=",
-        "logit_cap": "write softcap=",
-        "s_aux": "write sinks=",
-        "softmax_offset": "write sinks=",
-    }
-)
-_THERE_ARE = "kind, scale (or scaling), softcap, sinks, return_lse, window, causal and layer"
-
-
-@overload
-def planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: PlanHandle,
-    kind: str | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    window: int | None = None,
-    causal: bool | None = None,
-    scaling: float | None = None,
-    layer: str | int | None = None,
-    **refused: Any,
-) -> Tensor: ...
-
-
-@overload
-def planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    handle: PlanHandle,
-    kind: str | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    return_lse: Literal[True],
-    window: int | None = None,
-    causal: bool | None = None,
-    scaling: float | None = None,
-    layer: str | int | None = None,
-    **refused: Any,
-) -> tuple[Tensor, Tensor]: ...
+# name in the attention functions people know -> what to do instead
+_ELSEWHERE = {
+    **dict.fromkeys(("dropout_p", "dropout"), _DROPOUT),
+    **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), _IN_PLAN),
+    "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
+    "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
+    "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
+    "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
+    "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
+    "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
+    **dict.fromkeys(("scaling", "softmax_scale", "sm_scale"), "write scale="),
+    **dict.fromkeys(("logits_soft_cap", "logit_cap"), "write softcap="),
+    **dict.fromkeys(("s_aux", "softmax_offset"), "write sinks="),
+}
+_THERE_ARE = "kind, scale, softcap, sinks, return_lse, window, causal and layer"
 
 
 def planned_attention(
@@ -124,16 +60,15 @@ def planned_attention(
     return_lse: bool = False,
     window: int | None = None,
     causal: bool | None = None,
-    scaling: float | None = None,
     layer: str | int | None = None,
     **refused: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Attention of the whole microbatch for this rank's query rows; every rank calls it in the same way, also one
     without tokens.
 
     q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
     batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
-    by default; scaling is another name of it. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
+    by default. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
     row's softmax sum.
     window and causal say what the layer's own mask is, and are held against what the plan has for the kind: window is
     how many tokens a row sees up to itself (images apart, which see each other whole), -1 where there is no limit;
@@ -164,7 +99,7 @@ def planned_attention(
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
     if not (is_compiling() or wiring.watch.settled) and q.requires_grad:
         wiring.watch.reach(q)
-    score = score_of(q.shape[-1], _one_scale(scale, scaling), softcap)
+    score = score_of(q.shape[-1], scale, softcap)
     named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
     out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
     out = out.unsqueeze(0) if batched else out
@@ -198,7 +133,8 @@ def planned_attention_block(
     if not handle.projects(name):
         heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
         q, k, v = project(hidden, position_ids, *heads)
-        return planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+        found: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+        return found
     score = score_of(header.head_dim, scale, softcap)
     out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
     return out
@@ -222,14 +158,12 @@ def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        if name in _RENAMED and value is not None:
-            raise ConfigError(name, value, "has another name here", _RENAMED[name])
-        if name not in _REFUSED and name not in _RENAMED:
-            raise TypeError(
-                f"planned_attention() got an unexpected keyword argument {name!r}; there are {_THERE_ARE}"
-            )
-        if name in _REFUSED and not (value is None or (isinstance(value, (bool, int, float)) and not value)):
-            raise ConfigError(name, value, _REFUSED[name], "leave it out")
+        if name not in _ELSEWHERE:
+            unknown = f"planned_attention() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{unknown}; there are {_THERE_ARE}")
+        nothing = value is None or value is False or (name in ("dropout_p", "dropout") and not value)
+        if not nothing:
+            raise ConfigError(name, value, "is no argument here", _ELSEWHERE[name])
 
 
 def _check_arguments(handle: object, window: object) -> None:
@@ -237,24 +171,12 @@ def _check_arguments(handle: object, window: object) -> None:
         rule = "planned attention runs under a plan"
         raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer)):
-        raise ConfigError(
-            "window", window, "must be an integer", "write how many tokens a row sees up to itself"
-        )
-
-
-def _one_scale(scale: float | None, scaling: float | None) -> float | None:
-    if scale is None or scaling is None:
-        return scaling if scale is None else scale
-    if scale != scaling:
-        raise ConfigError(
-            "scaling", scaling, f"is another name of scale, which is {scale}", "give one of the two"
-        )
-    return scale
+        remedy = "write how many tokens a row sees up to itself"
+        raise ConfigError("window", window, "must be an integer", remedy)
 
 
 def _without_batch(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() != 4 or tensor.shape[0] != 1:
-        raise ExecutionError(
-            f"{name} has shape {tuple(tensor.shape)}: a batch dimension must be 1, sequences lie end to end"
-        )
+        rule = "a batch dimension must be 1, sequences lie end to end"
+        raise ExecutionError(f"{name} has shape {tuple(tensor.shape)}: {rule}")
     return tensor[0]

@@ -62,9 +62,8 @@ def _sum_shards(modules: list[FSDPModule]) -> None:
 
 def _add_up(model: nn.Module, group: Any) -> None:
     """A parameter without a gradient on all ranks keeps none."""
-    params = [
-        one for one in model.parameters() if one.requires_grad and not getattr(one, "rank_local", False)
-    ]
+    trained = (one for one in model.parameters() if one.requires_grad)
+    params = [one for one in trained if not getattr(one, "rank_local", False)]
     if not params:
         return
     _refuse_sums(model, params, group)

@@ -121,12 +121,8 @@ def ping_pong_attention(
 def _piece(layer: PingPongLayer, handles: tuple[PlanHandle, PlanHandle]) -> backend.Piece:
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
-        raise ConfigError(
-            "pre",
-            layer.pre,
-            "the plan of a half projects a few heads at a time, which `pre` cannot",
-            "give `project` instead, as to planned_attention_block",
-        )
+        rule = "the plan of a half projects a few heads at a time, which `pre` cannot"
+        raise ConfigError("pre", layer.pre, rule, "give `project` instead, as to planned_attention_block")
     score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
     return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)
 
@@ -143,20 +139,15 @@ def _pre(layer: PingPongLayer, header: Header) -> Pre:
 def _kind(handles: tuple[PlanHandle, PlanHandle], name: str | None) -> str:
     first, second = (handle.kind(name) for handle in handles)
     if first != second:
-        raise ConfigError(
-            "kind",
-            name,
-            f"is {first!r} of one half and {second!r} of the other",
-            "plan both with the same kinds",
-        )
+        rule = f"is {first!r} of one half and {second!r} of the other"
+        raise ConfigError("kind", name, rule, "plan both with the same kinds")
     return first
 
 
 def _same_ranks(a: PlanHandle, b: PlanHandle) -> tuple[PlanHandle, PlanHandle]:
     places = [(handle.communicator.rank, handle.communicator.ranks) for handle in (a, b)]
     if places[0] != places[1]:
-        raise ExecutionError(
-            f"one half's handle is of rank {places[0][0]} of {places[0][1]}, the other's of rank {places[1][0]} of "
-            f"{places[1][1]}: both halves run on the same ranks"
-        )
+        one, other = (f"rank {rank} of {ranks}" for rank, ranks in places)
+        rule = "both halves run on the same ranks"
+        raise ExecutionError(f"one half's handle is of {one}, the other's of {other}: {rule}")
     return a, b

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,19 +16,12 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: str) ->
     """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] in token order -> out [T, Hq, Dv]; rows without keys are 0.
 
     Builds the dense mask of one sequence at a time: for demonstrations and self-tests."""
-    starts, parts = batch.starts.tolist(), []
-    for begin, end in pairwise(starts):
-        allowed = torch.from_numpy(_allowed(batch, kind, begin, end)).to(q.device)
+    bands, parts = batch.bands(kind), []
+    for begin, end in pairwise(batch.starts.tolist()):
+        own = algebra.shift(bands[(bands[:, 0] >= begin) & (bands[:, 1] <= end)], -begin, -begin)
+        allowed = torch.from_numpy(algebra.dense(own, end - begin, end - begin)).to(q.device)
         parts.append(_attend(q[begin:end], k[begin:end], v[begin:end], allowed))
     return torch.cat(parts)
-
-
-def _allowed(
-    batch: Batch, kind: str, begin: int, end: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    bands = batch.bands(kind)
-    own = bands[(bands[:, 0] >= begin) & (bands[:, 1] <= end)]
-    return algebra.dense(algebra.shift(own, -begin, -begin), end - begin, end - begin)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

@@ -6,54 +6,54 @@ PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of mod
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.trainer.step.reductions import Reduction, reduction_of
+from apportion.trainer.step.microbatch import Microbatch
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
 SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
 
 
-class Watched(Protocol):
-    """What losses ask of a loader's batch (`PlannedBatch`)."""
+class Reduction(NamedTuple):
+    """What reduces gradients, over how many ranks, to sums or to averages."""
 
-    @property
-    def tokens(self) -> Tensor: ...
+    name: str
+    ranks: int
+    sums: bool
 
-    @property
-    def labels(self) -> Tensor: ...
 
-    @property
-    def handle(self) -> PlanHandle: ...
-
-    @property
-    def iteration(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-    @property
-    def is_last(self) -> bool: ...
-
-    @property
-    def valid_tokens(self) -> int: ...
-
-    @property
-    def _replicas(self) -> Transport | None: ...
-
-    def check_loss(self, divisor: float, weighted: bool) -> None: ...
+def reduction_of(wrapper: DistributedDataParallel | None, params: set[int]) -> Reduction | None:
+    """DDP's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
+    communication hooks but torch's own, which average, and for other factors than those of an average and a sum."""
+    if wrapper is not None:
+        own = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
+        ranks = dist.get_world_size(wrapper.process_group)
+        return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if own else None
+    found = None
+    states: Any = (state() for state in [*_module_state_mapping.values()] if params)
+    for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
+        forms = "_unsharded_param", "sharded_param"
+        held = [vars(one).get(name) for one in group.fsdp_params for name in forms]
+        if params & {*map(id, held)} and group.gradient_divide_factor in (None, 1):
+            found = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
+            if not found.sums:
+                return found
+    return found
 
 
 class Watch:
@@ -67,7 +67,7 @@ class Watch:
         self.batches = WeakSet[Any]()
         self.models, self.summed = WeakSet[Any](), WeakSet[Any]()
         self.settled = False  # an optimizer's first step was found to be right
-        self.behind: Watched | None = None  # the loss that was computed last is of
+        self.behind: Microbatch | None = None  # the loss that was computed last is of
         self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
         self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
         self._given: list[PlanHandle] = []
@@ -80,14 +80,13 @@ class Watch:
         self._scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-    def add(self, batch: Watched) -> None:
+    def add(self, batch: Microbatch) -> None:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
         self.batches.add(batch)
-        self._transports = [
-            one for one in (batch.handle.communicator, batch._replicas) if one is not None and one.ranks > 1
-        ]
+        transports = batch.handle.communicator, batch._replicas
+        self._transports = [one for one in transports if one is not None and one.ranks > 1]
 
     def expect(self, handle: PlanHandle) -> None:
         """The handle is about to be given to a model."""
@@ -102,14 +101,11 @@ class Watch:
 
     def reach(self, query: Tensor) -> None:
         """Marks parameters behind queries of planned attention, up to the first that is known."""
-        for _ in self._graph(query, self._owners):
-            pass
+        deque(self.graph(query, self._owners), 0)
 
-    def graph(self, loss: Tensor) -> Iterator[Any]:
-        """The nodes of a loss' graph, up to the first parameter that is known from another one."""
-        return self._graph(loss, self._scanned)
-
-    def _graph(self, root: Tensor, known: Any) -> Iterator[Any]:
+    def graph(self, root: Tensor, known: Any = None) -> Iterator[Any]:
+        """The nodes of its graph, up to the first parameter that is known, by default from another loss."""
+        known = self._scanned if known is None else known
         pending, seen = [root.grad_fn], set[Any]()
         while pending:
             node = pending.pop()
@@ -135,10 +131,9 @@ class Watch:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Raises ExecutionError."""
         if self is watch and not self._seen() and self._given:
-            raise ExecutionError(
-                "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer; "
-                "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
-            )
+            what = "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer"
+            hf = "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
+            raise ExecutionError(f"{what}; {hf}")
         self._check_models(_parameters(optimizer))
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -146,9 +141,8 @@ class Watch:
         if self is not watch:  # of an earlier loop in this process
             return
         params = _parameters(optimizer)
-        if (
-            self._last is not None and self._last.calls and not self.accounted
-        ):  # a loss that nothing here has seen
+        # a loss that nothing here has seen
+        if self._last is not None and self._last.calls and not self.accounted:
             reduction = reduction_of(self._last.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
                 raise averaged(reduction)
@@ -167,11 +161,9 @@ class Watch:
     def _check_place(self) -> None:
         """Raises ExecutionError where the loss was not the last of an iteration."""
         if self.behind is not None and not self.behind.is_last:
-            raise ExecutionError(
-                f"an optimizer stepped behind microbatch {self.behind.microbatch} of iteration "
-                f"{self.behind.iteration}, which has more, and losses are shares of the mean of all: step where "
-                "batch.is_last"
-            )
+            place = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
+            rule = "which has more, and losses are shares of the mean of all: step where batch.is_last"
+            raise ExecutionError(f"an optimizer stepped behind {place}, {rule}")
 
     def _check_models(self, params: list[Tensor]) -> None:
         """Raises ExecutionError for an enabled model that trains without plans, while plans are given out."""
@@ -180,10 +172,9 @@ class Watch:
             ran = model.base_model._ran
             if ran and held & {*map(id, model.parameters())}:
                 if ran == {False} and self._unused:
-                    raise ExecutionError(
-                        f"{type(model).__name__} ran without a plan, while batches were given out: what wraps it must "
-                        "hand the argument 'apportion' of hf.inputs(batch) on, with the others"
-                    )
+                    what = f"{type(model).__name__} ran without a plan, while batches were given out"
+                    remedy = "what wraps it must hand the argument 'apportion' of hf.inputs(batch) on"
+                    raise ExecutionError(f"{what}: {remedy}, with the others")
                 ran.clear()
         self._unused = False
 
@@ -201,9 +192,7 @@ class Watch:
             bits = [torch.tensor(row, dtype=torch.int64).view(torch.float64) for row in rows]
             if len({len(row) for row in bits}) > 1:
                 counts = [len(row) for row in bits]
-                raise ExecutionError(
-                    f"optimizers step on other numbers of parameters on other ranks: {counts}"
-                )
+                raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
             apart = ~torch.isclose(bits[0], torch.stack(bits), rtol=_CLOSE, atol=0, equal_nan=True).all(0)
             if apart.any():
                 first = int(apart.nonzero()[0])
@@ -240,10 +229,3 @@ def averaged(reduction: Reduction) -> ConfigError:
     name, ranks, _ = reduction
     rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
     return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
-
-
-def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:
-    """Raises ExecutionError where fewer layers than these have run attention under the handle since it had `before`
-    calls."""
-    if (calls := handle.calls - before) < layers:
-        raise ExecutionError(f"attention used the plan {calls} times in {layers} layers or more: {remedy}")
