@@ -317,19 +317,18 @@ class Drafts:
         return apart(zip(row0, row1, strict=True))
 
     def finish(self, step: Step) -> Iterator[Draft]:
+        """Rows of sums; then, for layers with learned sinks, rows that arrived as results."""
 
         def of_rows(left: Callable[[int, int], list[tuple[int, int]]]) -> _Left:
             return lambda own: left(own.row, own.row + own.rows)
 
-        kernels: tuple[tuple[str, list[Slot], _Left], ...] = (
-            ("finish", [(Name.O, True, 0), (Name.O, True, 1)], of_rows(self._complete["o"].gaps)),
-            ("sink", [(Name.O, True, 1)], of_rows(result_ranges(self._programs, Name.O))),
-        )
-        for kernel, slots, left in kernels:
-            made = spots(step, self._program.operands, ROWS, left)
-            if len(made.tiles):
-                tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
-                yield Draft(kernel, len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
+        lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
+        sums, results = self._complete["o"].gaps, result_ranges(self._programs, Name.O)
+        for o, left in (((Name.O, True, 0), sums), (result, results)):
+            made = spots(step, self._program.operands, ROWS, of_rows(left))
+            tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
+            slots = [o, lse, result]
+            yield Draft("finish", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
 
     def results(self, rows: int) -> Iterator[Draft]:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
