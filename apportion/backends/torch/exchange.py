@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.transport import Transport
@@ -51,6 +52,7 @@ class _Exchanged(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: Exchange = ctx.exchange
         take, into = exchange.on(grad.device)
