@@ -28,9 +28,9 @@ from apportion.backends.torch.stage.rowlists import (
     message_parts,
     move,
     moved,
+    owners_meet,
     spots,
 )
-from apportion.backends.torch.stage.tiles import shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.arrays import Ints
@@ -100,7 +100,7 @@ class Drafts:
         self._end = 0
         self._parts = OperandPlaces(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
-        self._columns, self._programs = Columns(columns, program.header), columns
+        self._columns, self._programs = Columns(program), columns
         self._complete, self._statistics = complete, statistics
         self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
@@ -379,13 +379,7 @@ def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
     )
     if {(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read}:
         return True
-    columns = list(dict.fromkeys(one.heads for one in written))
-    at = np.array([columns.index(one.heads) for one in written])
-    shelf = shelves(np.zeros_like(at), at, [heads or (0,) for heads in columns])
-    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
-    start = np.array([one.row for one in written])
-    stop = start + np.array([one.rows for one in written])
-    return bool(waves(np.zeros_like(at), slot, start, stop, np.arange(len(at))).any())
+    return owners_meet(written, np.arange(len(written)))
 
 
 #: what drafts the launches of an op; an op without is the machine's own, and has its operands' views

@@ -18,7 +18,7 @@ from apportion.backends.torch.stage.attention import (
     TILE,
     _beside,
     _load,
-    _scaled,
+    _merge,
     _statistics,
     merge_weights,
 )
@@ -164,27 +164,13 @@ def merge(
         whole = _mixed(whole, keep[:, None], rows, take[:, None], EB)
     tl.debug_barrier()  # every thread has read what one of them overwrites
     tl.store(lse_at, lse, mask=live)
-    _put(o_at, live[:, None], whole, E, EA, EB)
+    _merge(o_at, o_at, live[:, None], 0.0, 1.0, 1, whole, E, EA, EB)
 
 
 @triton.jit
 def _mixed(a, of_a, b, of_b, B: tl.constexpr):
     """Parts of a and b, weighted."""
     return (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b) if B else (a[0] * of_a + b[0] * of_b,)
-
-
-@triton.jit
-def _put_part(at, live, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    columns = FIRST + tl.arange(0, SIZE)[None, :]
-    tl.store(at + columns, rows.to(at.dtype.element_ty), mask=live & (columns < WIDTH))
-
-
-@triton.jit
-def _put(at, live, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Stores the parts of rows, in the dtype that is there."""
-    _put_part(at, live, rows[0], 0, A, WIDTH)
-    if B:
-        _put_part(at, live, rows[1], A, B, WIDTH)
 
 
 @triton.jit(do_not_specialize=(*SIZES, "first_share", *OF_LAYER))
@@ -244,4 +230,5 @@ def finish(
         merged, keep, _ = merge_weights(tl.load(lse + at, mask=live, other=NEG_INF), sink)
         tl.debug_barrier()  # every thread has read what one of them overwrites
         tl.store(lse + at, merged, mask=live)
-    _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
+    to = out + (at * E)[:, None]
+    _merge(to, to, live[:, None], 0.0, keep[:, None], 1, rows, E, EA, EB)
