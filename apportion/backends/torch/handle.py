@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import Program, Segments, compile_program
-from apportion.backends.torch.calls import by_value
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.transport import Communicator, Transport
+from apportion.backends.torch.transport import Communicator, Transport, different_plans
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
@@ -239,10 +238,7 @@ def agree(
     rows = transport.all_gather(own, "plans")
     if any(row[1:told] != own[1:told] for row in rows):
         mine = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
-        held = by_value(dict(enumerate(transport.gather_texts(mine, "what ranks hold"))))
-        raise ExecutionError(
-            f"ranks hold different plans: {held}. Give every rank its slice of the same plan"
-        )
+        raise different_plans(transport.gather_texts(mine, "what ranks hold"))
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from apportion.backends.torch.calls import by_value, shown
-from apportion.backends.torch.transport import Communicator, require_one_plan
+from apportion.backends.torch.transport import Communicator, different_plans
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
@@ -76,8 +76,9 @@ class Agreement:
         states = [row[0] for row in rows]
         if FAILED in states:
             self._raise(number, held, states)
-        if MISSING not in states:
-            require_one_plan([bytes(row[1:]) for row in rows])
+        ids = [bytes(row[1:]).hex() for row in rows]
+        if MISSING not in states and len(set(ids)) > 1:
+            raise different_plans([f"plan {plan_id[:12]}" for plan_id in ids])
         return states
 
     def _raise(self, number: int, held: Held, states: Sequence[int]) -> NoReturn:

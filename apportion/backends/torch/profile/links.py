@@ -171,14 +171,10 @@ class _LinkJob:
     def _peers(self, same: bool) -> list[int]:
         rank, nodes = self.comm.rank, self.nodes
         place = [sum(nodes[other] == nodes[of] for other in range(of)) for of in range(self.comm.ranks)]
-        if same:
-            return [
-                other for other in range(self.comm.ranks) if other != rank and nodes[other] == nodes[rank]
-            ]
         return [
             other
             for other in range(self.comm.ranks)
-            if nodes[other] != nodes[rank] and place[other] == place[rank]
+            if (nodes[other] == nodes[rank], place[other] == place[rank]) == (same, not same)
         ]
 
     def _share(self, peers: Sequence[int], size: int) -> int:

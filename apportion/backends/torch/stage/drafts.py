@@ -19,7 +19,6 @@ from apportion.backends.torch.stage.in_place import InPlace
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
-    OperandPlaces,
     Panel,
     Part,
     Slot,
@@ -29,6 +28,7 @@ from apportion.backends.torch.stage.rowlists import (
     move,
     moved,
     owners_meet,
+    parts_of,
     spots,
 )
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants
@@ -98,7 +98,6 @@ class Drafts:
         self.slots: list[Slot] = []
         self.shares = 0
         self._end = 0
-        self._parts = OperandPlaces(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(program), columns
         self._complete, self._statistics = complete, statistics
@@ -132,19 +131,9 @@ class Drafts:
     # --- attention
 
     def attend(self, step: Step) -> Iterator[Draft]:
-        yield from self._attention(
-            "attend",
-            step,
-            [
-                *self._ends(Name.Q),
-                *self._kv(),
-                *self._ends(Name.O),
-                *self._ends(Name.O, 1),
-                (Name.NONE, True, 0),
-                *_WIRE,
-            ],
-            (Name.Q, Name.KV, Name.O),
-        )
+        slots = [*self._ends(Name.Q), *self._kv(), *self._ends(Name.O), *self._ends(Name.O, 1)]
+        slots += [(Name.NONE, True, 0), *_WIRE]
+        yield from self._attention("attend", step, slots, (Name.Q, Name.KV, Name.O))
 
     def attend_grad(self, step: Step) -> Iterator[Draft]:
         above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
@@ -187,20 +176,26 @@ class Drafts:
 
     # --- rows
 
+    def _places(self, operand: Operand) -> list[Part]:
+        """Each part's place, and bytes of a column."""
+        found = []
+        for number, array in enumerate(self._arenas.arrays(operand.tensor, operand.space)):
+            slot = (operand.tensor, operand.is_home, number)
+            found += parts_of(slot, operand.row * array.row_bytes, operand.listed, array)
+        return found
+
     def copy(self, step: Step) -> Iterator[Draft]:
+        """One launch, unless a row of the step reads or writes what another one writes."""
         operands = self._program.operands
-        found = [
-            list(
-                moved(self._parts.of(operands[row.a]), self._parts.of(operands[row.c]), operands[row.c].rows)
-            )
-            for row in step.rowops
-        ]
-        yield from self._in_turn(step, found)
+        pairs = [(operands[row.a], operands[row.c]) for row in step.rowops]
+        found = [list(moved(self._places(a), self._places(c), c.rows)) for a, c in pairs]
+        for panels in found if _overlap(pairs) else [[panel for one in found for panel in one]]:
+            yield from self._move(panels)
 
     def clear(self, step: Step) -> Iterator[Draft]:
         operands = [self._program.operands[row.c] for row in step.rowops]
         yield from self._move(
-            [p for one in operands for p in cleared(self._parts.of(one), one.rows, one.tensor)]
+            [p for one in operands for p in cleared(self._places(one), one.rows, one.tensor)]
         )
 
     def launch(self, step: Step) -> Iterator[Draft]:
@@ -223,7 +218,7 @@ class Drafts:
                     some = replace(operand, row=row, rows=stop - row)
                     there = message_parts(message, tile, operand, arrays, row - operand.row)
                     given = message.results and operand.is_home
-                    yield there, self._result(some) if given else self._parts.of(some), some.rows
+                    yield there, self._result(some) if given else self._places(some), some.rows
 
     def deliver(self, step: Step) -> Iterator[Draft]:
         operands = self._program.operands
@@ -233,26 +228,18 @@ class Drafts:
             for row, stop in self.in_place.rest(rowop.a, source):
                 some = replace(source, row=row, rows=stop - row)
                 there = replace(target, row=target.row + row - source.row, rows=stop - row)
-                panels += moved(self._parts.of(some), self._result(there), some.rows)
+                panels += moved(self._places(some), self._result(there), some.rows)
         yield from self._move(panels)
 
     def _result(self, operand: Operand) -> list[Part]:
         """The parts of home rows of a sum as the caller gets them."""
         like, first = _RESULT[operand.tensor]
-        given = self._parts.of(replace(operand, tensor=like))
+        given = self._places(replace(operand, tensor=like))
         found = [
             (place._replace(slot=(Name.NONE, True, first + i)), width)
             for i, (place, width) in enumerate(given)
         ]
-        return found + self._parts.of(operand)[1:] if operand.tensor == Name.O else found
-
-    def _in_turn(self, step: Step, found: list[list[Panel]]) -> Iterator[Draft]:
-        """One launch, unless a row of the step reads or writes what another one writes."""
-        if _overlap(step, self._program.operands):
-            for panels in found:
-                yield from self._move(panels)
-        else:
-            yield from self._move([panel for panels in found for panel in panels])
+        return found + self._places(operand)[1:] if operand.tensor == Name.O else found
 
     def _move(self, found: list[Panel]) -> Iterator[Draft]:
         if not found:
@@ -338,7 +325,7 @@ class Drafts:
         for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
             for row, stop in self._complete[column].gaps(0, rows):
                 whole = Operand(0, tensor, Space.HOME, row, stop - row, *self._all(tensor))
-                found += moved(self._parts.of(whole), self._result(whole), stop - row)
+                found += moved(self._places(whole), self._result(whole), stop - row)
         yield from self._move(found)
 
     def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
@@ -371,15 +358,10 @@ _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
 
 
-def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
+def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
     """Whether a row of a copy may meet rows that another one writes: rare, so it need not be exact."""
-    written, read = (
-        [operands[index] for index in side]
-        for side in zip(*((row.c, row.a) for row in step.rowops), strict=True)
-    )
-    if {(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read}:
-        return True
-    return owners_meet(written, np.arange(len(written)))
+    read, written = ({(one.tensor, one.is_home) for one in side} for side in zip(*pairs, strict=True))
+    return bool(read & written) or owners_meet([one for _, one in pairs], np.arange(len(pairs)))
 
 
 #: what drafts the launches of an op; an op without is the machine's own, and has its operands' views

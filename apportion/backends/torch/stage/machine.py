@@ -39,7 +39,7 @@ class StageMachine(TorchMachine):
         loaded.table.join()
         super().__init__(loaded, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0
-        self._constants = loaded.plain if layer.score.softcap is None else loaded.capped
+        self._constants = loaded.constants[layer.score.softcap is not None]
         self._arrays = [self._array(slot) for slot in loaded.slots]
         self._addresses = [array.data_ptr() for array in self._arrays]
 

@@ -79,13 +79,10 @@ class StageLoaded(Loaded):
         return any(op not in STEPS for op in self.program.ops)
 
     @cached_property
-    def plain(self) -> Mapping[str, Mapping[str, Any]]:
-        """The compile-time arguments of the attention kernels, without a softcap."""
-        return {kernel: self.variant.constants(kernel, False) for kernel in self.variant.shapes}
-
-    @cached_property
-    def capped(self) -> Mapping[str, Mapping[str, Any]]:
-        return {kernel: self.variant.constants(kernel, True) for kernel in self.variant.shapes}
+    def constants(self) -> Mapping[bool, Mapping[str, Mapping[str, Any]]]:
+        """The compile-time arguments of the attention kernels, without and with a softcap."""
+        shapes, made = self.variant.shapes, self.variant.constants
+        return {capped: {kernel: made(kernel, capped) for kernel in shapes} for capped in (False, True)}
 
 
 def load(

@@ -88,22 +88,8 @@ def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY)
         yield Panel(*ends, rows, width, how)
 
 
-class OperandPlaces:
-    """The parts of operands as places. `arrays` gives the arrays of a tensor, work or home."""
-
-    def __init__(self, arrays: Callable[[Operand], Sequence[Array]]) -> None:
-        self._arrays = arrays
-
-    def of(self, operand: Operand) -> list[Part]:
-        """Each part's place, and bytes of a column."""
-        found = []
-        for number, array in enumerate(self._arrays(operand)):
-            slot = (operand.tensor, operand.is_home, number)
-            found += _parts(slot, operand.row * array.row_bytes, operand.listed, array)
-        return found
-
-
-def _parts(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
+def parts_of(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
+    """The parts of an array's rows from byte `at` on."""
     size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
     found = []
     for width in array.parts:
@@ -121,7 +107,7 @@ def message_parts(
     return [
         part
         for at, array in arrays
-        for part in _parts(None, start + at + row * array.row_bytes, columns, array)
+        for part in parts_of(None, start + at + row * array.row_bytes, columns, array)
     ]
 
 
