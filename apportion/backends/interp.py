@@ -231,7 +231,10 @@ def compile_program(program: ProgramSet, header: Header) -> Program:
 
     lists: Mapping[str, tuple[Row, ...]] = {
         "transfers": tuple(Transfer(bool(send), peer, i) for send, peer, i in _rows(program, "transfers")),
-        "tasks": tuple(_task(r, kv_of) for r in _rows(program, "tasks")),
+        "tasks": tuple(
+            Task(q, kv, o, dmin, dmax, bool(first), kv_of(q, kv))
+            for q, kv, o, dmin, dmax, first in _rows(program, "tasks")
+        ),
         "grads": tuple(_grad(r, kv_of) for r in _rows(program, "grads")),
         "rowops": tuple(RowOp(a, b, c, d, bool(first)) for a, b, c, d, first in _rows(program, "rowops")),
     }
@@ -278,11 +281,6 @@ def kv_columns(q_heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int) 
     if not set(wanted) <= set(kv_heads):
         raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
     return tuple(map(kv_heads.index, wanted))
-
-
-def _task(row: tuple[int, ...], kv_of: _KvOf) -> Task:
-    q, kv, o, dmin, dmax, first = row
-    return Task(q, kv, o, dmin, dmax, bool(first), kv_of(q, kv))
 
 
 def _grad(row: tuple[int, ...], kv_of: _KvOf) -> GradTask:

@@ -37,16 +37,12 @@ class Exchange:
         out: Tensor = _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call]
         return out
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """take and into there."""
-        return self.take.to(device), self.into.to(device)
-
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, fill: float) -> Tensor:
         ctx.exchange, ctx.shape = exchange, x.shape
-        take, into = exchange.on(x.device)
+        take, into = exchange.take.to(x.device), exchange.into.to(x.device)
         out = x.new_full((exchange.rows, *x.shape[1:]), fill)
         out[into] = _swapped(exchange, "", x[take], exchange.sent, exchange.received)
         return out
@@ -55,7 +51,7 @@ class _Exchanged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: Exchange = ctx.exchange
-        take, into = exchange.on(grad.device)
+        take, into = exchange.take.to(grad.device), exchange.into.to(grad.device)
         back = _swapped(exchange, "gradient of ", grad[into], exchange.received, exchange.sent)
         total = grad.new_zeros(ctx.shape, dtype=accumulator_dtype(grad.dtype))
         total.index_put_(

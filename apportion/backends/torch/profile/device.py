@@ -124,7 +124,9 @@ def profile(
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effort = effort or Effort.of(on, quick)
-    _check_engine(engine, on)
+    why_not = device_obstacle(on) if choice("engine", engine, TASKS) == "stage" else None
+    if why_not is not None:
+        raise ConfigError("engine", engine, why_not, "take flash")
     model, steps = effort.model, Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
     layer = effort.layer(on)
@@ -239,12 +241,6 @@ class _Arena:
 TASKS: Mapping[str, Callable[[_Arena, TimedTask, int], tuple[Work, Work]]] = MappingProxyType(
     {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
 )
-
-
-def _check_engine(name: str, device: torch.device) -> None:
-    why_not = device_obstacle(device) if choice("engine", name, TASKS) == "stage" else None
-    if why_not is not None:
-        raise ConfigError("engine", name, why_not, "take flash")
 
 
 def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:

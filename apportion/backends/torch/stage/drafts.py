@@ -38,7 +38,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OP_NAMES, Op
 from apportion.ir.plan.fusion import Complete, RowRanges, apart, gaps, result_ranges
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.row_statistics import Statistics
+from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor as Name
 
@@ -90,7 +90,6 @@ class Drafts:
         rounds: Rounds,
         chosen: Variant,
         complete: Mapping[str, Complete],
-        statistics: Statistics,
     ) -> None:
         self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
         self._variant = chosen
@@ -100,7 +99,7 @@ class Drafts:
         self._end = 0
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(program), columns
-        self._complete, self._statistics = complete, statistics
+        self._complete, self._statistics = complete, find_statistics(columns)
         self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 

@@ -26,7 +26,6 @@ from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
 from apportion.ir.plan.fusion import find_complete
-from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import PHASES, Tensor as Name
 
@@ -99,7 +98,7 @@ def load(
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    drafts = Drafts(columns, program, arenas, rounds, chosen, complete, find_statistics(columns))
+    drafts = Drafts(columns, program, arenas, rounds, chosen, complete)
     made = {step.index: tuple(drafts.step(step)) for step in program.steps}
     results = tuple(drafts.results(rows))
     table = Table(np.concatenate([*drafts.tables, np.zeros(4, np.int32)]), device)

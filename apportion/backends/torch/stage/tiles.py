@@ -163,13 +163,9 @@ def _serial(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
     """A new wave begins where a task meets rows that another owner of this wave has."""
     wave, now = [], 0
     held: list[tuple[int, ...]] = []
-    for task in zip(slot.tolist(), start.tolist(), stop.tolist(), owner.tolist(), strict=True):
-        if any(_meet(task, other) for other in held):
+    for at, low, high, own in zip(*(part.tolist() for part in (slot, start, stop, owner)), strict=True):
+        if any(at == on and own != of and low < end and begin < high for on, begin, end, of in held):
             now, held = now + 1, []
-        held.append(task)
+        held.append((at, low, high, own))
         wave.append(now)
     return wave
-
-
-def _meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return a[0] == b[0] and a[3] != b[3] and a[1] < b[2] and b[1] < a[2]
