@@ -186,7 +186,7 @@ class PlanHandle:
             keys = self._keys()
             own = [cut for key in keys for cut in self.program(*key).cuts]
             rows = self.communicator.all_gather(own, f"segments of plan {self.name}")
-            cuts = zip(*map(_pairs, rows), strict=True)
+            cuts = zip(*(map(Cuts, row[::2], row[1::2]) for row in rows), strict=True)
             agreed = {key: agreed_cuts(ranks) for key, ranks in zip(keys, cuts, strict=True)}
             self._segments = {key: self.program(*key).segments(cut) for key, cut in agreed.items()}
         return self._segments[kind, phase]
@@ -243,7 +243,3 @@ def agree(
     for handle in handles:
         handle._agreed = True
     return [row[told:] for row in rows]
-
-
-def _pairs(numbers: Sequence[int]) -> list[Cuts]:
-    return list(map(Cuts, numbers[::2], numbers[1::2]))

@@ -42,8 +42,6 @@ from apportion.ir.tensors import PHASES, Tensor as Name
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (the layer's hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]
 Post = Callable[[Tensor, Tensor], Tensor]
-#: of a layer: kind, score, sinks
-Rule = tuple[str, Score, Tensor | None]
 
 
 def _turns(
@@ -66,12 +64,16 @@ def take_turns(halves: Iterable[Iterator[None]]) -> None:
         pass
 
 
-def paired(handles: Sequence[PlanHandle], phase: str, rules: Iterable[Rule]) -> AbstractContextManager[None]:
+def paired(
+    handles: Sequence[PlanHandle], phase: str, pieces: Iterable[Piece]
+) -> AbstractContextManager[None]:
     """The call of both halves on all ranks, of a layer or several."""
     plans = " and ".join(handle.name for handle in handles)
     layers = (
-        Attending(plans, kind, f"ping-pong {phase}", score.scale, score.softcap, sinks is not None)
-        for kind, score, sinks in rules
+        Attending(
+            plans, one.kind, f"ping-pong {phase}", one.score.scale, one.score.softcap, one.sinks is not None
+        )
+        for one in pieces
     )
     return handles[0].call(", then ".join(map(str, layers)))
 
@@ -114,10 +116,6 @@ class Piece:
     score: Score
     sinks: Tensor | None = None
     project: Projection | None = None
-
-    @property
-    def rule(self) -> Rule:
-        return self.kind, self.score, self.sinks
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
@@ -269,7 +267,7 @@ class PairedLayers(torch.autograd.Function):
         hidden: list[list[Tensor]] = [[ping], [pong]]
         kept: list[list[Kept] | None] = [[] if keep else None for _ in handles]
         halves = zip(handles, pieces, hidden, kept, strict=True)
-        with paired(handles, "forward", [piece.rule for piece in pieces[0]]):
+        with paired(handles, "forward", pieces[0]):
             take_turns(forward_turns(*half) for half in halves)
         ctx.handles, ctx.pieces, ctx.kept, ctx.params = handles, pieces, kept, params
         return tuple(half[0] for half in hidden)
@@ -283,7 +281,7 @@ class PairedLayers(torch.autograd.Function):
             )
         sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.pieces, ctx.kept, grads, strict=True)
-        with paired(ctx.handles, "backward", [piece.rule for piece in ctx.pieces[0]]):
+        with paired(ctx.handles, "backward", ctx.pieces[0]):
             take_turns(backward_turns(*half, sums) for half in halves)
         return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)
 

@@ -147,8 +147,11 @@ class Communicator(Transport):
     def start(self, channels: int) -> None:
         if self.ranks == 1:
             return
+        options = None
+        if _serves(self._base, "nccl"):  # whose streams come before those of computation
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         while self._grows and len(self._groups) < channels:
-            self._groups.append(dist.new_group(pg_options=_options(self._base)))
+            self._groups.append(dist.new_group(pg_options=options))
         for group in self._groups[self._started : channels]:
             if _serves(group, "nccl"):  # a batch of some ranks only must not be what starts it
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -237,13 +240,6 @@ def _communicator(world: Any) -> Communicator:
 def _serves(group: Any, backend: str) -> bool:
     """Whether a group has that backend, alone or for one kind of device."""
     return backend in str(dist.distributed_c10d.get_backend_config(group))
-
-
-def _options(like: Any) -> Any:
-    """Streams of NCCL come before those of computation."""
-    if not _serves(like, "nccl"):
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def different_plans(held: Sequence[str]) -> ExecutionError:

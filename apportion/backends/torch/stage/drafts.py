@@ -70,13 +70,8 @@ class Draft:
         views = [buffer[place] for place in self.tables]
         if self.kernel == "move":
             views[0] = views[0].view(torch.int64)
-        numbers = [drafts.number(slot) for slot in self.slots]
-        arrays = itemgetter(*numbers) if len(numbers) > 1 else _one(numbers[0])
+        arrays = itemgetter(*(drafts.number(slot) for slot in self.slots))  # two at least
         return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
-
-
-def _one(number: int) -> Callable[[Sequence[Any]], Any]:
-    return lambda arrays: (arrays[number],)
 
 
 class Drafts:
@@ -323,13 +318,11 @@ class Drafts:
         found: list[Panel] = []
         for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
             for row, stop in self._complete[column].gaps(0, rows):
-                whole = Operand(0, tensor, Space.HOME, row, stop - row, *self._all(tensor))
+                heads = self._header.heads_of(tensor)
+                columns = tuple(range(heads)), slice(0, heads, 1)
+                whole = Operand(0, tensor, Space.HOME, row, stop - row, *columns)
                 found += moved(self._places(whole), self._result(whole), stop - row)
         yield from self._move(found)
-
-    def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
-        heads = self._header.heads_of(tensor)
-        return tuple(range(heads)), slice(0, heads, 1)
 
     def _widths(self) -> Mapping[str, int]:
         return row_constants(self._variant.v)

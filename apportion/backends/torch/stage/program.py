@@ -106,16 +106,7 @@ def load(
         index: tuple(draft.launch(table.data, drafts) for draft in listed) for index, listed in made.items()
     }
     last = tuple(draft.launch(table.data, drafts) for draft in results)
-    return StageLoaded(
-        program,
-        rounds,
-        arenas,
-        table,
-        launches,
-        last,
-        tuple(drafts.slots),
-        chosen,
-        drafts.shares,
-        drafts.complete(),
-        {Name[column.upper()]: rows for column, rows in drafts.in_place.rows.items()},
-    )
+    slots, done, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
+    placed = {Name[column.upper()]: found for column, found in drafts.in_place.rows.items()}
+    shared = program, rounds, arenas
+    return StageLoaded(*shared, table, launches, last, slots, chosen, shares, done, placed)
