@@ -58,7 +58,7 @@ class TaskEngine:
         self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
     ) -> Loaded:
         self.machine.require(program)
-        rounds = find_rounds(columns, program, hidden)
+        rounds = find_rounds(columns, program, hidden, early={})
         return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden))
 
 

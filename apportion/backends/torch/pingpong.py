@@ -164,11 +164,11 @@ def forward_turns(
     keep = kept is not None
     for piece in pieces:
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
-        qkv = () if projects else _before(piece, x, positions, keep)
+        qkv: tuple[Tensor, ...] = () if projects else _traced(piece.pre, (x, positions), piece.params, keep)
         given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, qkv)
         machine = yield from _turns(handle, piece.kind, "forward", given, piece.layer(projects))
         out, lse = machine.output(x.dtype if projects else qkv[0].dtype)
-        y = _after(piece, x, out.requires_grad_(keep), keep)
+        y = _traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
         hidden[0] = y.detach()
         if kept is not None:
             # a plan that projects may keep projected rows at home
@@ -177,18 +177,12 @@ def forward_turns(
             kept.append(Kept(x, qkv, {**rows, **given}, out, lse, y))
 
 
-def _before(piece: Piece, x: Tensor, positions: Tensor, keep: bool) -> tuple[Tensor, ...]:
+def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool) -> Any:
+    """What `pre` or `post` makes of its arguments, with its graph if `keep`."""
     with torch.set_grad_enabled(keep):
-        qkv = piece.pre(x, positions)
-    require_listed(qkv, (x, *piece.params))
-    return qkv
-
-
-def _after(piece: Piece, x: Tensor, out: Tensor, keep: bool) -> Tensor:
-    with torch.set_grad_enabled(keep):
-        y = piece.post(x, out)
-    require_listed((y,), (x, out, *piece.params))
-    return y
+        found = work(*given)
+    require_listed([found] if isinstance(found, Tensor) else found, (*given, *params))
+    return found
 
 
 def backward_turns(

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 from apportion.backends.interp import Operand, Program, Step, components
@@ -25,7 +24,6 @@ from apportion.ir.tensors import Space
 
 #: where the staging of a round's messages begins: a multiple of this
 PAGE = 256
-_AT_ONCE: Mapping[int, int] = MappingProxyType({})
 
 
 class Message(NamedTuple):
@@ -96,9 +94,7 @@ def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> 
     return at + operand.rows * array.row_bytes
 
 
-def find_rounds(
-    programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int] = _AT_ONCE
-) -> Rounds:
+def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int]) -> Rounds:
     """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
     from which its messages have their places, where that is not the launch."""
     messages = find_messages(programs, program.header)

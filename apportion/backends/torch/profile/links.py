@@ -71,7 +71,9 @@ def profile_links(
         )
     group = dist.group.WORLD if group is None else group
     comm.start(1)
-    job = _LinkJob(comm, group, _nodes(comm, group, _host() if node is None else node), messages, runs)
+    mine = torch.tensor([_host() if node is None else node], dtype=torch.int64)
+    nodes = [int(number) for (number,) in _gathered(comm, group, mine)]
+    job = _LinkJob(comm, group, nodes, messages, runs)
     intra, pair = job.line(same=True), job.line(same=False)
     inside, between = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
     on_node = max(map(job.nodes.count, job.nodes))
@@ -254,10 +256,6 @@ class _LinkJob:
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
         return np.max(self._gathered(times), axis=0).tolist()  # type: ignore[no-any-return]
-
-
-def _nodes(comm: Communicator, group: Any, node: int) -> list[int]:
-    return [int(number) for (number,) in _gathered(comm, group, torch.tensor([node], dtype=torch.int64))]
 
 
 def _gathered(comm: Communicator, group: Any, mine: Tensor) -> list[list[Any]]:

@@ -374,8 +374,7 @@ def dq(
         return
     row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
     columns = heads + tl.load(tile + 6) + lane * LANE
-    step = tl.arange(0, M)
-    rows = row0 + step
+    rows = row0 + tl.arange(0, M)
     live = rows < row1
     q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
     q = _load(q_at[:, None], live[:, None], D, DA, DB, True)

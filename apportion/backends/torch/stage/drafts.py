@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -299,14 +299,10 @@ class Drafts:
 
     def finish(self, step: Step) -> Iterator[Draft]:
         """Rows of sums; then, for layers with learned sinks, rows that arrived as results."""
-
-        def of_rows(left: Callable[[int, int], list[tuple[int, int]]]) -> _Left:
-            return lambda own: left(own.row, own.row + own.rows)
-
         lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
         sums, results = self._complete["o"].gaps, result_ranges(self._programs, Name.O)
         for o, left in (((Name.O, True, 0), sums), (result, results)):
-            made = spots(step, self._program.operands, ROWS, of_rows(left))
+            made = spots(step, self._program.operands, ROWS, partial(_rows_of, left))
             tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
             slots = [o, lse, result]
             yield Draft("finish", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
@@ -342,12 +338,14 @@ class Drafts:
 
 #: staging as numbers of the model's dtype, and as float32
 _WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
-#: which rows of what it writes an op has to do
-_Left = Callable[[Operand], list[tuple[int, int]]]
 #: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers always pass in
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
+
+
+def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], own: Operand) -> list[tuple[int, int]]:
+    return ranges(own.row, own.row + own.rows)
 
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:

@@ -167,8 +167,7 @@ class StageMachine(TorchMachine):
     def _pack(self, step: Step, found: Round) -> None:
         self._by_address(step)
 
-    def _unpack(self, step: Step, found: Round) -> None:
-        self._by_address(step)
+    _unpack = _pack
 
     # --- what the layer knows
 
