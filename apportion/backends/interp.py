@@ -30,8 +30,6 @@ from apportion.ir.plan.tables import Header, ProgramSet
 from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Space, Tensor
 
 View = TypeVar("View")
-#: (operand of queries, operand of keys) -> where the KV head of each query head stands
-_KvOf = Callable[[int, int], tuple[int, ...]]
 
 
 class Component(NamedTuple):
@@ -235,7 +233,10 @@ def compile_program(program: ProgramSet, header: Header) -> Program:
             Task(q, kv, o, dmin, dmax, bool(first), kv_of(q, kv))
             for q, kv, o, dmin, dmax, first in _rows(program, "tasks")
         ),
-        "grads": tuple(_grad(r, kv_of) for r in _rows(program, "grads")),
+        "grads": tuple(
+            GradTask._make((*row, bool(first & FIRST_DQ), bool(first & FIRST_DKV), kv_of(row[0], row[1])))
+            for *row, first in _rows(program, "grads")
+        ),
         "rowops": tuple(RowOp(a, b, c, d, bool(first)) for a, b, c, d, first in _rows(program, "rowops")),
     }
     steps = tuple(_steps(program, lists))
@@ -281,12 +282,6 @@ def kv_columns(q_heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int) 
     if not set(wanted) <= set(kv_heads):
         raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
     return tuple(map(kv_heads.index, wanted))
-
-
-def _grad(row: tuple[int, ...], kv_of: _KvOf) -> GradTask:
-    q, kv, do, delta, dq, dkv, dmin, dmax, first = row
-    flags = bool(first & FIRST_DQ), bool(first & FIRST_DKV)
-    return GradTask(q, kv, do, delta, dq, dkv, dmin, dmax, *flags, kv_of(q, kv))
 
 
 def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterator[Step]:

@@ -223,7 +223,7 @@ def test_layers_are_timed_in_the_model_s_sizes(measured: tuple[Hardware, list[tu
     assert "fused" in hardware.optimizer_gbs.source
     model = Model(q_heads=8, kv_heads=4, head_dim=16, dtype="fp32", hidden=96, ffn=256)
     effort = Effort.of(torch.device("cpu"), True, model, 77)
-    layer = effort.layer(torch.device("cpu")).model
+    layer = effort.model
     assert (layer.q_heads, layer.kv_heads, layer.head_dim, layer.hidden, layer.ffn) == (8, 4, 16, 96, 256)
     assert effort.tokens == 77
 

@@ -352,5 +352,4 @@ def attend_block(
     """Planned attention of hidden states, differentiable in hidden, sinks and params."""
     layer = Layer(score, project=project)
     inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
-    result: Tensor = PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call]
-    return result
+    return PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

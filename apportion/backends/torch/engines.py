@@ -57,7 +57,6 @@ class TaskEngine:
     def load(
         self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
     ) -> Loaded:
-        self.machine.require(program)
         rounds = find_rounds(columns, program, hidden, early={})
         return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden))
 
@@ -82,10 +81,8 @@ class StageEngine:
     def load(
         self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
     ) -> Loaded:
-        from apportion.backends.torch.stage.machine import StageMachine
         from apportion.backends.torch.stage.program import load
 
-        StageMachine.require(program)
         return load(columns, program, device, rows, hidden)
 
 

@@ -34,8 +34,7 @@ class Exchange:
     def __call__(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """x [n, ...] -> [rows, ...], `fill` where no row arrives; differentiable: a row's gradient is the sum of those
         of all places that it was sent to. A collective."""
-        out: Tensor = _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call]
-        return out
+        return _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Exchanged(torch.autograd.Function):

@@ -81,10 +81,6 @@ class Effort:
             effort = Effort(axis, small, seconds=seconds)
         return replace(effort, model=model or effort.model, tokens=tokens or effort.tokens)
 
-    def layer(self, device: torch.device) -> TimedLayer:
-        """What is timed besides attention."""
-        return TimedLayer(self.model, self.tokens, self.vocab, device, self.runs)
-
 
 class Steps:
     """Tells `progress` how many steps are done, of how many."""
@@ -129,7 +125,7 @@ def profile(
         raise ConfigError("engine", engine, why_not, "take flash")
     model, steps = effort.model, Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
-    layer = effort.layer(on)
+    layer = TimedLayer(model, effort.tokens, effort.vocab, on, effort.runs)
     memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(layer.linear_tflops())
     assumed = Hardware.load("h100")
     measured = Hardware(

@@ -257,8 +257,7 @@ def attend(
                 part != 1, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
             )  # fmt: skip
     work = (flags & 2) != 0
-    o_row = tl.where(work, o_columns, q_heads)
-    offset = rows.to(tl.int64) * o_row + tl.load(columns)
+    offset = rows.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(columns)
     lse_at = tl.where(work, lse_work, lse_home) + offset
     old = tl.load(lse_at, mask=live & (rows * 0 + fresh == 0), other=NEG_INF)
     none = total == 0.0
@@ -403,8 +402,7 @@ def dq(
                 part != 1, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
             )  # fmt: skip
     work = (flags & 2) != 0
-    dq_row = tl.where(work, dq_columns, q_heads)
-    offset = (rows.to(tl.int64) * dq_row + tl.load(columns))[:, None] * D
+    offset = (rows.to(tl.int64) * tl.where(work, dq_columns, q_heads) + tl.load(columns))[:, None] * D
     dq_at = tl.where(work, dq_work, dq_home) + offset
     if flags & COMPLETE:
         staged, place = _target(tile, heads, lane, M)

@@ -304,8 +304,8 @@ class Drafts:
         for o, left in (((Name.O, True, 0), sums), (result, results)):
             made = spots(step, self._program.operands, ROWS, partial(_rows_of, left))
             tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
-            slots = [o, lse, result]
-            yield Draft("finish", len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
+            programs = len(made.tiles) * made.lanes
+            yield Draft("finish", programs, tables, [o, lse, result], sizes, self._widths())
 
     def results(self, rows: int) -> Iterator[Draft]:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
