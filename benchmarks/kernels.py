@@ -234,9 +234,7 @@ def row_cases(arch: str) -> Iterator[Case]:
     """Row kernels, of a half-precision and a float32 model."""
     for dtype, (qk, v) in (("bf16", (192, 128)), ("bf16", (80, 80)), ("fp32", (128, 128))):
         size = DTYPES[dtype].itemsize
-        given: dict[str, dict[str, Any]] = {
-            name: row_constants(v) for name in ("merge", "delta", "finish", "sink")
-        }
+        given: dict[str, dict[str, Any]] = {name: row_constants(v) for name in ("merge", "delta", "finish")}
         given["add"] = add_constants(qk + v)
         given["move"] = move([_panel(8 * (qk + v) * size)]).constants(dtype)
         given["delta"] |= {"SINKS": True, "DLSE": True}

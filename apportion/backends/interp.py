@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -72,6 +72,12 @@ class Operand:
     @property
     def is_home(self) -> bool:
         return self.space == Space.HOME
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """Its head columns one by one; 0 where there are none."""
+        columns = self.columns
+        return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
 
     def __str__(self) -> str:
         where = "home" if self.is_home else "work"
@@ -216,11 +222,21 @@ def compile_program(program: ProgramSet, header: Header) -> Program:
     if program.ranks != 1:
         raise ExecutionError(f"a program of {program.ranks} ranks; take one with `ProgramSet.rank(r)` first")
     operands = tuple(_operands(program, header))
-    kv_of = _KvColumns(header, operands)
+    heads, group = [operand.heads for operand in operands], header.q_heads // header.kv_heads
+
+    def kv_of(q: int, kv: int) -> tuple[int, ...]:
+        return kv_columns(heads[q], heads[kv], group)
+
     lists: Mapping[str, tuple[Row, ...]] = {
         "transfers": tuple(Transfer(bool(send), peer, i) for send, peer, i in _rows(program, "transfers")),
-        "tasks": tuple(_task(r, kv_of) for r in _rows(program, "tasks")),
-        "grads": tuple(_grad(r, kv_of) for r in _rows(program, "grads")),
+        "tasks": tuple(
+            Task(q, kv, o, dmin, dmax, bool(first), kv_of(q, kv))
+            for q, kv, o, dmin, dmax, first in _rows(program, "tasks")
+        ),
+        "grads": tuple(
+            GradTask._make((*row, bool(first & FIRST_DQ), bool(first & FIRST_DKV), kv_of(row[0], row[1])))
+            for *row, first in _rows(program, "grads")
+        ),
         "rowops": tuple(RowOp(a, b, c, d, bool(first)) for a, b, c, d, first in _rows(program, "rowops")),
     }
     steps = tuple(_steps(program, lists))
@@ -237,7 +253,7 @@ def _operands(program: ProgramSet, header: Header) -> Iterator[Operand]:
     for index, (tensor, space, row, rows, col, heads) in enumerate(_rows(program, "operands")):
         names = _heads(header, Tensor(tensor), heads)
         columns = names if space == Space.HOME else tuple(range(col, col + len(names)))
-        yield Operand(index, Tensor(tensor), Space(space), row, rows, names, _evenly_spaced(columns))
+        yield Operand(index, Tensor(tensor), Space(space), row, rows, names, columns_of(columns))
 
 
 def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
@@ -250,44 +266,22 @@ def _heads(header: Header, tensor: Tensor, heads: int) -> tuple[int, ...]:
     return tuple(range(header.heads_of(tensor)))
 
 
-def _evenly_spaced(columns: tuple[int, ...]) -> slice | tuple[int, ...]:
-    if len(columns) < 2:
-        return slice(columns[0], columns[0] + 1) if columns else ()
-    stride = columns[1] - columns[0]
-    regular = stride > 0 and columns == tuple(range(columns[0], columns[0] + stride * len(columns), stride))
-    return slice(columns[0], columns[-1] + 1, stride) if regular else columns
+def columns_of(numbers: tuple[int, ...]) -> slice | tuple[int, ...]:
+    """The numbers as a slice where they are evenly spaced and rising."""
+    stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if not numbers or stride <= 0 or numbers != tuple(range(numbers[0], numbers[-1] + 1, stride)):
+        return numbers
+    return slice(numbers[0], numbers[-1] + 1, stride)
 
 
-class _KvColumns:
-    """Positions of the KV heads of a query operand among the heads of a key operand, found once per pair."""
-
-    def __init__(self, header: Header, operands: tuple[Operand, ...]) -> None:
-        self._group = header.q_heads // header.kv_heads
-        self._operands = operands
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
-
-    def __call__(self, q: int, kv: int) -> tuple[int, ...]:
-        key = self._operands[q].heads, self._operands[kv].heads
-        if key not in self._known:
-            self._known[key] = self._positions(*key)
-        return self._known[key]
-
-    def _positions(self, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]) -> tuple[int, ...]:
-        wanted = [head // self._group for head in q_heads]
-        if not set(wanted) <= set(kv_heads):
-            raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
-        return tuple(kv_heads.index(head) for head in wanted)
-
-
-def _task(row: tuple[int, ...], kv_of: _KvColumns) -> Task:
-    q, kv, o, dmin, dmax, first = row
-    return Task(q, kv, o, dmin, dmax, bool(first), kv_of(q, kv))
-
-
-def _grad(row: tuple[int, ...], kv_of: _KvColumns) -> GradTask:
-    q, kv, do, delta, dq, dkv, dmin, dmax, first = row
-    flags = bool(first & FIRST_DQ), bool(first & FIRST_DKV)
-    return GradTask(q, kv, do, delta, dq, dkv, dmin, dmax, *flags, kv_of(q, kv))
+@lru_cache(maxsize=1024)
+def kv_columns(q_heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Where the KV head of each query head stands among some KV heads, each of which serves `group` query heads. Raises
+    ExecutionError where one is missing."""
+    wanted = [head // group for head in q_heads]
+    if not set(wanted) <= set(kv_heads):
+        raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
+    return tuple(map(kv_heads.index, wanted))
 
 
 def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterator[Step]:

@@ -13,6 +13,7 @@ import torch
 
 from apportion.backends.torch.kernels.attention import Band, Score
 from apportion.backends.torch.profile import clock, device as profile_module
+from apportion.backends.torch.profile.clock import Runs
 from apportion.backends.torch.profile.device import (
     ARENA_BYTES,
     LAYER_FIGURES,
@@ -34,8 +35,8 @@ from apportion.planner.cost import CostModel
 from tests.ranks import jobs_profile
 from tests.ranks.rank_pool import Pool
 
-SMALL = {"hidden": 32, "ffn": 64, "tokens": 128, "vocab": 64}  # layers that take no time
-TINY = Effort((16, 64, 256), q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", sweeps=2, most=3, **SMALL)
+SMALL = Model(4, 2, 8, dtype="fp32", hidden=32, ffn=64)  # layers that take no time
+TINY = Effort((16, 64, 256), SMALL, sweeps=2, runs=Runs(most=3), tokens=128, vocab=64)
 SIZES = (1024, 65536, 1 << 20)
 
 
@@ -103,7 +104,7 @@ def test_progress_rises_to_its_total(measured: tuple[Hardware, list[tuple[Any, A
 
 def test_a_sweep_after_the_time_is_not_begun() -> None:
     told = []
-    effort = Effort((16, 32), 2, 1, 8, "fp32", sweeps=5, least=1, most=1, seconds=0.0, **SMALL)
+    effort = Effort((16, 32), SMALL, sweeps=5, seconds=0.0, runs=Runs(1, 1), tokens=128, vocab=64)
     profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
     assert len(told) == 2 * 4 + LAYER_FIGURES + 1
     assert told[-1] == (2 * 5 * 4 + LAYER_FIGURES, 2 * 5 * 4 + LAYER_FIGURES)
@@ -150,7 +151,7 @@ def test_more_work_takes_no_less_time() -> None:
 
 def test_tasks_are_timed_where_no_other_was() -> None:
     """Every run in other places, each after the last, through an arena that is larger than a last-level cache."""
-    effort = Effort((64, 512), 4, 2, 64, "fp32", most=10)
+    effort = Effort((64, 512), Model(4, 2, 64, dtype="fp32"))
     arena = _Arena.of(torch.device("cpu"), effort)
     tensors = (*arena.queries, *arena.keys, *arena.rows[:1])
     assert sum(tensor.nbytes for tensor in tensors) > 0.95 * ARENA_BYTES
@@ -222,7 +223,7 @@ def test_layers_are_timed_in_the_model_s_sizes(measured: tuple[Hardware, list[tu
     assert "fused" in hardware.optimizer_gbs.source
     model = Model(q_heads=8, kv_heads=4, head_dim=16, dtype="fp32", hidden=96, ffn=256)
     effort = Effort.of(torch.device("cpu"), True, model, 77)
-    layer = effort.layer(torch.device("cpu")).model
+    layer = effort.model
     assert (layer.q_heads, layer.kv_heads, layer.head_dim, layer.hidden, layer.ffn) == (8, 4, 16, 96, 256)
     assert effort.tokens == 77
 

@@ -193,21 +193,6 @@ def test_plain_and_flash_agree() -> None:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("capability", "chosen"), [((9, 0), ["FA3"]), ((10, 0), []), ((8, 0), [])])
-def test_the_newest_flash_attention_is_taken_where_it_is_there(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: list[str]
-) -> None:
-    from torch.nn import attention
-
-    taken = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"])
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", taken.append)
-    engines.activate_newest(torch.device("cuda", 0))
-    engines.activate_newest(CPU)
-    assert taken == chosen
-
-
 def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.backends.torch import transport
 

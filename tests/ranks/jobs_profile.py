@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from apportion.backends.torch.profile.clock import Runs
 from apportion.backends.torch.profile.device import Effort, profile
 from apportion.backends.torch.profile.links import Line, Links, profile_links
 from apportion.backends.torch.transport import Communicator
+from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor as Name
 
 
@@ -29,7 +31,7 @@ def from_data(data: dict[str, dict[str, float] | float | str]) -> Links:
 
 def lone_task(comm: Communicator) -> list[float]:
     """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows behind them and 3 ahead."""
-    from apportion.backends.torch.profile.lone_task import Shape, lone_task
+    from apportion.backends.torch.profile.lone_task import lone_task
 
     rows, keys, generator = 40, 24, torch.Generator().manual_seed(0)
     q, do = (torch.randn(rows, 4, 16, generator=generator) for _ in range(2))
@@ -41,7 +43,7 @@ def lone_task(comm: Communicator) -> list[float]:
     out = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True).transpose(0, 1)
     grads = torch.autograd.grad(out, leaves, do.double())
 
-    runs = lone_task(q, k, v, do, Shape(rows, keys, -3, 25))
+    runs = lone_task(q, k, v, do, -3, 25)
     forward, backward = (run.__self__ for run in runs)  # type: ignore[attr-defined]
     o, lse = forward.memory.home_arrays(Name.O)
     o.zero_(), lse.fill_(float("-inf"))
@@ -59,8 +61,7 @@ def lone_task(comm: Communicator) -> list[float]:
 
 def stage_profile(comm: Communicator) -> tuple[Any, str]:
     """The grid of a small profile of the stage engine, and whose it says to be."""
-    effort = Effort(
-        (16, 32), 2, 1, 16, "fp32", sweeps=1, least=1, most=1, hidden=32, ffn=32, tokens=16, vocab=16
-    )
+    model = Model(2, 1, 16, dtype="fp32", hidden=32, ffn=32)
+    effort = Effort((16, 32), model, sweeps=1, runs=Runs(1, 1), tokens=16, vocab=16)
     found = profile(device="cpu", effort=effort, engine="stage")
     return found.backward.full, found.engine

@@ -75,7 +75,8 @@ def test_a_model_s_sizes_are_those_that_are_measured(measured: Hardware, tmp_pat
     command = ["profile", "-o", str(tmp_path / "mine.json"), "--model", str(model), "--tokens", "333"]
     assert cli.main(command) == 0
     (effort,) = told
-    assert (effort.q_heads, effort.head_dim, effort.hidden, effort.ffn) == (12, 32, 384, 1000)
+    model = effort.model
+    assert (model.q_heads, model.head_dim, model.hidden, model.ffn) == (12, 32, 384, 1000)
     assert effort.tokens == 333
 
 

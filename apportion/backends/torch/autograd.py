@@ -10,7 +10,7 @@ breaks, and no new graph for a new plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -205,26 +205,20 @@ class PlannedBlock(torch.autograd.Function):
 # Registered with `Library` and not with `torch.library.custom_op`, which takes 50 us more for a forward and
 # backward: on a small microbatch that is longer than the kernels.
 
-# return_lse: whether LSE may get a gradient, the same on all ranks: backward computes tasks of others' rows too
-_RULE = "Tensor number, str kind, float scale, float? softcap, bool return_lse"
-# held against the plan inside the op: outside, torch.compile would compile anew for plans of other masks
-_DECLARED = "int? window=None, bool? causal=None, str? layer=None"
-_RULES = 5
+_RULES = 5  # arguments from `number` to `return_lse`
 _LIBRARY: Any = torch.library.Library("apportion", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
-    f"attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RULE}, {_DECLARED}) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "attend_grad(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
-    f"{_RULE}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-attend_op = torch.ops.apportion.attend.default
-attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
-@torch.library.impl(_LIBRARY, "attend", "CompositeExplicitAutograd")
+def _op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers it as the op of its name, for all devices."""
+    name = function.__name__.removeprefix("_")
+    schema = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return function
+
+
+@_op
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -239,7 +233,11 @@ def _attend(
     causal: bool | None = None,
     layer: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number."""
+    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number.
+
+    return_lse: whether LSE may get a gradient, the same on all ranks: backward computes tasks of others' rows too.
+    window, causal: held against the plan here, since outside torch.compile would compile anew for plans of other masks.
+    """
     handle = PlanHandle.of_number(number)
     score = Score(scale, softcap)
     with attending(handle, kind, "forward", score, sinks, return_lse):
@@ -254,7 +252,7 @@ def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
     return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float64)
 
 
-@torch.library.impl(_LIBRARY, "attend_grad", "CompositeExplicitAutograd")
+@_op
 def _attend_grad(
     do: Tensor,
     dlse: Tensor | None,
@@ -313,6 +311,8 @@ class _Attend(torch.autograd.Function):
 
 
 _LIBRARY.impl("attend", _Attend.apply, "Autograd")
+attend_op = torch.ops.apportion.attend.default
+attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
 def attend(
@@ -352,5 +352,4 @@ def attend_block(
     """Planned attention of hidden states, differentiable in hidden, sinks and params."""
     layer = Layer(score, project=project)
     inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
-    result: Tensor = PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call]
-    return result
+    return PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

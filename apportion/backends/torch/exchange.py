@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.transport import Transport
@@ -33,27 +34,23 @@ class Exchange:
     def __call__(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """x [n, ...] -> [rows, ...], `fill` where no row arrives; differentiable: a row's gradient is the sum of those
         of all places that it was sent to. A collective."""
-        out: Tensor = _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call]
-        return out
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """take and into there."""
-        return self.take.to(device), self.into.to(device)
+        return _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, fill: float) -> Tensor:
         ctx.exchange, ctx.shape = exchange, x.shape
-        take, into = exchange.on(x.device)
+        take, into = exchange.take.to(x.device), exchange.into.to(x.device)
         out = x.new_full((exchange.rows, *x.shape[1:]), fill)
         out[into] = _swapped(exchange, "", x[take], exchange.sent, exchange.received)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         exchange: Exchange = ctx.exchange
-        take, into = exchange.on(grad.device)
+        take, into = exchange.take.to(grad.device), exchange.into.to(grad.device)
         back = _swapped(exchange, "gradient of ", grad[into], exchange.received, exchange.sent)
         total = grad.new_zeros(ctx.shape, dtype=accumulator_dtype(grad.dtype))
         total.index_put_(

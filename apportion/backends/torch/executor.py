@@ -30,7 +30,7 @@ from apportion.backends.torch.memory.arenas import Arenas, Memory, Parts, View
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.memory.head_columns import index_of, pick
 from apportion.backends.torch.memory.rounds import Message, Round, Rounds, aligned
-from apportion.backends.torch.transport import Flight, Transport
+from apportion.backends.torch.transport import Flight, Sizes, Transport
 from apportion.ir.errors import ExecutionError
 from apportion.ir.tensors import Tensor as Name
 
@@ -272,9 +272,9 @@ class PlainMachine(TaskMachine):
     kernel = PLAIN
 
 
-def dense_sizes(found: Round, ranks: int) -> tuple[list[int], list[int]]:
-    """Bytes of a dense round for each rank, and from each."""
-    sizes: tuple[list[int], list[int]] = ([0] * ranks, [0] * ranks)
+def dense_sizes(found: Round, ranks: int) -> Sizes:
+    """Bytes of a dense round."""
+    sizes: Sizes = ([0] * ranks, [0] * ranks)
     for side, messages in zip(sizes, (found.sends, found.receives), strict=True):
         for message in messages:
             side[message.peer] = aligned(message.size)

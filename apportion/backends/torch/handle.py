@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import Program, Segments, compile_program
-from apportion.backends.torch.calls import by_value
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.transport import Communicator, Transport
+from apportion.backends.torch.transport import Communicator, Transport, different_plans
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import choice, integer
@@ -187,7 +186,7 @@ class PlanHandle:
             keys = self._keys()
             own = [cut for key in keys for cut in self.program(*key).cuts]
             rows = self.communicator.all_gather(own, f"segments of plan {self.name}")
-            cuts = zip(*map(_pairs, rows), strict=True)
+            cuts = zip(*(map(Cuts, row[::2], row[1::2]) for row in rows), strict=True)
             agreed = {key: agreed_cuts(ranks) for key, ranks in zip(keys, cuts, strict=True)}
             self._segments = {key: self.program(*key).segments(cut) for key, cut in agreed.items()}
         return self._segments[kind, phase]
@@ -239,15 +238,8 @@ def agree(
     rows = transport.all_gather(own, "plans")
     if any(row[1:told] != own[1:told] for row in rows):
         mine = holds() if holds else ", ".join(f"plan {handle.name}" for handle in handles)
-        held = by_value(dict(enumerate(transport.gather_texts(mine, "what ranks hold"))))
-        raise ExecutionError(
-            f"ranks hold different plans: {held}. Give every rank its slice of the same plan"
-        )
+        raise different_plans(transport.gather_texts(mine, "what ranks hold"))
     transport.start(max(row[0] for row in rows))
     for handle in handles:
         handle._agreed = True
     return [row[told:] for row in rows]
-
-
-def _pairs(numbers: Sequence[int]) -> list[Cuts]:
-    return list(map(Cuts, numbers[::2], numbers[1::2]))

@@ -11,7 +11,7 @@ of both halves are launched in one order everywhere: two programs may share proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
@@ -31,7 +31,7 @@ from apportion.backends.torch.autograd import (
     sink_gradient,
 )
 from apportion.backends.torch.calls import Attending
-from apportion.backends.torch.executor import Layer, Projection
+from apportion.backends.torch.executor import Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Parts
@@ -42,53 +42,20 @@ from apportion.ir.tensors import PHASES, Tensor as Name
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (the layer's hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]
 Post = Callable[[Tensor, Tensor], Tensor]
-#: of a layer: kind, score, sinks
-Rule = tuple[str, Score, Tensor | None]
 
 
-class HalfCall:
-    """One execution of one program, in segments."""
-
-    def __init__(self, handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> None:
-        self._layer = layer
-        self._segments = handle.segments(kind, phase)
-        self._machine = prepare(handle, kind, phase, home, layer)
-        self.memory = self._machine.memory
-
-    def dispatch(self) -> None:
-        self._machine.execute(self._segments.dispatch)
-
-    def compute(self) -> None:
-        self._machine.execute(self._segments.compute)
-
-    def collect(self) -> None:
-        self._machine.execute(self._segments.collect)
-        self._machine.close()
-
-    def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out and lse of a forward call that has collected."""
-        return self._machine.output(dtype)
-
-    def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of a backward call that has collected."""
-        return self._machine.input_gradients(dtype)
-
-    def turns(self) -> Iterator[None]:
-        """All three, with the other half's turn after each of the first two."""
-        self.dispatch()
-        yield
-        self.compute()
-        yield
-        self.collect()
-
-    @property
-    def sink_gradient(self) -> Tensor | None:
-        return sink_gradient(self._layer, self._machine.gradients)
-
-    @property
-    def param_gradients(self) -> list[Tensor]:
-        """Of the params of the layer's projection, in their order."""
-        return self._machine.gradients.params
+def _turns(
+    handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer
+) -> Generator[None, None, TorchMachine]:
+    """One execution of one program, with the other half's turn after each of its first two segments."""
+    segments, machine = handle.segments(kind, phase), prepare(handle, kind, phase, home, layer)
+    machine.execute(segments.dispatch)
+    yield
+    machine.execute(segments.compute)
+    yield
+    machine.execute(segments.collect)
+    machine.close()
+    return machine
 
 
 def take_turns(halves: Iterable[Iterator[None]]) -> None:
@@ -97,12 +64,16 @@ def take_turns(halves: Iterable[Iterator[None]]) -> None:
         pass
 
 
-def paired(handles: Sequence[PlanHandle], phase: str, rules: Iterable[Rule]) -> AbstractContextManager[None]:
+def paired(
+    handles: Sequence[PlanHandle], phase: str, pieces: Iterable[Piece]
+) -> AbstractContextManager[None]:
     """The call of both halves on all ranks, of a layer or several."""
     plans = " and ".join(handle.name for handle in handles)
     layers = (
-        Attending(plans, kind, f"ping-pong {phase}", score.scale, score.softcap, sinks is not None)
-        for kind, score, sinks in rules
+        Attending(
+            plans, one.kind, f"ping-pong {phase}", one.score.scale, one.score.softcap, one.sinks is not None
+        )
+        for one in pieces
     )
     return handles[0].call(", then ".join(map(str, layers)))
 
@@ -114,67 +85,11 @@ def agree(handles: Iterable[PlanHandle], kind: str) -> None:
         handle.segments(kind, PHASES[0])
 
 
-# --- attention alone
-
-
-class PairedQkv(NamedTuple):
-    """What forward leaves for backward, of one half."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-
 def qkv_home(handle: PlanHandle, qkv: Sequence[Tensor]) -> dict[Name, Parts]:
     """What a forward program is given that does not project. Raises ExecutionError for wrong shapes and dtypes."""
     q, k, v = qkv
     check_qkv(handle, q, k, v)
     return {Name.Q: (q,), Name.KV: (k, v)}
-
-
-class PairedAttention(torch.autograd.Function):
-    """(q, k, v) of both halves -> out of both."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handles: tuple[PlanHandle, PlanHandle],
-        kind: str,
-        score: Score,
-        sinks: Tensor | None,
-        *qkv: Tensor,
-    ) -> tuple[Tensor, ...]:
-        parts, layer = (qkv[:3], qkv[3:]), Layer(score, sinks)
-        with paired(handles, "forward", [(kind, score, sinks)]):
-            homes = [qkv_home(handle, part) for handle, part in zip(handles, parts, strict=True)]
-            calls = [
-                HalfCall(h, kind, "forward", home, layer) for h, home in zip(handles, homes, strict=True)
-            ]
-            take_turns(call.turns() for call in calls)
-        results = [call.output(qkv[0].dtype) for call in calls]
-        ctx.save_for_backward(sinks, *parts[0], *results[0], *parts[1], *results[1])
-        ctx.handles, ctx.kind, ctx.score = handles, kind, score
-        return tuple(out for out, _ in results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dos: Tensor) -> tuple[Any, ...]:
-        sinks, *saved = ctx.saved_tensors
-        kept, layer = (PairedQkv(*saved[:5]), PairedQkv(*saved[5:])), Layer(ctx.score, sinks)
-        homes = [
-            backward_home(qkv_home(handle, half[:3]), half.out, half.lse, do)
-            for handle, half, do in zip(ctx.handles, kept, dos, strict=True)
-        ]
-        with paired(ctx.handles, "backward", [(ctx.kind, ctx.score, sinks)]):
-            calls = [
-                HalfCall(h, ctx.kind, "backward", home, layer)
-                for h, home in zip(ctx.handles, homes, strict=True)
-            ]
-            take_turns(call.turns() for call in calls)
-        grads = [call.input_gradients(half.q.dtype) for call, half in zip(calls, kept, strict=True)]
-        return None, None, None, _total(call.sink_gradient for call in calls), *grads[0], *grads[1]
 
 
 def _total(parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -201,10 +116,6 @@ class Piece:
     score: Score
     sinks: Tensor | None = None
     project: Projection | None = None
-
-    @property
-    def rule(self) -> Rule:
-        return self.kind, self.score, self.sinks
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
@@ -253,32 +164,25 @@ def forward_turns(
     keep = kept is not None
     for piece in pieces:
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
-        qkv = () if projects else _before(piece, x, positions, keep)
+        qkv: tuple[Tensor, ...] = () if projects else _traced(piece.pre, (x, positions), piece.params, keep)
         given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, qkv)
-        call = HalfCall(handle, piece.kind, "forward", given, piece.layer(projects))
-        yield from call.turns()
-        out, lse = call.output(x.dtype if projects else qkv[0].dtype)
-        y = _after(piece, x, out.requires_grad_(keep), keep)
+        machine = yield from _turns(handle, piece.kind, "forward", given, piece.layer(projects))
+        out, lse = machine.output(x.dtype if projects else qkv[0].dtype)
+        y = _traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
         hidden[0] = y.detach()
         if kept is not None:
             # a plan that projects may keep projected rows at home
-            rows = dict(call.memory.home)
+            rows = dict(machine.memory.home)
             del rows[Name.O]
             kept.append(Kept(x, qkv, {**rows, **given}, out, lse, y))
 
 
-def _before(piece: Piece, x: Tensor, positions: Tensor, keep: bool) -> tuple[Tensor, ...]:
+def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool) -> Any:
+    """What `pre` or `post` makes of its arguments, with its graph if `keep`."""
     with torch.set_grad_enabled(keep):
-        qkv = piece.pre(x, positions)
-    require_listed(qkv, (x, *piece.params))
-    return qkv
-
-
-def _after(piece: Piece, x: Tensor, out: Tensor, keep: bool) -> Tensor:
-    with torch.set_grad_enabled(keep):
-        y = piece.post(x, out)
-    require_listed((y,), (x, out, *piece.params))
-    return y
+        found = work(*given)
+    require_listed([found] if isinstance(found, Tensor) else found, (*given, *params))
+    return found
 
 
 def backward_turns(
@@ -290,20 +194,20 @@ def backward_turns(
         dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *wanted))
         sums.add(wanted, grads)
         home = backward_home(half.given, half.out, half.lse, or_zeros(do, half.out))
-        call = HalfCall(handle, piece.kind, "backward", home, piece.layer(projects=not half.qkv))
-        yield from call.turns()
-        dx_before, *grads = _pull_before(call, half, wanted)
+        layer = piece.layer(projects=not half.qkv)
+        machine = yield from _turns(handle, piece.kind, "backward", home, layer)
+        dx_before, *grads = _pull_before(machine, half, wanted)
         sums.add(wanted, grads)
-        sums.add((piece.sinks,), (call.sink_gradient,))
+        sums.add((piece.sinks,), (sink_gradient(layer, machine.gradients),))
         dhidden[0] = or_zeros(_total((dx, dx_before)), half.x)
 
 
-def _pull_before(call: HalfCall, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _pull_before(machine: TorchMachine, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of x and of the params, of what came before attention."""
     if half.qkv:
-        return _pull(half.qkv, call.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
-    (dx,) = call.memory.home_rows(Name.DX)
-    grads = zip(call.param_gradients, wanted, strict=True)
+        return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
+    (dx,) = machine.memory.home_rows(Name.DX)
+    grads = zip(machine.gradients.params, wanted, strict=True)
     return dx.to(half.x.dtype), *(grad.to(param.dtype) for grad, param in grads)
 
 
@@ -341,13 +245,14 @@ def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
 
 
 class PairedLayers(torch.autograd.Function):
-    """Hidden states of both halves -> those after some layers. keep: whether backward may come."""
+    """Hidden states of both halves -> those after some layers. pieces: the layers of each half, of one kind and rule;
+    keep: whether backward may come."""
 
     @staticmethod
     def forward(
         ctx: Any,
         handles: tuple[PlanHandle, PlanHandle],
-        pieces: Sequence[Piece],
+        pieces: tuple[Sequence[Piece], Sequence[Piece]],
         keep: bool,
         ping: Tensor,
         pong: Tensor,
@@ -355,9 +260,9 @@ class PairedLayers(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         hidden: list[list[Tensor]] = [[ping], [pong]]
         kept: list[list[Kept] | None] = [[] if keep else None for _ in handles]
-        halves = zip(handles, hidden, kept, strict=True)
-        with paired(handles, "forward", [piece.rule for piece in pieces]):
-            take_turns(forward_turns(handle, pieces, mine, own) for handle, mine, own in halves)
+        halves = zip(handles, pieces, hidden, kept, strict=True)
+        with paired(handles, "forward", pieces[0]):
+            take_turns(forward_turns(*half) for half in halves)
         ctx.handles, ctx.pieces, ctx.kept, ctx.params = handles, pieces, kept, params
         return tuple(half[0] for half in hidden)
 
@@ -369,31 +274,37 @@ class PairedLayers(torch.autograd.Function):
                 "backward of ping-pong layers has run: what it needs is freed, run forward again"
             )
         sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
-        halves = zip(ctx.handles, ctx.kept, grads, strict=True)
-        with paired(ctx.handles, "backward", [piece.rule for piece in ctx.pieces]):
-            take_turns(backward_turns(handle, ctx.pieces, own, mine, sums) for handle, own, mine in halves)
+        halves = zip(ctx.handles, ctx.pieces, ctx.kept, grads, strict=True)
+        with paired(ctx.handles, "backward", ctx.pieces[0]):
+            take_turns(backward_turns(*half, sums) for half in halves)
         return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)
 
 
 def attend_pair(
     handles: tuple[PlanHandle, PlanHandle],
     kind: str,
-    qkv: Sequence[Tensor],
+    qkv: Sequence[tuple[Tensor, Tensor, Tensor]],
     sinks: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor]:
-    """Planned attention of both halves, differentiable in their q, k, v and in sinks."""
-    agree(handles, kind)
-    return PairedAttention.apply(handles, kind, score, sinks, *qkv)  # type: ignore[no-untyped-call,no-any-return]
+    """Planned attention of both halves, differentiable in their q, k, v and in sinks: layers without anything else."""
+
+    def piece(given: tuple[Tensor, Tensor, Tensor]) -> Piece:
+        return Piece(lambda x, positions: given, lambda x, out: out, given, kind, score, sinks)
+
+    ping, pong = (q.new_empty(len(q), 0) for q, _, _ in qkv)
+    return run_pair(handles, ([piece(qkv[0])], [piece(qkv[1])]), ping, pong)
 
 
 def run_pair(
-    handles: tuple[PlanHandle, PlanHandle], pieces: Sequence[Piece], ping: Tensor, pong: Tensor
+    handles: tuple[PlanHandle, PlanHandle],
+    pieces: tuple[Sequence[Piece], Sequence[Piece]],
+    ping: Tensor,
+    pong: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Both halves through the layers, differentiable in both hidden states, the layers' params and their sinks."""
-    agree(handles, pieces[0].kind)
-    tensors = [tensor for piece in pieces for tensor in (*piece.params, piece.sinks) if tensor is not None]
-    params = tuple({id(tensor): tensor for tensor in tensors}.values())
+    """Both halves through their layers, differentiable in both hidden states, the layers' params and their sinks."""
+    agree(handles, pieces[0][0].kind)
+    listed = ((*piece.params, piece.sinks) for half in pieces for piece in half)
+    params = tuple({id(tensor): tensor for some in listed for tensor in some if tensor is not None}.values())
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (ping, pong, *params))
-    inputs = (handles, tuple(pieces), keep, ping, pong, *params)
-    return PairedLayers.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
+    return PairedLayers.apply(handles, pieces, keep, ping, pong, *params)  # type: ignore[no-untyped-call,no-any-return]

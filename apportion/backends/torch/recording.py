@@ -16,7 +16,7 @@ from torch import Tensor
 
 from apportion.backends.torch.engines import StageEngine
 from apportion.backends.torch.memory.arenas import Pool, Post
-from apportion.backends.torch.transport import Alone, Flight, Transport
+from apportion.backends.torch.transport import Alone, Flight, Sizes, Transport
 
 
 class RecordingDevice(Transport):
@@ -45,9 +45,7 @@ class RecordingDevice(Transport):
         self.rounds += 1
         return Alone()
 
-    def all_to_all(
-        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
-    ) -> Flight:
+    def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         self.posts += sum(size > 0 for side in sizes for size in side)
         self.rounds += 1
         return Alone()

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
+from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.memory.arenas import Post
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.plan.tables import Move
 
 
-class PeerRows(NamedTuple):
-    """Rows [row, row + rows) sent to or received from a peer."""
-
-    send: bool
-    peer: int
-    row: int
-    rows: int
-
-
-class Remap(torch.autograd.Function):
-    """x [rows of the source, ...] -> [rows of the target, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
-        ctx.handle, ctx.move, ctx.inverse = handle, move, inverse
-        return _moved(x, handle, move, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return remapped(grad, ctx.handle, ctx.move, not ctx.inverse), None, None, None
-
-
 def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
     """x moved from the move's source layout to its target (`inverse`: back), differentiable; a collective."""
-    out: Tensor = Remap.apply(x, handle, move, inverse)  # type: ignore[no-untyped-call]
-    return out
+    handle.require_unpadded("layouts are moved")
+    source, target = (move.target, move.source) if inverse else (move.source, move.target)
+    given, wanted = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
+    if len(x) != given:
+        raise ExecutionError(f"this rank holds {given} rows of layout {source}, got {len(x)}")
+    name = f"rows from layout {source} to {target}, plan {handle.name}"
+    (take, sent), (into, received) = (
+        _rows(move, handle.communicator.ranks, send != inverse) for send in (1, 0)
+    )
+    return Exchange(handle.communicator, name, take, sent, into, received, wanted)(x)
+
+
+def _rows(move: Move, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
+    """int64: the rows sent to, or received from, rank 0, 1, ...; and how many for each."""
+    columns = (move.table[name].tolist() for name in ("send", "peer", "row", "rows"))
+    runs = [(peer, row, rows) for flag, peer, row, rows in zip(*columns, strict=True) if flag == send]
+    counts = [sum(rows for to, _, rows in runs if to == peer) for peer in range(ranks)]
+    listed = [torch.arange(row, row + rows) for _, row, rows in sorted(runs, key=lambda run: run[0])]
+    return torch.cat(listed) if listed else torch.zeros(0, dtype=torch.int64), counts
 
 
 def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]:
@@ -64,36 +57,3 @@ def from_linear(x: Tensor, handle: PlanHandle) -> Tensor:
 def _where_planned(x: Tensor, handle: PlanHandle, inverse: bool) -> Tensor:
     move = next((move for move in handle.slice.moves if move.target == "linear"), None)
     return x if move is None else remapped(x, handle, move, inverse)
-
-
-def _moved(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
-    source, target = (move.target, move.source) if inverse else (move.source, move.target)
-    form = f"{x.dtype} {list(x.shape[1:])}"
-    with handle.call(f"rows of {form} from layout {source} to {target}, plan {handle.name}"):
-        return _moved_rows(x, handle, move, inverse)
-
-
-def _moved_rows(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
-    handle.require_unpadded("layouts are moved")
-    source, target = (move.target, move.source) if inverse else (move.source, move.target)
-    given, wanted = (int(handle.slice.layout(name).rows_per_rank[0]) for name in (source, target))
-    if len(x) != given:
-        raise ExecutionError(f"this rank holds {given} rows of layout {source}, got {len(x)}")
-    x, out = x.contiguous(), x.new_empty(wanted, *x.shape[1:])
-    rows, rank = _rows(move, inverse), handle.communicator.rank
-    posts = [
-        Post(r.send, r.peer, (x if r.send else out)[r.row : r.row + r.rows].view(-1).view(torch.uint8))
-        for r in rows
-        if r.peer != rank
-    ]
-    flight = handle.communicator.batch(0, posts)
-    own = [[r for r in rows if r.peer == rank and r.send == send] for send in (True, False)]
-    for a, b in zip(*own, strict=True):
-        out[b.row : b.row + b.rows] = x[a.row : a.row + a.rows]
-    flight.wait()
-    return out
-
-
-def _rows(move: Move, inverse: bool) -> list[PeerRows]:
-    columns = (move.table[name].tolist() for name in ("send", "peer", "row", "rows"))
-    return [PeerRows(bool(send) ^ inverse, *rest) for send, *rest in zip(*columns, strict=True)]

@@ -24,6 +24,9 @@ from apportion.backends.torch.calls import Calls, by_value, calls_of
 from apportion.backends.torch.memory.arenas import Pool, Post
 from apportion.ir.errors import ConfigError, ExecutionError
 
+#: of an exchange: bytes for each peer, and from each
+Sizes = tuple[list[int], list[int]]
+
 
 class Flight(ABC):
     """A round under way."""
@@ -53,10 +56,8 @@ class Transport(ABC):
         """Starts sends and receives; those between two ranks meet in their order. Ranks without any take no part."""
 
     @abstractmethod
-    def all_to_all(
-        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
-    ) -> Flight:
-        """Starts an exchange that every rank enters. sizes: bytes for each peer, and from each."""
+    def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
+        """Starts an exchange that every rank enters."""
 
     @abstractmethod
     def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
@@ -146,8 +147,11 @@ class Communicator(Transport):
     def start(self, channels: int) -> None:
         if self.ranks == 1:
             return
+        options = None
+        if _serves(self._base, "nccl"):  # whose streams come before those of computation
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         while self._grows and len(self._groups) < channels:
-            self._groups.append(dist.new_group(pg_options=_options(self._base)))
+            self._groups.append(dist.new_group(pg_options=options))
         for group in self._groups[self._started : channels]:
             if _serves(group, "nccl"):  # a batch of some ranks only must not be what starts it
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -167,9 +171,7 @@ class Communicator(Transport):
         works, kept = dist.batch_isend_irecv(ops), [post.data for post in posts]
         return Works(works, kept, self._calls, group, {post.peer for post in posts})
 
-    def all_to_all(
-        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
-    ) -> Flight:
+    def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         if self._calls is None:
             return Alone()
         if sent.device.type == "cpu":  # messages of gloo's own exchange have no tags
@@ -178,9 +180,7 @@ class Communicator(Transport):
         work = dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group, async_op=True)
         return Works([work], [sent, received], self._calls, group, range(self.ranks))
 
-    def _exchanged(
-        self, channel: int, sent: Tensor, received: Tensor, sizes: tuple[list[int], list[int]]
-    ) -> Flight:
+    def _exchanged(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         """An exchange, message by message."""
         into, out = torch.split(received, sizes[1]), torch.split(sent, sizes[0])
         into[self.rank].copy_(out[self.rank])
@@ -242,17 +242,7 @@ def _serves(group: Any, backend: str) -> bool:
     return backend in str(dist.distributed_c10d.get_backend_config(group))
 
 
-def _options(like: Any) -> Any:
-    """Streams of NCCL come before those of computation."""
-    if not _serves(like, "nccl"):
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-
-
-def require_one_plan(ids: Sequence[bytes]) -> None:
-    """ids: of the plan on each rank. Raises ExecutionError where they differ."""
-    if len(set(ids)) > 1:
-        held = by_value({rank: f"plan {plan_id.hex()[:12]}" for rank, plan_id in enumerate(ids)})
-        raise ExecutionError(
-            f"ranks hold different plans: {held}. Give every rank its slice of the same plan"
-        )
+def different_plans(held: Sequence[str]) -> ExecutionError:
+    """held: what each rank has."""
+    told = by_value(dict(enumerate(held)))
+    return ExecutionError(f"ranks hold different plans: {told}. Give every rank its slice of the same plan")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from apportion.backends.torch.calls import by_value, shown
-from apportion.backends.torch.transport import Communicator, Transport, require_one_plan
+from apportion.backends.torch.transport import Communicator, Transport, different_plans
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
@@ -62,8 +62,9 @@ class Agreement:
                 raise error
             failed = {rank: told[rank] for rank, state in enumerate(states) if state == FAILED}
             raise ExecutionError(f"iteration {number}: ranks {[*failed]} have no plan: {by_value(failed)}")
-        if MISSING not in states:
-            require_one_plan([bytes(row[1:]) for row in rows])
+        ids = [bytes(row[1:]).hex() for row in rows]
+        if MISSING not in states and len(set(ids)) > 1:
+            raise different_plans([f"plan {plan_id[:12]}" for plan_id in ids])
         return states
 
 

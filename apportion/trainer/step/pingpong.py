@@ -95,7 +95,7 @@ def ping_pong(
         handle.require_unpadded("ping-pong runs")
         check_shape(name, hidden, (handle.rows, *hidden.shape[1:]))
     pieces = [_piece(layer, handles) for layer in layers]
-    return backend.run_pair(handles, pieces, hidden_a, hidden_b) if pieces else (hidden_a, hidden_b)
+    return backend.run_pair(handles, (pieces, pieces), hidden_a, hidden_b) if pieces else (hidden_a, hidden_b)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -115,7 +115,7 @@ def ping_pong_attention(
     """
     handles = _same_ranks(handle_a, handle_b)
     name, score = _kind(handles, kind), score_of(a[0].shape[-1], scale, softcap)
-    return backend.attend_pair(handles, name, (*a, *b), sinks, score)
+    return backend.attend_pair(handles, name, (a, b), sinks, score)
 
 
 def _piece(layer: PingPongLayer, handles: tuple[PlanHandle, PlanHandle]) -> backend.Piece:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from apportion.backends.interp import compile_program
 from apportion.backends.torch.stage.rowlists import COPY, Panel, Place, move, panels
 from apportion.backends.torch.stage.tiles import Tiles, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
@@ -148,7 +149,7 @@ def test_work_lists_hold_every_pair_of_an_instruction_once(name: str, mask: str)
     for phase in PHASES:
         for rank in range(4):
             programs = plan.programs["default", phase].rank(rank)
-            columns = Columns(programs, plan.header)
+            columns = Columns(compile_program(programs, plan.header))
             for kernel in ("attend",) if phase == "forward" else ("dq", "dkdv"):
                 found = find_complete(programs, phase)[ROLES[kernel].owner]
                 made = work_list(
@@ -162,7 +163,7 @@ def test_every_instruction_is_one_launch_and_long_tiles_come_first() -> None:
         plan = planned(name, "causal", heads=(2, 4) if "upipe" in name else (2, 2))
         for phase in PHASES:
             programs = plan.programs["default", phase].rank(1)
-            columns = Columns(programs, plan.header)
+            columns = Columns(compile_program(programs, plan.header))
             kernel = "attend" if phase == "forward" else "dkdv"
             found = find_complete(programs, phase)[ROLES[kernel].owner]
             made = work_list(

@@ -285,11 +285,6 @@ def _equal_widths(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
 # --- CUDA flash: one sequence in varlen form; windows are aligned at the bottom right; half dtypes only
 
 
-def _tokens_first(tensor: Tensor) -> Tensor:
-    """[K, G, T, D] -> [T, K * G, D]."""
-    return tensor.movedim(2, 0).flatten(1, 2)
-
-
 def _kv_tokens_first(tensor: Tensor) -> Tensor:
     """[K, G, S, D], equal over G, -> [S, K, D]: the kernel does GQA itself."""
     return tensor[:, 0].transpose(0, 1)
@@ -308,9 +303,7 @@ def _varlen(call: Call, device: torch.device) -> tuple[Tensor, Tensor, int, int]
 
 def _flash_cuda(call: Call, q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     kv_heads, width = q.shape[0], v.shape[-1]
-    q, k, v = _equal_widths(
-        _tokens_first(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE
-    )
+    q, k, v = _equal_widths(_ungrouped(q), _kv_tokens_first(k), _kv_tokens_first(v), multiple=CUDA_MULTIPLE)
     left, right = call.window
     o, lse, *_ = _cuda(
         q, k, v, *_varlen(call, q.device), 0.0, False, False,
@@ -323,9 +316,9 @@ def _flash_cuda_backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads, qk_width, v_width = q.shape[0], q.shape[-1], v.shape[-1]
-    do, out = map(_tokens_first, _do_and_out(do, delta, score))
+    do, out = map(_ungrouped, _do_and_out(do, delta, score))
     q, k, v, do, out = _equal_widths(
-        _tokens_first(q), _kv_tokens_first(k), _kv_tokens_first(v), do, out, multiple=CUDA_MULTIPLE
+        _ungrouped(q), _kv_tokens_first(k), _kv_tokens_first(v), do, out, multiple=CUDA_MULTIPLE
     )
     left, right = call.window
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)

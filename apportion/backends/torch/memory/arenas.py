@@ -41,9 +41,6 @@ class Buffer:
     def __init__(self, size: int, device: torch.device) -> None:
         self.data = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def __len__(self) -> int:
-        return self.data.numel()
-
 
 class Pool:
     """Buffers of bytes that calls take and give back, so that layers share them. One of a device and stream serves
@@ -58,7 +55,7 @@ class Pool:
         with self._lock:
             free = self._free.setdefault(_stream(device), [])
             for i in reversed(range(len(free))):
-                if len(free[i]) >= size:
+                if free[i].data.numel() >= size:
                     return free.pop(i)
             if free:
                 free.pop()

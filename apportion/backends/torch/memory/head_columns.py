@@ -9,14 +9,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from apportion.backends.interp import columns_of
+
 Columns = slice | tuple[int, ...]
-
-
-def columns_of(numbers: tuple[int, ...]) -> Columns:
-    """The numbers as a slice where they are evenly spaced and rising."""
-    stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    regular = stride > 0 and numbers == tuple(range(numbers[0], numbers[0] + stride * len(numbers), stride))
-    return slice(numbers[0], numbers[-1] + 1, stride) if regular else numbers
 
 
 def pick(tensor: Tensor, columns: Columns) -> Tensor:

@@ -10,9 +10,9 @@ Staging rows are free again once their round was waited for, so the arena is as 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import cache
 from typing import NamedTuple
 
 from apportion.backends.interp import Operand, Program, Step, components
@@ -24,7 +24,6 @@ from apportion.ir.tensors import Space
 
 #: where the staging of a round's messages begins: a multiple of this
 PAGE = 256
-_AT_ONCE: Mapping[int, int] = MappingProxyType({})
 
 
 class Message(NamedTuple):
@@ -95,18 +94,21 @@ def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> 
     return at + operand.rows * array.row_bytes
 
 
-def find_rounds(
-    programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int] = _AT_ONCE
-) -> Rounds:
+def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int]) -> Rounds:
     """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
     from which its messages have their places, where that is not the launch."""
     messages = find_messages(programs, program.header)
     of, staged = iter(messages.of.tolist()), messages.staged.tolist()
-    sizes, due = _Sizes(program, hidden), defaultdict(list)
+    due = defaultdict(list)
+
+    @cache
+    def size(index: int, results: bool) -> int:
+        return tile_bytes(program.operands[index], program.header, hidden, results)
+
     for step in program.steps:
         if step.op == Op.LAUNCH:
             listed = [next(of) for _ in step.transfers]
-            due[early.get(step.index, step.index)].append((step, _drafts(step, listed, sizes)))
+            due[early.get(step.index, step.index)].append((step, _drafts(step, listed, size)))
     arena, under_way, found = _StagingArena(), {}, {}
     for step in program.steps:
         for launch, drafts in due[step.index]:
@@ -117,19 +119,6 @@ def find_rounds(
             found[step.index] = under_way.pop(step.round)
             arena.release(found[step.index])
     return Rounds(found, arena.size)
-
-
-class _Sizes(dict[tuple[int, bool], int]):
-    """(operand, whether it is a result) -> the bytes that its tile takes in a message."""
-
-    def __init__(self, program: Program, hidden: int) -> None:
-        self._program, self._hidden = program, hidden
-
-    def __missing__(self, key: tuple[int, bool]) -> int:
-        index, results = key
-        operand = self._program.operands[index]
-        self[key] = tile_bytes(operand, self._program.header, self._hidden, results)
-        return self[key]
 
 
 class _MessageDraft:
@@ -144,12 +133,12 @@ class _MessageDraft:
         self.size = aligned(self.size) + size
 
 
-def _drafts(step: Step, listed: list[int], sizes: _Sizes) -> dict[int, _MessageDraft]:
+def _drafts(step: Step, listed: list[int], size: Callable[[int, bool], int]) -> dict[int, _MessageDraft]:
     """The messages of a launch by number: those received first, each side by peer."""
     found: dict[int, _MessageDraft] = {}
     for transfer, number in zip(step.transfers, listed, strict=True):
         draft = found.setdefault(number, _MessageDraft(transfer.send, transfer.peer))
-        draft.add(transfer.operand, sizes[transfer.operand, bool(step.mode & RESULTS)])
+        draft.add(transfer.operand, size(transfer.operand, bool(step.mode & RESULTS)))
     return dict(sorted(found.items()))
 
 

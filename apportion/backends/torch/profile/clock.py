@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from apportion.backends.torch.transport import Flight
+from apportion.backends.torch.transport import Alone, Flight
 
 Work = Callable[[], object]
 
@@ -40,7 +40,7 @@ def best_us(work: Work, device: torch.device, runs: Runs) -> float:
 def once_us(work: Work, device: torch.device) -> float:
     """Microseconds of one run."""
     if device.type == "cuda":
-        return _once_cuda_us(work)
+        return beside_us(Alone, work, device)
     now = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     start = now()
     work()
@@ -72,15 +72,5 @@ def beside_us(start: Callable[[], Flight], work: Work, device: torch.device) -> 
     work()
     end.record()
     flight.wait()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end) * 1e3)
-
-
-def _once_cuda_us(work: Work) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    work()
-    end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end) * 1e3)

@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -54,21 +54,14 @@ WINDOWS = (16, 8, 4, 2)
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured: the grids' axis and heads, and sizes of the layers; over how many sweeps, none begun after so
-    many seconds; the best of how many runs, as `Runs` has it. tokens: of a rank, for layers; vocab: of the head."""
+    """What is measured: the grids' axis, and the model whose heads and layers; over how many sweeps, none begun after
+    so many seconds. tokens: of a rank, for layers; vocab: of the head."""
 
     axis: tuple[int, ...]
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
+    model: Model
     sweeps: int = 3
     seconds: float = 300.0
-    least: int = 2
-    most: int = 10
-    budget_us: float = 10_000.0
-    hidden: int = 512
-    ffn: int = 1408
+    runs: Runs = field(default_factory=Runs)
     tokens: int = 1024
     vocab: int = 4096
 
@@ -81,27 +74,12 @@ class Effort:
         seconds = 25.0 if quick else 300.0
         if device.type == "cuda":
             axis = _doubling(128, 8192) if quick else _halfway(128, 32768)
-            effort = Effort(
-                axis, 32, 8, 128, "bf16", seconds=seconds, hidden=4096, ffn=14336, tokens=8192, vocab=32768
-            )
+            effort = Effort(axis, Model(), seconds=seconds, tokens=8192, vocab=32768)
         else:
             axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
-            effort = Effort(axis, 4, 2, 64, "fp32", seconds=seconds)
-        if model is not None:
-            sizes = ("q_heads", "kv_heads", "head_dim", "dtype", "hidden", "ffn")
-            effort = replace(effort, **{size: getattr(model, size) for size in sizes})
-        return effort if tokens is None else replace(effort, tokens=tokens)
-
-    @property
-    def runs(self) -> Runs:
-        return Runs(self.least, self.most, self.budget_us)
-
-    def layer(self, device: torch.device) -> TimedLayer:
-        """What is timed besides attention."""
-        model = Model(
-            self.q_heads, self.kv_heads, self.head_dim, dtype=self.dtype, hidden=self.hidden, ffn=self.ffn
-        )
-        return TimedLayer(model, self.tokens, self.vocab, device, self.runs)
+            small = Model(4, 2, 64, dtype="fp32", hidden=512, ffn=1408)
+            effort = Effort(axis, small, seconds=seconds)
+        return replace(effort, model=model or effort.model, tokens=tokens or effort.tokens)
 
 
 class Steps:
@@ -112,18 +90,16 @@ class Steps:
 
     def after(self, measured: Any) -> Any:
         """Counts one step; returns what it measured."""
-        self._tell(self._done + 1)
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)
         return measured
 
     def finish(self) -> None:
         """All steps that were to be done are, fewer than planned or not."""
         if self._done < self._total:
-            self._tell(self._total)
-
-    def _tell(self, done: int) -> None:
-        self._done = done
-        if self._progress is not None:
-            self._progress(done, self._total)
+            self._done = self._total - 1
+            self.after(None)
 
 
 def profile(
@@ -144,16 +120,18 @@ def profile(
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effort = effort or Effort.of(on, quick)
-    _check_engine(engine, on)
-    steps = Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
+    why_not = device_obstacle(on) if choice("engine", engine, TASKS) == "stage" else None
+    if why_not is not None:
+        raise ConfigError("engine", engine, why_not, "take flash")
+    model, steps = effort.model, Steps(progress, 2 * effort.sweeps * len(effort.axis) ** 2 + LAYER_FIGURES)
     forward, backward = _grids(_Arena.of(on, effort), engine, steps)
-    layer = effort.layer(on)
+    layer = TimedLayer(model, effort.tokens, effort.vocab, on, effort.runs)
     memory, linear = steps.after(_memory_gbs(on, effort)), steps.after(layer.linear_tflops())
     assumed = Hardware.load("h100")
     measured = Hardware(
-        name, device_name(on), engine, effort.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
-        effort.q_heads, effort.kv_heads, effort.head_dim, forward, backward, _memory_gib(on),
-        memory, _peak_tflops(device_name(on), effort.dtype, linear), linear,
+        name, device_name(on), engine, model.dtype, effort.axis, FLASH_TILE if on.type == "cuda" else 1,
+        model.q_heads, model.kv_heads, model.head_dim, forward, backward, _memory_gib(on),
+        memory, _peak_tflops(device_name(on), model.dtype, linear), linear,
         steps.after(_rowop_us(on, effort)), assumed.post_us, assumed.contention, **_assumed_links(),
         measured=Measured(device_name(on), _versions(), datetime.date.today().isoformat()),
         rows_gbs=steps.after(layer.rows_gbs()), loss_gbs=steps.after(layer.loss_gbs()),
@@ -188,13 +166,14 @@ class _Arena:
 
     @staticmethod
     def of(device: torch.device, effort: Effort) -> _Arena:
-        dtype, h, kv = DTYPES[effort.dtype], effort.q_heads, effort.kv_heads
-        a_row = 2 * (h + kv) * effort.head_dim * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
+        model = effort.model
+        dtype, h, kv = DTYPES[model.dtype], model.q_heads, model.kv_heads
+        a_row = 2 * (h + kv) * model.head_dim * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
         length = max(effort.axis[-1], ARENA_BYTES // a_row)
         generator = torch.Generator(device).manual_seed(0)
 
         def drawn(heads: int, wide: bool = False) -> Tensor:
-            shape = (length, heads, effort.head_dim)
+            shape = (length, heads, model.head_dim)
             numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             return numbers.to(accumulator_dtype(dtype) if wide else dtype)
 
@@ -215,7 +194,7 @@ class _Arena:
         """First rows of a task in each run: short ones are run in several places, one after another."""
         longest = max(task.rows, task.keys)
         together = min(PLACES, self.effort.axis[-1] // longest)
-        runs = min(self.effort.most + 1, len(self.queries[0]) // (together * longest))
+        runs = min(self.effort.runs.most + 1, len(self.queries[0]) // (together * longest))
         return [[self._next(longest) for _ in range(together)] for _ in range(runs)]
 
     def _next(self, longest: int) -> int:
@@ -229,7 +208,7 @@ class _Arena:
         k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
         o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
         lse.zero_()
-        band, score = self._band(task), Score(self.effort.head_dim**-0.5)
+        band, score = self._band(task), Score(self.effort.model.head_dim**-0.5)
         return (
             lambda: attend(q, k, v, o, lse, band, score),
             lambda: attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, score),
@@ -237,18 +216,19 @@ class _Arena:
 
     def stage_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
         """Its forward and its backward, one launch and two."""
-        from apportion.backends.torch.profile.lone_task import Shape, lone_task
+        from apportion.backends.torch.profile.lone_task import lone_task
 
-        band, shape = self._band(task), (task.rows, task.keys)
+        band = self._band(task)
         q, do = (tensor[at : at + task.rows] for tensor in self.queries[:2])
         k, v = (tensor[at : at + task.keys] for tensor in self.keys[:2])
-        return lone_task(q, k, v, do, Shape(*shape, band.dmin, band.dmax))
+        return lone_task(q, k, v, do, band.dmin, band.dmax)
 
     def _band(self, task: TimedTask) -> Band:
         """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says; of a window, no more
         than so many keys a row."""
-        ratio = self.effort.q_heads // self.effort.kv_heads
-        kv_of = tuple(head // ratio for head in range(self.effort.q_heads))
+        model = self.effort.model
+        ratio = model.q_heads // model.kv_heads
+        kv_of = tuple(head // ratio for head in range(model.q_heads))
         dmin = min(0, task.rows - task.keys) if task.causal else -task.keys
         return Band(dmin, task.rows if task.window is None else task.window - 1, kv_of)
 
@@ -257,12 +237,6 @@ class _Arena:
 TASKS: Mapping[str, Callable[[_Arena, TimedTask, int], tuple[Work, Work]]] = MappingProxyType(
     {"flash": _Arena.flash_task, "stage": _Arena.stage_task}
 )
-
-
-def _check_engine(name: str, device: torch.device) -> None:
-    why_not = device_obstacle(device) if choice("engine", name, TASKS) == "stage" else None
-    if why_not is not None:
-        raise ConfigError("engine", name, why_not, "take flash")
 
 
 def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
@@ -353,7 +327,7 @@ def _memory_gbs(device: torch.device, effort: Effort) -> Figure:
 
 
 def _rowop_us(device: torch.device, effort: Effort) -> Figure:
-    row = torch.zeros(effort.q_heads, effort.head_dim, device=device)
+    row = torch.zeros(effort.model.q_heads, effort.model.head_dim, device=device)
     target = torch.empty_like(row)
     took = best_us(lambda: target.copy_(row), device, effort.runs)
     return Figure(round(took, 3), "measured: copy of one row")

@@ -71,7 +71,9 @@ def profile_links(
         )
     group = dist.group.WORLD if group is None else group
     comm.start(1)
-    job = _LinkJob(comm, group, _nodes(comm, group, _host() if node is None else node), messages, runs)
+    mine = torch.tensor([_host() if node is None else node], dtype=torch.int64)
+    nodes = [int(number) for (number,) in _gathered(comm, group, mine)]
+    job = _LinkJob(comm, group, nodes, messages, runs)
     intra, pair = job.line(same=True), job.line(same=False)
     inside, between = job.crowd_gbs(same=True), job.crowd_gbs(same=False)
     on_node = max(map(job.nodes.count, job.nodes))
@@ -171,14 +173,10 @@ class _LinkJob:
     def _peers(self, same: bool) -> list[int]:
         rank, nodes = self.comm.rank, self.nodes
         place = [sum(nodes[other] == nodes[of] for other in range(of)) for of in range(self.comm.ranks)]
-        if same:
-            return [
-                other for other in range(self.comm.ranks) if other != rank and nodes[other] == nodes[rank]
-            ]
         return [
             other
             for other in range(self.comm.ranks)
-            if nodes[other] != nodes[rank] and place[other] == place[rank]
+            if (nodes[other] == nodes[rank], place[other] == place[rank]) == (same, not same)
         ]
 
     def _share(self, peers: Sequence[int], size: int) -> int:
@@ -258,10 +256,6 @@ class _LinkJob:
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
         return np.max(self._gathered(times), axis=0).tolist()  # type: ignore[no-any-return]
-
-
-def _nodes(comm: Communicator, group: Any, node: int) -> list[int]:
-    return [int(number) for (number,) in _gathered(comm, group, torch.tensor([node], dtype=torch.int64))]
 
 
 def _gathered(comm: Communicator, group: Any, mine: Tensor) -> list[list[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,45 +20,42 @@ from apportion.ir.plan.tables import Header, ProgramSet, Table
 from apportion.ir.tensors import KV_SIDE, Space, Tensor as Name
 
 
-class Shape(NamedTuple):
-    """Query rows, key rows, and the diagonals between which a pair is seen."""
-
-    rows: int
-    keys: int
-    dmin: int
-    dmax: int
-
-
 def lone_task(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, shape: Shape
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dmin: int, dmax: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """What computes a task, forward and backward: nothing is read but its operands, and results are written once.
 
-    q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv].
+    q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv]. A pair is seen where its row less its key is
+    in [dmin, dmax].
     """
     given = {Name.Q: (q,), Name.KV: (k, v)}
     dtype = next(name for name, held in DTYPES.items() if held == q.dtype)
     widths = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
     header = Header(1, ("default",), "", 0, "attention", ("attention",), (), *widths, dtype)
-    forward = _machine(header, Op.ATTEND, given, shape)
-    backward = _machine(header, Op.ATTEND_GRAD, {**given, Name.DO: (do,)}, shape)
+    forward = _machine(header, Op.ATTEND, given, (dmin, dmax))
+    backward = _machine(header, Op.ATTEND_GRAD, {**given, Name.DO: (do,)}, (dmin, dmax))
     return forward.run, backward.run
 
 
-def _machine(header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], shape: Shape) -> StageMachine:
-    columns, device = _columns(op, shape), given[Name.Q][0].device
-    rows = max(shape.rows, shape.keys)
+def _machine(
+    header: Header, op: Op, given: dict[Name, tuple[Tensor, ...]], diagonals: tuple[int, int]
+) -> StageMachine:
+    rows, keys = (len(given[name][0]) for name in (Name.Q, Name.KV))
+    columns, device = _columns(op, rows, keys, diagonals), given[Name.Q][0].device
+    rows = max(rows, keys)
     loaded = load(columns, compile_program(columns, header), device, rows, 0)
     memory = Memory(loaded.arenas, rows, given, Buffer(loaded.arenas.size, device))
     return StageMachine(loaded, memory, Layer(Score(header.head_dim**-0.5)), RecordingDevice(0, 1))
 
 
-def _columns(op: Op, shape: Shape) -> ProgramSet:
+def _columns(op: Op, rows: int, keys: int, diagonals: tuple[int, int]) -> ProgramSet:
     ends = [argument.tensors[0] for argument in op.rule.arguments]
-    rows = [shape.keys if name in KV_SIDE else shape.rows for name in ends]
-    operands = [(int(name), int(Space.HOME), 0, count, 0, 0) for name, count in zip(ends, rows, strict=True)]
+    counts = [keys if name in KV_SIDE else rows for name in ends]
+    operands = [
+        (int(name), int(Space.HOME), 0, count, 0, 0) for name, count in zip(ends, counts, strict=True)
+    ]
     first = sum(argument.flag for argument in op.rule.arguments if argument.use is Use.ADD)
-    task = (*range(1, len(ends) + 1), shape.dmin, shape.dmax, first)
+    task = (*range(1, len(ends) + 1), *diagonals, first)
     lists: dict[str | None, list[tuple[int, ...]]] = {
         "operands": [(0,) * 6, *operands],
         "instructions": [(int(op), 0, 0, 0, 1)],

@@ -87,40 +87,52 @@ def _scaled(sums, factor, B: tl.constexpr):
 
 @triton.jit
 def _merge_part(
-    at, live, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
+    at, to, live, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """rows = rows * old + part * new, of float32 rows at `at` [n, 1]; fresh rows are not read."""
     columns = FIRST + tl.arange(0, SIZE)[None, :]
     inside = live & (columns < WIDTH)
     rows = tl.load(at + columns, mask=inside & (fresh == 0), other=0.0)
     tl.debug_barrier()  # every thread has read what one of them overwrites
-    tl.store(at + columns, rows * old + part * new, mask=inside)
-
-
-@triton.jit
-def _merge(at, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    _merge_part(at, live, old, new, fresh, sums[0], 0, A, WIDTH)
-    if B:
-        _merge_part(at, live, old, new, fresh, sums[1], A, B, WIDTH)
-
-
-@triton.jit
-def _result_part(
-    at, to, live, old, new, fresh, part, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """As `_merge_part`, stored at `to` in the dtype that is there."""
-    columns = FIRST + tl.arange(0, SIZE)[None, :]
-    inside = live & (columns < WIDTH)
-    rows = tl.load(at + columns, mask=inside & (fresh == 0), other=0.0)
     tl.store(to + columns, (rows * old + part * new).to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _results(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Rows that are complete, as the caller gets them."""
-    _result_part(at, to, live, old, new, fresh, sums[0], 0, A, WIDTH)
+def _merge(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """rows * old + sums * new, of float32 rows at `at` [n, 1], stored at `to` in the dtype that is there; fresh rows
+    are not read."""
+    _merge_part(at, to, live, old, new, fresh, sums[0], 0, A, WIDTH)
     if B:
-        _result_part(at, to, live, old, new, fresh, sums[1], A, B, WIDTH)
+        _merge_part(at, to, live, old, new, fresh, sums[1], A, B, WIDTH)
+
+
+@triton.jit
+def _beside(
+    tile, columns, NUMBER: tl.constexpr, home, work, home_columns, work_columns, M: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """[M]: where the rows of operand NUMBER beside a tile's rows begin, for a head."""
+    is_work = (tl.load(tile + 4) & (2 << NUMBER)) != 0
+    row = tl.where(is_work, work_columns, home_columns) * WIDTH
+    at = tl.where(is_work, work, home) + tl.load(columns + NUMBER) * WIDTH
+    return at + (tl.load(tile) + tl.load(tile + 6 + NUMBER)).to(tl.int64) * row + tl.arange(0, M) * row
+
+
+@triton.jit
+def _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D: tl.constexpr, E: tl.constexpr):
+    """Where k and v of a head column begin, and from one row to the next: chosen without a branch, behind which older
+    compilers see no alignment."""
+    k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
+    v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
+    k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)
+    v_at = tl.where(work, kv_work + column * (D + E) + D, v_home + column * E)
+    return k_at, v_at, k_row, v_row
+
+
+@triton.jit
+def _entry(at):
+    """The ends of an entry's three ranges of walked rows, of which the middle one has no masked pair, and the band
+    (dmin, dmax, from, to) of its pairs."""
+    ends = tl.load(at), tl.load(at + 2), tl.load(at + 3), tl.load(at + 1)
+    return ends, (tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))
 
 
 @triton.jit
@@ -164,8 +176,9 @@ def _logits(products, scale, cap, CAP: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _seen(owner, walked, dmin, dmax, from_, to, stop):
+def _seen(owner, walked, band, stop):
     """[M, N]: the entry's pairs, of owner rows [M, 1] and walked rows [1, N]."""
+    dmin, dmax, from_, to = band
     offset = owner - walked
     return (offset >= dmin) & (offset <= dmax) & (walked < stop) & (owner >= from_) & (owner < to)
 
@@ -175,23 +188,22 @@ def _seen(owner, walked, dmin, dmax, from_, to, stop):
 
 @triton.jit
 def _attend_rows(
-    sums, top, total, q, k_at, v_at, k_row, v_row, start, stop, rows, dmin, dmax, from_, to, scale, cap,
+    sums, top, total, q, keys, start, stop, rows, band, scale, cap,
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [start, stop); top and total: the largest logit and the sum of each row."""
+    k_at, v_at, k_row, v_row = keys
     step = tl.arange(0, N)
     k_at += start.to(tl.int64) * k_row
     v_at += start.to(tl.int64) * v_row
     for j in tl.range(start, stop, N):
-        keys = j + step
-        inside = (keys < stop)[:, None]
+        walked = j + step
+        inside = (walked < stop)[:, None]
         k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
         logits, _ = _logits(_dot_t(q, k, DB, PRECISION), scale, cap, CAP, LOG2E)
         if MASK:
-            logits = tl.where(
-                _seen(rows[:, None], keys[None, :], dmin, dmax, from_, to, stop), logits, NEG_INF
-            )
+            logits = tl.where(_seen(rows[:, None], walked[None, :], band, stop), logits, NEG_INF)
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == NEG_INF, 0.0, higher) if MASK else higher
         p = tl.exp2(logits - base[:, None])
@@ -230,40 +242,22 @@ def attend(
     rows = row0 + tl.arange(0, M)
     live = rows < row1
     fresh = flags & 1
-    work = (flags & 4) != 0
-    q_row = tl.where(work, q_columns, q_heads) * D
-    q_at = tl.where(work, q_work, q_home) + tl.load(columns + 1) * D
-    q_at += (row0 + tl.load(tile + 7)).to(tl.int64) * q_row
-    q = _load(q_at + (tl.arange(0, M) * q_row)[:, None], live[:, None], D, DA, DB, True)
+    q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
+    q = _load(q_at[:, None], live[:, None], D, DA, DB, True)
     sums = _zeros(M, EA, EB)
     top, total = tl.full([M], NEG_INF, tl.float32), tl.zeros([M], tl.float32)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
         entry = entries + x * ENTRY
-        start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-        dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
-        column = tl.load(heads + tl.load(entry + 9) + lane)
-        work = (
-            tl.load(entry + 8) & 1
-        ) != 0  # chosen without a branch, behind which older compilers see no alignment
-        k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
-        v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
-        k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)
-        v_at = tl.where(work, kv_work + column * (D + E) + D, v_home + column * E)
-        sums, top, total = _attend_rows(
-            sums, top, total, q, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
-            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-        )  # fmt: skip
-        sums, top, total = _attend_rows(
-            sums, top, total, q, k_at, v_at, k_row, v_row, full0, full1, rows, dmin, dmax, from_, to, scale, cap,
-            False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-        )  # fmt: skip
-        sums, top, total = _attend_rows(
-            sums, top, total, q, k_at, v_at, k_row, v_row, full1, stop, rows, dmin, dmax, from_, to, scale, cap,
-            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-        )  # fmt: skip
+        ends, band = _entry(entry)
+        column, work = tl.load(heads + tl.load(entry + 9) + lane), (tl.load(entry + 8) & 1) != 0
+        keys = _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D, E)
+        for part in tl.static_range(3):
+            sums, top, total = _attend_rows(
+                sums, top, total, q, keys, ends[part], ends[part + 1], rows, band, scale, cap,
+                part != 1, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+            )  # fmt: skip
     work = (flags & 2) != 0
-    o_row = tl.where(work, o_columns, q_heads)
-    offset = rows.to(tl.int64) * o_row + tl.load(columns)
+    offset = rows.to(tl.int64) * tl.where(work, o_columns, q_heads) + tl.load(columns)
     lse_at = tl.where(work, lse_work, lse_home) + offset
     old = tl.load(lse_at, mask=live & (rows * 0 + fresh == 0), other=NEG_INF)
     none = total == 0.0
@@ -281,11 +275,11 @@ def attend(
         old_share, new_share = (keep * share)[:, None], (take * share)[:, None]
         staged, place = _target(tile, heads, lane, M)
         to = tl.where(staged, _after(wire, tile + 10), out) + (place * E)[:, None]
-        _results(o_at, to, live[:, None], old_share, new_share, fresh, sums, E, EA, EB)
+        _merge(o_at, to, live[:, None], old_share, new_share, fresh, sums, E, EA, EB)
         tl.store(_after(lse_wire, tile + 14) + place, new.to(tl.float32), mask=live & staged)
         tl.store(lse_home + place, new, mask=live & (staged == 0))
     else:
-        _merge(o_at, live[:, None], keep[:, None], take[:, None], fresh, sums, E, EA, EB)
+        _merge(o_at, o_at, live[:, None], keep[:, None], take[:, None], fresh, sums, E, EA, EB)
         tl.store(lse_at, new, mask=live)
 
 
@@ -338,19 +332,20 @@ def _p_ds(
 
 @triton.jit
 def _dq_rows(
-    dq, q, do, lse, delta, k_at, v_at, k_row, v_row, start, stop, rows, dmin, dmax, from_, to, scale, cap,
+    dq, q, do, lse, delta, keys, start, stop, rows, band, scale, cap,
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    k_at, v_at, k_row, v_row = keys
     step = tl.arange(0, N)
     k_at += start.to(tl.int64) * k_row
     v_at += start.to(tl.int64) * v_row
     for j in tl.range(start, stop, N):
-        keys = j + step
-        inside = (keys < stop)[:, None]
+        walked = j + step
+        inside = (walked < stop)[:, None]
         k = _load(k_at + (step * k_row)[:, None], inside, D, DA, DB, MASK)
         v = _load(v_at + (step * v_row)[:, None], inside, E, EA, EB, MASK)
-        seen = _seen(rows[:, None], keys[None, :], dmin, dmax, from_, to, stop)
+        seen = _seen(rows[:, None], walked[None, :], band, stop)
         products, dp = _dot_t(q, k, DB, PRECISION), _dot_t(do, v, EB, PRECISION)
         _, ds = _p_ds(products, dp, lse[:, None], delta[:, None], seen, scale, cap, MASK, CAP, PRECISION)
         dq = _add_dot(dq, ds.to(k[0].dtype), k, DB, PRECISION)
@@ -378,77 +373,55 @@ def dq(
         return
     row0, row1, flags = tl.load(tile), tl.load(tile + 1), tl.load(tile + 4)
     columns = heads + tl.load(tile + 6) + lane * LANE
-    step = tl.arange(0, M)
-    rows = row0 + step
+    rows = row0 + tl.arange(0, M)
     live = rows < row1
-    work = (flags & 4) != 0
-    q_row = tl.where(work, q_columns, q_heads) * D
-    q_at = tl.where(work, q_work, q_home) + tl.load(columns + 1) * D
-    q_at += (row0 + tl.load(tile + 7)).to(tl.int64) * q_row
-    q = _load(q_at + (step * q_row)[:, None], live[:, None], D, DA, DB, True)
-    work = (flags & 8) != 0
-    do_row = tl.where(work, do_columns, q_heads) * E
-    do_at = tl.where(work, do_work, do_home) + tl.load(columns + 2) * E
-    do_at += (row0 + tl.load(tile + 8)).to(tl.int64) * do_row
-    do = _load(do_at + (step * do_row)[:, None], live[:, None], E, EA, EB, True)
-    work = (flags & 16) != 0
-    delta_row = tl.where(work, delta_columns, q_heads) * 2
-    delta_at = tl.where(work, delta_work, delta_home) + tl.load(columns + 3) * 2
-    delta_at += (row0 + tl.load(tile + 9)).to(tl.int64) * delta_row
+    q_at = _beside(tile, columns, 1, q_home, q_work, q_heads, q_columns, M, D)
+    q = _load(q_at[:, None], live[:, None], D, DA, DB, True)
+    do_at = _beside(tile, columns, 2, do_home, do_work, q_heads, do_columns, M, E)
+    do = _load(do_at[:, None], live[:, None], E, EA, EB, True)
+    delta_at = _beside(tile, columns, 3, delta_home, delta_work, q_heads, delta_columns, M, 2)
     if (flags & STATED != 0) & (states != 0):
         home = rows.to(tl.int64) * q_heads + tl.load(columns)
         merged, delta = _statistics(do, out + (home * E)[:, None], lse + home, live, E, EA, EB)
         merged = merged.to(tl.float32)
-        tl.store(delta_at + step * delta_row, merged, mask=live)
-        tl.store(delta_at + step * delta_row + 1, delta, mask=live)
+        tl.store(delta_at, merged, mask=live)
+        tl.store(delta_at + 1, delta, mask=live)
     else:
-        merged = tl.load(delta_at + step * delta_row, mask=live, other=0.0)
-        delta = tl.load(delta_at + step * delta_row + 1, mask=live, other=0.0)
+        merged = tl.load(delta_at, mask=live, other=0.0)
+        delta = tl.load(delta_at + 1, mask=live, other=0.0)
     base = tl.where(merged == NEG_INF, 0.0, merged)
     sums = _zeros(M, DA, DB)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
         entry = entries + x * ENTRY
-        start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-        dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
-        column = tl.load(heads + tl.load(entry + 9) + lane)
-        work = (
-            tl.load(entry + 8) & 1
-        ) != 0  # chosen without a branch, behind which older compilers see no alignment
-        k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
-        v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
-        k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)
-        v_at = tl.where(work, kv_work + column * (D + E) + D, v_home + column * E)
-        sums = _dq_rows(
-            sums, q, do, base, delta, k_at, v_at, k_row, v_row, start, full0, rows, dmin, dmax, from_, to, scale, cap,
-            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-        )  # fmt: skip
-        sums = _dq_rows(
-            sums, q, do, base, delta, k_at, v_at, k_row, v_row, full0, full1, rows, dmin, dmax, from_, to, scale, cap,
-            False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-        )  # fmt: skip
-        sums = _dq_rows(
-            sums, q, do, base, delta, k_at, v_at, k_row, v_row, full1, stop, rows, dmin, dmax, from_, to, scale, cap,
-            True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-        )  # fmt: skip
+        ends, band = _entry(entry)
+        column, work = tl.load(heads + tl.load(entry + 9) + lane), (tl.load(entry + 8) & 1) != 0
+        keys = _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D, E)
+        for part in tl.static_range(3):
+            sums = _dq_rows(
+                sums, q, do, base, delta, keys, ends[part], ends[part + 1], rows, band, scale, cap,
+                part != 1, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+            )  # fmt: skip
     work = (flags & 2) != 0
-    dq_row = tl.where(work, dq_columns, q_heads)
-    offset = (rows.to(tl.int64) * dq_row + tl.load(columns))[:, None] * D
+    offset = (rows.to(tl.int64) * tl.where(work, dq_columns, q_heads) + tl.load(columns))[:, None] * D
     dq_at = tl.where(work, dq_work, dq_home) + offset
     if flags & COMPLETE:
         staged, place = _target(tile, heads, lane, M)
         to = tl.where(staged, _after(wire, tile + 10), dq_out) + (place * D)[:, None]
-        _results(dq_at, to, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+        _merge(dq_at, to, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
     else:
-        _merge(dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
+        _merge(dq_at, dq_at, live[:, None], 1.0, 1.0, flags & 1, sums, D, DA, DB)
 
 
 @triton.jit
 def _dkdv_rows(
-    dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, start, stop, rows, dmin, dmax, from_, to, scale, cap,
+    dk, dv, k, v, at, row, start, stop, rows, band, scale, cap,
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys own, queries are walked: all products are transposed, [keys, queries]."""
+    """Keys own, queries are walked: all products are transposed, [keys, queries]. at, row: of q, dO and delta, where
+    they begin, and from one row to the next."""
+    q_at, do_at, delta_at = at
+    q_row, do_row, delta_row = row
     step = tl.arange(0, N)
     q_at += start.to(tl.int64) * q_row
     do_at += start.to(tl.int64) * do_row
@@ -458,13 +431,13 @@ def _dkdv_rows(
         inside = queries < stop
         q = _load(q_at + (step * q_row)[:, None], inside[:, None], D, DA, DB, MASK)
         do = _load(do_at + (step * do_row)[:, None], inside[:, None], E, EA, EB, MASK)
-        at = delta_at + step * delta_row
+        lse_at = delta_at + step * delta_row
         if MASK:
-            lse, delta = tl.load(at, mask=inside, other=0.0), tl.load(at + 1, mask=inside, other=0.0)
+            lse, delta = tl.load(lse_at, mask=inside, other=0.0), tl.load(lse_at + 1, mask=inside, other=0.0)
         else:
-            lse, delta = tl.load(at), tl.load(at + 1)
+            lse, delta = tl.load(lse_at), tl.load(lse_at + 1)
         lse = tl.where(lse == NEG_INF, 0.0, lse)
-        seen = _seen(rows[:, None], queries[None, :], dmin, dmax, from_, to, stop)
+        seen = _seen(rows[:, None], queries[None, :], band, stop)
         products, dp = _dot_t(k, q, DB, PRECISION), _dot_t(v, do, EB, PRECISION)
         p, ds = _p_ds(products, dp, lse[None, :], delta[None, :], seen, scale, cap, MASK, CAP, PRECISION)
         dv = _add_dot(dv, p.to(do[0].dtype), do, EB, PRECISION)
@@ -497,20 +470,15 @@ def dkdv(
     rows = row0 + step
     live = rows < row1
     column, first = tl.load(columns + 1), (row0 + tl.load(tile + 7)).to(tl.int64)
-    if flags & 4:
-        k_row, v_row = kv_columns * (D + E), kv_columns * (D + E)
-        k_at = kv_work + column * (D + E)
-        v_at = k_at + D
-    else:
-        k_row, v_row = kv_heads * D, kv_heads * E
-        k_at, v_at = k_home + column * D, v_home + column * E
+    k_at, v_at, k_row, v_row = _keys(
+        column, (flags & 4) != 0, k_home, v_home, kv_work, kv_heads, kv_columns, D, E
+    )
     k = _load(k_at + first * k_row + (step * k_row)[:, None], live[:, None], D, DA, DB, True)
     v = _load(v_at + first * v_row + (step * v_row)[:, None], live[:, None], E, EA, EB, True)
     dk, dv = _zeros(M, DA, DB), _zeros(M, EA, EB)
     for x in tl.range(tl.load(tile + 2), tl.load(tile + 3), num_stages=1):
         entry = entries + x * ENTRY
-        start, stop, full0, full1 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-        dmin, dmax, from_, to = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+        ends, band = _entry(entry)
         spaces = tl.load(entry + 8)
         q_row = tl.where((spaces & 1) != 0, q_columns, q_heads) * D
         do_row = tl.where((spaces & 2) != 0, do_columns, q_heads) * E
@@ -520,22 +488,18 @@ def dkdv(
         delta_rows = (
             tl.where((spaces & 4) != 0, delta_work, delta_home) + tl.load(entry + 11).to(tl.int64) * delta_row
         )
-        ends = heads + tl.load(entry + 9) + lane
-        for y in tl.range(tl.load(ends), tl.load(ends + 1), 3, num_stages=1):
-            q_at, do_at = q_rows + tl.load(heads + y) * D, do_rows + tl.load(heads + y + 1) * E
-            delta_at = delta_rows + tl.load(heads + y + 2) * 2
-            dk, dv = _dkdv_rows(
-                dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, start, full0, rows, dmin, dmax, from_,
-                to, scale, cap, True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-            )  # fmt: skip
-            dk, dv = _dkdv_rows(
-                dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, full0, full1, rows, dmin, dmax, from_,
-                to, scale, cap, False, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-            )  # fmt: skip
-            dk, dv = _dkdv_rows(
-                dk, dv, k, v, q_at, do_at, delta_at, q_row, do_row, delta_row, full1, stop, rows, dmin, dmax, from_,
-                to, scale, cap, True, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
-            )  # fmt: skip
+        listed = heads + tl.load(entry + 9) + lane
+        for y in tl.range(tl.load(listed), tl.load(listed + 1), 3, num_stages=1):
+            at = (
+                q_rows + tl.load(heads + y) * D,
+                do_rows + tl.load(heads + y + 1) * E,
+                delta_rows + tl.load(heads + y + 2) * 2,
+            )
+            for part in tl.static_range(3):
+                dk, dv = _dkdv_rows(
+                    dk, dv, k, v, at, (q_row, do_row, delta_row), ends[part], ends[part + 1], rows, band, scale, cap,
+                    part != 1, CAP, N, D, DA, DB, E, EA, EB, PRECISION,
+                )  # fmt: skip
     work = (flags & 2) != 0
     offset = (rows.to(tl.int64) * tl.where(work, dkv_columns, kv_heads) + tl.load(columns))[:, None]
     dkv_at = tl.where(work, dkv_work, dkv_home) + offset * (D + E)
@@ -546,8 +510,8 @@ def dkdv(
         )  # scalars are chosen: AMD's compiler takes no choice of pointers in tensors
         dk_to = tl.where(staged, beside, dk_out) + (place * tl.where(staged, D + E, D))[:, None]
         dv_to = tl.where(staged, beside + D, dv_out) + (place * tl.where(staged, D + E, E))[:, None]
-        _results(dkv_at, dk_to, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
-        _results(dkv_at + D, dv_to, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+        _merge(dkv_at, dk_to, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _merge(dkv_at + D, dv_to, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
     else:
-        _merge(dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
-        _merge(dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)
+        _merge(dkv_at, dkv_at, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)
+        _merge(dkv_at + D, dkv_at + D, live[:, None], 1.0, 1.0, flags & 1, dv, E, EA, EB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from apportion.backends.torch.stage.in_place import InPlace
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
-    OperandPlaces,
     Panel,
     Part,
     Slot,
@@ -28,9 +27,10 @@ from apportion.backends.torch.stage.rowlists import (
     message_parts,
     move,
     moved,
+    owners_meet,
+    parts_of,
     spots,
 )
-from apportion.backends.torch.stage.tiles import shelves, waves
 from apportion.backends.torch.stage.variants import ROWS, Variant, add_constants, row_constants
 from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, work_list
 from apportion.ir.arrays import Ints
@@ -38,7 +38,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OP_NAMES, Op
 from apportion.ir.plan.fusion import Complete, RowRanges, apart, gaps, result_ranges
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.row_statistics import Statistics
+from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor as Name
 
@@ -70,13 +70,8 @@ class Draft:
         views = [buffer[place] for place in self.tables]
         if self.kernel == "move":
             views[0] = views[0].view(torch.int64)
-        numbers = [drafts.number(slot) for slot in self.slots]
-        arrays = itemgetter(*numbers) if len(numbers) > 1 else _one(numbers[0])
+        arrays = itemgetter(*(drafts.number(slot) for slot in self.slots))  # two at least
         return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
-
-
-def _one(number: int) -> Callable[[Sequence[Any]], Any]:
-    return lambda arrays: (arrays[number],)
 
 
 class Drafts:
@@ -90,7 +85,6 @@ class Drafts:
         rounds: Rounds,
         chosen: Variant,
         complete: Mapping[str, Complete],
-        statistics: Statistics,
     ) -> None:
         self._program, self._header, self._arenas, self._rounds = program, program.header, arenas, rounds
         self._variant = chosen
@@ -98,10 +92,9 @@ class Drafts:
         self.slots: list[Slot] = []
         self.shares = 0
         self._end = 0
-        self._parts = OperandPlaces(lambda operand: arenas.arrays(operand.tensor, operand.space))
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
-        self._columns, self._programs = Columns(columns, program.header), columns
-        self._complete, self._statistics = complete, statistics
+        self._columns, self._programs = Columns(program), columns
+        self._complete, self._statistics = complete, find_statistics(columns)
         self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
@@ -132,19 +125,9 @@ class Drafts:
     # --- attention
 
     def attend(self, step: Step) -> Iterator[Draft]:
-        yield from self._attention(
-            "attend",
-            step,
-            [
-                *self._ends(Name.Q),
-                *self._kv(),
-                *self._ends(Name.O),
-                *self._ends(Name.O, 1),
-                (Name.NONE, True, 0),
-                *_WIRE,
-            ],
-            (Name.Q, Name.KV, Name.O),
-        )
+        slots = [*self._ends(Name.Q), *self._kv(), *self._ends(Name.O), *self._ends(Name.O, 1)]
+        slots += [(Name.NONE, True, 0), *_WIRE]
+        yield from self._attention("attend", step, slots, (Name.Q, Name.KV, Name.O))
 
     def attend_grad(self, step: Step) -> Iterator[Draft]:
         above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
@@ -187,20 +170,26 @@ class Drafts:
 
     # --- rows
 
+    def _places(self, operand: Operand) -> list[Part]:
+        """Each part's place, and bytes of a column."""
+        found = []
+        for number, array in enumerate(self._arenas.arrays(operand.tensor, operand.space)):
+            slot = (operand.tensor, operand.is_home, number)
+            found += parts_of(slot, operand.row * array.row_bytes, operand.listed, array)
+        return found
+
     def copy(self, step: Step) -> Iterator[Draft]:
+        """One launch, unless a row of the step reads or writes what another one writes."""
         operands = self._program.operands
-        found = [
-            list(
-                moved(self._parts.of(operands[row.a]), self._parts.of(operands[row.c]), operands[row.c].rows)
-            )
-            for row in step.rowops
-        ]
-        yield from self._in_turn(step, found)
+        pairs = [(operands[row.a], operands[row.c]) for row in step.rowops]
+        found = [list(moved(self._places(a), self._places(c), c.rows)) for a, c in pairs]
+        for panels in found if _overlap(pairs) else [[panel for one in found for panel in one]]:
+            yield from self._move(panels)
 
     def clear(self, step: Step) -> Iterator[Draft]:
         operands = [self._program.operands[row.c] for row in step.rowops]
         yield from self._move(
-            [p for one in operands for p in cleared(self._parts.of(one), one.rows, one.tensor)]
+            [p for one in operands for p in cleared(self._places(one), one.rows, one.tensor)]
         )
 
     def launch(self, step: Step) -> Iterator[Draft]:
@@ -223,7 +212,7 @@ class Drafts:
                     some = replace(operand, row=row, rows=stop - row)
                     there = message_parts(message, tile, operand, arrays, row - operand.row)
                     given = message.results and operand.is_home
-                    yield there, self._result(some) if given else self._parts.of(some), some.rows
+                    yield there, self._result(some) if given else self._places(some), some.rows
 
     def deliver(self, step: Step) -> Iterator[Draft]:
         operands = self._program.operands
@@ -233,26 +222,18 @@ class Drafts:
             for row, stop in self.in_place.rest(rowop.a, source):
                 some = replace(source, row=row, rows=stop - row)
                 there = replace(target, row=target.row + row - source.row, rows=stop - row)
-                panels += moved(self._parts.of(some), self._result(there), some.rows)
+                panels += moved(self._places(some), self._result(there), some.rows)
         yield from self._move(panels)
 
     def _result(self, operand: Operand) -> list[Part]:
         """The parts of home rows of a sum as the caller gets them."""
         like, first = _RESULT[operand.tensor]
-        given = self._parts.of(replace(operand, tensor=like))
+        given = self._places(replace(operand, tensor=like))
         found = [
             (place._replace(slot=(Name.NONE, True, first + i)), width)
             for i, (place, width) in enumerate(given)
         ]
-        return found + self._parts.of(operand)[1:] if operand.tensor == Name.O else found
-
-    def _in_turn(self, step: Step, found: list[list[Panel]]) -> Iterator[Draft]:
-        """One launch, unless a row of the step reads or writes what another one writes."""
-        if _overlap(step, self._program.operands):
-            for panels in found:
-                yield from self._move(panels)
-        else:
-            yield from self._move([panel for panels in found for panel in panels])
+        return found + self._places(operand)[1:] if operand.tensor == Name.O else found
 
     def _move(self, found: list[Panel]) -> Iterator[Draft]:
         if not found:
@@ -317,19 +298,14 @@ class Drafts:
         return apart(zip(row0, row1, strict=True))
 
     def finish(self, step: Step) -> Iterator[Draft]:
-
-        def of_rows(left: Callable[[int, int], list[tuple[int, int]]]) -> _Left:
-            return lambda own: left(own.row, own.row + own.rows)
-
-        kernels: tuple[tuple[str, list[Slot], _Left], ...] = (
-            ("finish", [(Name.O, True, 0), (Name.O, True, 1)], of_rows(self._complete["o"].gaps)),
-            ("sink", [(Name.O, True, 1)], of_rows(result_ranges(self._programs, Name.O))),
-        )
-        for kernel, slots, left in kernels:
-            made = spots(step, self._program.operands, ROWS, left)
-            if len(made.tiles):
-                tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
-                yield Draft(kernel, len(made.tiles) * made.lanes, tables, slots, sizes, self._widths())
+        """Rows of sums; then, for layers with learned sinks, rows that arrived as results."""
+        lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
+        sums, results = self._complete["o"].gaps, result_ranges(self._programs, Name.O)
+        for o, left in (((Name.O, True, 0), sums), (result, results)):
+            made = spots(step, self._program.operands, ROWS, partial(_rows_of, left))
+            tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)
+            programs = len(made.tiles) * made.lanes
+            yield Draft("finish", programs, tables, [o, lse, result], sizes, self._widths())
 
     def results(self, rows: int) -> Iterator[Draft]:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
@@ -338,13 +314,11 @@ class Drafts:
         found: list[Panel] = []
         for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
             for row, stop in self._complete[column].gaps(0, rows):
-                whole = Operand(0, tensor, Space.HOME, row, stop - row, *self._all(tensor))
-                found += moved(self._parts.of(whole), self._result(whole), stop - row)
+                heads = self._header.heads_of(tensor)
+                columns = tuple(range(heads)), slice(0, heads, 1)
+                whole = Operand(0, tensor, Space.HOME, row, stop - row, *columns)
+                found += moved(self._places(whole), self._result(whole), stop - row)
         yield from self._move(found)
-
-    def _all(self, tensor: Name) -> tuple[tuple[int, ...], slice]:
-        heads = self._header.heads_of(tensor)
-        return tuple(range(heads)), slice(0, heads, 1)
 
     def _widths(self) -> Mapping[str, int]:
         return row_constants(self._variant.v)
@@ -364,29 +338,20 @@ class Drafts:
 
 #: staging as numbers of the model's dtype, and as float32
 _WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
-#: which rows of what it writes an op has to do
-_Left = Callable[[Operand], list[tuple[int, int]]]
 #: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers always pass in
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
 
 
-def _overlap(step: Step, operands: Sequence[Operand]) -> bool:
+def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], own: Operand) -> list[tuple[int, int]]:
+    return ranges(own.row, own.row + own.rows)
+
+
+def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
     """Whether a row of a copy may meet rows that another one writes: rare, so it need not be exact."""
-    written, read = (
-        [operands[index] for index in side]
-        for side in zip(*((row.c, row.a) for row in step.rowops), strict=True)
-    )
-    if {(one.tensor, one.is_home) for one in written} & {(one.tensor, one.is_home) for one in read}:
-        return True
-    columns = list(dict.fromkeys(one.heads for one in written))
-    at = np.array([columns.index(one.heads) for one in written])
-    shelf = shelves(np.zeros_like(at), at, [heads or (0,) for heads in columns])
-    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
-    start = np.array([one.row for one in written])
-    stop = start + np.array([one.rows for one in written])
-    return bool(waves(np.zeros_like(at), slot, start, stop, np.arange(len(at))).any())
+    read, written = ({(one.tensor, one.is_home) for one in side} for side in zip(*pairs, strict=True))
+    return bool(read & written) or owners_meet([one for _, one in pairs], np.arange(len(pairs)))
 
 
 #: what drafts the launches of an op; an op without is the machine's own, and has its operands' views

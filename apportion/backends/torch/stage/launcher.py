@@ -18,7 +18,7 @@ from apportion.backends.torch.stage import attention, rows
 
 KERNELS: Mapping[str, Any] = {
     **{name: getattr(attention, name) for name in ("attend", "dq", "dkdv")},
-    **{name: getattr(rows, name) for name in ("move", "add", "merge", "delta", "finish", "sink")},
+    **{name: getattr(rows, name) for name in ("move", "add", "merge", "delta", "finish")},
 }
 
 

@@ -39,7 +39,7 @@ class StageMachine(TorchMachine):
         loaded.table.join()
         super().__init__(loaded, memory, layer, transport)
         self._score = layer.score.scale, layer.score.softcap or 1.0
-        self._constants = loaded.plain if layer.score.softcap is None else loaded.capped
+        self._constants = loaded.constants[layer.score.softcap is not None]
         self._arrays = [self._array(slot) for slot in loaded.slots]
         self._addresses = [array.data_ptr() for array in self._arrays]
 
@@ -160,14 +160,14 @@ class StageMachine(TorchMachine):
         self.launcher(launch.kernel, launch.programs, args, launch.constants)
 
     def _start(self, launch: Launch, *layer: Any, **constants: bool) -> None:
-        args = *launch.tables, *launch.arrays(self._arrays), *layer, *launch.sizes
-        self.launcher(launch.kernel, launch.programs, args, {**launch.constants, **constants})
+        if launch.programs:
+            args = *launch.tables, *launch.arrays(self._arrays), *layer, *launch.sizes
+            self.launcher(launch.kernel, launch.programs, args, {**launch.constants, **constants})
 
     def _pack(self, step: Step, found: Round) -> None:
         self._by_address(step)
 
-    def _unpack(self, step: Step, found: Round) -> None:
-        self._by_address(step)
+    _unpack = _pack
 
     # --- what the layer knows
 
@@ -176,8 +176,6 @@ class StageMachine(TorchMachine):
         dlse = None if dlse is None else dlse.float().contiguous()
         launches = self._loaded.launches[step.index]
         for launch in launches[-1:] if self._states else launches[:1]:
-            if not launch.programs:
-                continue
             unused = launch.tables[0]
             given = (
                 unused if sinks is None else sinks,
@@ -188,12 +186,8 @@ class StageMachine(TorchMachine):
 
     def finish(self, step: Step) -> None:
         sinks = self._layer.sinks
-        for launch in self._loaded.launches[step.index]:
-            if launch.kernel == "finish":
-                given = self._results[0], launch.tables[0] if sinks is None else sinks
-                self._start(launch, *given, SINKS=sinks is not None)
-            elif sinks is not None:
-                self._start(launch, self._results[0], sinks)
+        for launch in self._loaded.launches[step.index][: 1 if sinks is None else 2]:
+            self._start(launch, launch.tables[0] if sinks is None else sinks, SINKS=sinks is not None)
 
     # --- results
 

@@ -26,7 +26,6 @@ from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
 from apportion.ir.plan.fusion import find_complete
-from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import PHASES, Tensor as Name
 
@@ -79,13 +78,10 @@ class StageLoaded(Loaded):
         return any(op not in STEPS for op in self.program.ops)
 
     @cached_property
-    def plain(self) -> Mapping[str, Mapping[str, Any]]:
-        """The compile-time arguments of the attention kernels, without a softcap."""
-        return {kernel: self.variant.constants(kernel, False) for kernel in self.variant.shapes}
-
-    @cached_property
-    def capped(self) -> Mapping[str, Mapping[str, Any]]:
-        return {kernel: self.variant.constants(kernel, True) for kernel in self.variant.shapes}
+    def constants(self) -> Mapping[bool, Mapping[str, Mapping[str, Any]]]:
+        """The compile-time arguments of the attention kernels, without and with a softcap."""
+        shapes, made = self.variant.shapes, self.variant.constants
+        return {capped: {kernel: made(kernel, capped) for kernel in shapes} for capped in (False, True)}
 
 
 def load(
@@ -102,7 +98,7 @@ def load(
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
-    drafts = Drafts(columns, program, arenas, rounds, chosen, complete, find_statistics(columns))
+    drafts = Drafts(columns, program, arenas, rounds, chosen, complete)
     made = {step.index: tuple(drafts.step(step)) for step in program.steps}
     results = tuple(drafts.results(rows))
     table = Table(np.concatenate([*drafts.tables, np.zeros(4, np.int32)]), device)
@@ -110,16 +106,7 @@ def load(
         index: tuple(draft.launch(table.data, drafts) for draft in listed) for index, listed in made.items()
     }
     last = tuple(draft.launch(table.data, drafts) for draft in results)
-    return StageLoaded(
-        program,
-        rounds,
-        arenas,
-        table,
-        launches,
-        last,
-        tuple(drafts.slots),
-        chosen,
-        drafts.shares,
-        drafts.complete(),
-        {Name[column.upper()]: rows for column, rows in drafts.in_place.rows.items()},
-    )
+    slots, done, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
+    placed = {Name[column.upper()]: found for column, found in drafts.in_place.rows.items()}
+    shared = program, rounds, arenas
+    return StageLoaded(*shared, table, launches, last, slots, chosen, shares, done, placed)

@@ -88,24 +88,8 @@ def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY)
         yield Panel(*ends, rows, width, how)
 
 
-class OperandPlaces:
-    """The parts of operands as places. `arrays` gives the arrays of a tensor, work or home."""
-
-    def __init__(self, arrays: Callable[[Operand], Sequence[Array]]) -> None:
-        self._arrays = arrays
-
-    def of(self, operand: Operand) -> list[Part]:
-        """Each part's place, and bytes of a column."""
-        columns = operand.columns
-        listed = tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns
-        found = []
-        for number, array in enumerate(self._arrays(operand)):
-            slot = (operand.tensor, operand.is_home, number)
-            found += _parts(slot, operand.row * array.row_bytes, listed or (0,), array)
-        return found
-
-
-def _parts(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
+def parts_of(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
+    """The parts of an array's rows from byte `at` on."""
     size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
     found = []
     for width in array.parts:
@@ -123,7 +107,7 @@ def message_parts(
     return [
         part
         for at, array in arrays
-        for part in _parts(None, start + at + row * array.row_bytes, columns, array)
+        for part in parts_of(None, start + at + row * array.row_bytes, columns, array)
     ]
 
 
@@ -215,11 +199,11 @@ class _Term(NamedTuple):
 
     @property
     def owner(self) -> tuple[object, ...]:
-        return self.whole.tensor, self.whole.is_home, _listed(self.whole)
+        return self.whole.tensor, self.whole.is_home, self.whole.listed
 
     def lanes(self) -> Iterator[_Term]:
         """A term for each head column."""
-        for number, columns in enumerate(zip(_listed(self.part), _listed(self.whole), strict=True)):
+        for number, columns in enumerate(zip(self.part.listed, self.whole.listed, strict=True)):
             heads = self.part.heads[number : number + 1]
             part, whole = (
                 replace(one, heads=heads, columns=(column,))
@@ -231,20 +215,19 @@ class _Term(NamedTuple):
 def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold]:
     """The launches of an add or merge: one, unless it reads what it accumulates."""
     terms = [_Term(operands[row.a], operands[row.c], row.first) for row in step.rowops]
-    if _owners_meet(terms):
+    if owners_meet([term.whole for term in terms], _numbered([term.owner for term in terms])):
         terms = [lane for term in terms for lane in term.lanes()]
     for together in _apart(terms):
         yield _fold(together, height)
 
 
-def _owners_meet(terms: list[_Term]) -> bool:
-    """Whether two owners, whose head columns are not the same, write a row and column."""
-    wholes = [term.whole for term in terms]
-    owner, columns = _numbered([term.owner for term in terms]), list(dict.fromkeys(map(_listed, wholes)))
-    shelf = shelves(np.zeros_like(owner), np.array([columns.index(_listed(one)) for one in wholes]), columns)
-    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in wholes])
-    start = np.array([one.row for one in wholes])
-    stop = start + np.array([one.rows for one in wholes])
+def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
+    """Whether two owners, int64 [operands], write a row and column."""
+    columns = list(dict.fromkeys(one.listed for one in written))
+    shelf = shelves(np.zeros_like(owner), np.array([columns.index(one.listed) for one in written]), columns)
+    slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
+    start = np.array([one.row for one in written])
+    stop = start + np.array([one.rows for one in written])
     return bool(waves(np.zeros_like(owner), slot, start, stop, owner).any())
 
 
@@ -270,12 +253,6 @@ def _apart(terms: list[_Term]) -> Iterator[list[_Term]]:
     yield terms[start:]
 
 
-def _listed(operand: Operand) -> tuple[int, ...]:
-    """Head columns; 0 where there are none."""
-    columns = operand.columns
-    return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
-
-
 def _fold(terms: list[_Term], height: int) -> Fold:
     parts, wholes = [term.part for term in terms], [term.whole for term in terms]
     owner, start = _numbered([term.owner for term in terms]), np.array([one.row for one in wholes])
@@ -286,14 +263,14 @@ def _fold(terms: list[_Term], height: int) -> Fold:
         np.array([slots.index((one.tensor, one.is_home, 0)) for one in side]) for side in (wholes, parts)
     )
     heads = HeadColumns()
-    at_whole, at_part = (np.array([heads.at(_listed(one)) for one in side]) for side in (wholes, parts))
+    at_whole, at_part = (np.array([heads.at(one.listed) for one in side]) for side in (wholes, parts))
     task, tile = cut.task, cut.of_entry
     shift = np.array([one.row for one in parts]) - start
     from_, to = np.maximum(cut.row0[tile], start[task]), np.minimum(cut.row1[tile], stop[task])
     entries = np.zeros((len(task), ENTRY), np.int32)
     entries[:, :5] = np.stack([from_, to, shift[task], of_part[task], at_part[task]], axis=1)
     sample = task[cut.ptr[:-1]]
-    lanes = np.array([len(_listed(one)) for one in wholes])
+    lanes = np.array([len(one.listed) for one in wholes])
     fields = (cut.row0, cut.row1, cut.ptr[:-1], cut.ptr[1:], cut.fresh, lanes[sample], at_whole[sample])
     tiles = np.zeros((len(sample), TILE), np.int32)
     tiles[:, :8] = np.stack([*fields, of_whole[sample]], axis=1)
@@ -337,7 +314,7 @@ def spots(
         own = sides[0]
         flags = sum(2 << i for i, one in enumerate(sides) if not one.is_home)
         shifts = [one.row - own.row for one in sides[1:]] or [0, 0]
-        columns = [list(_listed(one)) for one in sides]
+        columns = [list(one.listed) for one in sides]
         at = heads.at(tuple(x for lane in zip(*columns, strict=True) for x in (*lane, 0, 0, 0)[:4]))
         for begin, end in left(own):
             for start in range(begin, end, height):

@@ -4,8 +4,7 @@ move      panels of bytes: copy, clear, and what goes into and comes out of mess
 add       partial gradients into their accumulators, in program order
 merge     partial (O, LSE) into theirs
 delta     rowsum(dO * O) beside the LSE, and each tile's share of the sinks' gradients
-finish    the output in the model's dtype, with the learned sinks
-sink      the learned sinks join output that arrived in the model's dtype
+finish    the output in the model's dtype, with the learned sinks; also of output that arrived in it
 """
 
 import triton
@@ -17,8 +16,9 @@ from apportion.backends.torch.stage.attention import (
     NEG_INF,
     SIZES,
     TILE,
+    _beside,
     _load,
-    _scaled,
+    _merge,
     _statistics,
     merge_weights,
 )
@@ -32,19 +32,26 @@ LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int3
 
 
 @triton.jit
-def _base(slot, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11):
+def _base(slot, bases):
     """The address in a slot."""
-    base = tl.where(slot == 1, b1, b0)
-    base = tl.where(slot == 2, b2, base)
-    base = tl.where(slot == 3, b3, base)
-    base = tl.where(slot == 4, b4, base)
-    base = tl.where(slot == 5, b5, base)
-    base = tl.where(slot == 6, b6, base)
-    base = tl.where(slot == 7, b7, base)
-    base = tl.where(slot == 8, b8, base)
-    base = tl.where(slot == 9, b9, base)
-    base = tl.where(slot == 10, b10, base)
-    return tl.where(slot == 11, b11, base)
+    base = bases[0]
+    for number in tl.static_range(1, len(bases)):
+        base = tl.where(slot == number, bases[number], base)
+    return base
+
+
+@triton.jit
+def _converted(
+    source, target, live, width, FROM: tl.constexpr, TO: tl.constexpr, GRAIN: tl.constexpr, C: tl.constexpr
+):
+    """Rows of numbers of one dtype become numbers of another, `width` bytes a row."""
+    source_at = tl.multiple_of(source.to(tl.pointer_type(FROM)), (GRAIN, GRAIN))
+    target_at = tl.multiple_of(target.to(tl.pointer_type(TO)), (GRAIN, GRAIN))
+    step, count = tl.arange(0, C)[None, :], width // (TO.primitive_bitwidth // 8)
+    for j in range(0, count, C):
+        inside = live & (j + step < count)
+        number = tl.load(source_at + j + step, mask=inside)
+        tl.store(target_at + j + step, number.to(TO), mask=inside)
 
 
 @triton.jit
@@ -60,47 +67,27 @@ def move(
     how, count, width = tl.load(panel + 8), tl.load(panel + 6), tl.load(panel + 7) * GRAIN
     row = tl.load(chunk + 1) + tl.arange(0, R)
     live = (row < count)[:, None]
-    source = _base(tl.load(panel), b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11)
+    bases = b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11
+    source = _base(tl.load(panel), bases)
     source = (source + tl.load(panel + 1) * GRAIN) + row[:, None] * (tl.load(panel + 2) * GRAIN)
-    target = _base(tl.load(panel + 3), b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11)
+    target = _base(tl.load(panel + 3), bases)
     target = (target + tl.load(panel + 4) * GRAIN) + row[:, None] * (tl.load(panel + 5) * GRAIN)
-    step = tl.arange(0, C)[None, :]
+    HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     if how == NARROW:
-        for j in range(0, width // 4, C):
-            inside = live & (j + step < width // 4)
-            number = tl.load((source + (j + step) * 8).to(tl.pointer_type(tl.float64)), mask=inside)
-            tl.store(
-                (target + (j + step) * 4).to(tl.pointer_type(tl.float32)), number.to(tl.float32), mask=inside
-            )
+        _converted(source, target, live, width, tl.float64, tl.float32, GRAIN, C)
     elif how == WIDEN:
-        for j in range(0, width // 8, C):
-            inside = live & (j + step < width // 8)
-            number = tl.load((source + (j + step) * 4).to(tl.pointer_type(tl.float32)), mask=inside)
-            tl.store(
-                (target + (j + step) * 8).to(tl.pointer_type(tl.float64)), number.to(tl.float64), mask=inside
-            )
+        _converted(source, target, live, width, tl.float32, tl.float64, GRAIN, C)
     elif how == ROUND:
-        HALF: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-        whole_at = tl.multiple_of(source.to(tl.pointer_type(tl.float32)), (GRAIN, GRAIN))
-        half_at = tl.multiple_of(target.to(tl.pointer_type(HALF)), (GRAIN, GRAIN))
-        for j in range(0, width // 2, C):
-            inside = live & (j + step < width // 2)
-            number = tl.load(whole_at + j + step, mask=inside)
-            tl.store(half_at + j + step, number.to(HALF), mask=inside)
+        _converted(source, target, live, width, tl.float32, HALF, GRAIN, C)
     elif how == EXTEND:
-        NUMBER: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-        number_at = tl.multiple_of(source.to(tl.pointer_type(NUMBER)), (GRAIN, GRAIN))
-        wide_at = tl.multiple_of(target.to(tl.pointer_type(tl.float32)), (GRAIN, GRAIN))
-        for j in range(0, width // 4, C):
-            inside = live & (j + step < width // 4)
-            number = tl.load(number_at + j + step, mask=inside)
-            tl.store(wide_at + j + step, number.to(tl.float32), mask=inside)
+        _converted(source, target, live, width, HALF, tl.float32, GRAIN, C)
     else:
         UNIT: tl.constexpr = tl.int16 if GRAIN == 2 else tl.int32
         BYTES: tl.constexpr = 2 if GRAIN == 2 else 4
         # what integers become has forgotten what it is a multiple of
         source_at = tl.multiple_of(source.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
         target_at = tl.multiple_of(target.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
+        step = tl.arange(0, C)[None, :]
         for j in range(0, width // BYTES, C):
             inside = live & (j + step < width // BYTES)
             unit = tl.load(source_at + j + step, mask=inside & (how == COPY), other=0)
@@ -124,7 +111,8 @@ def add(
         return
     slot = tl.load(tile + 7)
     columns, width = tl.load(arrays + 2 * slot), tl.load(arrays + 2 * slot + 1)
-    base = _base(slot, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11).to(tl.pointer_type(tl.float32))
+    bases = b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11
+    base = _base(slot, bases).to(tl.pointer_type(tl.float32))
     row = tl.load(tile) + tl.arange(0, R)
     live = (row < tl.load(tile + 1))[:, None]
     fresh = tl.load(tile + 4) & 1
@@ -137,9 +125,7 @@ def add(
             entry = entries + x * ENTRY
             other = tl.load(entry + 3)
             held = tl.load(arrays + 2 * other)
-            part = _base(other, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11).to(
-                tl.pointer_type(tl.float32)
-            )
+            part = _base(other, bases).to(tl.pointer_type(tl.float32))
             of = (row + tl.load(entry + 2)).to(tl.int64) * held + tl.load(heads + tl.load(entry + 4) + lane)
             meant = ((row >= tl.load(entry)) & (row < tl.load(entry + 1)))[:, None]
             total += tl.load(part + (of * width)[:, None] + column, mask=inside & meant, other=0.0)
@@ -178,27 +164,13 @@ def merge(
         whole = _mixed(whole, keep[:, None], rows, take[:, None], EB)
     tl.debug_barrier()  # every thread has read what one of them overwrites
     tl.store(lse_at, lse, mask=live)
-    _put(o_at, live[:, None], whole, E, EA, EB)
+    _merge(o_at, o_at, live[:, None], 0.0, 1.0, 1, whole, E, EA, EB)
 
 
 @triton.jit
 def _mixed(a, of_a, b, of_b, B: tl.constexpr):
     """Parts of a and b, weighted."""
     return (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b) if B else (a[0] * of_a + b[0] * of_b,)
-
-
-@triton.jit
-def _put_part(at, live, rows, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    columns = FIRST + tl.arange(0, SIZE)[None, :]
-    tl.store(at + columns, rows.to(at.dtype.element_ty), mask=live & (columns < WIDTH))
-
-
-@triton.jit
-def _put(at, live, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Stores the parts of rows, in the dtype that is there."""
-    _put_part(at, live, rows[0], 0, A, WIDTH)
-    if B:
-        _put_part(at, live, rows[1], A, B, WIDTH)
 
 
 @triton.jit(do_not_specialize=(*SIZES, "first_share", *OF_LAYER))
@@ -216,9 +188,8 @@ def delta(
     columns = heads + tl.load(tile + 6) + lane * LANE
     row, flags = tl.load(tile) + tl.arange(0, R), tl.load(tile + 4)
     live = row < tl.load(tile + 1)
-    work = (flags & 4) != 0
-    at = (row + tl.load(tile + 7)).to(tl.int64) * tl.where(work, do_columns, q_heads) + tl.load(columns + 1)
-    do = _load(tl.where(work, do_work, do_home) + (at * E)[:, None], live[:, None], E, EA, EB, True)
+    do_at = _beside(tile, columns, 1, do_home, do_work, q_heads, do_columns, R, E)
+    do = _load(do_at[:, None], live[:, None], E, EA, EB, True)
     head = tl.load(columns + 2)
     home = (row + tl.load(tile + 8)).to(tl.int64) * q_heads + head
     merged, total = _statistics(do, out + (home * E)[:, None], lse + home, live, E, EA, EB)
@@ -238,23 +209,12 @@ def delta(
         tl.store(share, -tl.sum(tl.where(live & (merged != NEG_INF), p * total, 0.0), 0))
 
 
-@triton.jit
-def _join_sink(lse_at, live, sinks, head, row):
-    """Puts the learned sink of a head into the LSE of rows; float64 [rows], what their output is scaled by."""
-    merged, keep, _ = merge_weights(
-        tl.load(lse_at, mask=live, other=NEG_INF), tl.load(sinks + head).to(tl.float64) + row * 0
-    )
-    tl.debug_barrier()
-    tl.store(lse_at, merged, mask=live)
-    return keep
-
-
 @triton.jit(do_not_specialize=(*SIZES, *OF_LAYER))
 def finish(
     tiles, heads, o, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
     SINKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Home rows of a tile and head as the caller gets them."""
+    """Home rows of a tile and head as the caller gets them, from rows that are sums or, where `o` is `out`, results."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -266,24 +226,9 @@ def finish(
     rows = _load(o + (at * E)[:, None], live[:, None], E, EA, EB, True)
     keep = tl.full([R], 1.0, tl.float32)
     if SINKS:
-        keep = _join_sink(lse + at, live, sinks, head, row)
-    _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
-
-
-@triton.jit(do_not_specialize=(*SIZES, *OF_LAYER))
-def sink(
-    tiles, heads, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
-    R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
-):  # fmt: skip
-    """The learned sinks join home rows of a tile and head that arrived as results."""
-    tile = tiles + tl.program_id(0) // lanes * TILE
-    lane = tl.program_id(0) % lanes
-    if lane >= tl.load(tile + 5):
-        return
-    row = tl.load(tile) + tl.arange(0, R)
-    live = row < tl.load(tile + 1)
-    head = tl.load(heads + tl.load(tile + 6) + lane * LANE)
-    at = row.to(tl.int64) * q_heads + head
-    rows = _load(out + (at * E)[:, None], live[:, None], E, EA, EB, True)
-    keep = _join_sink(lse + at, live, sinks, head, row)
-    _put(out + (at * E)[:, None], live[:, None], _scaled(rows, keep, EB), E, EA, EB)
+        sink = tl.load(sinks + head).to(tl.float64) + row * 0
+        merged, keep, _ = merge_weights(tl.load(lse + at, mask=live, other=NEG_INF), sink)
+        tl.debug_barrier()  # every thread has read what one of them overwrites
+        tl.store(lse + at, merged, mask=live)
+    to = out + (at * E)[:, None]
+    _merge(to, to, live[:, None], 0.0, keep[:, None], 1, rows, E, EA, EB)

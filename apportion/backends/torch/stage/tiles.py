@@ -64,18 +64,18 @@ def cut_tiles(
     first: NDArray[Any],
     height: int,
     complete: Keyed = _NOWHERE,
-    within: Keyed = _NOWHERE,
+    cuts: Keyed = _NOWHERE,
     stated: Keyed = _NOWHERE,
 ) -> Tiles:
     """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
-    [start, stop); first: bool [tasks]; within: ranges at whose ends tiles end."""
+    [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles end."""
     begin, end = written = Keyed(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
-    lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(within.ends))
+    lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(cuts.ends))
     count = -(-(hi - lo) // height)
     run = group_of(count)
-    row0 = lo[run] + _counted(count) * height
+    row0 = lo[run] + within(count) * height
     row1 = np.minimum(row0 + height, hi[run])
     ptr, task = _entries(begin, end, row0, row1)
     mask = (1 << _ROW_BITS) - 1
@@ -113,14 +113,9 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
     low, high = np.searchsorted(row1, begin, "right"), np.searchsorted(row0, end, "left")
     count = high - low
     task = group_of(count)
-    tile = np.repeat(low, count) + _counted(count)
+    tile = np.repeat(low, count) + within(count)
     order = np.argsort(tile, kind="stable")
     return offsets(np.bincount(tile, minlength=len(row0))), task[order]
-
-
-def _counted(count: Ints) -> Ints:
-    """0, 1, ... of each count, one after another."""
-    return within(count)
 
 
 def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
@@ -168,13 +163,9 @@ def _serial(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
     """A new wave begins where a task meets rows that another owner of this wave has."""
     wave, now = [], 0
     held: list[tuple[int, ...]] = []
-    for task in zip(slot.tolist(), start.tolist(), stop.tolist(), owner.tolist(), strict=True):
-        if any(_meet(task, other) for other in held):
+    for at, low, high, own in zip(*(part.tolist() for part in (slot, start, stop, owner)), strict=True):
+        if any(at == on and own != of and low < end and begin < high for on, begin, end, of in held):
             now, held = now + 1, []
-        held.append(task)
+        held.append((at, low, high, own))
         wave.append(now)
     return wave
-
-
-def _meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return a[0] == b[0] and a[3] != b[3] and a[1] < b[2] and b[1] < a[2]

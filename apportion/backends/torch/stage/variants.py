@@ -53,7 +53,7 @@ def parts(width: int) -> tuple[int, int]:
 
 
 def row_constants(width: int) -> dict[str, int]:
-    """The compile-time arguments of `merge`, `delta`, `finish` and `sink` for rows of a width."""
+    """The compile-time arguments of `merge`, `delta` and `finish` for rows of a width."""
     first, second = parts(width)
     return {"R": ROWS, "E": width, "EA": first, "EB": second}
 

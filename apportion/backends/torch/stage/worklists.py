@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion.backends.interp import Program, kv_columns
 from apportion.backends.torch.stage.tiles import Keyed, Tiles, cut_tiles, shelves, waves
 from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ
 from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.tables import Header, ProgramSet
-from apportion.ir.tensors import KV_SIDE, Space
+from apportion.ir.plan.tables import ProgramSet
 
 #: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; where
 #: complete rows go: 16-byte units before, row of row0, columns of a row, heads' columns, 16-byte units before their LSE
@@ -49,35 +49,21 @@ _FAR = 2**30  # beyond any row: diagonals are cut to it
 
 
 class Columns:
-    """The operands of one rank's program: int64 columns, and the head columns that each occupies.
+    """The operands of a rank's program. space, row, rows, signature: int64 [operands]; signature: a number for each
+    list of heads and of the columns where they stand; names, columns: signature -> these."""
 
-    signature: a number for each set of head columns; names and columns: signature -> heads, and where they stand.
-    """
+    def __init__(self, program: Program) -> None:
+        listed = [(one.space, one.row, one.rows, one.heads, one.listed) for one in program.operands]
+        space, row, rows, names, columns = zip(*listed, strict=True)
+        self.space, self.row, self.rows = (np.array(column, np.int64) for column in (space, row, rows))
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(zip(names, columns, strict=True)))}
+        self.signature = np.array([kinds[kind] for kind in zip(names, columns, strict=True)], np.int64)
+        self.names, self.columns = ([kind[part] for kind in kinds] for part in (0, 1))
+        self._group = program.header.q_heads // program.header.kv_heads
 
-    def __init__(self, programs: ProgramSet, header: Header) -> None:
-        table = programs["operands"]
-        self.tensor, self.space, self.row, self.rows, col, heads = (
-            table[name].astype(np.int64) for name in ("tensor", "space", "row", "rows", "col", "heads")
-        )
-        kv = np.isin(self.tensor, [int(t) for t in KV_SIDE])
-        keys = np.stack([kv, heads, self.space, np.where(self.space == Space.WORK, col, 0)], axis=1)
-        kinds, self.signature = np.unique(keys, axis=0, return_inverse=True)
-        self.names = [_names(header, bool(kind[0]), int(kind[1])) for kind in kinds]
-        self.columns = [
-            tuple(range(int(at), int(at) + len(names))) if space == Space.WORK else names
-            for names, (_, _, space, at) in zip(self.names, kinds, strict=True)
-        ]
-        self._group = header.q_heads // header.kv_heads
-
-    def kv_of(self, q: int, kv: int) -> list[int]:
+    def kv_of(self, q: int, kv: int) -> tuple[int, ...]:
         """Where the KV head of each query head of one signature stands among the heads of another."""
-        return [self.names[kv].index(head // self._group) for head in self.names[q]]
-
-
-def _names(header: Header, kv: bool, heads: int) -> tuple[int, ...]:
-    if heads:
-        return tuple(header.head_sets[heads - 1])
-    return tuple(range(header.kv_heads if kv else header.q_heads))
+        return kv_columns(self.names[q], self.names[kv], self._group)
 
 
 class Roles(NamedTuple):
