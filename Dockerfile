@@ -1,27 +1,30 @@
 # The planning service. compose.yaml runs it beside Redis; docs/service.md says how.
 FROM python:3.12-slim
 
-ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=/data/numba \
+ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 \
     APPORTION_SERVE_STORE=/data/plans
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY apportion apportion
-RUN pip install ".[numba,service,redis]"
+COPY core core
+# The core is compiled here, by the compiler of a Python package: the image has none.
+RUN pip install ziglang \
+ && for tool in c++ ar ranlib; do \
+      printf '#!/bin/sh\nexec python -I -m ziglang %s "$@"\n' $tool > /usr/local/bin/zig-$tool \
+   && chmod +x /usr/local/bin/zig-$tool; done \
+ && CXX=zig-c++ CMAKE_ARGS="-DCMAKE_AR=/usr/local/bin/zig-ar -DCMAKE_RANLIB=/usr/local/bin/zig-ranlib" \
+      pip install ".[service,redis]" \
+ && pip uninstall --yes ziglang && rm /usr/local/bin/zig-*
 
-# Loops of these recipes are compiled now, for CPUs with AVX2 or arm64; others when they are first planned, into /data.
-ARG RECIPES=fcp
 WORKDIR /
 RUN rm -r /src \
- && apportion warmup --recipes "$RECIPES" \
-      --into "$(python -c 'import apportion; print(apportion.__path__[0])')/_compiled" \
- && rm -rf /data/numba \
  && useradd --uid 10001 --create-home apportion \
  && install --directory --owner apportion /data
 
 USER apportion
 VOLUME /data
 EXPOSE 8321
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
   CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8321/healthz', timeout=4)"]
 # Clients send the token of APPORTION_TOKEN (docker run --env APPORTION_TOKEN, or --token-file).
 ENTRYPOINT ["apportion", "serve", "--host", "0.0.0.0", "--port", "8321"]

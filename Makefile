@@ -5,10 +5,12 @@
 #   make test-slow  the others: whole matrices, more seeds, load, Ray, schemathesis
 #   make coverage  all of these tests with branch coverage, which makes Python twice as slow
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
-#   make test-plain  the core's tests where only numpy is, without torch; NUMBA=1: with numba
+#   make test-plain  the planner's tests where only numpy is, without torch
 #   make test-browser  pages in a headless Chromium, which must be installed; pictures in build/screenshots
 #   make docs     the documents as a site, in site/; a broken link or reference is an error
 #   make picture  the picture of a report in README and site; needs chromium
+#   make core     the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
+#   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -24,9 +26,7 @@
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many of which what is accepted is executed
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
-#   make wheel    a wheel with compiled loops, for this Python, numba and kind of CPU, in dist/; RECIPES=fcp CHECK=1: of
-#                 one recipe, installed and started in a new environment
-#   make package  sdist and pure wheel, in dist/: nothing is missing, and both plan in new environments
+#   make package  sdist and wheel, in dist/: nothing is missing, and both plan in new environments
 #   make suite    the conformance suite of the plan format, made anew from its plans
 #   make test-gpu the stage kernels on a GPU, every strategy, ranks of several processes on the same one
 #   make conformance  every strategy with every mask on the stage kernels, interpreted (half an hour)
@@ -37,29 +37,60 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 
 BIN   := $(VENV)/bin
+EDITABLE := --no-build-isolation --config-settings=wheel.cmake=false --config-settings=wheel.py-api=py3 --editable
+# of an environment $(1): a checkout is found by its path alone, behind PYTHONPATH, which the build backend's finder hides
+define path
+	@echo "$(CURDIR)" >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_apportion.pth"
+endef
+TOOLS := cmake nanobind ninja scikit-build-core
+CORE  := $(shell find core -name '*.[ch]pp') core/CMakeLists.txt
 READY := $(VENV)/.ready
 TRAINERS := $(VENV)-trainers
 DOCS := $(VENV)-docs
-PLAIN := $(VENV)-plain$(if $(NUMBA),-numba)
+PLAIN := $(VENV)-plain
 
 # Numbers and times must not depend on how many threads a library likes to start.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: docs picture help demo warm test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
-  replay wheel package suite test-gpu conformance clean
+.PHONY: core sanitize docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
+  replay package suite test-gpu conformance clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-$(READY): pyproject.toml
+$(READY): $(VENV)/.installed $(CORE)
+	@$(MAKE) --no-print-directory core PYTHON=$(BIN)/python
+	@touch $@
+
+# Builds the core into the source tree. PYTHON has $(TOOLS), or the machine has cmake and ninja. Where there is no C++
+# compiler, that of the Python package ziglang builds it.
+core:
+	@scripts=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'); export PATH="$$scripts:$$PATH"; \
+	mkdir -p build/zig; \
+	if [ -z "$$CXX" ] && ! command -v c++ >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then \
+	  $(PYTHON) -m pip install --quiet ziglang; \
+	  for tool in c++ ar ranlib; do \
+	    printf '#!/bin/sh\nexec "%s" -I -m ziglang %s "$$@"\n' "$$scripts/python" $$tool >build/zig/$$tool; \
+	    chmod +x build/zig/$$tool; \
+	  done; \
+	  options="-DCMAKE_CXX_COMPILER=$$PWD/build/zig/c++ -DCMAKE_AR=$$PWD/build/zig/ar -DCMAKE_RANLIB=$$PWD/build/zig/ranlib"; \
+	fi; \
+	folder=$(or $(INTO),build)/core/$$($(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)'); \
+	cmake -S core -B $$folder -G Ninja -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')" \
+	  -DAPPORTION_STRICT=$(if $(STRICT),ON,OFF) $(if $(INTO),-DAPPORTION_SANITIZE=ON -DAPPORTION_OUTPUT=$(INTO)/apportion) $$options >build/core.log && \
+	cmake --build $$folder >>build/core.log || { cat build/core.log; exit 1; }
+
+$(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Apportion needs Python 3.11 to 3.13, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)." \
 	       "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet "$(TORCH)"
-	@$(BIN)/pip install --quiet --editable ".[dev]"
+	@$(BIN)/pip install --quiet $(TOOLS)
+	@$(BIN)/pip install --quiet $(EDITABLE) ".[dev]"
+	$(call path,$(VENV))
 	@touch $@
 
 demo: $(READY)
@@ -71,26 +102,25 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Loops are compiled once, beside lint, and not by each of the tests' processes that needs them first.
-warm: $(READY)
+# A package with a recipe of its own, which tests find by its entry point
+plugin: $(READY)
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
-	@$(BIN)/apportion warmup
 
 TESTS := $(BIN)/pytest $(addprefix tests/,service executor trainer planner backends cli ir project) -n 2 --dist loadfile
 
-test: $(READY)
-	@$(MAKE) --no-print-directory -j 2 lint warm
+test: lint plugin
 	$(TESTS) -m "not slow"
 
-test-slow: warm $(TRAINERS)/.ready
+test-slow: plugin $(TRAINERS)/.ready
 	$(TRAINERS)/bin/pytest tests/adapters/test_hf_configs.py  # alone: examples of Megatron keep tensors on the CPU
 	$(TESTS) -m slow
 
-coverage: warm
+coverage: plugin
 	$(TESTS) --cov --cov-report=term:skip-covered
 
 test-browser: $(READY)
-	@$(BIN)/pip install --quiet --editable ".[browser]"
+	@$(BIN)/pip install --quiet $(EDITABLE) ".[browser]"
+	$(call path,$(VENV))
 	SCREENSHOTS=$${SCREENSHOTS:-build/screenshots} $(BIN)/pytest tests/browser
 
 # The site's packages stay out of the environment of all else, too. It is built into site/, and asks nobody for anything.
@@ -100,30 +130,35 @@ docs:
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 
 picture: $(READY)
-	@$(BIN)/pip install --quiet --editable ".[browser]"
+	@$(BIN)/pip install --quiet $(EDITABLE) ".[browser]"
+	$(call path,$(VENV))
 	$(BIN)/python docs/report_picture.py
 
 # The trainers' packages stay out of the environment of all else. No package may bring another torch.
-$(TRAINERS)/.ready: pyproject.toml tests/adapters/requirements.txt
+$(TRAINERS)/.ready: pyproject.toml $(CORE) tests/adapters/requirements.txt
 	@echo "Setting up $(TRAINERS) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(TRAINERS)
 	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)"
-	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" --editable ".[numba,torch]" hypothesis pytest \
+	@$(TRAINERS)/bin/pip install --quiet $(TOOLS)
+	@$(TRAINERS)/bin/pip install --quiet "$(TORCH)" $(EDITABLE) ".[torch]" hypothesis pytest \
 	  --requirement tests/adapters/requirements.txt
+	$(call path,$(TRAINERS))
+	@$(MAKE) --no-print-directory core PYTHON=$(TRAINERS)/bin/python
 	@$(TRAINERS)/bin/pip install --quiet --no-deps nemo-automodel==0.7.0  # it pins another transformers
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready
-	@$(TRAINERS)/bin/apportion warmup
 	$(TRAINERS)/bin/pytest tests/adapters -m "not slow"
 
-$(PLAIN)/.ready: pyproject.toml
+$(PLAIN)/.ready: pyproject.toml $(CORE)
 	@echo "Setting up $(PLAIN) ..."
 	@$(PYTHON) -m venv $(PLAIN)
-	@$(PLAIN)/bin/pip install --quiet --editable ".$(if $(NUMBA),[numba])" hypothesis jsonschema msgpack pytest
+	@$(PLAIN)/bin/pip install --quiet $(TOOLS)
+	@$(PLAIN)/bin/pip install --quiet $(EDITABLE) . hypothesis jsonschema msgpack pytest
+	$(call path,$(PLAIN))
+	@$(MAKE) --no-print-directory core PYTHON=$(PLAIN)/bin/python
 	@touch $@
 
-# What takes minutes without numba is left to `make test`, which hides numba where bytes are compared.
 test-plain: $(PLAIN)/.ready
 	$(PLAIN)/bin/pytest $(patsubst %,tests/%.py,$(addprefix ir/test_,bands masks batch codec text verify hf_config config forest format) \
 	  $(addprefix planner/,test_checks test_cost solvers/test_lpt solvers/test_matching simulate/test_launches) \
@@ -172,11 +207,18 @@ kernels: $(READY)
 replay: $(READY)
 	@$(BIN)/python benchmarks/replay.py $(if $(BASE),--base $(BASE)) $(if $(UPDATE),--update)
 
-wheel: $(READY)
-	@$(BIN)/python benchmarks/wheel.py $(if $(RECIPES),--recipes $(RECIPES)) $(if $(CHECK),--check)
-
 package: $(READY)
 	@$(BIN)/python benchmarks/package.py
+
+# In a copy of the tree, so that the extension of all else stays. PYTHON as in `core`, with pytest. Leaks are not looked
+# for: Python has some.
+sanitize:
+	@rm -rf build/sanitize/apportion build/sanitize/tests && mkdir -p build/sanitize
+	@cp -r apportion tests pyproject.toml build/sanitize && rm -f build/sanitize/apportion/_core*.so
+	@$(MAKE) --no-print-directory core STRICT=1 INTO=$(abspath build/sanitize)
+	cd build/sanitize && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$PWD $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) \
+	  -m pytest $(patsubst %,tests/ir/test_%.py,core table_bytes fusion messages verify) tests/planner/test_openers.py tests/planner/test_checks.py
 
 suite: $(READY)
 	@$(BIN)/python -m tests.support.conformance_suite
@@ -188,6 +230,6 @@ conformance: $(READY)
 	$(BIN)/pytest tests/executor/stage --full -n 2
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(VENV)-plain $(VENV)-plain-numba *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
+	rm -rf $(VENV) $(TRAINERS) $(VENV)-plain *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
 	  .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

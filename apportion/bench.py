@@ -1,7 +1,7 @@
 """Measures planning: milliseconds, balance, bytes and sizes of plans, as rows that a machine can read.
 
 Planning is timed from the parsed batch to the encoded bytes of all ranks, forward and backward; verification
-is timed by itself. One warm-up run comes first, so that neither compilation nor cold caches are counted.
+is timed by itself. One warm-up run comes first, so that neither imports nor cold caches are counted.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Row:
 
 
 def warm_up(recipe: Recipe | str) -> None:
-    """Plan and verify two short documents, which compiles hot loops or loads them."""
+    """Plan and verify two short documents, which imports what both need."""
     batch = Batch.from_lengths([300, 200], mask=masks.causal())
     with suppress(ApportionError):  # a recipe that does not serve these may still serve the job
         verify(timed_plan(BenchJob(batch, cluster_of(2), Model(), recipe))[0])
@@ -170,7 +170,7 @@ class _Counter(dict[str, float]):
 
 def counted(job: BenchJob) -> dict[str, int]:
     """Calls of functions in each step of planning and, as `verify`, of its verification: what is paid however few ranks
-    there are. Compiled loops call nothing; run it warm, or imports and compilation count. Raises what planning and
+    there are. Loops of the core call nothing; run it warm, or imports count. Raises what planning and
     verification raise."""
     job = replace(_parsed(job), threads=1)  # others would not be counted
     counter, before, collects = _Counter(), sys.getprofile(), gc.isenabled()

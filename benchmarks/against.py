@@ -62,9 +62,16 @@ def _tree(commit: str, tree: Path | None) -> Iterator[Path]:
             ["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", made, commit], check=True
         )
         try:
+            build_core(made)
             yield made
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", made], check=True)
+
+
+def build_core(tree: Path) -> None:
+    """Builds the core of another commit's tree, where it has one, as `make core` does."""
+    if (tree / "core/CMakeLists.txt").exists():
+        subprocess.run(["make", "-C", str(tree), "--silent", "core", f"PYTHON={sys.executable}"], check=True)
 
 
 def _row(job: str, ranks: int, tree: Path, turns: int, patience: float) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def change_rows(rng: random.Random, sections: Sections) -> Sections:
         a, b = rng.randrange(begin, end), rng.randrange(begin, end)
         rng.choice((lambda: order.pop(a), lambda: order.insert(b, a), lambda: _swap(order, a, b)))()
         table.ptr[rank + 1 :] += len(order) - len(table)
-        object.__setattr__(table, "values", table.values[:, order])
+        object.__setattr__(table, "values", table.values[:, order].copy())
     return _with_tables(sections, plan)
 
 

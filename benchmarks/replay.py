@@ -1,6 +1,6 @@
 """Plans as they were: ids, and digests of what they mean step by step, against those that are committed.
 
-    make replay                 against tests/data/replays.json, with and without numba; exit status 1 where one differs
+    make replay                 against tests/data/replays.json; exit status 1 where one differs
     make replay BASE=83469d6    against another commit, with the first row that differs of the first step that does
     make replay UPDATE=1        writes the file anew: say in the commit why plans moved
 
@@ -58,7 +58,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The same in every process. What has no numba plans only these in time, so all are small."""
+    """The same in every process; all are small."""
     return [*_variants(), *_defaults(), *_mixtures()]
 
 
@@ -253,10 +253,10 @@ def lines(name: str, step: str) -> list[str]:
 class Elsewhere:
     """What this file prints in another process, begun now, with the package that is there."""
 
-    def __init__(self, arguments: Sequence[str], package: Path = ROOT, **changes: str) -> None:
+    def __init__(self, arguments: Sequence[str], package: Path = ROOT) -> None:
         own = package, package / "tests/plugin"  # which may be installed
         path = os.pathsep.join(map(str, own))
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *arguments]
         self._process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
 
@@ -278,10 +278,13 @@ def write(found: Mapping[str, Sequence[str]]) -> None:
 
 def against(base: str, as_json: bool) -> int:
     """With another commit; its package is what its tree has, everything else is of this one."""
+    from benchmarks.against import build_core
+
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", tree, base], check=True)
         try:
+            build_core(tree)
             other, own = Elsewhere(["--record"], tree), record(told=True)
             found = differing(own, other.read())
             status = tell(f"{base}", len(own), found, as_json)
@@ -340,10 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(record(told=True))
         print(f"{DATA.name} is written anew: the commit says why plans moved")
         return 0
-    plain = Elsewhere(["--record"], NUMBA_DISABLE_JIT="1")
     own, known = record(told=True), committed()
-    without = {f"{name} (without numba)": step for name, step in differing(plain.read(), known).items()}
-    return tell(DATA.name, len(known), differing(own, known) | without, given.json)
+    return tell(DATA.name, len(known), differing(own, known), given.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any
 
 from apportion.bench import Source, cluster_of
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.loops.jit import HAS_NUMBA
 from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe, with_block
@@ -65,7 +64,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     rows = [row(int(ranks), args.seed, args.repeats) for ranks in args.ranks.split(",")]
-    print(json.dumps({"recipe": "fcp", "block": BLOCK, "numba": HAS_NUMBA, "rows": rows}, indent=1))
+    print(json.dumps({"recipe": "fcp", "block": BLOCK, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

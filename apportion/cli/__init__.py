@@ -63,7 +63,6 @@ for name, command in (
     ("conformance", conformance.conformance),
     ("demo", installation.demo),
     ("selftest", installation.selftest),
-    ("warmup", installation.warmup),
     ("doctor", doctor.doctor),
     ("version", installation.version),
 ):

@@ -13,7 +13,7 @@ def versions() -> dict[str, str | None]:
         "apportion": _installed("apportion"),
         "format": f"{isa.FORMAT} {isa.VERSION[0]}.{isa.VERSION[1]}",
         "python": platform.python_version(),
-        **{package: _installed(package) for package in ("numpy", "msgspec", "numba", "torch", "triton")},
+        **{package: _installed(package) for package in ("numpy", "msgspec", "torch", "triton")},
     }
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import flag, instance
-from apportion.ir.loops.threads import checked_threads
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.threads import checked_threads
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.pipeline.feasibility import check_request
 from apportion.planner.pipeline.pipeline import Made, draft, seal

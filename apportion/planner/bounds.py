@@ -16,28 +16,21 @@ bands whose keys are apart. Speeds do not matter (w is the largest of all ranks)
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from apportion._core import bounds as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.isa import MAX_RANKS
-from apportion.ir.loops.jit import jit, lean
-from apportion.ir.masks.areas import area_of
-from apportion.ir.masks.bands import INF
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, TRAVELLING
 
 #: a ratio to a bound of fewer tokens than this share of the batch says nothing
 LEAST_SHARE = 0.01
-#: tokens; keeps what is rounded below the true bound: pairs err by 1,024 at most, and where they err at all, a row has
-#: millions of them or is their root
-_SLACK = 1e-3
 #: rounding of sums and roots, relative
 _ROUNDING = 1e-9
 
@@ -145,108 +138,4 @@ def foreign_kv_tokens(batch: Batch, kind: str, token_cap: int, load_cap: int) ->
 
 def foreign_tokens(bands: Ints, token_cap: int, load_cap: int) -> int:
     """As `foreign_kv_tokens`, of bands int64 [n, 6] sorted by q0."""
-    found, count = _foreign(np.ascontiguousarray(bands), token_cap, load_cap)
-    return _most_apart(*found[:, :count])
-
-
-@jit
-def _foreign(bands: Ints, token_cap: int, load_cap: int) -> tuple[Ints, int]:
-    """int64 [3, n] (first key, end, foreign tokens), and how many of these ranges of keys have any: of the bands whose
-    rows one rank cannot hold or compute alone. Bands whose rows see all keys from the same one up to their own at
-    least, one below the other, are one stair."""
-    found, count, first = np.zeros((3, 2 * len(bands)), np.int64), 0, 0
-    for band in range(len(bands)):
-        q0, q1, k0, k1, dmin, dmax = bands[band]
-        if _is_wide(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap):
-            found[0, count], found[1, count] = k0, k1
-            found[2, count] = _of_block(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap)
-            count += found[2, count] > 0
-        if band + 1 < len(bands) and _joins(bands[band], bands[band + 1]):
-            continue
-        if first < band:
-            q0, k1, dmin, dmax = bands[first, 0], q1, 0, INF
-        if _is_wide(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap):
-            low, end, tokens = _of_stair(q0, q1, k0, k1, dmin, dmax, token_cap, load_cap)
-            found[0, count], found[1, count], found[2, count] = low, end, tokens
-            count += tokens > 0
-        first = band + 1
-    return found, count
-
-
-@lean
-def _is_wide(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, token_cap: int, load_cap: int) -> bool:
-    return bool(q1 - q0 > token_cap or area_of(q0, q1, k0, k1, dmin, dmax) > load_cap)
-
-
-@lean
-def _joins(upper: Ints, lower: Ints) -> bool:
-    return bool(_is_stair(upper) and _is_stair(lower) and upper[2] == lower[2] and lower[0] == upper[1])
-
-
-@lean
-def _is_stair(band: Ints) -> bool:
-    q0, q1, k0, k1, dmin, dmax = band
-    return bool(dmin <= 0 and dmax >= q1 - 1 - k0 and k1 >= q1 and k0 <= q0)
-
-
-@lean
-def _of_stair(
-    q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, token_cap: int, load_cap: int
-) -> tuple[int, int, int]:
-    """(first key, end, foreign tokens) of the part of a band whose rows see up to their own key. `reach`: of one rank
-    after another, how far it reaches at least, as long as that is beyond the first row."""
-    start, end = max(q0, k0), min(q1, k1)
-    plain = dmax >= end - 1 - k0
-    low, window = (k0, INF) if plain else (start, dmax + 1)
-    size, skip = end - low, start - low
-    if size <= 0 or dmin > 0 or window <= 1:
-        return low, end, 0
-    window = min(window, size)
-    total, load = _pairs_of(size, window), float(load_cap)
-    ranks = max(-(-(size - skip) // token_cap), math.ceil(total / max(load_cap, 1)))
-    most_held = min(token_cap, math.floor(_rows_of(load, window) + _SLACK))
-    holders, reached, strip = 0, 0, 0
-    for before in range(1 + min(max(ranks, 0), MAX_RANKS)):
-        by_load = _rows_of(max(total - before * load, 0.0), window)
-        reach = max(size - before * token_cap, math.ceil(by_load - _SLACK))
-        if reach > skip:
-            holders += 1
-            reached += reach
-            strip += min(max(reach - most_held, 0), window - 1)
-    return low, end, reached - min(size, token_cap * holders) if plain else strip
-
-
-@lean
-def _pairs_of(rows: int, window: int) -> float:
-    """Pairs of the first rows of a stair under a window (no longer than the stair)."""
-    held, rest = float(min(rows, window)), float(max(rows - window, 0))
-    return held * (held + 1) / 2 + rest * float(window)
-
-
-@lean
-def _rows_of(pairs: float, window: int) -> float:
-    """The inverse of `_pairs_of`: how many of the first rows have so many pairs."""
-    corner = window * (window + 1.0) / 2
-    inside = (math.sqrt(1 + 8 * min(pairs, corner)) - 1) / 2
-    return inside + max(pairs - corner, 0.0) / window
-
-
-@lean
-def _of_block(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, token_cap: int, load_cap: int) -> int:
-    """Foreign tokens of the rows of a band that see all of its keys: every rank but one that has some of these rows
-    lacks, summed up, all keys."""
-    keys = k1 - k0
-    rows = min(q1, k0 + min(dmax, INF // 2) + 1) - max(q0, k1 - 1 + max(dmin, -INF // 2))
-    per_rank = min(token_cap, max(load_cap // max(keys, 1), 1))
-    return max(-(-max(rows, 0) // per_rank) - 1, 0) * keys
-
-
-def _most_apart(low: Ints, high: Ints, tokens: Ints) -> int:
-    """The largest sum of `tokens` over ranges [low, high) that do not overlap: interval scheduling."""
-    order = np.lexsort((low, high))
-    ends, best = [0], [0]
-    for start, end, count in zip(*(column[order].tolist() for column in (low, high, tokens)), strict=True):
-        taken = best[bisect_right(ends, start) - 1] + count
-        ends.append(end)
-        best.append(max(best[-1], taken))
-    return int(best[-1])
+    return core.foreign_tokens(np.ascontiguousarray(bands), token_cap, load_cap, MAX_RANKS)

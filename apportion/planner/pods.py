@@ -19,9 +19,9 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.loops.threads import spread
 from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import PHASES
+from apportion.ir.threads import spread
 from apportion.planner.options import Count
 from apportion.planner.problem import Execution, Pass, Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.shard.blocks import row_weights

@@ -10,10 +10,10 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from apportion._core import sums as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.fields import instance
-from apportion.ir.loops.jit import jit
 from apportion.ir.masks.bands import area, joined
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -242,17 +242,11 @@ class PlacePass(Pass, Protocol):
     def __call__(self, problem: Problem, shards: Shards) -> Placement: ...
 
 
-@jit
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
-    """int64 [size]: sums of integers `values` by `index`, exact where float64 would round."""
-    sums = np.zeros(size, np.int64)
-    for place in range(len(index)):
-        sums[index[place]] += values[place]
-    return sums
+    """int64 [size]: sums of int32 or int64 `values` by `index`, exact where float64 would round."""
+    return core.exact_sums(np.ascontiguousarray(index), np.ascontiguousarray(values), size)
 
 
-@jit
 def raise_to(most: Ints, index: Ints, values: Ints) -> None:
-    """Where `values` by `index` are larger than `most`, they are written there. All int32."""
-    for place in range(len(index)):
-        most[index[place]] = max(most[index[place]], values[place])
+    """Where int32 `values` by `index` are larger than `most`, int32, they are written there; index -1 is the last."""
+    core.raise_to(most, np.ascontiguousarray(index), np.ascontiguousarray(values))

@@ -187,7 +187,7 @@ def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
     )
     by_row = np.lexsort((row, rank))
     ptr = np.searchsorted(rank[by_row], np.arange(len(tokens) + 1))
-    return Table(ptr, SPAN_COLUMNS, np.stack(columns)[:, by_row])
+    return Table(ptr, SPAN_COLUMNS, np.stack(columns).take(by_row, 1))
 
 
 def _table(pieces: Ints, ranks: int) -> Table:
@@ -198,4 +198,4 @@ def _table(pieces: Ints, ranks: int) -> Table:
     order = np.lexsort((peer, -send, rank))
     ptr = np.searchsorted(rank[order], np.arange(ranks + 1))
     columns = (send, peer, row, rows)
-    return Table(ptr, MOVE_COLUMNS, np.stack(columns)[:, order])
+    return Table(ptr, MOVE_COLUMNS, np.stack(columns).take(order, 1))

@@ -38,7 +38,7 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
         table = program["instructions"]
         number = instruction_of(table["op"], table["count"], program.task_list)[tasks.task]
         rank = program[program.task_list].rank_of_row()[tasks.task]
-        first = np.asarray(plan.programs[program.kind, program.phase]["instructions"].ptr, np.int64)
+        first = table.ptr
         heads = np.asarray(tasks.heads, np.int64)
         yield (program.kind, program.phase), Pieces(tasks.bands, rank, number - first[rank], heads)
 

@@ -97,7 +97,7 @@ def broken(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "command",
     [
-        *((name,) for name in ("plan", "verify", "show", "diff", "demo", "selftest", "warmup", "version")),
+        *((name,) for name in ("plan", "verify", "show", "diff", "demo", "selftest", "version")),
         *(("bench", name) for name in ("plan", "attention")),
     ],
     ids=" ".join,

@@ -38,7 +38,7 @@ def test_it_tells_what_is_here(tmp_path: Path) -> None:
     done = run("doctor", "--dir", str(tmp_path / "plans"), "--json")
     found = checks(done)
     assert done.returncode == cli.OK
-    assert {"machine", "python", "apportion", "numba", "torch", "solvers", "service", "disk"} <= set(found)
+    assert {"machine", "python", "apportion", "torch", "solvers", "service", "disk"} <= set(found)
     assert found["python"]["state"] == found["disk"]["state"] == "ok"
     assert all(check["remedy"] for check in found.values() if check["state"] in ("warning", "failed"))
     assert not (tmp_path / "plans").exists()  # it only looks

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from apportion.backends.interp import columns_of
 from apportion.backends.torch.kernels import attention
 from apportion.backends.torch.kernels.attention import (  # type: ignore[attr-defined]
     Band,
@@ -23,7 +24,7 @@ from apportion.backends.torch.kernels.attention import (  # type: ignore[attr-de
 )
 from apportion.backends.torch.kernels.checks import is_checking
 from apportion.backends.torch.kernels.cuts import Call, cut_strips
-from apportion.backends.torch.memory.head_columns import columns_of, head_groups
+from apportion.backends.torch.memory.head_columns import head_groups
 from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.attention import check_kernels
 from tests.ranks import flash_rule

@@ -57,7 +57,7 @@ def test_a_buffer_is_used_again_by_the_next_layer() -> None:
     assert second is not first
     pool.give(second)
     larger = pool.take(1000, CPU)  # instead of what is too small
-    assert len(larger) == 1000
+    assert larger.data.numel() == 1000
     pool.give(larger)
     assert pool.take(80, CPU) is larger
 
@@ -191,6 +191,21 @@ def test_plain_and_flash_agree() -> None:
         results.append([out.detach(), *(x.grad for x in rows)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [((9, 0), ["FA3"]), ((10, 0), []), ((8, 0), [])])
+def test_the_newest_flash_attention_is_taken_where_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: list[str]
+) -> None:
+    from torch.nn import attention
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "list_flash_attention_impls", lambda: ["FA3"])
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", taken.append)
+    engines.activate_newest(torch.device("cuda", 0))
+    engines.activate_newest(CPU)
+    assert taken == chosen
 
 
 def test_ranks_of_gpus_alone_want_a_group_for_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from apportion._core.tables import MAX_ROWS
 from apportion.ir import verify
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.bytes.columns import MAX_ROWS
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.bytes.wire import MAX_BYTES
 from apportion.ir.isa import (

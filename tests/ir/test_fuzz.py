@@ -21,7 +21,7 @@ def test_only_typed_errors_come_out(seed: int) -> None:
     result = fuzz_plans.fuzz(fuzz_plans.golden_plans(), 500, seed)
     assert result.escaped == {}
     assert result.count == 500
-    assert result.slowest_ms < 20_000  # nothing runs away; numba may compile inside
+    assert result.slowest_ms < 20_000  # nothing runs away
 
 
 def test_small_plans_of_many_kinds_and_recipes_too() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from apportion.ir.bytes.columns import MAX_ROWS
+from apportion._core.tables import MAX_ROWS
 from apportion.ir.bytes.table_bytes import encode_parts, encode_tables, read_parts
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES

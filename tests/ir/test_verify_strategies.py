@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -219,27 +216,6 @@ def test_what_is_broken_is_named(name: str) -> None:
     violation = first(parse(case(name)))
     assert violation.rule == rule, str(violation)
     assert any(word in violation.message for word in words.split("|")), str(violation)
-
-
-VERDICTS = """
-import json, sys
-if sys.argv[1] == "plain":
-    sys.modules["numba"] = None
-from tests.support.parse import parse
-from apportion.ir.verify import check
-for plan in json.load(sys.stdin):
-    print(*check(parse(plan)))
-"""
-
-
-def test_the_same_verdicts_without_numba() -> None:
-    plans = json.dumps([*map(good, SIZES), *map(case, CASES)])
-    runs = [
-        subprocess.run([sys.executable, "-c", VERDICTS, mode], input=plans, capture_output=True, text=True)
-        for mode in ("compiled", "plain")
-    ]
-    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
-    assert runs[0].stdout == runs[1].stdout
 
 
 def test_no_task_with_known_tokens_is_an_answer_too() -> None:

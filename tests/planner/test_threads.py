@@ -11,8 +11,8 @@ import pytest
 import apportion as ap
 from apportion import cli
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.loops.threads import spread
 from apportion.ir.request.workload import lognormal_lengths
+from apportion.ir.threads import spread
 from apportion.planner.recipe.recipes import find_recipe, with_pods
 from apportion.planner.tasks import cells
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from apportion.ir.verify.explain.operands import tensors_of
 from apportion.planner.simulate.durations import pass_table
 from apportion.planner.simulate.launches import kernel_table
 from tests.project.test_newcomers import CHANGES
+from tests.support.changed import change
 from tests.support.parse import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,12 +114,10 @@ assert "operand c has another number of rows" in broken("give O.work[0:8) -> O.h
 """
 
 
+@pytest.mark.slow  # the core is built anew
 def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
     """The op of CONTRIBUTING.md, in a copy: text, bytes, verification, price and execution."""
-    shutil.copytree(ROOT / "apportion", tmp_path / "apportion", ignore=shutil.ignore_patterns("__pycache__"))
-    diff, _ = CHANGES["An op"]
-    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NUMBA_DISABLE_JIT": "1"}
+    environment = change(CHANGES["An op"][0], tmp_path)
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -75,8 +75,8 @@ def test_a_model_s_sizes_are_those_that_are_measured(measured: Hardware, tmp_pat
     command = ["profile", "-o", str(tmp_path / "mine.json"), "--model", str(model), "--tokens", "333"]
     assert cli.main(command) == 0
     (effort,) = told
-    model = effort.model
-    assert (model.q_heads, model.head_dim, model.hidden, model.ffn) == (12, 32, 384, 1000)
+    found = effort.model
+    assert (found.q_heads, found.head_dim, found.hidden, found.ffn) == (12, 32, 384, 1000)
     assert effort.tokens == 333
 
 

@@ -9,6 +9,7 @@ A new one is a machine in a file of its own and a row here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -47,9 +48,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class TaskEngine:
-    """An engine that computes task by task."""
+    """An engine that computes task by task. newest: whether it takes the newest flash attention that there is."""
 
     machine: type[TorchMachine]
+    newest: bool = False
 
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         return None
@@ -57,6 +59,8 @@ class TaskEngine:
     def load(
         self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
     ) -> Loaded:
+        if self.newest:
+            activate_newest(device)
         rounds = find_rounds(columns, program, hidden, early={})
         return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden))
 
@@ -86,10 +90,35 @@ class StageEngine:
         return load(columns, program, device, rows, hidden)
 
 
+_log = logging.getLogger(__name__)
+
 #: in the order of preference
 ENGINES: Mapping[str, Engine] = MappingProxyType(
-    {"stage": StageEngine(), "flash": TaskEngine(TaskMachine), "plain": TaskEngine(PlainMachine)}
+    {"stage": StageEngine(), "flash": TaskEngine(TaskMachine, newest=True), "plain": TaskEngine(PlainMachine)}
 )
+
+
+#: major compute capability -> what torch calls the flash attention that was written for it
+_WRITTEN_FOR = MappingProxyType({9: "FA3", 10: "FA4"})
+
+
+def activate_newest(device: torch.device) -> None:
+    """Puts FlashAttention-3 or -4 behind torch's own ops, for the whole process, where torch and the machine have it
+    and nobody has chosen another one."""
+    from torch.nn import attention
+
+    if device.type != "cuda" or not hasattr(attention, "activate_flash_attention_impl"):
+        return
+    name = _WRITTEN_FOR.get(torch.cuda.get_device_capability(device)[0])
+    if (
+        attention.current_flash_attention_impl() is not None
+        or name not in attention.list_flash_attention_impls()
+    ):
+        return
+    try:
+        attention.activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        _log.info("%s is not there (%s): FlashAttention-2 serves engine flash", name, error)
 
 
 def choose_engine(name: str | Engine, header: Header, device: torch.device) -> Engine:

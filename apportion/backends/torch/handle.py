@@ -176,7 +176,7 @@ class PlanHandle:
 
     def prepare(self, device: torch.device | str) -> PlanHandle:
         """Loads all programs that attention on q, k and v runs, ahead of the first call; in any thread."""
-        for key in self._attending():
+        for key in (key for key in self._keys() if not self.program(*key).uses_project):
             self.loaded(*key, torch.device(device))
         return self
 
@@ -206,19 +206,10 @@ class PlanHandle:
         self.agree()
         return self.communicator.call(what)
 
-    def sent_bytes(self, device: torch.device | str) -> int:
-        """Bytes that this rank sends in a layer of each kind, forward and backward, by the programs that attention on
-        q, k and v runs there."""
-        loaded = (self.loaded(*key, torch.device(device)) for key in self._attending())
-        return sum(one.rounds.sent_bytes for one in loaded)
-
     @property
     def channels(self) -> int:
         """How many channels this rank's programs launch on."""
         return max((1 + max(self.program(*key).channels, default=0) for key in self._keys()), default=1)
-
-    def _attending(self) -> Sequence[tuple[str, str]]:
-        return [key for key in self._keys() if not self.program(*key).uses_project]
 
     def _keys(self) -> Sequence[tuple[str, str]]:
         keys = [(kind, phase) for kind in self.kinds for phase in PHASES]

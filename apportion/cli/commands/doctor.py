@@ -64,7 +64,7 @@ def doctor(
 
       apportion doctor --server http://127.0.0.1:8321 --redis redis://127.0.0.1:6379/0 --json
     """
-    found = [check for look in (_python, _numba, _torch, _parts, _ray) for check in look()]
+    found = [check for look in (_python, _torch, _parts, _ray) for check in look()]
     found.append(_disk(folder))
     found += [_asked("redis", redis, _ping)] if redis is not None else []
     found += [_asked("server", server, _ready)] if server is not None else []
@@ -113,34 +113,6 @@ def _python() -> Iterator[Check]:
     remedy = "" if supported else "use Python 3.11 to 3.13"
     yield Check("python", "ok" if supported else "warning", platform.python_version(), remedy)
     yield Check("apportion", "ok", f"{__version__}, plan format {isa.VERSION[0]}.{isa.VERSION[1]}")
-
-
-def _numba() -> Iterator[Check]:
-    held = _version("numba")
-    if held is None:
-        yield Check("numba", "warning", "plans without it take far longer", "pip install 'apportion[numba]'")
-        return
-    from apportion.ir.loops.jit import COMPILES
-
-    if not COMPILES:
-        yield Check("numba", "warning", f"{held}, switched off", "unset NUMBA_DISABLE_JIT")
-        return
-    yield Check("numba", "ok", held)
-    count = _compiled()
-    if count:
-        yield Check("loops", "ok", f"{count} are compiled")
-    else:
-        yield Check("loops", "warning", "none is compiled: the first plan takes minutes", "apportion warmup")
-
-
-def _compiled() -> int:
-    """Loops that numba finds compiled, beside the package, in its wheel, or where NUMBA_CACHE_DIR says."""
-    from importlib.resources import files
-
-    folders = [Path(str(files("apportion")))]
-    if named := os.environ.get("NUMBA_CACHE_DIR"):
-        folders.append(Path(named))
-    return sum(1 for folder in folders for _ in folder.rglob("*.nbi"))
 
 
 def _torch() -> Iterator[Check]:

@@ -82,7 +82,7 @@ def plan(
         with status(f"planning on {server}"):
             row = _planned_by(server, inputs.token_of(token_file), ca, job)
     else:
-        with status("compiling (the first run of all, half a minute) and planning"):
+        with status("planning"):
             warm_up(the_recipe)
             row = measure(job)
     if output is not None:

@@ -1,27 +1,26 @@
 """The tables of a plan as bytes, rank by rank, and back: spans, programs and moves.
 
 A rank's part is what it has of each table, one behind the other: the spans of each layout, the tables of each program,
-the moves. `columns` has the bytes of a table.
+the moves. The core (`core/ir/tables.hpp`) has the bytes of a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, product
-from typing import Any
+from itertools import chain, pairwise, product
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, offsets
-from apportion.ir.bytes import columns, wire
-from apportion.ir.bytes.columns import COUNT, MAX_ROWS, Bytes
+from apportion._core import tables as core
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes import wire
 from apportion.ir.bytes.sections import read_moves, read_tokens
 from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES
-from apportion.ir.loops.threads import spread
 from apportion.ir.plan import wellformed
 from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Table
 from apportion.ir.tensors import PHASES
+from apportion.ir.threads import spread
 
 Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
 Tables = tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]
@@ -87,44 +86,29 @@ def encode_parts(
 
 def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iterator[bytes]:
     """As `encode_parts`, of tables in the order of `tables_of`; nothing becomes read-only."""
-    widths = spread(_measured, tables, threads)
-    rows = np.array([np.diff(table.ptr) for table in tables])
-    wide = np.array([width.sum(0, dtype=np.int64) for width in widths])
-    heads = np.array([[len(table.names)] for table in tables])
-    sizes = COUNT + (rows > 0) * (heads + rows * wide)
-    ends = np.cumsum(sizes.T).reshape(ranks, len(tables)).T
-    out = np.empty(int(sizes.sum()), np.uint8)
-    items = zip(tables, widths, ends - sizes, strict=True)
-    spread(lambda item: columns.write(item[0].values, item[0].ptr, item[1], item[2], out), items, threads)
-    return (out[a:b].tobytes() for a, b in pairwise([0, *ends[-1].tolist()]))
+    for table in tables:
+        _check_numbers(table)
+    arrays = [(table.ptr, table.values) for table in tables]
+    ends = np.linspace(0, ranks, min(threads, ranks) + 1).astype(np.int64).tolist()
+    return chain.from_iterable(spread(lambda own: core.encode(arrays, *own), pairwise(ends), threads))
 
 
-def _measured(table: Table) -> Bytes:
-    """uint8 [columns, ranks]: bytes of a difference. Raises ConfigError for what no plan can hold."""
+def _check_numbers(table: Table) -> None:
+    """Raises ConfigError for what no plan can hold."""
     longest = int(np.diff(table.ptr).max(initial=0))
-    if longest > MAX_ROWS:
-        raise ConfigError("rows", longest, f"a rank has at most {MAX_ROWS} in a table", "use larger blocks")
+    if longest > core.MAX_ROWS:
+        raise ConfigError(
+            "rows", longest, f"a rank has at most {core.MAX_ROWS} in a table", "use larger blocks"
+        )
     values = table.values
     if values.itemsize > 4 and values.size and (values.min() < -LIMIT or values.max() > LIMIT):
         column, row = np.argwhere((values < -LIMIT) | (values > LIMIT))[0].tolist()
         rule = f"is outside [-2**48, 2**48] in row {row}"
         raise ConfigError(table.names[column], int(values[column, row]), rule, "use smaller numbers")
-    widths = np.empty((len(table.names), table.ranks), np.uint8)
-    columns.measure(values, table.ptr, widths)
-    return widths
 
 
-#: columns of tables that may be int32; dtypes with their bounds
+#: columns of tables that may be int32
 _NARROW = {names for name, names in TABLES.items() if name != "arenas"}
-_DTYPES: tuple[tuple[type[np.integer[Any]], int], ...] = ((np.int32, 1 << 30), (np.int64, 1 << 62))
-_FAULTS = {
-    columns.SHORT: "ends before its last row",
-    columns.WIDTH: "has a width that is none of 0, 1, 2, 4 and 8",
-    columns.ROWS: f"has more than {MAX_ROWS} rows, or rows that take no byte",
-    columns.WIDE: "is wider than its differences",
-    columns.LEFT: "is followed by further bytes",
-    columns.FAR: "has a number outside [-2**62, 2**62)",
-}
 
 
 def read_tables(
@@ -162,25 +146,12 @@ def read_parts(
 ) -> Iterator[Table]:
     """The tables of parts, as lowering makes them: operands, instructions and lists int32, where that holds the sum of
     any two of their numbers; all others int64. forms: of each its place, for messages, and its columns."""
-    data, bounds = (
-        np.frombuffer(b"".join(parts), np.uint8),
-        np.array([*accumulate(map(len, parts), initial=0)]),
-    )
-    rows, places = np.zeros((2, len(forms), len(parts)), np.int64)
-    fault = np.zeros(3, np.int64)
-    columns.scan(data, bounds, np.array([len(names) for _, names in forms]), rows, places, fault)
-    if fault[0]:
-        kind, rank, table = fault.tolist()
-        raise DecodeError(f"rank {first + rank}, {forms[table][0]}: {_FAULTS[kind]}")
-    for (where, names), own, at in zip(forms, rows, places, strict=True):
-        ptr = offsets(own)
-        for dtype, bound in _DTYPES[0 if names in _NARROW else 1 :]:
-            fault[:] = 0
-            values = np.empty((len(names), int(ptr[-1])), dtype)
-            columns.read(data, at, ptr, bound, values, fault)
-            if fault[0] != columns.FAR:
-                break
-        if fault[0]:
-            kind, rank, column = fault.tolist()
-            raise DecodeError(f"rank {first + rank}, {where}: column {names[column]!r} {_FAULTS[kind]}")
-        yield Table(ptr, names, values)
+    columns = [names for _, names in forms]
+    try:
+        found = core.decode(parts, [*map(len, columns)], [names in _NARROW for names in columns])
+    except core.Malformed as fault:
+        rank, table, column, rule = fault.args
+        where, names = forms[table]
+        named = f"column {names[column]!r} " if column >= 0 else ""
+        raise DecodeError(f"rank {first + rank}, {where}: {named}{rule}") from None
+    return (Table(ptr, names, values) for (ptr, values), names in zip(found, columns, strict=True))

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion._core import fusion as core
 from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RESULTS, RULES, TASK_LIST, Argument, Op
-from apportion.ir.loops.jit import jit
-from apportion.ir.loops.sorting import ranked
+from apportion.ir.orders import ranked
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor
@@ -153,21 +153,21 @@ def _complete(programs: ProgramSet, uses: _Uses, phase: str, added: Argument) ->
     tasks, some = programs[TASK_LIST[phase]], np.flatnonzero(_plain(programs, phase, added))
     at = instruction_of(instructions["op"], instructions.wide("count"), TASK_LIST[phase])[some]
     owner = number[(operands.ptr[tasks.rank_of_row()] + tasks[added.column])[some]]
-    of, low, high = runs(last, at, begins[owner], ends[owner])
+    of, low, high = core.runs(last, at, begins[owner], ends[owner])
     of_tasks = RowRanges(some[of], points[low] % span, points[high] % span)
     covered = np.zeros(len(points), np.int64)
-    _cover(covered, low, high)
+    core.put(covered, low, high, np.ones_like(low))
 
     in_place = []
     for moves in (True, False):
         taken = np.flatnonzero(uses.source & (used >= 0) & (uses.is_transfer == moves))
         begin, end = begins[used[taken]], ends[used[taken]]
-        of, low, high = runs(covered, np.ones(len(taken), np.int64), begin, end)
+        of, low, high = core.runs(covered, np.ones_like(begin), begin, end)
         in_place.append(RowRanges(uses.row[taken][of], points[low] % span, points[high] % span))
     given = number[results_of(programs)]
     given = given[given >= 0]
     covered[~home] = 0
-    _cover(covered, begins[given], ends[given])
+    core.put(covered, begins[given], ends[given], np.ones_like(given))
     edges = np.flatnonzero(np.diff(covered, prepend=0, append=0))
     row0, row1 = points[edges[::2]], points[edges[1::2]]
     return Complete(of_tasks, row0 // span // 2, row0 % span, row1 % span, *in_place)
@@ -180,7 +180,7 @@ def _last_used(uses: _Uses, used: Ints, parts: tuple[Ints, Ints], home: Bools, a
     found = []
     for some in (~uses.source, uses.source):
         last, times = np.full(len(home), -1), np.zeros(len(home), np.int64)
-        _latest(last, times, used[some], uses.at[some], *parts)
+        core.latest(last, times, used[some], uses.at[some], *parts)
         found.append((last, times))
     (last, _), (taken, times) = found
     once = (times == 1) & (taken > last)
@@ -213,23 +213,7 @@ def _alike(programs: ProgramSet, tensors: Iterable[Tensor]) -> Bools:
     looked_at = np.zeros(len(Tensor) + 1, bool)
     looked_at[list(tensors)] = True
     tensor, space, col, heads = (operands[name] for name in ("tensor", "space", "col", "heads"))
-    return _all_alike(operands.ptr, tensor, space, col, heads, looked_at)
-
-
-@jit
-def _all_alike(ptr: Ints, tensor: Ints, space: Ints, col: Ints, heads: Ints, looked_at: Bools) -> Bools:
-    ranks = len(ptr) - 1
-    alike = np.ones(ranks, np.bool_)
-    for rank in range(ranks):
-        first = np.full(len(looked_at), -1)
-        for i in range(ptr[rank], ptr[rank + 1]):
-            if space[i] == WORK and looked_at[tensor[i]]:
-                one = first[tensor[i]]
-                if one < 0:
-                    first[tensor[i]] = i
-                elif col[i] != col[one] or heads[i] != heads[one]:
-                    alike[rank] = False
-    return alike
+    return core.all_alike(operands.ptr, tensor, space, col, heads, looked_at, WORK)
 
 
 def results_of(programs: ProgramSet) -> Ints:
@@ -277,44 +261,3 @@ def _beside(phase: str, added: Argument) -> list[Argument]:
     """What tasks read whose rows stand beside those of a sum."""
     (rule,) = (rule for rule in RULES.values() if rule.list == TASK_LIST[phase])
     return [one for one in rule.arguments if one.use.reads and added.like in (one.column, one.like)]
-
-
-@jit
-def _latest(last: Ints, times: Ints, used: Ints, at: Ints, low: Ints, high: Ints) -> None:
-    """Notes when each part of the rows is used, and how often. used: int64 [uses], number of an operand or -1; at:
-    int64 [uses], the instruction; low, high: int64 [operands], the parts that it has; last, times: int64 [parts], in
-    place."""
-    for use in range(len(used)):
-        if used[use] >= 0:
-            for part in range(low[used[use]], high[used[use]]):
-                last[part] = max(last[part], at[use])
-                times[part] += 1
-
-
-@jit
-def _cover(covered: Ints, low: Ints, high: Ints) -> None:
-    """Marks the parts [low, high), int64 [n], in place."""
-    for one in range(len(low)):
-        covered[low[one] : high[one]] = 1
-
-
-@jit
-def runs(value: Ints, wanted: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """Runs of parts within [low, high) that have the value wanted there, int64 [n] each: which of the ranges, the first
-    part, and the one behind."""
-    room = 0
-    for one in range(len(low)):
-        room += (high[one] - low[one] + 1) // 2
-    of, first, behind = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    count = 0
-    for one in range(len(low)):
-        part = low[one]
-        while part < high[one]:
-            begin = part
-            while part < high[one] and value[part] == wanted[one]:
-                part += 1
-            if begin < part:
-                of[count], first[count], behind[count] = one, begin, part
-                count += 1
-            part += 1
-    return of[:count].copy(), first[:count].copy(), behind[:count].copy()

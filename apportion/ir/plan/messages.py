@@ -18,17 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion._core import messages as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ALL_TO_ALL, RESULTS, Op
-from apportion.ir.loops.jit import jit, lean
-from apportion.ir.loops.sorting import stable_order
+from apportion.ir.orders import stable_order
 from apportion.ir.plan.ops import IS_HEADLESS
 from apportion.ir.plan.programs import arena_table, head_table
 from apportion.ir.plan.tables import Header, ProgramSet
 from apportion.ir.request.model import ELEMENT_BYTES
 from apportion.ir.tensors import HEADLESS, Space, Tensor
-
-HOME = int(Space.HOME)
 
 #: where each part of a message starts
 ALIGNMENT = 16
@@ -65,10 +63,10 @@ class MessageGroups(NamedTuple):
 
 
 class _OperandMemory(NamedTuple):
-    """Where operands lie. tensor, space, row, rows, heads: int64 [operands]. columns, row_bytes: int64 [tensors, none
-    and head sets], what a row of an operand takes; width: int64 [ranks, tensors, spaces], head columns of the array
-    that holds them, 0 where there are several arrays, or numbers change their dtype on the wire; ordered: bool [none
-    and head sets], whether its heads are 0, 1, ..., as home rows have them."""
+    """Where operands lie. tensor, space, row, rows, heads: integers [operands]. columns, row_bytes: int64 [tensors,
+    none and head sets], what a row of an operand takes; width: int64 [ranks, tensors * spaces], head columns of the
+    array that holds them, 0 where there are several arrays, or numbers change their dtype on the wire; ordered: bool
+    [none and head sets], whether its heads are 0, 1, ..., as home rows have them."""
 
     tensor: Ints
     space: Ints
@@ -84,7 +82,7 @@ class _OperandMemory(NamedTuple):
 class _LaunchLists(NamedTuple):
     """Launches and their transfers, rank after rank. tiles, rank, first: int64 [launches], how many, and where the
     operands of the rank begin; swapped: bool [launches], whether all its messages are staged; send, peer, operand:
-    int64 [transfers]."""
+    integers [transfers]."""
 
     tiles: Ints
     rank: Ints
@@ -109,7 +107,8 @@ def find_messages(programs: ProgramSet, header: Header) -> Messages:
 
 def group_tiles(programs: ProgramSet, header: Header) -> MessageGroups:
     """As `find_messages`, without order."""
-    return MessageGroups(*_group(_lists(programs), _memory(programs, header), header.ranks))
+    lists, memory = _lists(programs), _memory(programs, header)
+    return MessageGroups(*core.group(lists, memory, header.ranks, ALIGNMENT))
 
 
 def _lists(programs: ProgramSet) -> _LaunchLists:
@@ -118,10 +117,7 @@ def _lists(programs: ProgramSet) -> _LaunchLists:
     rank = instructions.rank_of_row()[launches]
     # an all-to-all is one buffer; results are rounded on their way
     swapped = instructions["mode"][launches] & (ALL_TO_ALL | RESULTS) > 0
-    send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
-    return _LaunchLists(
-        count, rank, programs["operands"].ptr.astype(np.int64, copy=False)[rank], swapped, send, peer, operand
-    )
+    return _LaunchLists(count, rank, programs["operands"].ptr[rank], swapped, *table.values)
 
 
 def _launches(programs: ProgramSet) -> tuple[Ints, Ints]:
@@ -129,50 +125,6 @@ def _launches(programs: ProgramSet) -> tuple[Ints, Ints]:
     instructions = programs["instructions"]
     launches = np.flatnonzero(instructions["op"] == Op.LAUNCH)
     return launches, instructions.wide("count")[launches]
-
-
-@jit
-def _group(lists: _LaunchLists, memory: _OperandMemory, ranks: int) -> tuple[Ints, Ints, Bools]:
-    """Launch after launch; to each peer, and from it, a launch has one message."""
-    size = len(lists.send)
-    of, first, staged = np.empty(size, np.int32), np.empty(size, np.int32), np.zeros(size, np.bool_)
-    newest, last = np.full(2 * ranks, -1), np.zeros(2 * ranks, np.int64)
-    found = tile = 0
-    for launch in range(len(lists.tiles)):
-        begin = found
-        for _ in range(lists.tiles[launch]):
-            end = lists.send[tile] * ranks + lists.peer[tile]
-            at = lists.first[launch] + lists.operand[tile]
-            number = newest[end]
-            starts = number < begin
-            if starts:
-                number, newest[end], first[found] = found, found, tile
-                staged[number] = lists.swapped[launch]
-                found += 1
-            if not staged[number]:
-                whole = _is_whole(memory, lists.rank[launch], at)
-                staged[number] = not (whole and (starts or _follows(memory, last[end], at)))
-            last[end], of[tile] = at, number
-            tile += 1
-    return of, first[:found], staged[:found]
-
-
-@lean
-def _is_whole(memory: _OperandMemory, rank: int, at: int) -> bool:
-    """Whether an operand has all the columns of one array."""
-    tensor, space, heads = memory.tensor[at], memory.space[at], memory.heads[at]
-    in_order = space != HOME or memory.ordered[heads]
-    return bool(in_order and memory.columns[tensor, heads] == memory.width[rank, tensor, space])
-
-
-@lean
-def _follows(memory: _OperandMemory, before: int, at: int) -> bool:
-    """Whether one operand lies right behind another in memory, as in a message."""
-    tensor, rows = memory.tensor[at], memory.rows[before]
-    if tensor != memory.tensor[before] or memory.space[at] != memory.space[before]:
-        return False
-    row_bytes = memory.row_bytes[tensor, memory.heads[before]]
-    return bool(memory.row[at] == memory.row[before] + rows and rows * row_bytes % ALIGNMENT == 0)
 
 
 def _memory(programs: ProgramSet, header: Header) -> _OperandMemory:
@@ -184,16 +136,15 @@ def _memory(programs: ProgramSet, header: Header) -> _OperandMemory:
         arenas.rank_of_row(), arenas["tensor"], arenas["heads"], programs.ranks
     )
     width[:, IS_HEADLESS] = 1
-    tensor, space, row, rows, heads = (
-        operands.wide(name) for name in ("tensor", "space", "row", "rows", "heads")
-    )
+    tensor, space, row, rows, heads = (operands[name] for name in ("tensor", "space", "row", "rows", "heads"))
     row_bytes = columns * _number_bytes(header)[:, None]
     ordered = np.array(
         [True, *(members == tuple(range(len(members))) for members in map(tuple, header.head_sets))]
     )
     as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
     width *= _IS_ONE & as_held[:, None]
-    return _OperandMemory(tensor, space, row, rows, heads, columns, row_bytes, width, ordered)
+    arrays = width.reshape(programs.ranks, -1)
+    return _OperandMemory(tensor, space, row, rows, heads, columns, row_bytes, arrays, ordered)
 
 
 def _number_bytes(header: Header) -> Ints:

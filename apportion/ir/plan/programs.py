@@ -8,22 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from apportion._core import programs as core
 from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.isa import Op
-from apportion.ir.loops.jit import lean
-from apportion.ir.loops.sorting import stable_order
+from apportion.ir.orders import stable_order
 from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.tensors import Tensor
 
 UNMATCHED = -1
-
-# columns of the ends of transfers
-PEER, OWNER, TILE, AFTER = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,32 +99,25 @@ class ProgramView:
         partner[launch[paired][::-1]] = waits[paired][::-1]  # the first one is written last
         return partner
 
-    @property
-    def transfers(self) -> Ints:
-        """int64 [3, transfers]: send, peer, operand."""
-        return np.array(self.source["transfers"].values, np.int64, order="C")
-
     def met(self, tile: Ints) -> Met:
         """The k-th send i -> j of a round meets the k-th receive of j from i. tile: int64 [operands], a number that is
         equal for operands that fit each other."""
         table, turns = self.source["transfers"], self.turns
-        mate, agreed = np.full(len(table), UNMATCHED), np.zeros(len(table), bool)
-        _match(
+        send, peer, operand = table.values
+        found = core.match(
             turns.order,
             turns.ptr,
             self.starts,
-            self.instructions.wide("count"),
+            self.instructions["count"],
             self.rank_of,
-            self.transfers,
-            np.ascontiguousarray(table.ptr, np.int64),
-            np.ascontiguousarray(self.source["operands"].ptr, np.int64),
+            send,
+            peer,
+            operand,
+            table.ptr,
+            self.source["operands"].ptr,
             tile,
-            np.empty((len(table), 4), _narrow(tile, len(table))),
-            np.full((4, table.ranks), UNMATCHED, np.int64),
-            mate,
-            agreed,
         )
-        return Met(mate, agreed)
+        return Met(*found)
 
     @cached_property
     def arena_rows(self) -> Ints:
@@ -160,76 +149,3 @@ def arena_table(rank: Ints, tensor: Ints, sizes: Ints, ranks: int) -> Ints:
     table = np.zeros((ranks, len(Tensor)), np.int64)
     table[rank, tensor] = sizes
     return table
-
-
-def _narrow(tile: Ints, transfers: int) -> type[np.signedinteger[Any]]:
-    """Of two types the smaller one that holds what `_match` notes: half the bytes are half the time."""
-    return np.int32 if max(int(tile.max(initial=0)), transfers) < 2**31 else np.int64
-
-
-@lean
-def _match(
-    order: Ints,
-    ptr: Ints,
-    starts: Ints,
-    counts: Ints,
-    rank_of: Ints,
-    transfers: Ints,
-    transfer_ptr: Ints,
-    bases: Ints,
-    tile: Ints,
-    ends: Ints,
-    queues: Ints,
-    mate: Ints,
-    agreed: Bools,
-) -> None:
-    """Pairs the k-th send i -> j of each round with the k-th receive of j from i. Linear in the transfers.
-
-    ends: [transfers, 4], filled here: twice the peer, plus 1 for a send; the rank; the tile that is moved; the next
-    transfer of a queue. The rounds visit the ranks' rows in leaps, each of which costs a line of the cache: all that
-    they need of a row is in one. queues: int64 [4, ranks], first and last of two sets of queues: sends by
-    destination, filled for the whole round in the order of source ranks; receives by source, filled for one
-    destination at a time.
-    """
-    for rank in range(len(transfer_ptr) - 1):
-        for t in range(transfer_ptr[rank], transfer_ptr[rank + 1]):
-            ends[t, PEER], ends[t, OWNER] = 2 * transfers[1, t] + transfers[0, t], rank
-            ends[t, TILE] = tile[bases[rank] + transfers[2, t]]
-    for turn in range(len(ptr) - 1):
-        for i in range(ptr[turn], ptr[turn + 1]):
-            launch = order[i]
-            for t in range(starts[launch], starts[launch] + counts[launch]):
-                if ends[t, PEER] & 1:
-                    _append(queues, 0, ends, t)
-        for i in range(ptr[turn], ptr[turn + 1]):
-            launch = order[i]
-            for t in range(starts[launch], starts[launch] + counts[launch]):
-                if not ends[t, PEER] & 1:
-                    _append(queues, 2, ends, t)
-            t = queues[0, rank_of[launch]]
-            while t >= 0:
-                source = ends[t, OWNER]
-                other = queues[2, source]
-                if other >= 0:
-                    mate[t], mate[other] = other, t
-                    agreed[t] = agreed[other] = ends[t, TILE] == ends[other, TILE]
-                    queues[2, source] = ends[other, AFTER]
-                t = ends[t, AFTER]
-            queues[0, rank_of[launch]] = -1
-            for t in range(starts[launch], starts[launch] + counts[launch]):
-                queues[2, ends[t, PEER] >> 1] = -1
-        for i in range(ptr[turn], ptr[turn + 1]):
-            launch = order[i]
-            for t in range(starts[launch], starts[launch] + counts[launch]):
-                queues[0, ends[t, PEER] >> 1] = -1
-
-
-@lean
-def _append(queues: Ints, which: int, ends: Ints, item: int) -> None:
-    queue = ends[item, PEER] >> 1
-    if queues[which, queue] < 0:
-        queues[which, queue] = item
-    else:
-        ends[queues[which + 1, queue], AFTER] = item
-    queues[which + 1, queue] = item
-    ends[item, AFTER] = -1

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion._core import fusion as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import OPERAND_COLUMNS, Op
-from apportion.ir.loops.jit import jit
-from apportion.ir.loops.sorting import ranked
-from apportion.ir.plan.fusion import RowRanges, runs
+from apportion.ir.orders import ranked
+from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor
@@ -63,17 +63,17 @@ def find_statistics(programs: ProgramSet) -> Statistics:
     reading, writing, others = _uses(programs, number)
     first = np.full(len(points), -1)  # the instruction that wants each part first, and computes it
     order = np.argsort(-reading.at, kind="stable")
-    _put(first, low[reading.operand[order]], high[reading.operand[order]], reading.at[order])
-    _put(first, low[others], high[others], np.full(len(others), -1))
+    core.put(first, low[reading.operand[order]], high[reading.operand[order]], reading.at[order])
+    core.put(first, low[others], high[others], np.full(len(others), -1))
     written = np.zeros(len(points), np.int64)
-    _put(written, low[writing.operand], high[writing.operand], np.ones(len(writing.at), np.int64))
+    core.put(written, low[writing.operand], high[writing.operand], np.ones(len(writing.at), np.int64))
     first[written == 0] = -1
     found = []
     for uses, value, wanted in (
         (reading, first, reading.at),
         (writing, (first >= 0).astype(np.int64), np.ones(len(writing.at), np.int64)),
     ):
-        of, start, behind = runs(value, wanted, low[uses.operand], high[uses.operand])
+        of, start, behind = core.runs(value, wanted, low[uses.operand], high[uses.operand])
         found.append(RowRanges(uses.row[of], points[start] % span, points[behind] % span))
     return Statistics(*found)
 
@@ -110,10 +110,3 @@ def _at_one_place(programs: ProgramSet, table: str, some: Ints, columns: tuple[s
         same &= (operands["space"][one] == Space.HOME) & (operands["heads"][one] == 0)
         same &= operands["row"][one] == operands["row"][named[0]]
     return same
-
-
-@jit
-def _put(values: Ints, low: Ints, high: Ints, given: Ints) -> None:
-    """Writes what is given, int64 [n], to the parts [low, high), one after another; values: int64 [parts], in place."""
-    for one in range(len(low)):
-        values[low[one] : high[one]] = given[one]

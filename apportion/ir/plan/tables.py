@@ -34,12 +34,16 @@ from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 class Table:
     """Rows of all ranks as a matrix: rank r owns rows `ptr[r]:ptr[r + 1]`, `values[i]` is the column `names[i]`.
 
-    ptr: int64 [ranks + 1]; values: int32 or int64 [columns, rows].
+    ptr: int64 [ranks + 1]; values: int32 or int64 [columns, rows], copied where a column is not contiguous.
     """
 
     ptr: Ints
     names: tuple[str, ...]
     values: Ints
+
+    def __post_init__(self) -> None:
+        if self.values.strides[1] != self.values.itemsize:
+            object.__setattr__(self, "values", np.ascontiguousarray(self.values))
 
     @staticmethod
     def of(ptr: Ints, columns: Mapping[str, Ints]) -> Table:

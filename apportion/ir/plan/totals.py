@@ -4,68 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from apportion.ir.arrays import Floats, Ints
+from apportion._core import totals as core
+from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.isa import RESULTS, TASK_LIST, Op
-from apportion.ir.loops.jit import jit
-from apportion.ir.masks.areas import area_of
 from apportion.ir.plan.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan.programs import head_table
-from apportion.ir.plan.tables import Header, ProgramSet, Table
+from apportion.ir.plan.tables import Header, ProgramSet
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor
 
 Key = tuple[str, str]  # kind, phase
 
-_BLOCK = 2**20  # rows that are widened at a time
-
 
 def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Floats:
     """[ranks] pairs of (query, key) that each rank's programs of a phase compute, over heads."""
     tasks, operands = programs[TASK_LIST[phase]], programs["operands"]
     sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
-    blocks = 1 + (len(tasks) + len(operands)) // _BLOCK
-    if blocks == 1:
-        return _pairs_of(tasks, operands, sizes)
-    ends = np.unique(np.linspace(0, tasks.ranks, blocks + 1).astype(np.int64)).tolist()
-    found = [
-        _pairs_of(tasks.ranks_between(first, end), operands.ranks_between(first, end), sizes)
-        for first, end in pairwise(ends)
-    ]
-    return np.concatenate(found)
-
-
-def _pairs_of(tasks: Table, operands: Table, sizes: Ints) -> Floats:
-    """As `pairs`, of some ranks; sizes: int64 [none and head sets], heads of each."""
-    q, kv, dmin, dmax = (tasks.wide(name) for name in ("q", "kv", "dmin", "dmax"))
-    ptr, first = (np.asarray(one.ptr, np.int64) for one in (tasks, operands))
-    return _pairs(q, kv, dmin, dmax, ptr, first, operands.wide("rows"), operands.wide("heads"), sizes)
-
-
-@jit
-def _pairs(
-    q: Ints,
-    kv: Ints,
-    dmin: Ints,
-    dmax: Ints,
-    ptr: Ints,
-    first: Ints,
-    rows: Ints,
-    heads: Ints,
-    sizes: Ints,
-) -> Floats:
-    """The area of each task's band, as `bands.area` has it, times its heads."""
-    found = np.zeros(len(ptr) - 1)
-    for rank in range(len(ptr) - 1):
-        for task in range(ptr[rank], ptr[rank + 1]):
-            query, key = first[rank] + q[task], first[rank] + kv[task]
-            below = area_of(0, rows[query], 0, rows[key], dmin[task], dmax[task])
-            found[rank] += below * sizes[heads[query]]
-    return found
+    q, kv, dmin, dmax = (tasks[name] for name in ("q", "kv", "dmin", "dmax"))
+    rows, heads = operands["rows"], operands["heads"]
+    return core.pairs(q, kv, dmin, dmax, tasks.ptr, operands.ptr, rows, heads, sizes)
 
 
 def loads(programs: Mapping[Key, ProgramSet], header: Header, model: Model, phase: str) -> Floats:
@@ -118,26 +79,22 @@ def moved(
         sent, received = np.zeros((2, cluster.ranks), np.int64)
         operands, table = program["operands"], program["transfers"]
         until, results = _launches(program)
-        send, peer, operand = _alike(table, ("send", "peer", "operand"))
-        tensor, rows, heads = _alike(operands, ("tensor", "rows", "heads"))
-        ptr, first = (np.asarray(one.ptr, np.int64) for one in (table, operands))
-        between = int(
-            _move(
-                until,
-                results,
-                send,
-                peer,
-                operand,
-                tensor,
-                rows,
-                heads,
-                ptr,
-                first,
-                row_bytes,
-                node,
-                sent,
-                received,
-            )
+        between = core.move(
+            until,
+            results,
+            table["send"],
+            table["peer"],
+            table["operand"],
+            operands["tensor"],
+            operands["rows"],
+            operands["heads"],
+            table.ptr,
+            operands.ptr,
+            row_bytes[0],
+            row_bytes[1],
+            node,
+            sent,
+            received,
         )
         found[key] = Moved(sent, received, between)
     return found
@@ -152,52 +109,9 @@ def _row_bytes(head_sets: Sequence[Sequence[int]], model: Model) -> Ints:
     return found
 
 
-def _launches(program: ProgramSet) -> tuple[Ints, Ints]:
-    """int64 [launches], over all ranks: the row behind the last transfer of each, and 1 where results travel."""
+def _launches(program: ProgramSet) -> tuple[Ints, Bools]:
+    """int64 and bool [launches], over all ranks: the row behind the last transfer of each; whether results travel."""
     instructions = program["instructions"]
     at = np.flatnonzero(LIST_OF_OP[instructions["op"]] == LISTS.index("transfers"))
     results = instructions["mode"][at] & RESULTS > 0
-    return np.cumsum(instructions["count"][at], dtype=np.int64), results.astype(np.int64)
-
-
-def _alike(table: Table, names: tuple[str, ...]) -> list[Ints]:
-    """Columns as they are planned, int32, or all as int64: what loops are compiled for."""
-    columns = [table[name] for name in names]
-    return (
-        columns
-        if all(column.dtype == np.int32 for column in columns)
-        else [table.wide(name) for name in names]
-    )
-
-
-@jit
-def _move(
-    until: Ints,
-    results: Ints,
-    send: Ints,
-    peer: Ints,
-    operand: Ints,
-    tensor: Ints,
-    rows: Ints,
-    heads: Ints,
-    ptr: Ints,
-    first: Ints,
-    row_bytes: Ints,
-    node: Ints,
-    sent: Ints,
-    received: Ints,
-) -> int:
-    """Adds the sends of a program to those of each rank; returns the bytes between nodes."""
-    between, launch = 0, 0
-    for rank in range(len(ptr) - 1):
-        for row in range(ptr[rank], ptr[rank + 1]):
-            while row >= until[launch]:
-                launch += 1
-            if send[row]:
-                at = first[rank] + operand[row]
-                moved = rows[at] * row_bytes[results[launch], tensor[at], heads[at]]
-                sent[rank] += moved
-                received[peer[row]] += moved
-                if node[rank] != node[peer[row]]:
-                    between += moved
-    return between
+    return np.cumsum(instructions["count"][at], dtype=np.int64), results

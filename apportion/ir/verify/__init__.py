@@ -18,7 +18,7 @@ from apportion.ir import text
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, CapacityError, VerifyError
 from apportion.ir.fields import instance
-from apportion.ir.loops.threads import checked_threads
+from apportion.ir.threads import checked_threads
 from apportion.ir.verify.explain import words
 from apportion.ir.verify.report import Violation, first_few
 from apportion.ir.verify.rules import coverage, digests, layouts, limits, reported, samples, structure

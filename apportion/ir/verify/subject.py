@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from apportion._core.verify import Trace
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
@@ -16,13 +17,12 @@ from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout
 from apportion.ir.plan.totals import Moved, moved
 from apportion.ir.tensors import Tensor
-from apportion.ir.verify.attended import Tasks, cut_bands
+from apportion.ir.verify.attended import Tasks, most_pieces, too_many_pieces
 from apportion.ir.verify.homes import Homes, find_homes
 from apportion.ir.verify.view import Program, head_sets
 from apportion.ir.verify.walk import judge
 from apportion.ir.verify.walk.judge import Sets, ZerosError, sets_of
 from apportion.ir.verify.walk.lists import MOST_TOKENS, Lists
-from apportion.ir.verify.walk.trace import Trace, trace
 
 T = TypeVar("T")
 
@@ -144,13 +144,17 @@ class Subject:
         return self.once("tasks", program, self._cut)
 
     def _cut(self, program: Program) -> Tasks:
-        found = self.trace(program)
-        pieces = cut_bands(found.parts, self.homes, len(program.source[program.task_list]))
-        return Tasks(pieces[:6], pieces[6], pieces[7], found.complete)
+        found, most = self.trace(program), most_pieces(len(program.source[program.task_list]))
+        if found is None:
+            return Tasks(np.zeros((6, 0), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), False)
+        pieces = found.cut(self.homes.starts, self.homes.tokens, most)
+        if pieces is None:
+            raise too_many_pieces(most)
+        return Tasks(pieces[:6], pieces[6], pieces[7], found.is_complete)
 
-    def trace(self, program: Program) -> Trace:
-        """What the walk sees of it, rank by rank. Raises CapacityError."""
-        return self.once("trace", program, lambda p: trace(p, self.homes, self._sets, self.taken(p)))
+    def trace(self, program: Program) -> Trace | None:
+        """What the walk sees of it, rank by rank; None where it cannot begin. Raises CapacityError."""
+        return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.taken(p)))
 
     def once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
         """What `make` says of the program, under that name, made where it is asked for first."""

@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
+from apportion._core import lone as core
 from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.loops.jit import jit
 from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES
 from apportion.planner.problem import Placement, Problem, Shards
@@ -153,9 +153,11 @@ def _find(problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float)
     base = np.repeat(slowest * rest, members)
     room = np.floor(FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
     every = len(short) == len(sizes)
-    home, load = _deal(times[order], sizes[order], first, speeds, base, problem.token_caps if every else room)
+    home, load = core.deal(
+        times[order], sizes[order], first, speeds, base, problem.token_caps if every else room
+    )
     if every and (home < 0).any():
-        home, load = _deal(times[order], sizes[order], first, speeds, base, room)
+        home, load = core.deal(times[order], sizes[order], first, speeds, base, room)
     order, home = order[home >= 0], home[home >= 0]
     if not len(order):
         return None, np.inf
@@ -183,46 +185,3 @@ def _come(problem: Problem, rows: float, members: int) -> float:
     )
     sent = moved * rows * (members - 1) / members
     return COME * sum(problem.layers.values()) * sent / problem.cluster.intra_gbs
-
-
-@jit
-def _deal(
-    times: Ints, sizes: Ints, first: Ints, speeds: Floats, load: Floats, room: Ints
-) -> tuple[Ints, Floats]:
-    """int64 [n], the rank of each sequence, -1 where it fits nowhere, and float64 [ranks], what each has then. times:
-    falling; load: float64 [ranks], what each has to begin with.
-
-    So many at a time as a group has ranks go to the group that has least, of time or of tokens, whichever is more: they
-    take about as long, so that its ranks stay even; of these each goes to the rank that would be done first."""
-    groups, load, room = len(first) - 1, load.copy(), room.copy()
-    spent, held, home = np.zeros(groups), np.zeros(groups), np.full(len(times), -1, np.int64)
-    all_times, all_sizes = max(times.sum(), 1), max(sizes.sum(), 1)
-    at = 0
-    while at < len(times):
-        group = int(np.argmin(np.maximum(spent / all_times, held / all_sizes)))
-        low, high = first[group], first[group + 1]
-        count = min(high - low, len(times) - at)
-        for one in range(at, at + count):
-            best = _soonest(low, high, times[one], sizes[one], speeds, load, room)
-            if best < 0:
-                best = _soonest(0, first[groups], times[one], sizes[one], speeds, load, room)
-            if best >= 0:
-                home[one] = best
-                load[best] += times[one]
-                room[best] -= sizes[one]
-                of = int(np.searchsorted(first, best, "right")) - 1
-                spent[of] += times[one] / speeds[best] / (first[of + 1] - first[of])
-                held[of] += sizes[one] / speeds[best] / (first[of + 1] - first[of])
-        at += count
-    return home, load
-
-
-@jit
-def _soonest(low: int, high: int, time: int, size: int, speeds: Floats, load: Floats, room: Ints) -> int:
-    """The rank in [low, high) with room that would be done first, -1: none has room."""
-    best, least = -1, 0.0
-    for rank in range(low, high):
-        after = (load[rank] + time) / speeds[rank]
-        if room[rank] >= size and (best < 0 or after < least):
-            best, least = rank, after
-    return best

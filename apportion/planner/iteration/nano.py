@@ -17,7 +17,6 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import MAX_COUNT, choice, instance, integer, mapping
-from apportion.ir.loops.jit import jit
 from apportion.ir.request.batch import Batch
 from apportion.planner.shard.blocks import row_areas
 
@@ -78,17 +77,16 @@ def _shares(batch: Batch, layers: Mapping[str, int]) -> Floats:
     return shares
 
 
-@jit
 def _greedy(shares: Floats, order: Ints) -> Ints:
     """int64 [n], 1 or -1: each sequence goes where the differences stay smaller, the largest first."""
     side = np.ones(len(shares), np.int64)
     tokens = work = 0.0
-    for i in order:
-        side[i] = (
-            1 if tokens * shares[i, 0] + work * shares[i, 1] <= 0 else -1
-        )  # d · s <= 0: |d + s| <= |d - s|
-        tokens += side[i] * shares[i, 0]
-        work += side[i] * shares[i, 1]
+    for i, (own_tokens, own_work) in zip(order.tolist(), shares[order].tolist(), strict=True):
+        # d · s <= 0: |d + s| <= |d - s|
+        sign = 1 if tokens * own_tokens + work * own_work <= 0 else -1
+        side[i] = sign
+        tokens += sign * own_tokens
+        work += sign * own_work
     return side
 
 

@@ -10,36 +10,33 @@ what the format writes in few bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from apportion._core import write_tables as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import OPERAND_COLUMNS, P2P, TABLES, Op
+from apportion.ir.isa import ALL_TO_ALL, OPERAND_COLUMNS, P2P, TABLES, Op
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.tensors import KV_SIDE, Space, Tensor
 from apportion.planner.inner.groups import Groups, HeadSets
-from apportion.planner.lower.write_tables import (
-    ARENAS,
-    INSTRUCTIONS,
-    LISTS,
-    MOST_NAMED,
-    MOST_PLAIN,
-    NAMED,
-    OPERANDS,
-    PLAIN,
-    SIDE,
-    Given,
-    Template,
-    arrange,
-    write_instructions,
-    write_lists,
-)
 
+#: list -> its columns that are no operands
+PLAIN = {
+    name: tuple(column for column in TABLES[name] if column not in columns)
+    for name, columns in OPERAND_COLUMNS.items()
+}
+#: of each list, where the columns of `ListPart.plain` and `ListPart.named` stand in its table
+_PLACES = [
+    ([TABLES[name].index(column) for column in PLAIN[name]], [TABLES[name].index(column) for column in named])
+    for name, named in OPERAND_COLUMNS.items()
+]
+#: bool [tensors]: whether arenas have columns for key heads, else for query heads
+_OF_KEYS = np.array([tensor in KV_SIDE for tensor in Tensor])
 _ROWS = 2**31  # of a rank, at most
 
 
@@ -241,80 +238,16 @@ class Assembler:
             raise CapacityError(
                 f"{self.ranks} ranks x {len(self.steps)} steps: use larger blocks or a larger coalesce"
             )
-        given, sizes = _given(self._parts)
         launch = np.full(len(self.steps), -1)
         for wait, of in self._waits:
             launch[wait] = of
-        steps = np.fromiter(chain.from_iterable(self.steps), np.int64, 4 * len(self.steps))
-        template = Template(steps.reshape(-1, 4), launch)
-        count = np.zeros((self.ranks, len(self.steps)), np.int64)
-        ptr = np.zeros((len(TABLES), self.ranks + 1), np.int64)
-        rows = tuple(np.empty((size, 1 + ranges), np.int64) for size, ranges in sizes)
-        arrange(given, template, count, ptr, rows)
-        lists = tuple(
-            np.empty((len(TABLES[name]), len(held)), np.int32) for name, held in zip(LISTS, rows, strict=True)
-        )
-        cells = sum(len(OPERAND_COLUMNS[name]) * len(held) for name, held in zip(LISTS, rows, strict=True))
-        operands = np.empty((len(TABLES["operands"]), self.ranks + cells), np.int32)
-        arenas = np.empty((len(TABLES["arenas"]), self.ranks * len(SIDE)), np.int64)
-        write_lists(given, rows, ptr, lists, operands, arenas, np.stack([sets.query_heads, sets.key_columns]))
-        instructions = np.empty((len(TABLES["instructions"]), ptr[INSTRUCTIONS, -1]), np.int32)
-        write_instructions(template, count, instructions)
-        few = arenas[:, : ptr[ARENAS, -1]].copy(), operands[:, : ptr[OPERANDS, -1]].copy()
-        tables: tuple[Ints, ...] = (*few, instructions, *lists)
+        steps = np.fromiter(chain.from_iterable(self.steps), np.int64, 4 * len(self.steps)).reshape(-1, 4)
+        lists = [(*places, parts) for places, parts in zip(_PLACES, self._parts.values(), strict=True)]
+        heads = np.stack([sets.query_heads, sets.key_columns])
+        ptr, *tables = core.write(lists, steps, launch, ALL_TO_ALL, heads, _OF_KEYS)
         return ProgramSet(
             {
                 name: Table(held.copy(), TABLES[name], made)
                 for name, held, made in zip(TABLES, ptr, tables, strict=True)
             }
         )
-
-
-def _given(parts_of: Mapping[str, list[ListPart]]) -> tuple[Given, list[tuple[int, int]]]:
-    """All rows; and of each list how many, and how many ranges one has at most."""
-    numbers, packed, said, sizes = _Columns(), _Columns(), list[int](), []
-    for one, (parts, room) in enumerate(zip(parts_of.values(), _NO_COLUMNS, strict=True)):
-        count = most = 0
-        for part in parts:
-            rows, ranges = len(part.rank), part.ranges
-            count, most = count + rows, max(most, len(ranges))
-            said += (one, rows)
-            columns = (part.rank, part.position, *part.plain)
-            said += [-1 - held if isinstance(held, int) else numbers.add(held) for held in columns]
-            said += room
-            begin = [packed.add(held.packed) for held in ranges]
-            for tensor, number in part.named:
-                if not tensor.value:
-                    said += _NO_CELL
-                    continue
-                heads = ranges[number].heads
-                sets = -1 - heads if isinstance(heads, int) else numbers.add(heads)
-                said += (tensor, number, begin[number], sets)
-                begin[number] = -1
-            said += _NO_CELL * (MOST_NAMED - len(part.named))
-        sizes.append((count, most))
-    laid = np.array(said, np.int64).reshape(-1, NAMED + 4 * MOST_NAMED)
-    return Given(numbers.joined(np.int32), packed.joined(np.int64), laid), sizes
-
-
-_NO_CELL = (0, 0, -1, -1)
-_NO_COLUMNS = tuple((-1,) * (MOST_PLAIN - len(columns)) for columns in PLAIN.values())
-
-
-class _Columns:
-    """Columns that are put one behind the other, each once."""
-
-    def __init__(self) -> None:
-        self._size, self._columns, self._begin = 0, list[Ints]([np.zeros(0, np.int64)]), dict[int, int]()
-
-    def add(self, column: Ints) -> int:
-        """Where it begins."""
-        begin = self._begin.setdefault(id(column), self._size)
-        if begin == self._size:
-            self._columns.append(column)
-            self._size += len(column)
-        return begin
-
-    def joined(self, kind: type[np.integer[Any]]) -> Ints:
-        """All of them, each number of this kind."""
-        return np.concatenate(self._columns, dtype=kind, casting="unsafe")

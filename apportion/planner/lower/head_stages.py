@@ -379,7 +379,7 @@ def _columns(ranges: Ranges, index: Ints) -> Ranges:
 
 
 def _flat(column: Ints, shape: tuple[int, int]) -> Ints:
-    return np.broadcast_to(column, shape).reshape(-1)
+    return np.ascontiguousarray(np.broadcast_to(column, shape).reshape(-1))
 
 
 def _flat_cell(cell: Cell, shape: tuple[int, int]) -> Cell:

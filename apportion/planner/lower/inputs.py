@@ -8,12 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
+from apportion._core import first_writes as core
 from apportion.ir.arrays import Bools, Floats, Ints, offsets
-from apportion.ir.loops.sorting import ranked
+from apportion.ir.orders import ranked
 from apportion.ir.tensors import Space
 from apportion.planner.inner.groups import Groups, HeadSets
 from apportion.planner.lower.exchange import Exchange
-from apportion.planner.lower.first_writes import Openers, Written, find_openers, stay_put
+from apportion.planner.lower.first_writes import Openers, Written, find_openers
 from apportion.planner.lower.order import Batches
 from apportion.planner.lower.sides import Side
 from apportion.planner.lower.stages import KeyParts
@@ -283,7 +284,7 @@ class Lowering:
         """bool [n]: whether none of the query (1) or key rows [row, row + rows) of a rank leave home, needed or not."""
         edges = self.edges
         leave = (edges.parent < 0) & (edges.lane & 1 == which)
-        return stay_put(rank, row, rows, edges.home, edges.row, edges.rows, leave, self.rows.ranks)
+        return core.stay_put(rank, row, rows, edges.home, edges.row, edges.rows, leave, self.rows.ranks)
 
 
 #: (kind, phase) -> tasks and when their tiles move; the phases of a kind share one where queries stay home

@@ -8,8 +8,8 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.isa import TABLES, Op
-from apportion.ir.loops.threads import spread
 from apportion.ir.plan.tables import ProgramSet, Table, joined
+from apportion.ir.threads import spread
 from apportion.planner.lower.head_stages import lower_stages
 from apportion.planner.lower.inputs import Lowered, Lowering
 from apportion.planner.lower.programs import lower_backward, lower_forward

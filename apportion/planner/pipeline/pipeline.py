@@ -17,8 +17,8 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
-from apportion.ir.loops.threads import spread
 from apportion.ir.plan.tables import Layout, Move, ProgramSet, Request
+from apportion.ir.threads import spread
 from apportion.planner.lower.inputs import Lowered, held_tokens, leading
 from apportion.planner.pipeline.feasibility import check_promises
 from apportion.planner.pipeline.headers import build_header, build_layouts, home_layout

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.loops.jit import jit
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.plan.totals import in_all, moved, rounds
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES
@@ -176,24 +175,13 @@ def _carried(low: Lowering) -> _Carried:
         (low.keys.edges, low.sets.tile_heads, none),
     ):
         held = exact_sums(groups.of_rank, heads, len(groups))
-        found = _head_rows(tiles.rows, tiles.dst, held, results) if len(tiles) else (0, 0)
-        all_.append(int(found[0]))
-        whole.append(int(found[1]))
+        moved_rows = tiles.rows * held[tiles.dst] if len(tiles) else np.zeros(0, np.int64)
+        all_.append(int(moved_rows.sum()))
+        whole.append(int(moved_rows[results].sum()))
     queries = low.queries.edges
     query_degree = max_degree(queries.src, queries.dst, len(groups))
     degree = max_degree(edges.src, edges.dst, len(groups))
     return _Carried((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)
-
-
-@jit
-def _head_rows(rows: Ints, dst: Ints, heads: Ints, results: Bools) -> tuple[int, int]:
-    found, whole = 0, 0
-    for edge in range(len(rows)):
-        size = rows[edge] * heads[dst[edge]]
-        found += size
-        if results[edge]:
-            whole += size
-    return found, whole
 
 
 def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:

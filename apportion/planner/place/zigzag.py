@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from apportion._core import zigzag as core
 from apportion.ir.arrays import Ints
-from apportion.ir.loops.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
@@ -56,26 +56,8 @@ def deal_evenly(problem: Problem, ranges: Ints, name: str, chunk: int) -> Placem
             problem, *deal(ranges, np.zeros_like(lengths), np.full_like(lengths, problem.ranks)), name
         )
     size = np.clip(lengths // (2 * chunk), 1, problem.ranks)
-    order = np.lexsort((np.arange(len(size)), -lengths))
-    first = _emptiest(order, lengths, size, problem.ranks)
+    first = core.emptiest(lengths, size, problem.ranks)
     return placed(problem, *deal(ranges, first, size), name)
-
-
-@jit
-def _emptiest(order: Ints, lengths: Ints, size: Ints, ranks: int) -> Ints:
-    """int64 [ranges]: first of the `size` consecutive ranks that hold the fewest tokens, range after range."""
-    first, used = np.zeros(len(order), np.int64), np.zeros(ranks, np.int64)
-    for index in order:
-        width = size[index]
-        held = used[:width].sum()
-        best, least = 0, held
-        for begin in range(1, ranks - width + 1):
-            held += used[begin + width - 1] - used[begin - 1]
-            if held < least:
-                best, least = begin, held
-        first[index] = best
-        used[best : best + width] += lengths[index] // width
-    return first
 
 
 def placed(problem: Problem, starts: Ints, home: Ints, name: str, whole: Ints | None = None) -> Placement:
@@ -94,37 +76,4 @@ def deal(ranges: Ints, first: Ints, size: Ints) -> tuple[Ints, Ints]:
     ranges: int64 [ranges + 1], rising; first, size: int64 [ranges], the group's first rank and number of ranks. A
     group of one rank leaves its range whole.
     """
-    room = int(np.minimum(np.diff(ranges), 2 * size).sum())
-    starts, home = np.empty(room + 1, np.int64), np.empty(room, np.int64)
-    blocks = _deal(ranges, first, size, starts, home)
-    return starts[: blocks + 1], home[:blocks]
-
-
-@jit
-def _deal(ranges: Ints, first: Ints, size: Ints, starts: Ints, home: Ints) -> int:
-    block = 0
-    for index in range(len(first)):
-        at, ranks = ranges[index], size[index]
-        length, lap, turn, opening = ranges[index + 1] - at, at // ranks, at % ranks, block
-        share = length // (2 * ranks)
-        extra = length - 2 * ranks * share
-        # ranks that hold any token: all, or `extra` from `turn` on, wrapped to [0, wrapped) and [turn, ...)
-        holders = ranks if share else min(extra, ranks)
-        wrapped = max(0, turn + holders - ranks)
-        for step in range(2 * holders):
-            tail = step >= holders
-            nth = 2 * holders - 1 - step if tail else step
-            rank = nth if nth < wrapped else nth - wrapped + turn
-            place = rank - turn if rank >= turn else rank - turn + ranks
-            tokens = share
-            if place + ranks < extra or (place < extra and ((place + lap) % 2 == 1) == tail):
-                tokens += 1
-            if tokens == 0:
-                continue
-            rank += first[index]
-            if block == opening or home[block - 1] != rank:
-                starts[block], home[block] = at, rank
-                block += 1
-            at += tokens
-    starts[block] = ranges[len(ranges) - 1]
-    return block
+    return core.deal(ranges, first, size)

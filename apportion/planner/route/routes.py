@@ -9,13 +9,13 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from apportion._core import routes as core
 from apportion.ir.arrays import Ints
-from apportion.ir.loops.jit import jit
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.planner.problem import Pass
 from apportion.planner.tasks.rows import Rows
-from apportion.planner.tasks.tasks import Edges
+from apportion.planner.tasks.tasks import Edges, hulls
 
 
 @dataclass(frozen=True)
@@ -109,37 +109,22 @@ class RoutePass(Pass, Protocol):
     def __call__(self, edges: Edges, site: Site) -> Routed: ...
 
 
-@jit
 def depths(parent: Ints) -> Ints:
     """int64 [edges]: how many relays each edge comes after; none comes before its parent."""
-    depth = np.zeros(len(parent), np.int64)
-    for edge in range(len(parent)):
-        if parent[edge] >= 0:
-            depth[edge] = depth[parent[edge]] + 1
-    return depth
+    return core.depths(parent)
 
 
 def as_tiles(edges: Edges, group: Ints) -> Edges:
     """Each edge carries the hull of its group's rows."""
-    low, rows = hulls(edges.row, edges.rows, group, int(group.max()) + 1)
+    low, high = hulls(group, edges.row, edges.row + edges.rows, int(group.max()) + 1)
     columns = (
         edges.tile,
         edges.home,
         low[group],
-        rows[group],
+        (high - low)[group],
         edges.src,
         edges.dst,
         edges.parent,
         edges.lane,
     )
     return Edges(*(column.astype(np.int32) for column in columns))
-
-
-@jit
-def hulls(row: Ints, rows: Ints, group: Ints, groups: int) -> tuple[Ints, Ints]:
-    """row, rows int64 [groups]: the hull of each group's rows."""
-    low, high = np.full(groups, np.int64(2**62)), np.zeros(groups, np.int64)
-    for edge in range(len(group)):
-        low[group[edge]] = min(low[group[edge]], row[edge])
-        high[group[edge]] = max(high[group[edge]], row[edge] + rows[edge])
-    return low, high - low

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Ints
+from apportion._core import rounds as core
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.loops.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.route.routes import Routed, depths
 from apportion.planner.schedule.rounds import Schedule, SchedulePass, degrees
@@ -54,24 +54,5 @@ class Divisions(SchedulePass):
     def _even(self, routed: Routed, ranks: int) -> Ints:
         """int64 [edges]: divisions from 1 on where no placement gives any; a relay has that of its parent."""
         edges = routed.edges
-        root = edges.parent < 0
-        pair = edges.src.astype(np.int64) * ranks + edges.dst
-        division = _parts(np.unique(pair, return_inverse=True)[1], edges.rows, root, max(1, self.count - 1))
-        for edge in np.flatnonzero(~root):
-            division[edge] = division[edges.parent[edge]]
-        return division
-
-
-@jit
-def _parts(pair: Ints, rows: Ints, root: Bools, parts: int) -> Ints:
-    """int64 [edges]: in which of so many equal parts of its pair's rows each edge begins, from 1 on."""
-    total, before = np.zeros(len(pair), np.int64), np.zeros(len(pair), np.int64)
-    for edge in range(len(pair)):
-        if root[edge]:
-            total[pair[edge]] += rows[edge]
-    division = np.ones(len(pair), np.int64)
-    for edge in range(len(pair)):
-        if root[edge]:
-            division[edge] = 1 + before[pair[edge]] * parts // total[pair[edge]]
-            before[pair[edge]] += rows[edge]
-    return division
+        parts = max(1, self.count - 1)
+        return core.even_parts(edges.parent, edges.src, edges.dst, edges.rows, ranks, parts)

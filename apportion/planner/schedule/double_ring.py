@@ -17,11 +17,12 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from apportion._core import routes as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
-from apportion.planner.route.ring import holders, index_on_ring
-from apportion.planner.route.routes import Routed, RoutePass, Site, hulls
-from apportion.planner.tasks.tasks import Edges
+from apportion.planner.route.rings import Over, Rings, on_rings
+from apportion.planner.route.routes import Routed, RoutePass, Site
+from apportion.planner.tasks.tasks import Edges, hulls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class DoubleRing(RoutePass):
     divides the ranks of the ring and those of a node. Rings of no more ranks than a window are single rings. Raises
     ConfigError where a window does not divide the ranks of a larger ring."""
 
-    over: Literal["ranks", "holders"]
+    over: Over
     window: int | Literal["node"]
     rings: ClassVar[bool] = True
 
@@ -51,18 +52,13 @@ class DoubleRing(RoutePass):
         return self.over == "holders"
 
     def __call__(self, edges: Edges, site: Site) -> Windowed:
-        tile: Ints = edges.home
-        ring: Ints = np.zeros(site.cluster.ranks, np.int64)
-        rings: list[Ints] = [np.arange(site.cluster.ranks)]
-        if self.over == "holders":
-            of_block, ring, rings = holders(site)
-            tile = of_block[edges.tile]
-        sizes = np.array([len(members) for members in rings])
-        windows = np.array([self._window(size, site.cluster.ranks_per_node) for size in sizes.tolist()])
+        tile, rings = on_rings(edges, site, self.over)
+        sizes, per_node = rings.sizes, site.cluster.ranks_per_node
+        windows = np.array([self._window(size, per_node) for size in sizes.tolist()])
         if not len(edges):
             none = np.zeros(0, np.int32)
             return Windowed(edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0)
-        return _spread(edges, tile, ring, rings, windows)
+        return _spread(edges, tile, rings, windows)
 
     def _window(self, size: int, ranks_per_node: int) -> int:
         """Ranks of an inner ring of a ring of so many; all of them where it is a single ring."""
@@ -74,18 +70,16 @@ class DoubleRing(RoutePass):
         return size if window == 1 else min(window, size)
 
 
-def _spread(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints], windows: Ints) -> Windowed:
-    """The ways of the tiles; tile: [edges] of the star; ring: [tiles] which of `rings` (sorted ranks) each is on;
-    windows: [rings], ranks of their inner rings.
+def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> Windowed:
+    """The ways of the tiles; tile: [edges] of the star; windows: [rings], ranks of their inner rings.
 
     Edges lie tile by tile and window by window: the one that brings the tile to the window, then those around it."""
     ids, first, group = np.unique(tile, return_index=True, return_inverse=True)
-    home, sizes = edges.home[first], np.array([len(members) for members in rings])
-    low, rows = hulls(edges.row, edges.rows, group, len(ids))
-    size, window, flat = sizes[ring[ids]], windows[ring[ids]], np.concatenate(rings)
-    base = (np.cumsum(sizes) - sizes)[ring[ids]]
-    start = index_on_ring(flat, base, size, home)
-    place = index_on_ring(flat, base[group], size[group], edges.dst)
+    home, ring, flat = edges.home[first], rings.of[first], rings.flat
+    low, high = hulls(group, edges.row, edges.row + edges.rows, len(ids))
+    base, size, window = rings.first[ring], rings.sizes[ring], windows[ring]
+    start = core.places_on_rings(flat, base, size, home)
+    place = core.places_on_rings(flat, base[group], size[group], edges.dst)
     # windows and places in a window behind those of home
     apart = (place // window[group] - start[group] // window[group]) % (size // window)[group]
     inside = (place - start[group]) % window[group]
@@ -110,7 +104,7 @@ def _spread(edges: Edges, tile: Ints, ring: Ints, rings: list[Ints], windows: In
     to = (begins + window_of * width) % size_of + (start[of] + step) % width
     dst = flat[base[of] + to]
     src = np.where(parent < 0, home[of], dst[parent])
-    columns = (ids[of], home[of], low[of], rows[of], src, dst, parent, np.zeros_like(of))
+    columns = (ids[of], home[of], low[of], (high - low)[of], src, dst, parent, np.zeros_like(of))
     made = Edges(*(column.astype(np.int32) for column in columns))
 
     ends = begin + count - 1

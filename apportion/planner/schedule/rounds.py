@@ -9,9 +9,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from apportion._core import rounds as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.loops.jit import jit
 from apportion.planner.options import Count
 from apportion.planner.problem import Pass, raise_to
 from apportion.planner.route.ring import Ring as RingRoute
@@ -171,7 +171,7 @@ class Matchings(SchedulePass):
                 routed, first.round, when, np.zeros_like(when), first.slots, self.buffers, self.local
             )
         # a relay that arrives with a later round is used before that is waited for
-        keys, round_ = _rounds(edges.parent, depth, first.round, levels)
+        keys, round_ = core.number_rounds(edges.parent, depth, first.round, levels, RELAY_LAG)
         channel = np.minimum(levels - 1 - keys % levels, 1)
         slots = first.slots + degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
         return Schedule(routed, round_, keys // levels, channel, slots, self.buffers, self.local)
@@ -207,49 +207,11 @@ class Matchings(SchedulePass):
         return max(1, min(times * AUTO_ROUND_TOKENS // max(1, mean), -(-slots // AUTO_ROUNDS)))
 
 
-@jit
-def _rounds(parent: Ints, depth: Ints, first: Ints, levels: int) -> tuple[Ints, Ints]:
-    """int64 [rounds], rising: time * levels + levels - 1 - depth of the edges of each round; and int32 [edges], the
-    round of each edge. Those that leave home, one after another, have the times `first`, relays a later one than what
-    brings their tile."""
-    time, most, roots = np.empty(len(parent), np.int64), 0, 0
-    for edge in range(len(parent)):
-        if parent[edge] < 0:
-            time[edge] = first[roots]
-            roots += 1
-        else:
-            time[edge] = time[parent[edge]] + RELAY_LAG
-        most = max(most, time[edge])
-    number = np.full((most + 1) * levels, -1, np.int32)
-    for edge in range(len(parent)):
-        number[time[edge] * levels + levels - 1 - depth[edge]] = 0
-    keys, round_ = np.flatnonzero(number == 0), np.empty(len(parent), np.int32)
-    for one in range(len(keys)):
-        number[keys[one]] = one
-    for edge in range(len(parent)):
-        round_[edge] = number[time[edge] * levels + levels - 1 - depth[edge]]
-    return keys, round_
-
-
 def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     """Matchings that these rounds split into: the largest degree of each."""
     if not len(edges):
         return 0
-    round_ = round_.astype(np.int32, copy=False)
-    return int(_degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
-
-
-@jit
-def _degrees(src: Ints, dst: Ints, round_: Ints, rounds: int, ranks: int) -> Ints:
-    """int64 [rounds]: the most edges of each that one rank sends or receives."""
-    used, most = np.zeros((2, rounds * ranks), np.int64), np.zeros(rounds, np.int64)
-    for edge in range(len(src)):
-        one = round_[edge]
-        sent, received = np.int64(one) * ranks + src[edge], np.int64(one) * ranks + dst[edge]
-        used[0, sent] += 1
-        used[1, received] += 1
-        most[one] = max(most[one], used[0, sent], used[1, received])
-    return most
+    return int(core.degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
 
 
 @dataclass(frozen=True)

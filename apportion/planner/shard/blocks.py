@@ -12,9 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from apportion._core import blocks as core
 from apportion.ir.arrays import Ints, group_of, offsets, within
-from apportion.ir.loops.jit import jit
-from apportion.ir.masks.areas import area_of
 from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.cost import bands_us
@@ -85,7 +84,7 @@ def pieces_to_ranks(problem: Problem, shards: Shards, felt: Ints) -> PartitionPr
     weights = shards.piece_weights if felt is shards.weight else shards.per_piece(felt)
     sizes = shards.per_piece(shards.lengths)
     sequences = np.empty(shards.pieces, np.int64)
-    # neighbours that share a block have equal home_ranks (see `_cut_axis`), so its first sequence tells
+    # neighbours that share a block have equal home_ranks (see `_home_groups`), so its first sequence tells
     sequences[shards.piece] = np.searchsorted(problem.batch.starts, shards.starts[:-1], "right") - 1
     homes, nodes = problem.batch.home_ranks, np.arange(problem.ranks) // problem.cluster.ranks_per_node
     allowed = [homes.get(sequence) for sequence in sequences.tolist()] if homes else None
@@ -142,9 +141,9 @@ def _affordable(problem: Problem, block: int) -> bool:
 def cut(problem: Problem, block: int, zigzag: bool) -> Shards:
     """Blocks of `block` tokens of every sequence; neighbours shorter than a block share one."""
     batch = problem.batch
-    starts, owner = _cut_axis(batch.starts, _home_groups(batch), block)
+    starts, owner = core.cut_axis(batch.starts, _home_groups(batch), block)
     weight = row_weights(problem, starts)
-    piece = _pairs(owner, weight, np.diff(starts)) if zigzag else np.arange(len(owner))
+    piece = core.tie(owner, weight, np.diff(starts)) if zigzag else np.arange(len(owner))
     return Shards(starts, piece, weight, block)
 
 
@@ -157,32 +156,6 @@ def _home_groups(batch: Batch) -> Ints:
     return group
 
 
-@jit
-def _cut_axis(sequence_starts: Ints, home_group: Ints, block: int) -> tuple[Ints, Ints]:
-    """Starts of all blocks (and the end), and of each block the long sequence it belongs to, or -1."""
-    sequences = len(sequence_starts) - 1
-    most = sequences
-    for s in range(sequences):
-        most += (sequence_starts[s + 1] - sequence_starts[s]) // block
-    starts, owner = np.empty(most + 1, np.int64), np.empty(most, np.int64)
-    count, shared_end = 0, -1  # shared_end: end of the open block of short sequences, -1 if none is open
-    for s in range(sequences):
-        begin, end = sequence_starts[s], sequence_starts[s + 1]
-        if end - begin < block:
-            apart = s > 0 and home_group[s] != home_group[s - 1]
-            if shared_end < 0 or apart or end - starts[count - 1] > block:
-                starts[count], owner[count] = begin, -1
-                count += 1
-            shared_end = end
-            continue
-        shared_end = -1
-        for at in range(begin, end, block):
-            starts[count], owner[count] = at, s
-            count += 1
-    starts[count] = sequence_starts[sequences]
-    return starts[: count + 1].copy(), owner[:count].copy()
-
-
 def row_weights(problem: Problem, starts: Ints) -> Ints:
     """int64 [blocks]: pairs that the queries of each block see, summed over kinds times layers."""
     weight = np.zeros(len(starts) - 1, np.int64)
@@ -193,19 +166,7 @@ def row_weights(problem: Problem, starts: Ints) -> Ints:
 
 def row_areas(bands: Ints, starts: Ints) -> Ints:
     """int64 [blocks]: pairs of `bands` whose query lies in each block."""
-    return _row_areas(np.ascontiguousarray(bands), starts)
-
-
-@jit
-def _row_areas(bands: Ints, starts: Ints) -> Ints:
-    found = np.zeros(len(starts) - 1, np.int64)
-    for band in range(len(bands)):
-        q0, q1, k0, k1, dmin, dmax = bands[band]
-        first, end = np.searchsorted(starts, q0, "right") - 1, np.searchsorted(starts, q1)
-        for block in range(first, end):
-            low, high = max(q0, starts[block]), min(q1, starts[block + 1])
-            found[block] += area_of(low, high, k0, k1, dmin, dmax)
-    return found
+    return core.row_areas(np.ascontiguousarray(bands), starts)
 
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
@@ -235,20 +196,3 @@ def rows_of_blocks(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     part[:, 0] = np.maximum(part[:, 0], starts[block])
     part[:, 1] = np.minimum(part[:, 1], starts[block + 1])
     return block, part
-
-
-@jit
-def _pairs(owner: Ints, weight: Ints, lengths: Ints) -> Ints:
-    """Piece of each block: blocks i and m-1-i of a rising sequence share one; any other block is its own."""
-    piece, pieces, first = np.empty(len(owner), np.int64), 0, 0
-    while first < len(owner):
-        end = first + 1
-        while end < len(owner) and owner[first] >= 0 and owner[end] == owner[first]:
-            end += 1
-        count, last = end - first, end - 1
-        rising = count > 1 and weight[last] / lengths[last] >= 2 * (weight[first] / lengths[first])
-        for block in range(count):
-            piece[first + block] = pieces + (min(block, count - 1 - block) if rising else block)
-        pieces += (count + 1) // 2 if rising else count
-        first = end
-    return piece

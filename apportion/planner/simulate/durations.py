@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion._core import durations as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.isa import ADDED, OPERAND_COLUMNS, RULES, TASK_LIST, Op, Rule, Use
-from apportion.ir.loops.jit import jit
-from apportion.ir.loops.sorting import stable_order
 from apportion.ir.masks.bands import area
 from apportion.ir.tensors import Tensor
 from apportion.planner.simulate.launches import KERNELS, Posted, cast_bytes
@@ -156,7 +155,6 @@ def _accumulated(view: View, of: Ints) -> Ints:
             found[name][operand].astype(np.int64) for name in ("row", "rows", "space", "col", "heads")
         )
         lane = (col * (int(heads.max()) + 1) + heads) * 2 + space
-        lanes, span = int(lane.max()) + 1, int((row + rows).max()) + 1
         wide, narrow = model.row_bytes(tensor, 1), model.result_bytes(tensor)
         beside = model.accumulator_bytes if tensor == Tensor.O else 0
         fresh, done = np.flatnonzero(table["first"] & argument.flag), view.complete[column].tasks
@@ -167,23 +165,9 @@ def _accumulated(view: View, of: Ints) -> Ints:
         ]
         if tensor == Tensor.DQ:  # what its kernel computes on its way
             parts.append((*view.statistics.tasks, model.output_bytes + model.row_bytes(Tensor.DELTA, 1)))
-        for some, row0, row1, size in parts:
-            order = stable_order((of[some] * lanes + lane[some]) * span + row0)
-            size_of_row = size * view.operands.heads[operand][some]
-            _add_rows(moved, order, of[some], lane[some], row0, row1, size_of_row)
+        for ranges in parts:
+            core.add_rows(moved, *ranges[:3], of, lane, view.operands.heads[operand], ranges[3])
     return moved
-
-
-@jit
-def _add_rows(moved: Ints, order: Ints, of: Ints, lane: Ints, row0: Ints, row1: Ints, size: Ints) -> None:
-    """Adds the size of every row of an instruction and lane that is in any of the ranges [row0, row1) to what the
-    instruction moves, once. order: int64 [ranges], by instruction, lane and row0."""
-    before, reach = -1, 0
-    for one in order:
-        if before < 0 or of[before] != of[one] or lane[before] != lane[one]:
-            reach = 0
-        moved[of[one]] += size[one] * max(row1[one] - max(row0[one], reach), 0)
-        reach, before = max(reach, row1[one]), one
 
 
 def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
@@ -199,9 +183,9 @@ def _rows_us(view: View, costs: Costs, posted: Posted) -> Floats:
 def _row_bytes(view: View) -> Ints:
     """int64 [instructions]: what row operations read and write, but for rows that are in place."""
     table, found, model = view.source["rowops"], view.operands, view.model
-    op, count = (view.instructions.wide(name) for name in ("op", "count"))
-    a, b, c, d, first = (table.wide(name) for name in ("a", "b", "c", "d", "first"))
-    moved = _passed(op, count, found.ptr[view.rank_of], _Rowops(a, b, c, d, first), found.bytes, _PASSES)
+    op, count = view.instructions["op"], view.instructions["count"]
+    passes = _PASSES.reshape(-1, _PASSES.shape[2])
+    moved = core.row_bytes(op, count, found.ptr[view.rank_of], table.values, found.bytes, passes)
     given, left = view.delivered
     source, target = (view.operand("rowops", column)[given] for column in "ac")
     at = view.instruction_of("rowops")[given]
@@ -218,30 +202,6 @@ def _row_bytes(view: View) -> Ints:
     )
     moved[at] = 0
     np.add.at(moved, at, sum(found.bytes[one] // np.maximum(found.rows[one], 1) for one in named) * rows)
-    return moved
-
-
-class _Rowops(NamedTuple):
-    """The list `rowops`, int64 [rows]: operands by their numbers on the rank."""
-
-    a: Ints
-    b: Ints
-    c: Ints
-    d: Ints
-    first: Ints
-
-
-@jit
-def _passed(op: Ints, count: Ints, start: Ints, rows: _Rowops, size: Ints, passes: Ints) -> Ints:
-    """int64 [instructions]: bytes of the operands of its rows, as often as they are read or written."""
-    moved, row = np.zeros(len(op), np.int64), 0
-    for at in range(len(op)):
-        if passes[0, op[at]].any():
-            for _ in range(count[at]):
-                times, base = passes[rows.first[row], op[at]], start[at]
-                moved[at] += times[0] * size[base + rows.a[row]] + times[1] * size[base + rows.b[row]]
-                moved[at] += times[2] * size[base + rows.c[row]] + times[3] * size[base + rows.d[row]]
-                row += 1
     return moved
 
 

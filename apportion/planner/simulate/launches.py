@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from apportion._core import traffic as core
 from apportion.ir.arrays import Ints
 from apportion.ir.isa import OP_NAMES, RULES, Op, Rule
-from apportion.ir.loops.jit import jit
-from apportion.ir.plan.messages import MessageGroups, group_tiles
+from apportion.ir.plan.messages import group_tiles
 from apportion.ir.tensors import Tensor
-from apportion.planner.simulate.program import Tiles, View
+from apportion.planner.simulate.program import View
 
 
 def kernel_table(rules: Mapping[int, Rule]) -> Ints:
@@ -52,26 +52,8 @@ class Posted(NamedTuple):
 
 def find_posted(view: View) -> Posted:
     """The messages of all launches."""
-    return _posted(group_tiles(view.source, view.plan.header), view.tiles, view.operands.rows, view.in_place)
-
-
-@jit
-def _posted(groups: MessageGroups, tiles: Tiles, rows: Ints, in_place: Ints) -> Posted:
-    """rows: int64 [operands]; in_place: int64 [transfers], rows that are in their message already."""
-    messages, copied = np.zeros_like(tiles.first), np.zeros((2, len(tiles.first)), np.int64)
-    for tile in groups.first:
-        messages[tiles.launch[tile]] += 1
-    for tile in range(len(tiles.launch)):
-        if groups.staged[groups.of[tile]]:
-            launch = tiles.launch[tile]
-            operand = tiles.first[launch] + tiles.operand[tile]
-            # rounded as they are packed, and results where they arrive
-            results = int(tiles.results[launch] > 0)
-            wire = tiles.wire[results, operand]
-            held = wire if results and not tiles.send[tile] else tiles.bytes[operand]
-            left = rows[operand] - in_place[tile]
-            copied[tiles.send[tile], launch] += (held + wire) // max(rows[operand], 1) * left
-    return Posted(messages, copied[1], copied[0])
+    groups, rows = group_tiles(view.source, view.plan.header), view.operands.rows
+    return Posted(*core.posted(view.tiles, *groups, rows, view.in_place))
 
 
 def count_kernels(view: View, posted: Posted) -> Ints:

@@ -19,9 +19,8 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.tensors import TENSOR_NAMES, Tensor
-from apportion.planner.simulate.engine import Times, idle_until
+from apportion.planner.simulate.engine import NONE, Times, idle_until
 from apportion.planner.simulate.launches import CAST, PACK, UNPACK, WORK_NAMES
-from apportion.planner.simulate.ports import NONE
 from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, launch_instructions
 
 

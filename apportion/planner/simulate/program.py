@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Floats, Ints, offsets
+from apportion.ir.arrays import Bools, Floats, Ints, offsets
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import RESULTS, Op
-from apportion.ir.loops.sorting import sort_order
+from apportion.ir.orders import sort_order
 from apportion.ir.plan.fusion import Complete, find_complete
 from apportion.ir.plan.programs import ProgramView, head_table
 from apportion.ir.plan.row_statistics import Statistics, find_statistics
@@ -36,7 +36,7 @@ WORK, LAUNCH, WAIT = range(3)
 class Script(NamedTuple):
     """Instructions of all ranks and their launches, as the event loop reads them.
 
-    ptr: int64 [ranks + 1] first instruction of each rank. role: int8 [instructions], WORK, LAUNCH or WAIT. work_us:
+    ptr: int64 [ranks + 1] first instruction of each rank. role: uint8 [instructions], WORK, LAUNCH or WAIT. work_us:
     float64 [instructions], of a launch before it, of a wait after its round is complete. end_us: float64 [ranks], work
     after the last instruction. launch: int64 [instructions], the launch of a launch or wait, else -1.
     rank, round, channel: int64 [launches]. before, after: int64 [launches], the neighbours in the launch's channel, or
@@ -76,10 +76,10 @@ class Traffic(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Transfers as listed, rank after rank, all int64. launch, send, peer, operand: [transfers], an operand by its
-    number on its rank. rank, round, first, results: [launches], where the operands of the rank begin, and whether what
-    travels are results. bytes, tensor: [operands]. wire: [2, operands], what an operand takes on its way, and as a
-    result."""
+    """Transfers as listed, rank after rank. launch: int64, and send, peer, operand: integers [transfers], an operand by
+    its number on its rank. rank, round, first: int64, and results: bool [launches], where the operands of the rank
+    begin, and whether what travels are results. bytes, tensor: int64 [operands]. wire: int64 [2, operands], what an
+    operand takes on its way, and as a result."""
 
     launch: Ints
     send: Ints
@@ -88,7 +88,7 @@ class Tiles(NamedTuple):
     rank: Ints
     round: Ints
     first: Ints
-    results: Ints
+    results: Bools
     bytes: Ints
     wire: Ints
     tensor: Ints
@@ -151,8 +151,8 @@ class View(ProgramView):
         """All transfers, with what they move."""
         table, ptr = self.source["transfers"], self.operands.ptr
         launch = np.repeat(np.arange(len(self.launches)), self.instructions["count"][self.launches])
-        send, peer, operand = (table.wide(name) for name in ("send", "peer", "operand"))
         first, found = ptr[self.launch_ranks], self.operands
+        send, peer, operand = table.values
         return Tiles(
             launch,
             send,
@@ -161,7 +161,7 @@ class View(ProgramView):
             self.launch_ranks,
             self.launch_rounds,
             first,
-            (self.instructions["mode"][self.launches] & RESULTS).astype(np.int64),
+            self.instructions["mode"][self.launches] & RESULTS > 0,
             found.bytes,
             found.wire,
             found.tensor,
@@ -194,7 +194,7 @@ class View(ProgramView):
             rows,
             heads.ravel()[kind],
             rows * row_bytes.ravel()[kind],
-            rows * heads.ravel()[kind] * self._wire_bytes[:, tensor],
+            rows * heads.ravel()[kind] * self._wire_bytes.take(tensor, 1),
             table.ptr.astype(np.int64, copy=False),
         )
 
@@ -283,7 +283,7 @@ class View(ProgramView):
 def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) -> Script:
     """The script of a program. Raises VerifyError for a wait without launch."""
     table, at, rank = view.instructions, view.launches, view.launch_ranks
-    role = np.full(len(table), WORK, np.int8)
+    role = np.full(len(table), WORK, np.uint8)
     role[at], role[table["op"] == Op.WAIT] = LAUNCH, WAIT
     channel = table["channel"][at].astype(np.int64)
     before, after = neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)

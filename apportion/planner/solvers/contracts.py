@@ -68,7 +68,7 @@ class PartitionProblem:
     @property
     def rates(self) -> Floats:
         """float64 [bins]: the speeds."""
-        return np.ones(self.bins) if self.speeds is None else np.asarray(self.speeds, np.float64)
+        return np.ones(self.bins) if self.speeds is None else np.ascontiguousarray(self.speeds, np.float64)
 
 
 @dataclass(frozen=True, eq=False)

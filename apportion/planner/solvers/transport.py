@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from apportion._core import transport as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import MissingDependencyError
-from apportion.ir.loops.jit import jit
 from apportion.planner.solvers.contracts import Transport, TransportProblem, TwoLevelCost
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
@@ -34,7 +34,9 @@ def solve(problem: TransportProblem, budget: Budget) -> Transport:
     with a plain bound where HiGHS has no answer. Raises MissingDependencyError for a matrix without scipy.
     """
     if isinstance(problem.cost, TwoLevelCost):
-        flows = _two_level(problem.surplus, problem.cost, problem.objective)
+        surplus, cost, objective = problem.surplus.astype(np.int64), problem.cost, problem.objective
+        level = (objective != "sum", objective == "minmax")
+        flows = core.two_level(surplus, cost.ranks_per_node, float(cost.intra), float(cost.inter), *level)
         value = flow_value(problem, *flows)
         return Transport(*flows, Termination(Status.OPTIMAL, value, value))
     return _by_program(problem)
@@ -47,97 +49,6 @@ def flow_value(problem: TransportProblem, src: Ints, dst: Ints, rows: Ints) -> f
         return float(price.sum())
     ranks, sides = len(problem.surplus), (src, dst) if problem.objective == "minmax" else (src,)
     return max(float(np.bincount(side, price, ranks).max(initial=0.0)) for side in sides)
-
-
-# ---- two levels
-
-
-def _two_level(surplus: Ints, cost: TwoLevelCost, objective: str) -> tuple[Ints, Ints, Ints]:
-    """src, dst, rows: int64 [flows], by src and dst."""
-    surplus = surplus.astype(np.int64)
-    level = (objective != "sum", objective == "minmax")
-    near = _near(surplus, cost.ranks_per_node, float(cost.intra), float(cost.inter), *level)
-    inside, outside = _north_west(near, cost.ranks_per_node), _north_west(surplus - near, len(surplus))
-    src, dst, rows = np.concatenate([inside, outside], axis=1)
-    order = np.lexsort((dst, src))
-    return src[order], dst[order], rows[order]
-
-
-@jit
-def _near(surplus: Ints, width: int, intra: float, inter: float, give_level: bool, take_level: bool) -> Ints:
-    """int64 [ranks]: of each rank's rows, those that stay in its node of `width` ranks. Those who give, or take, share
-    the cheap part so that the dearest pays least, where they are to be levelled; else the first come first."""
-    near = np.zeros(len(surplus), np.int64)
-    for first in range(0, len(surplus), width):
-        held = surplus[first : first + width]
-        give, take = np.maximum(held, 0), np.maximum(-held, 0)
-        shared, saving = min(give.sum(), take.sum()), inter - intra
-        near[first : first + width] = _share(give, shared, inter, saving, give_level)
-        near[first : first + width] -= _share(take, shared, inter, saving, take_level)
-    return near
-
-
-@jit
-def _share(rows: Ints, total: int, inter: float, saving: float, level: bool) -> Ints:
-    """int64 [ranks]: `total` of the rows at the near price. level: so that the largest price is least; a rank pays
-    inter * rows - saving * near, so they go to those that pay most, down to one level."""
-    near = np.zeros(len(rows), np.int64)
-    if not level or saving <= 0 or total >= rows.sum():
-        for rank in range(len(rows)):
-            near[rank] = min(rows[rank], total)
-            total -= near[rank]
-        return near
-    water = _level_of(rows, total, inter, saving)
-    for rank in range(len(rows)):
-        near[rank] = min(max(int(np.floor((inter * rows[rank] - water) / saving)), 0), rows[rank])
-    # rows that rounding lost (or won), one by one: to the rank that pays most (from the one that pays least)
-    while near.sum() != total:
-        step, best = (1 if near.sum() < total else -1), -1
-        for rank in range(len(rows)):
-            if (near[rank] < rows[rank]) if step > 0 else (near[rank] > 0):
-                now, least = (
-                    inter * rows[rank] - saving * near[rank],
-                    inter * rows[best] - saving * near[best],
-                )
-                if best < 0 or step * now > step * least:
-                    best = rank
-        near[best] += step
-    return near
-
-
-@jit
-def _level_of(rows: Ints, total: int, inter: float, saving: float) -> float:
-    """The price that all who pay more fall to once `total` of the rows are near."""
-    above, count = 0.0, 0
-    for rows_of_rank in np.sort(rows)[::-1]:
-        price = inter * rows_of_rank
-        # at that price, the `count` dearer ranks would have this much to lose
-        if above - count * price > total * saving:
-            break
-        above, count = above + price, count + 1
-    return (above - total * saving) / count
-
-
-@jit
-def _north_west(surplus: Ints, width: int) -> Ints:
-    """int64 [3, flows]: src, dst, rows: senders to receivers in the order of ranks, as along the north-west rule, in
-    each group of `width` ranks by itself."""
-    flows, count = np.empty((3, len(surplus)), np.int64), 0
-    for first in range(0, len(surplus), width):
-        rest, src, dst, end = surplus[first : first + width].copy(), 0, 0, min(width, len(surplus) - first)
-        while True:
-            while src < end and rest[src] <= 0:
-                src += 1
-            while dst < end and rest[dst] >= 0:
-                dst += 1
-            if src == end or dst == end:
-                break
-            rows = min(rest[src], -rest[dst])
-            flows[0, count], flows[1, count], flows[2, count] = first + src, first + dst, rows
-            rest[src] -= rows
-            rest[dst] += rows
-            count += 1
-    return flows[:, :count].copy()
 
 
 # ---- any cost
@@ -243,7 +154,7 @@ def _scipy() -> Any:
 
 def _plain(give: Ints, take: Ints) -> Ints:
     """Some flows with the right sums."""
-    src, dst, rows = _north_west(np.concatenate([give, -take]), len(give) + len(take))
+    src, dst, rows = core.north_west(np.concatenate([give, -take]))
     plain = np.zeros((len(give), len(take)), np.int64)
     plain[src, dst - len(give)] = rows
     return plain

@@ -12,10 +12,9 @@ from math import gcd
 
 import numpy as np
 
+from apportion._core import tasks as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.loops.jit import jit, unlocked
-from apportion.ir.masks.areas import area_of
 from apportion.ir.request.model import Model
 
 #: of one attention kind, forward; a plan of more takes beyond 10 GB
@@ -105,16 +104,7 @@ class HeadGroups:
 
 def pairs(rows: Ints, keys: Ints, dmin: Ints, dmax: Ints) -> Ints:
     """int64 [n]: pairs of a band over `rows` query and `keys` key rows, all integers [n]."""
-    return _pairs(rows, keys, dmin, dmax)
-
-
-@jit
-def _pairs(rows: Ints, keys: Ints, dmin: Ints, dmax: Ints) -> Ints:
-    found = np.empty(len(rows), np.int64)
-    for band in range(len(rows)):
-        q, k, low, high = int(rows[band]), int(keys[band]), int(dmin[band]), int(dmax[band])
-        found[band] = area_of(0, q, 0, k, low, high)
-    return found
+    return core.pairs(rows, keys, dmin, dmax)
 
 
 def cut_cells(bands: Ints, starts: Ints) -> Cells:
@@ -125,14 +115,14 @@ def cut_cells(bands: Ints, starts: Ints) -> Cells:
 
 def cut_columns(bands: Ints, starts: Ints) -> Ints:
     """The columns of `Cells`, int32 [8, cells]. Raises CapacityError where they are too many to plan."""
-    bands = np.ascontiguousarray(bands)
-    first = np.maximum(np.searchsorted(starts, bands[:, 0], "right") - 1, 0)
-    first_key = np.maximum(np.searchsorted(starts, bands[:, 2], "right") - 1, 0)
-    count = _cut(bands, starts, first, first_key, np.empty((8, 0), np.int32))
-    check_tasks(count)
-    cells = np.empty((8, count), np.int32)
-    _cut(bands, starts, first, first_key, cells)
-    return cells
+    return core.cut_cells(*checked(bands, starts))
+
+
+def checked(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """The same, contiguous. Raises CapacityError where their cells are too many to plan."""
+    bands, starts = (np.ascontiguousarray(given, np.int64) for given in (bands, starts))
+    check_tasks(core.count_cells(bands, starts))
+    return bands, starts
 
 
 def check_tasks(count: int) -> None:
@@ -142,34 +132,3 @@ def check_tasks(count: int) -> None:
             f"{count} tasks, of each block of queries and each of the keys that it sees: at most {MOST_TASKS} are "
             "planned at a time; use larger blocks, a recipe that keeps short sequences whole, or smaller pods (--pods)"
         )
-
-
-@jit
-def _reach(band: Ints, low: int, high: int) -> tuple[int, int, int, int]:
-    """Rows of the band in [low, high) and the keys that they see: q0, q1, k0, k1 (empty where q0 >= q1 or k0 >= k1)."""
-    q0, q1 = max(band[0], low), min(band[1], high)
-    return q0, q1, max(band[2], q0 - band[5]), min(band[3], q1 - band[4])
-
-
-@unlocked
-def _cut(bands: Ints, starts: Ints, first: Ints, first_key: Ints, cell: Ints) -> int:
-    """Each band in each (query block, key block), into the columns of int32 `cell` [8, room] as far as there is room.
-    Returns how many there are, which takes no longer where they are many."""
-    c, blocks = 0, len(starts) - 1
-    for i in range(len(bands)):
-        block, key = first[i], first_key[i]
-        while block < blocks and starts[block] < bands[i, 1]:
-            q0, q1, k0, k1 = _reach(bands[i], starts[block], starts[block + 1])
-            if q0 < q1 and k0 < k1:
-                while starts[key + 1] <= k0:
-                    key += 1
-                end = min(np.searchsorted(starts, k1), blocks)
-                for last in range(key, min(end, key + cell.shape[1] - c)):
-                    a, b, at = max(k0, starts[last]), min(k1, starts[last + 1]), c + last - key
-                    cell[0, at], cell[1, at], cell[2, at], cell[3, at] = block, last, q0, q1
-                    cell[4, at], cell[5, at] = a, b
-                    cell[6, at] = max(bands[i, 4] - (q0 - a), a - b + 1)
-                    cell[7, at] = min(bands[i, 5] - (q0 - a), q1 - q0 - 1)
-                c += end - key
-            block += 1
-    return c

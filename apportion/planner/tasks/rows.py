@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
+from apportion._core import tasks as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import SPAN_COLUMNS
-from apportion.ir.loops.jit import jit, unlocked
-from apportion.ir.loops.sorting import sort_order
+from apportion.ir.orders import sort_order
 from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.request.batch import Batch
 
@@ -24,6 +24,10 @@ class Rows:
     home: Ints
     ranks: int
     later: Bools | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("starts", "home"):
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
 
     @cached_property
     def lengths(self) -> Ints:
@@ -61,42 +65,11 @@ class Rows:
 
     def layout(self, name: str, batch: Batch) -> Layout:
         """Spans: cut where the next row holds another sequence, or a token or position that does not follow."""
-        found = _cuts(self.order, self.starts, self.home, batch.position_breaks(), self.ranks)
-        ptr, row, token = map(np.array, found)  # in numpy's own memory, which a plan can seal
-        length = np.append(row[1:], 0) - row
-        last = ptr[1:][np.diff(ptr) > 0] - 1
-        length[last] += self.per_rank[np.diff(ptr) > 0]
+        breaks = batch.position_breaks()
+        ptr, row, token, length = core.cut_spans(self.order, self.starts, self.home, breaks, self.ranks)
         sequence = np.searchsorted(batch.starts, token, "right") - 1
         columns = (row, token, length, sequence, batch.position_at(token))
         return Layout(name, Table(ptr, SPAN_COLUMNS, np.stack(columns)))
-
-
-@jit
-def _cuts(order: Ints, starts: Ints, home: Ints, breaks: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-    """int64 [ranks + 1], where the spans of each rank begin; int64 [spans], their first rows and tokens. breaks: int64,
-    rising tokens at which a span ends. order: the blocks by rank, as they lie there."""
-    most = len(order) + len(breaks)
-    ptr, row, token = np.zeros(ranks + 1, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-    count, at, before = 0, 0, -1
-    for block in order:
-        fresh = before < 0 or home[before] != home[block]
-        if fresh:
-            at = 0
-        cut = np.searchsorted(breaks, starts[block])
-        if fresh or before + 1 != block:
-            row[count], token[count] = at, starts[block]
-            count += 1
-            if cut < len(breaks) and breaks[cut] == starts[block]:
-                cut += 1
-        while cut < len(breaks) and breaks[cut] < starts[block + 1]:
-            row[count], token[count] = at + breaks[cut] - starts[block], breaks[cut]
-            count, cut = count + 1, cut + 1
-        at += starts[block + 1] - starts[block]
-        ptr[home[block] + 1] = count
-        before = block
-    for rank in range(ranks):
-        ptr[rank + 1] = max(ptr[rank + 1], ptr[rank])
-    return ptr, row[:count].copy(), token[:count].copy()
 
 
 def whole_ranges(rows: Rows) -> tuple[Ints, Ints, Ints]:
@@ -113,39 +86,5 @@ def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints, order: Int
     Tiles that arrive together at a rank lie side by side. All such rows take a place as long as the longest of the
     rank, the first that is free when they arrive, so there are as many places as are ever held at once.
     """
-    span = int(start.max()) + 1
-    key = rank * np.int64(span) + start
-    order = (
-        sort_order(key, len(base) * span)
-        if order is None
-        else order[sort_order(key[order], len(base) * span)]
-    )
-    return _allot(order, rank, rows, start, end, base)
-
-
-@unlocked
-def _allot(order: Ints, rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints) -> Ints:
-    """int64 [tiles]: first row of each tile; `order` sorts the tiles by rank and start."""
-    tiles = len(order)
-    longest = np.zeros(len(base), np.int64)
-    row = np.empty(tiles, np.int64)  # first of all: the row inside the place
-    for index in range(tiles):
-        tile, before = order[index], order[index - 1]
-        together = index > 0 and rank[before] == rank[tile] and start[before] == start[tile]
-        row[tile] = row[before] + rows[before] if together else 0
-        longest[rank[tile]] = max(longest[rank[tile]], row[tile] + rows[tile])
-    busy = np.empty(tiles, np.int64)  # until when each place of the rank is held
-    places, at = 0, 0
-    for index in range(tiles):
-        tile = order[index]
-        if index == 0 or rank[order[index - 1]] != rank[tile]:
-            places = 0
-        if row[tile] == 0:
-            at = 0
-            while at < places and busy[at] >= start[tile]:
-                at += 1
-            places = max(places, at + 1)
-            busy[at] = end[tile]
-        busy[at] = max(busy[at], end[tile])
-        row[tile] += base[rank[tile]] + at * longest[rank[tile]]
-    return row
+    order = np.arange(len(rank)) if order is None else order
+    return core.allot(order, rank, rows, start, end, base)

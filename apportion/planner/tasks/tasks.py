@@ -21,11 +21,11 @@ from functools import cached_property
 
 import numpy as np
 
+from apportion._core import tasks as core
 from apportion.ir.arrays import Bools, Ints
-from apportion.ir.loops.jit import jit, unlocked
-from apportion.ir.loops.sorting import counting_order, ranked
+from apportion.ir.orders import ranked
 from apportion.planner.problem import Execution
-from apportion.planner.tasks.cells import Cells, HeadGroups, cut_columns, pairs
+from apportion.planner.tasks.cells import Cells, HeadGroups, checked, pairs
 from apportion.planner.tasks.rows import Rows
 
 
@@ -94,6 +94,11 @@ class Edges:
     def __len__(self) -> int:
         return len(self.tile)
 
+    @property
+    def star(self) -> tuple[Ints, ...]:
+        """What edges without relays are, for the core."""
+        return self.tile, self.home, self.row, self.rows, self.dst, self.lane
+
     def take(self, order: Ints) -> Edges:
         """These edges, in this order, in which parents may not come after their children, nor be missing."""
         taken = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
@@ -106,7 +111,7 @@ class Edges:
 
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
-    tasks, edges = _gather(cut_columns(bands, rows.starts), rows.starts, rows.home, rows.row, rows.ranks)
+    tasks, edges = core.find(*checked(bands, rows.starts), rows.home, rows.row, rows.ranks)
     return Tasks(*tasks), Edges(*edges)
 
 
@@ -145,14 +150,9 @@ def _edges(
     return edge, Edges(*_narrow(lanes * blocks + of, home, row, last - first, home, dst, none, lanes))
 
 
-@jit
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
     """int64 [count] each: the lowest `low` and the highest `high` of each number."""
-    first, last = np.full(count, np.int64(2**62)), np.zeros(count, np.int64)
-    for index in range(len(number)):
-        first[number[index]] = min(first[number[index]], low[index])
-        last[number[index]] = max(last[number[index]], high[index])
-    return first, last
+    return core.hulls(number, low, high, count)
 
 
 def joined(first: Edges, second: Edges) -> Edges:
@@ -163,53 +163,3 @@ def joined(first: Edges, second: Edges) -> Edges:
 
 def _narrow(*columns: Ints) -> Iterator[Ints]:
     return (column.astype(np.int32) for column in columns)
-
-
-@unlocked
-def _gather(cell: Ints, starts: Ints, home: Ints, row: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """The columns of tasks and of edges, int32 [11, tasks] and [8, edges], by key block, then in the order of the
-    cells. Until its last key is known, an edge has the keys [row, rows) that it brings."""
-    cells = cell.shape[1]
-    order = counting_order(cell[1], len(home))
-    task, edge = np.empty((11, cells), np.int32), np.empty((8, cells), np.int32)
-    tasks, edges = 0, 0
-    seen, tile, last = np.full(ranks, -1, np.int64), np.full(ranks, -1, np.int64), np.zeros(ranks, np.int64)
-    for m in range(cells):
-        c = order[m]
-        block, key, k0, k1, dmin, dmax = (
-            cell[0, c],
-            cell[1, c],
-            cell[4, c],
-            cell[5, c],
-            cell[6, c],
-            cell[7, c],
-        )
-        dst, rows = home[block], cell[3, c] - cell[2, c]
-        at = row[block] + cell[2, c] - starts[block]
-        if seen[dst] != key:
-            seen[dst], tile[dst], last[dst] = key, -1, -1
-            if home[key] != dst:
-                edge[0, edges], edge[1, edges], edge[2, edges], edge[3, edges] = key, home[key], k0, k1
-                edge[4, edges], edge[5, edges], edge[6, edges], edge[7, edges] = home[key], dst, -1, 0
-                tile[dst] = edges
-                edges += 1
-        e, t = tile[dst], last[dst]
-        if e >= 0:
-            edge[2, e], edge[3, e] = min(edge[2, e], k0), max(edge[3, e], k1)
-        full = dmin == k0 - k1 + 1 and dmax == rows - 1
-        if full and t >= 0 and task[4, t] == k0 and task[5, t] == k1 and task[1, t] + task[2, t] == at:
-            task[2, t] += rows
-            task[7, t] += rows
-        else:
-            t = tasks
-            task[0, t], task[1, t], task[2, t], task[3, t], task[4, t] = dst, at, rows, key, k0
-            task[5, t], task[6, t], task[7, t], task[8, t] = k1, dmin, dmax, e
-            task[9, t], task[10, t] = -1, 0
-            tasks += 1
-        if full:
-            last[dst] = t
-    for e in range(edges):
-        key = edge[0, e]
-        edge[3, e] -= edge[2, e]
-        edge[2, e] += row[key] - starts[key]
-    return task[:, :tasks], edge[:, :edges]

@@ -24,12 +24,12 @@ from apportion.service.http.app import create_app
 from apportion.service.http.tokens import Tokens
 from apportion.service.store import open_store
 from apportion.service.workers import executor_of
-from apportion.service.workers.work import warm_up
+from apportion.service.workers.work import load
 
 LOG = logging.getLogger("apportion.service")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 5.0
-WARMING_S = 30.0  # for workers, before the server listens; the first start of an installation compiles longer
+LOADING_S = 30.0  # at most, for workers to import the planner before the server listens
 BACKLOG = 2048
 RECEIVED = 16 << 10  # bytes of a connection at once, which bounds how long parsing them holds up the others
 
@@ -73,10 +73,10 @@ def run(settings: Settings) -> None:
             settings.workers, settings.plan_s, settings.worker_bytes, settings.ray, spare=1
         )
         engine = Engine(executor, workers, store, metrics)
-        warming = [executor.submit(warm_up, b"") for _ in range(workers + 1)]
+        loading = [executor.submit(load, b"") for _ in range(workers + 1)]
         gc.freeze()  # what is imported stays
         try:
-            await asyncio.wait(map(asyncio.wrap_future, warming), timeout=WARMING_S)
+            await asyncio.wait(map(asyncio.wrap_future, loading), timeout=LOADING_S)
             listening.listen(BACKLOG)  # not before: a load balancer sends requests elsewhere until then
             _announce(settings, _url(listening))
             yield engine

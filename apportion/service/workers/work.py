@@ -80,7 +80,7 @@ def plan_page(request: bytes) -> bytes:
     return ended.stdout
 
 
-def warm_up(request: bytes = b"") -> Done | Refusal:
-    """Imports and compiles what most requests need; for a worker that has no request yet."""
+def load(request: bytes = b"") -> Done | Refusal:
+    """Imports what most requests need; for a worker that has no request yet."""
     job = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("fcp")), 512)
     return plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))

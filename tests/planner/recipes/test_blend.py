@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 import apportion as ap
+from apportion._core import blend as core
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
@@ -17,7 +18,6 @@ from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
 from apportion.planner.place.blend.profile import profile
-from apportion.planner.place.blend.repair import repair
 from apportion.planner.place.lpt import Lpt, busiest
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
@@ -275,20 +275,20 @@ def test_a_profile_knows_the_pairs_of_any_rows(lengths: list[int], masks: list[s
     assert (np.diff(profile(bands, factor).upto(rows)) == expected).all()
 
 
-def test_repair_exchanges_dense_rows_for_sparse_ones() -> None:
-    batch = ap.Batch.from_lengths([100, 100])
+def test_exchanges_of_rows_make_even_what_the_walk_leaves_uneven() -> None:
+    batch, speeds = ap.Batch.from_lengths(lognormal_lengths(4, 12_000)), np.linspace(0.5, 1.0, 6)
     rows = profile({"default": batch.bands("default")}, {"default": 1})
-    pieces = np.zeros((8, 3), np.int64)
-    # rank 0 has both tails
-    pieces[:4] = [[50, 100, 0], [150, 200, 0], [0, 50, 1], [100, 150, 1]]
-    wanted = np.full(2, rows.below[-1] / 2)
-    count = repair(rows.table, pieces, 4, wanted, 0.001)
-    low, high, rank = pieces[:count].T
-    assert np.bincount(rank, high - low).tolist() == [100, 100]
-    load = np.bincount(rank, rows.upto(high) - rows.upto(low))
-    assert load.max() <= 1.002 * load.mean() + 100
-    # two ranks that have the same: nothing to do
-    assert repair(rows.table, pieces, count, wanted, 0.05) == count
+    wanted, tokens = rows.below[-1] * speeds / speeds.sum(), np.full(6, 2000)
+
+    def fullest(tolerance: float) -> float:
+        mixed = batch.starts, *rows.columns, tokens, speeds, wanted, float(wanted.max()), 0.5, tolerance
+        low, high, rank = core.mix(*mixed)
+        assert np.bincount(rank, high - low).tolist() == tokens.tolist()
+        load = np.bincount(rank, rows.upto(high) - rows.upto(low))
+        return float((load / wanted).max())
+
+    assert fullest(1.0) > 1.03
+    assert fullest(UNEVEN) <= 1 + UNEVEN
 
 
 # ------------------------------------------------------------------------------------------------ whole plans

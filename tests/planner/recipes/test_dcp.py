@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import apportion as ap
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import RESULTS
 from apportion.ir.masks import specs as masks
@@ -21,14 +22,15 @@ from apportion.ir.request.policy import Policy, Recipe, Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.place.dcp import placement as dcp
-from apportion.planner.place.dcp.cells import Heads, Pairs, divide, hyperedges, traffic
+from apportion.planner.place.dcp.cells import Heads, Hyperedges, Pairs, divide, hyperedges
 from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, Blocks as Homes, joined, movable
-from apportion.planner.place.dcp.links import exchanged, link_gbs, traffic_of
+from apportion.planner.place.dcp.links import exchanged, link_gbs
 from apportion.planner.place.dcp.placement import Dcp
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.recipe.registry import build
 from apportion.planner.shard.blocks import Blocks
+from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.tasks.cells import Cells, cut_cells
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
 from tests.support.strategies import cluster
@@ -136,6 +138,22 @@ def test_compute_that_cannot_be_even_is_refused_with_numbers(monkeypatch: pytest
         placed(problem_of(Batch.from_lengths([LONG]), 8), epsilon_compute=[0.0, 0.0], epsilon_tokens=[0, 0])
 
 
+def link_times(
+    edges: Hyperedges | HypergraphProblem, rank: Ints, ranks: int, per_node: int, gbs: tuple[float, float]
+) -> Floats:
+    """float64 [ranks]: time on links, where a hyperedge goes from the rank of its first vertex to all others that it
+    spans."""
+    sent, received = np.zeros((2, 2, ranks), np.int64)
+    for begin, end, price in zip(edges.ptr[:-1], edges.ptr[1:], edges.price, strict=True):
+        home, *others = rank[edges.pins[begin:end]].tolist()
+        for to in {*others} - {home}:
+            away = int(to // per_node != home // per_node)
+            sent[away, home] += price
+            received[away, to] += price
+    within, between = np.maximum(sent, received)
+    return within / gbs[0] + between / gbs[1]
+
+
 def test_more_tries_never_keep_links_busy_for_longer() -> None:
     problem = problem_of(Batch.from_lengths([20000, 9000, 4000, 3000, 500]), 16, 4)
     times = []
@@ -144,11 +162,7 @@ def test_more_tries_never_keep_links_busy_for_longer() -> None:
         cells, row_bytes = cut_cells(problem.bands["default"], placement.starts), BACKWARD
         edges = hyperedges(cells, placement.lengths, Heads(1, 1), row_bytes)
         rank = np.concatenate([placement.home, placement.execution["default", "backward"].rank[0]])
-        sent = traffic(edges.ptr, edges.pins, edges.price, rank, 16, 4)
-        assert sent[:2].sum() == sent[2:].sum()
-        within, between = np.maximum(sent[:2], sent[2:])
-        nic = problem.cluster.inter_gbs * problem.cluster.nics_per_node / 4
-        times.append((within / problem.cluster.intra_gbs + between / nic).max())
+        times.append(link_times(edges, rank, 16, 4, link_gbs(problem)).max())
     assert times == sorted(times, reverse=True)
 
 
@@ -216,19 +230,17 @@ def test_exchanges_shorten_the_time_on_links_and_keep_caps() -> None:
     rank = np.concatenate([placement.home, rng.integers(0, 16, len(pairs))])
     free = movable(problem, placement.starts)
     assert 0 < (~free).sum() < len(free)
-    home = exchanged([(case, rank)], free, gbs)
+    home, times = exchanged([(case, rank)], free, gbs)
     assert (home != placement.home).any()
     assert (home == placement.home)[~free].all()
     assert (home // 4 == placement.home // 4).all()
     assert (np.bincount(home, placement.lengths, 16) <= case.tokens_caps[1]).all()
-    before, after = (
-        traffic_of([(case, np.concatenate([some, rank[len(home) :]]))], len(home))
-        for some in (placement.home, home)
+    before = link_times(case, rank, 16, 4, gbs)
+    np.testing.assert_array_equal(exchanged([(case, rank)], np.zeros_like(free), gbs)[1], before)
+    np.testing.assert_array_equal(
+        times, link_times(case, np.concatenate([home, rank[len(home) :]]), 16, 4, gbs)
     )
-    assert after.times(gbs).max() < before.times(gbs).max()
-    np.testing.assert_array_equal(after.received[1], before.received[1])
-    sent = traffic(case.ptr, case.pins, case.price, np.concatenate([home, rank[len(home) :]]), 16, 4)
-    np.testing.assert_array_equal(np.concatenate([after.sent, after.received]), sent)
+    assert times.max() < before.max()
 
 
 def test_slow_ranks_get_less_compute_and_fewer_tokens() -> None:

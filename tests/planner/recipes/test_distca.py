@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,7 @@ from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import Tensor
-from apportion.planner.place.distca import parts
-from apportion.planner.place.distca.board import Rules
-from apportion.planner.place.distca.candidates import Candidates, note_price
-from apportion.planner.place.distca.greedy import _price
-from apportion.planner.place.distca.pairs import Board
+from apportion.planner.place.distca.parts import balance
 from apportion.planner.place.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
@@ -359,31 +356,16 @@ def test_bytes_are_counted_as_they_are_while_shares_move(kv_ranges: bool) -> Non
 
 @pytest.mark.parametrize("params", [{}, {"kv_ranges": True}, {"form": "paper", "kv_free": False}], ids=repr)
 @pytest.mark.parametrize("mask", ["causal", "window", "sink"])
-def test_last_rows_cost_at_least_what_is_said_of_a_candidate(
+def test_shares_that_are_passed_over_would_not_be_better(
     mask: str, params: dict[str, bool | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is at hand: what is passed over would not be better."""
-    checked = []
-
-    def migrate(board: Board, rules: Rules, order: NDArray[Any], candidates: Candidates) -> tuple[int, ...]:
-        pairs, shares = board.pairs, board.shares
-        for place, share in enumerate(candidates.share.tolist() if not checked else ()):
-            note_price(pairs, shares, rules, candidates, place)
-            pair, low, high = shares.pair[share], int(shares.low[share]), int(shares.high[share])
-            for rows in sorted({1, (high - low) // 3, high - low - 1, high - low} - {0}):
-                work = (
-                    (rows + 0.999) * shares.work[share] / (high - low)
-                )  # what comes to so many rows, at most
-                price = _price(pairs, board.holding, board.home, rules, pair, high - rows, high, -1)
-                least = candidates.once[place] + candidates.a_pair[place] * min(work, shares.work[share])
-                assert least * (1 - 1e-12) <= price
-                checked.append(least > 0)
-        return run(board, rules, order, candidates)
-
-    run = parts.migrate  # type: ignore[attr-defined]
-    monkeypatch.setattr(parts, "migrate", migrate)
-    place(Distca(**params), problem(LONG, 6, MASKS[mask]))
-    assert any(checked)
+    made, this = workload(0, 32, MASKS[mask]), Distca(**params)
+    chosen = place(this, made)
+    monkeypatch.setattr("apportion.planner.place.distca.placement.balance", partial(balance, exhaustive=True))
+    best = place(this, made)
+    np.testing.assert_array_equal(chosen.starts, best.starts)
+    for key, execution in (chosen.execution or {}).items():
+        np.testing.assert_array_equal(execution.rank, (best.execution or {})[key].rank)
 
 
 def test_caps_that_keep_the_balance_away_are_refused() -> None:

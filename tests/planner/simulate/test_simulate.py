@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -661,46 +658,6 @@ def test_answers_to_one_question_are_attainable_together() -> None:
     pairs = np.array([80_200, 45_150, 45_150, 60_000])
     apart = costs.attention_us("forward", rows, keys, pairs, 32, 8).sum()
     assert whole_us(batch, Model(), "default", "forward", costs) == pytest.approx(apart)
-
-
-# --- the same everywhere
-
-RUN = """
-import hashlib, json, sys
-from dataclasses import replace
-from pathlib import Path
-{before}
-from tests.support.parse import parse
-from apportion.ir.loops.jit import HAS_NUMBA
-from apportion.ir.request.figures import Figure
-from apportion.ir.request.hardware import Hardware
-from apportion.planner.simulate import simulate
-digests = []
-h100 = Hardware.load("h100")
-for path, contention in ((path, contention) for path in {paths} for contention in (0.0, 0.07)):
-    hardware = replace(h100, contention=Figure(contention, "made up"))
-    for run in simulate(parse(Path(path).read_text()), hardware).runs.values():
-        columns = [*run.times, *run.spans, run.finish_us, run.exposed_us, run.slowed_us]
-        digests.append(hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest())
-print(json.dumps([HAS_NUMBA, digests]))
-"""
-
-
-def test_times_are_the_same_with_and_without_numba() -> None:
-    paths = [str(path) for path in PLANS]
-
-    def digests(before: str, seed: str) -> list[Any]:
-        code = RUN.format(before=before, paths=paths)
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return list(json.loads(done.stdout))
-
-    plain = digests("sys.modules['numba'] = None", "7")
-    assert plain[0] is False
-    assert digests("", "0")[1] == plain[1]
 
 
 # --- what is told

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from apportion._core import hypergraph as core
 from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph import mtkahypar, solver as hypergraph
 from apportion.planner.solvers.hypergraph.graph import graph_of
-from apportion.planner.solvers.hypergraph.moves import board_of, refine, regroup
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.registry import SOLVERS
 from apportion.planner.solvers.status import Budget, Limit, Status
@@ -126,13 +126,11 @@ def test_what_a_hyperedge_has_on_a_part_moves_at_once() -> None:
     ptr, pins = np.array([0, 3, 5, 7]), np.array([0, 2, 3, 1, 2, 1, 3])
     price = np.array([5, 4, 4])
     graph = graph_of(ptr, pins, price, 4)
-    part, movable = np.array([0, 1, 0, 0]), np.array([0, 0, 1, 1])
+    part, movable = np.array([0, 1, 0, 0]), np.array([False, False, True, True])
     flops, caps = np.array([0, 0, 1, 1]), np.array([2, 2])
-    board = board_of(graph, part, np.zeros(4, np.int64), movable, flops, caps)
-    refine(graph, board, 2, 3)
-    assert board.part.tolist() == [0, 1, 0, 0]
-    regroup(graph, board, 2, 3)
-    assert board.part.tolist() == [0, 1, 1, 1]
+    for thorough, found in ((False, [0, 1, 0, 0]), (True, [0, 1, 1, 1])):
+        moved = core.spread(graph, part, np.zeros(4, np.int64), movable, flops, caps, 2, thorough)
+        assert moved.tolist() == found
 
 
 def test_tokens_without_room_have_no_rank() -> None:

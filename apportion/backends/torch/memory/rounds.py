@@ -63,12 +63,6 @@ class Rounds:
     of_step: Mapping[int, Round]
     staging_bytes: int
 
-    @property
-    def sent_bytes(self) -> int:
-        """Of all messages that this rank sends."""
-        launched = {id(found): found for found in self.of_step.values()}
-        return sum(message.size for found in launched.values() for message in found.sends)
-
 
 def tile_arrays(
     operand: Operand, header: Header, hidden: int, results: bool = False

@@ -91,7 +91,7 @@ def _pairs(program: Program) -> Iterator[Violation]:
     transfers, mate = program["transfers"], program.meeting.mate
     receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
     differ = ~program.meeting.agreed[receives]
-    own = transfers["peer"] == transfers.rank
+    own = transfers["peer"] == transfers.rank_of_row()
     wrong = np.concatenate([np.flatnonzero(own), receives[differ], np.flatnonzero((mate < 0) & ~own)])
     instruction = program.instruction_of("transfers") if len(wrong) else mate
     for t in wrong.tolist():

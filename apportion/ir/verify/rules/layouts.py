@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, within
-from apportion.ir.loops.sorting import stable_order
+from apportion.ir.orders import stable_order
 from apportion.ir.plan.tables import Layout, Move, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.verify.report import Violation, span

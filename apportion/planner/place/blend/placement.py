@@ -11,7 +11,8 @@ rank lies on consecutive ranks, as few as can be, each with a part of its tail a
 
     │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
 
-Heads are what most ranks need: spread over the document's ranks, none of these sends much more than others.
+Heads are what most ranks need: spread over the document's ranks, none of these sends much more than others. What the
+walk (`core/planner/blend.cpp`) leaves uneven, exchanges of rows make even.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from apportion._core import blend as core
 from apportion.ir.arrays import Floats, Ints, changes, group_of
 from apportion.ir.masks.bands import area
 from apportion.ir.tensors import PHASES
 from apportion.planner.cost import bands_us
 from apportion.planner.options import Count, Natural, Share
 from apportion.planner.place.blend.profile import profile
-from apportion.planner.place.blend.repair import repair
-from apportion.planner.place.blend.walk import walk
 from apportion.planner.place.lpt import lightest
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
@@ -78,9 +78,10 @@ class Blend(PlacePass):
             rows = profile(problem.joined_bands, pair_times(problem, factor))
         caps = None if problem.policy.token_cap is None else problem.token_caps
         tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
-        pieces, count = walk(documents, rows, tokens, speeds, self.head)
-        count = repair(rows.table, pieces, count, rows.below[-1] * (speeds / speeds.sum()), UNEVEN)
-        starts, home = _joined(documents, pieces[:count])
+        pairs, speed = int(rows.below[-1]), speeds.sum()
+        widest, wanted = float(pairs * speeds.max() / speed), pairs * (speeds / speed)
+        pieces = core.mix(documents, *rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
+        starts, home = _joined(documents, pieces)
         starts, home = _aligned(documents, starts, home, self.align, problem.token_caps)
         starts, home = _ground(starts, home, self.grain)
         weight = np.diff(rows.upto(starts))
@@ -118,8 +119,9 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
 
 
 def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
-    """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block."""
-    low, high, rank = pieces[np.argsort(pieces[:, 0])].T
+    """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block. pieces:
+    int64 [3, n], first row, end and rank."""
+    low, high, rank = pieces.take(np.argsort(pieces[0]), 1)
     fresh = changes(rank)
     fresh |= documents[np.searchsorted(documents, low)] == low
     return np.append(low[fresh], high[-1]), rank[fresh]

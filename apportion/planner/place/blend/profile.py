@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.ir.arrays import Ints, offsets
-from apportion.ir.loops.jit import lean
 from apportion.ir.masks import bands as band_algebra
 
 
@@ -28,9 +27,9 @@ class Profile:
     below: Ints
 
     @property
-    def table(self) -> Ints:
-        """int64 [4, segments]: the columns, for compiled loops."""
-        return np.stack([self.at, self.value, self.slope, self.below])
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """In the order of the fields."""
+        return self.at, self.value, self.slope, self.below
 
     def upto(self, rows: Ints) -> Ints:
         """int64: pairs of all rows before each of `rows`."""
@@ -72,23 +71,3 @@ def _events(bands: Ints, factor: int | Ints) -> Ints:
     events = np.stack([begin, bent, dropped, end])
     events[:, 1:] *= factor
     return np.ascontiguousarray(events.transpose(2, 0, 1)).reshape(-1, 3)
-
-
-@lean
-def _upto(table: Ints, row: int) -> int:
-    low, high = 0, table.shape[1]
-    while high - low > 1:
-        middle = (low + high) // 2
-        if table[0, middle] <= row:
-            low = middle
-        else:
-            high = middle
-    n = row - table[0, low]
-    pairs: int = table[3, low] + table[1, low] * n + table[2, low] * (n * (n - 1) // 2)
-    return pairs
-
-
-@lean
-def pairs_between(table: Ints, low: int, high: int) -> int:
-    """Pairs of the rows [low, high); table: int64 [4, segments], the columns of a profile."""
-    return _upto(table, high) - _upto(table, low)

@@ -11,7 +11,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError
 from apportion.planner.place.dcp.cells import Heads, Pairs, hyperedges
-from apportion.planner.place.dcp.links import exchanged, link_gbs, traffic_of
+from apportion.planner.place.dcp.links import exchanged, link_gbs
 from apportion.planner.problem import Problem, Shards, exact_sums
 from apportion.planner.solvers.contracts import HypergraphProblem, caps_of
 from apportion.planner.solvers.hypergraph import solver as hypergraph
@@ -125,9 +125,7 @@ def _merit(problem: Problem, case: HypergraphProblem, free: Bools) -> float:
     rank = hypergraph.quick(case)
     if not hypergraph.holds(case, rank):
         return float("inf")
-    gbs = link_gbs(problem)
-    rank[: len(free)] = exchanged([(case, rank)], free, gbs)
-    times = traffic_of([(case, rank)], len(free)).times(gbs)
+    _, times = exchanged([(case, rank)], free, link_gbs(problem))
     return float(times.max() + times.mean())
 
 

@@ -93,7 +93,7 @@ class Dcp(PlacePass):
         """Homes that keep no rank's links busy for long, for the same compute, and the answers with them."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
         placed = [(cases[key], sides[key].rank) for key in sides]
-        home = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
+        home, _ = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
         found = {}
         for key, (case, rank) in zip(sides, placed, strict=True):
             fixed, now = case.bound_to.copy(), rank.copy()

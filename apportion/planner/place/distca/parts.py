@@ -7,30 +7,96 @@
     rows of C  |     | ### | ##  |    a server that holds B computes C's rows against B's keys: it gets rows of C and
                                       sends back partial O; no key travels
 
-Any rows of a pair may be computed anywhere (`distca.greedy`). As the paper has it, whole rows of a causal sequence are
-a head and its mirror image: steps of the walk from both ends, along which work is even.
+Any rows of a pair may be computed anywhere (`core/planner/distca.cpp`). As the paper has it, whole rows of a causal
+sequence are a head and its mirror image: steps of the walk from both ends, along which work is even.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Floats, Ints, changes, group_of, within
-from apportion.ir.loops.sorting import ranked, stable_order
-from apportion.planner.place.distca.balance import Ended, Limits, fill
-from apportion.planner.place.distca.board import Lists, Rules, Servers
-from apportion.planner.place.distca.candidates import Candidates
-from apportion.planner.place.distca.greedy import book_pairs, migrate
+from apportion._core import distca as core
+from apportion.ir.arrays import Bools, Floats, Ints, changes
+from apportion.ir.orders import ranked, stable_order
 from apportion.planner.place.distca.homes import Ranges, token_ranges
-from apportion.planner.place.distca.pairs import Board, Holding, Index, Pairs, Shares, first_work
-from apportion.planner.problem import exact_sums
 from apportion.planner.shard.blocks import rows_of_blocks
 from apportion.planner.tasks.cells import Cells, cut_columns
 
-# Room for shares, times the number of ranks; doubled when it is used up.
-ROOM = 16
+
+class Limits(NamedTuple):
+    """What the migration keeps to, most of it parameters of `Distca`. granularity: rows; spare: share of a target, how
+    much more than was asked for a part may have; priced_q: bytes of a query row in the price of a move. Bytes are of a
+    row; caps in bytes, of which there are any where `capped`."""
+
+    tolerance: float
+    two_sided: bool
+    granularity: int
+    spare: float
+    threshold: float
+    q_bytes: int
+    o_bytes: int
+    kv_bytes: int
+    priced_q: int
+    kv_free: bool
+    capped: bool
+    send_cap: int
+    receive_cap: int
+    buffer_cap: int
+
+
+class Pairs(NamedTuple):
+    """Rows of one block against keys of blocks [k, k_end), sorted by (q, k): int64 [pairs]; their cells are [first[i],
+    first[i + 1]) of the columns q0, q1, k0, k1, dmin, dmax, int64 [cells], diagonals in global tokens.
+
+    length: int64 [pairs], of the sequence where rows are steps of a causal walk from both ends (see `distca.homes`),
+    with one cell that says [q0, q1) steps and [k0, k1) tokens; else 0. starts: int64 [blocks + 1] tokens.
+    """
+
+    q: Ints
+    k: Ints
+    k_end: Ints
+    length: Ints
+    starts: Ints
+    first: Ints
+    q0: Ints
+    q1: Ints
+    k0: Ints
+    k1: Ints
+    dmin: Ints
+    dmax: Ints
+
+
+class Shares(NamedTuple):
+    """Rows [low, high) of a pair and the server that computes them: int64 [shares]."""
+
+    pair: Ints
+    low: Ints
+    high: Ints
+    at: Ints
+
+
+class Servers(NamedTuple):
+    """load: int64 [ranks] pairs; sent, received, held: int64 [ranks] bytes, 0 without caps."""
+
+    load: Ints
+    sent: Ints
+    received: Ints
+    held: Ints
+
+
+class Ended(NamedTuple):
+    """What the migration took, and why it stopped. forbidden: shares that caps kept back in the last pass; below:
+    servers left short there as E fell below the threshold; imbalance: the busiest server's load over its target, less
+    1."""
+
+    passes: int
+    moves: int
+    forbidden: int
+    below: int
+    imbalance: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +126,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Balance:
-    """Who computes the rows of each pair; servers: loads, targets and, under caps, bytes."""
+    """Who computes the rows of each pair."""
 
     site: Site
     pairs: Pairs
@@ -70,8 +136,7 @@ class Balance:
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
         """(low, high, rank): the global tokens of shares of whole rows, sorted."""
-        count, site = int(self.shares.size[0]), self.site
-        pair, low, high, at = (column[:count] for column in self.shares[:4])
+        site, (pair, low, high, at) = self.site, self.shares
         seq = site.sequence[self.pairs.q[pair]]
         offset = np.where(site.folded[seq], 0, site.begin[seq])
         return token_ranges(site.begin, site.folded, Ranges(seq, low - offset, high - offset, at))
@@ -79,13 +144,13 @@ class Balance:
     @property
     def cuts(self) -> Ints:
         """int64: tokens at which shares of parts begin."""
-        return self.shares.low[: self.shares.size[0]]
+        return self.shares.low
 
     def ranks(self, cells: Cells) -> Ints:
         """int32 [cells]: the server of each cell of blocks that are cut at `cuts`, shares being parts."""
-        count, starts = int(self.shares.size[0]), self.site.starts
+        starts = self.site.starts
         blocks, tokens = len(starts) - 1, int(starts[-1])
-        share = self.pairs.q[self.shares.pair[:count]] * blocks + self.pairs.k[self.shares.pair[:count]]
+        share = self.pairs.q[self.shares.pair] * blocks + self.pairs.k[self.shares.pair]
         q, k = (np.searchsorted(starts, tokens, "right") - 1 for tokens in (cells.q0, cells.k0))
         names, whole = ranked(share)
         key = whole * (tokens + 1) + self.cuts
@@ -96,92 +161,13 @@ class Balance:
         return found.astype(np.int32)
 
 
-def balance(site: Site, limits: Limits) -> Balance:
-    """Migrate pairs of one kind until the limits hold, or nothing moves that would help."""
-    pairs, room = _find_pairs(site), ROOM
-    while True:
-        state = _begin(site, pairs, limits, room * len(site.speeds))
-        ended = fill(state.board.servers, limits, state.run, state.refine)
-        if ended is not None:
-            return Balance(site, pairs, state.board.shares, state.board.servers, ended)
-        room *= 2
-
-
-@dataclass
-class _Cutting:
-    """What the passes change; rows: that cuts are multiples of."""
-
-    board: Board
-    rows: int
-
-    def run(self, rules: Rules, order: Ints) -> tuple[int, int, int]:
-        return migrate(self.board, rules._replace(grain=self.rows), order, self._candidates(rules))
-
-    def _candidates(self, rules: Rules) -> Candidates:
-        """Shares of surplus servers by the E that they have as a whole where nothing is there yet, which no part
-        exceeds by much. Largest first."""
-        servers, shares, pairs = self.board.servers, self.board.shares, self.board.pairs
-        surplus = servers.load > (1 + rules.excess) * servers.target
-        count = int(shares.size[0])
-        share = np.flatnonzero(surplus[shares.at[:count]] & (shares.work[:count] > 0))
-        pair = shares.pair[share]
-        keys = pairs.starts[pairs.k_end[pair]] - pairs.starts[pairs.k[pair]]
-        rows = (shares.high[share] - shares.low[share]) / np.where(pairs.length[pair] > 0, 2, 1)
-        most_e = shares.work[share] / np.maximum(rows * rules.priced_q + keys * rules.kv_bytes, 1)
-        order, place = np.argsort(-most_e, kind="stable"), np.full(len(shares.pair), -1, np.int64)
-        place[share[order]] = np.arange(len(order))
-        work, once, a_pair = np.zeros((3, len(order)))
-        return Candidates(share[order], most_e[order], work, once, a_pair, place, np.full(1, -1, np.int64))
-
-    def refine(self) -> bool:
-        """Halve what cuts are multiples of; False where it is a single row already."""
-        if self.rows == 1:
-            return False
-        self.rows //= 2
-        return True
-
-
-def _begin(site: Site, pairs: Pairs, limits: Limits, room: int) -> _Cutting:
-    home, speeds = site.home, site.speeds
-    count, blocks, ranks = len(pairs.q), len(home), len(speeds)
-    shares = Shares(*[*np.zeros((5, count + room), np.int64), np.array([count])])
-    shares.pair[:count] = np.arange(count)
-    folded, cell = pairs.length > 0, pairs.first[:-1]
-    shares.low[:count] = np.where(folded, pairs.q0[cell], site.starts[pairs.q])
-    shares.high[:count] = np.where(folded, pairs.q1[cell], site.starts[pairs.q + 1])
-    shares.at[:count] = home[pairs.q]
-    first_work(pairs, shares)
-    load = exact_sums(shares.at[:count], shares.work[:count], ranks)
-    servers = Servers(load, load.sum() / speeds.sum() * speeds, *np.zeros((3, ranks), np.int64))
-    lists = _lists(shares.at[:count], ranks, count + 2 * room)
-    holding, other = (Holding(*[*np.zeros((6, blocks), np.int64), np.zeros(2, np.int64)]) for _ in range(2))
-    index = _find_index(pairs, home, ranks)
-    board = Board(pairs, shares, lists, servers, index, home, site.begin[site.sequence], holding, other)
-    if limits.rules.capped:
-        book_pairs(board, limits.rules)
-    return _Cutting(board, limits.granularity)
-
-
-def _find_index(pairs: Pairs, home: Ints, ranks: int) -> Index:
-    blocks, counts = np.arange(len(home) + 1), pairs.k_end - pairs.k
-    pair = group_of(counts)
-    k = within(counts) + pairs.k[pair]
-    by_k, by_home = np.argsort(k, kind="stable"), np.argsort(home, kind="stable")
-    of_k, of_home = np.searchsorted(k[by_k], blocks), np.searchsorted(home[by_home], np.arange(ranks + 1))
-    return Index(np.searchsorted(pairs.q, blocks), pair[by_k], of_k, by_home, of_home)
-
-
-def _lists(at: Ints, ranks: int, room: int) -> Lists:
-    """Items 0, 1, ... on the servers `at`, int64 [items]."""
-    count, order = len(at), np.argsort(at, kind="stable")
-    first, item, after = np.full(ranks, -1, np.int64), np.zeros(room, np.int64), np.full(room, -1, np.int64)
-    item[:count] = order
-    after[: max(count - 1, 0)] = np.arange(1, count)
-    begin = np.searchsorted(at[order], np.arange(ranks + 1))
-    filled = np.flatnonzero(np.diff(begin))
-    first[filled] = begin[filled]
-    after[begin[filled + 1] - 1] = -1
-    return Lists(first, item, after, np.array([count, count]))
+def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
+    """Migrate pairs of one kind until the limits hold, or nothing moves that would help. exhaustive: for tests, with no
+    share passed over that is surely not the best."""
+    pairs, origin = _find_pairs(site), site.begin[site.sequence]
+    speed = float(site.speeds.sum())
+    shares, servers, ended = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
+    return Balance(site, pairs, Shares(*shares), Servers(*servers), Ended(*ended))
 
 
 def _find_pairs(site: Site) -> Pairs:
@@ -192,7 +178,7 @@ def _find_pairs(site: Site) -> Pairs:
     k, k_last = (np.searchsorted(site.starts, keys, "right") - 1 for keys in (columns[3], columns[4] - 1))
     by_key = np.zeros_like(k) if site.whole else k
     order = stable_order(columns[0] * len(site.starts) + by_key)
-    (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns[:, order], by_key[order]
+    (q, q0, q1, k0, k1, dmin, dmax, length), by_key = columns.take(order, 1), by_key[order]
     new = changes(q, by_key)
     first = np.flatnonzero(new)
     hull = np.minimum.reduceat(k[order], first), np.maximum.reduceat(k_last[order], first) + 1

@@ -1,7 +1,7 @@
 """Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
 
 homes       sequential: ranks are filled one after another, tokens as caps, whatever their work    `distca.homes`
-attention   rows move from surplus to deficit servers, cheapest bytes a pair first                `distca.greedy`
+attention   rows move from surplus to deficit servers, cheapest bytes a pair first                `distca.parts`
 
 tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
 """
@@ -17,13 +17,11 @@ from msgspec import Meta
 
 from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.loops.sorting import ranked, stable_order
+from apportion.ir.orders import ranked, stable_order
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes, Positive
-from apportion.planner.place.distca.balance import Ended, Limits, imbalance
-from apportion.planner.place.distca.board import Rules, Servers
 from apportion.planner.place.distca.homes import causal_sequences, sequential_homes, token_ranges
-from apportion.planner.place.distca.parts import Balance, Site, balance
+from apportion.planner.place.distca.parts import Balance, Ended, Limits, Site, balance
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import obey_token_cap
@@ -137,7 +135,7 @@ class Distca(PlacePass):
             folded = causal[kind] & (whole and self.form == "paper")
             begin, speeds = problem.batch.starts, problem.speeds
             found[kind] = balance(Site(bands, begin, homes, starts, home[2], whole, folded, speeds), limits)
-            self._check(kind, found[kind].ended, found[kind].servers, limits)
+            self._check(kind, found[kind].ended, limits)
         return home, found
 
     def _folded(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
@@ -170,10 +168,10 @@ class Distca(PlacePass):
         q, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.KV))
         o = _returned_bytes(problem, whole)
         caps = [getattr(self, name) for name in _CAPS]
-        rules = Rules(
-            grain=1,
-            tolerance=0.0,
-            excess=0.0,
+        return Limits(
+            tolerance=self._tolerance(problem),
+            two_sided=self.two_sided,
+            granularity=self.granularity,
             spare=self._tolerance(problem) if self.two_sided else 0.0,
             threshold=self.threshold,
             q_bytes=q,
@@ -186,20 +184,19 @@ class Distca(PlacePass):
             receive_cap=caps[1] or NO_CAP,
             buffer_cap=caps[2] or NO_CAP,
         )
-        return Limits(self._tolerance(problem), self.two_sided, self.granularity, rules)
 
     def _tolerance(self, problem: Problem) -> float:
         asked = problem.policy.tolerance
         return self.tolerance if asked is None else max(min(self.tolerance, asked), LEAST_TOLERANCE)
 
-    def _check(self, kind: str, ended: Ended, servers: Servers, limits: Limits) -> None:
-        found = imbalance(servers)
-        if not (self.two_sided and ended.forbidden and found > limits.tolerance):
+    def _check(self, kind: str, ended: Ended, limits: Limits) -> None:
+        if not (self.two_sided and ended.forbidden and ended.imbalance > limits.tolerance):
             return
         given = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
         raise CapacityError(
-            f"kind {kind} is {found:.4f} above the mean on its busiest rank, the tolerance is {limits.tolerance}, and "
-            f"{ended.forbidden} moves that would help break {given}: raise the caps or the tolerance of {WHERE}"
+            f"kind {kind} is {ended.imbalance:.4f} above the mean on its busiest rank, the tolerance is "
+            f"{limits.tolerance}, and {ended.forbidden} moves that would help break {given}: raise the caps or the "
+            f"tolerance of {WHERE}"
         )
 
     def _check_caps(self, problem: Problem, placement: Placement) -> None:

@@ -288,6 +288,6 @@ def _script(rows: PairInstructions, launch: Ints, copies: list[Half], old: Ints,
     ends = np.concatenate([traffic.sender, traffic.receiver])
     end_ptr = np.searchsorted(np.sort(ends), np.arange(len(rank) + 1))
     of_launch = np.argsort(ends, kind="stable") % max(len(traffic.sender), 1)
-    role, nothing = rows.role.astype(np.int8), np.zeros(ranks)
+    role, nothing = rows.role.astype(np.uint8), np.zeros(ranks)
     streams = (rank, round_, channel, before, after)
     return Script(ptr, role, rows.work_us, nothing, launch, *streams, end_ptr, of_launch)

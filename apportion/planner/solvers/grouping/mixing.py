@@ -16,16 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion._core import grouping as core
 from apportion.ir.arrays import Floats, Ints, group_of
-from apportion.ir.loops.jit import jit
 from apportion.planner.solvers.contracts import GroupingProblem
 
 _BISECTIONS = 24
-# a descent ends much earlier; this is for degenerate ties
-_MOST_EXCHANGES = 500
-# and this for groups of thousands of sequences
-_MOST_PAIRS = 20_000_000
-_LEAST_GAIN = 1e-12
 # sequences that a kick sends elsewhere: with three, descents still end near by
 _KICK = 3
 # temperatures of annealing as shares of the goal, from and to (0.01 to 0.3 and 0.0003 to 0.003 were tried)
@@ -72,8 +67,8 @@ def _first_fit_mix(problem: GroupingProblem, limit: float) -> Mix | None:
     need = fits.argmax(1)
     order = np.lexsort((-problem.times[np.arange(len(need)), need], -need))
     rooms = problem.cap * problem.degrees
-    column, group = _first_fit(
-        order, need, problem.times, problem.sizes, problem.degrees, rooms, problem.ranks, limit
+    column, group = core.first_fit(
+        problem.times, problem.sizes, order, need, problem.degrees, rooms, problem.ranks, limit
     )
     return mix_of(problem, column, group) if len(column) else None
 
@@ -86,42 +81,6 @@ def mix_of(problem: GroupingProblem, column: Ints, group: Ints) -> Mix:
 def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
     own = problem.times[np.arange(len(group)), column[group]]
     return np.bincount(group, own, len(column)).astype(np.float64, copy=False)
-
-
-@jit
-def _first_fit(
-    order: Ints,
-    need: Ints,
-    times: Floats,
-    sizes: Ints,
-    degrees: Ints,
-    rooms: Ints,
-    ranks: int,
-    limit: float,
-) -> tuple[Ints, Ints]:
-    """(column of each group, group of each sequence); no groups where not all sequences fit."""
-    group, groups, left = np.zeros(len(order), np.int64), 0, ranks
-    column, load, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.float64), np.zeros(ranks, np.int64)
-    for k in order:
-        best, least, tightest = -1, np.inf, np.inf
-        for g in range(groups):
-            c = column[g]
-            room = limit - load[g] - times[k, c]
-            if room < 0 or used[g] + sizes[k] > rooms[c]:
-                continue
-            spent = times[k, c] * degrees[c]
-            if spent < least or (spent == least and room < tightest):
-                best, least, tightest = g, spent, room
-        if best < 0:
-            if degrees[need[k]] > left:
-                return column[:0], group
-            best, groups = groups, groups + 1
-            column[best] = need[k]
-            left -= degrees[need[k]]
-        group[k] = best
-        load[best] += times[k, column[best]]
-        used[best] += sizes[k]
-    return column[:groups].copy(), group
 
 
 # ---- search over counts of groups
@@ -180,53 +139,10 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
     bar = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
     left = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
-    times, above = problem.times[:, mix.column], float(np.maximum(mix.time - goal, 0.0).sum())
-    _anneal(times, problem.sizes, group, mix.time.copy(), left, goal, above, moved, to, bar)
+    times, above = problem.times.take(mix.column, 1), float(np.maximum(mix.time - goal, 0.0).sum())
+    core.anneal(times, problem.sizes, moved, to, bar, goal, above, mix.time.copy(), left, group)
     tried = descend(problem, mix_of(problem, mix.column, group))
     return tried if tried.value < mix.value else mix
-
-
-@jit
-def _anneal(
-    times: Floats,
-    sizes: Ints,
-    group: Ints,
-    load: Floats,
-    left: Ints,
-    goal: float,
-    above: float,
-    moved: Ints,
-    to: Ints,
-    bar: Floats,
-) -> None:
-    """Step s moves sequence moved[s] to group to[s], or swaps it with sequence to[s] - groups; tokens always fit.
-    times: float64 [K, groups]; load: time and left: tokens of each group; above: time above `goal`. `group`
-    ends as the best one seen."""
-    now, least = group.copy(), above
-    for s in range(len(moved)):
-        k, other = moved[s], to[s] - len(load)
-        g = now[k]
-        h = to[s] if other < 0 else now[other]
-        grows = sizes[k] if other < 0 else sizes[k] - sizes[other]
-        if h == g or left[h] < grows or left[g] < -grows:
-            continue
-        here, there = load[g] - times[k, g], load[h] + times[k, h]
-        if other >= 0:
-            here, there = here + times[other, g], there - times[other, h]
-        worse = max(0.0, here - goal) - max(0.0, load[g] - goal)
-        worse += max(0.0, there - goal) - max(0.0, load[h] - goal)
-        if not worse < bar[s]:
-            continue
-        load[g], load[h], now[k] = here, there, h
-        left[g], left[h] = left[g] + grows, left[h] - grows
-        if other >= 0:
-            now[other] = g
-        above += worse
-        if above < least - _LEAST_GAIN * goal:
-            least = above
-            group[:] = now
-            if least <= _LEAST_GAIN * goal:
-                return
 
 
 def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
@@ -267,76 +183,14 @@ def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
     """A mix with these counts of groups, or None where the spreading finds no room for a sequence."""
     column = group_of(counts)[::-1].copy()
     rooms = problem.cap * problem.degrees[column]
-    group = _list_schedule(problem.times, problem.sizes, column, rooms)
-    if (group < 0).any():
-        return None
-    return descend(problem, mix_of(problem, column, group))
-
-
-@jit
-def _list_schedule(times: Floats, sizes: Ints, column: Ints, rooms: Ints) -> Ints:
-    """Each sequence, longest first, to the group that it leaves quickest; -1 from the first one without room on."""
-    items, groups = len(times), len(column)
-    group, load, left = np.full(items, -1, np.int64), np.zeros(groups, np.float64), rooms.copy()
-    shortest = np.empty(items, np.float64)
-    for k in range(items):
-        shortest[k] = -times[k].min()
-    for k in np.argsort(shortest, kind="mergesort"):
-        best, least = -1, np.inf
-        for g in range(groups):
-            end = load[g] + times[k, column[g]]
-            if sizes[k] <= left[g] and end < least:
-                best, least = g, end
-        if best < 0:
-            return group
-        group[k] = best
-        load[best] = least
-        left[best] -= sizes[k]
-    return group
+    group = core.list_schedule(problem.times, problem.sizes, column, rooms)
+    return None if group is None else descend(problem, mix_of(problem, column, group))
 
 
 def descend(problem: GroupingProblem, mix: Mix) -> Mix:
-    """Moves and swaps out of the slowest group, the best first, while the larger of the two times falls; ends after
-    `_MOST_PAIRS` looks at a move or swap."""
-    column, group, time = mix.column, mix.group.copy(), mix.time.copy()
-    rooms, looks = problem.cap * problem.degrees[column], 0
-    for _ in range(_MOST_EXCHANGES):
-        slow = int(time.argmax())
-        looks += int((group == slow).sum()) * (len(group) + len(time))
-        if looks > _MOST_PAIRS:
-            break
-        left = rooms - _tokens(problem, column, group)
-        item, to, other = _best_exchange(problem.times, problem.sizes, column, group, time, left, slow)
-        if item < 0:
-            break
-        group[item] = to
-        if other >= 0:
-            group[other] = slow
-        time = _times(problem, column, group)
-    return Mix(column, group, time)
-
-
-@jit
-def _best_exchange(
-    times: Floats, sizes: Ints, column: Ints, group: Ints, time: Floats, left: Ints, slow: int
-) -> tuple[int, int, int]:
-    """(sequence of the slowest group, its new group, the sequence that comes back or -1 for none) of the move or
-    swap after which the slower of its two groups is quickest, the first of equals; -1 where none helps."""
-    least, item, to, other = time[slow] * (1 - _LEAST_GAIN), -1, -1, -1
-    for i in range(len(group)):
-        if group[i] != slow:
-            continue
-        rest = time[slow] - times[i, column[slow]]
-        for g in range(len(column)):
-            end = max(rest, time[g] + times[i, column[g]])
-            if g != slow and sizes[i] <= left[g] and end < least:
-                least, item, to, other = end, i, g, -1
-        for j in range(len(group)):
-            g, grows = group[j], sizes[i] - sizes[j]
-            back = rest + times[j, column[slow]]
-            if g == slow or not back < least or grows > left[g] or -grows > left[slow]:
-                continue
-            end = max(back, time[g] - times[j, column[g]] + times[i, column[g]])
-            if end < least:
-                least, item, to, other = end, i, g, j
-    return item, to, other
+    """Moves and swaps out of the slowest group, the best first, while the larger of the two times falls; ends after so
+    many looks at a move or swap."""
+    found = Mix(mix.column, mix.group.copy(), mix.time.copy())
+    rooms = problem.cap * problem.degrees[mix.column]
+    core.descend(problem.times, problem.sizes, mix.column, rooms, found.group, found.time)
+    return found

@@ -1,7 +1,7 @@
 """Balanced k-way partitioning of hypergraphs under two constraints, nodes before ranks (DCP, section 4.2).
 
-Vertices with tokens are placed first (`hypergraph_tokens`), the others follow and both balances are repaired
-(`hypergraph_moves`), first over nodes, then over the ranks of each. An engine may take the place of the second step.
+Vertices with tokens are placed first (`tokens`), the others follow and both balances are repaired (the compiled core's
+`hypergraph_moves.cpp`), first over nodes, then over the ranks of each. An engine may take the place of the second step.
 """
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apportion._core import hypergraph as core
 from apportion.ir.arrays import Floats, Ints, group_of, offsets
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph.coarse import contract, merge
-from apportion.planner.solvers.hypergraph.graph import Graph, components, graph_of, spans
-from apportion.planner.solvers.hypergraph.moves import (
-    PASSES,
-    Board,
-    board_of,
-    refine,
-    regroup,
-    repair,
-    settle,
-)
+from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
@@ -34,8 +26,6 @@ Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
 
 # Free vertices are merged to about so many a rank, where there are more (of 4 to 128, for log-normal batches).
 PIECES = 16
-# rounds of repair, beside four a vertex
-REPAIRS = 256
 # rounds of hashing that tell vertices apart by what is around them
 _ROUNDS = 3
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -98,14 +88,13 @@ def level(
 ) -> Ints:
     """int64 [V]: parts in [base, base + span) for vertices that have none, and for others without tokens that repair
     moves. thorough: move groups of vertices too, and on the level of ranks start from pieces as well."""
-    movable, flops = ((problem.tokens == 0) & (problem.bound_to < 0)).astype(np.int64), problem.flops
-    found = _moved(graph, board_of(graph, part, base, movable, flops, cap), span, thorough)
+    movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
+    found = core.spread(graph, part, base, movable, flops, cap, span, thorough)
     few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
     if few or not thorough:
         return found
     coarse = _coarsely(graph, flops, part, base, span, cap)
-    board = board_of(graph, coarse, base, movable, flops, cap)
-    return better(problem, found, _moved(graph, board, span), cap)
+    return better(problem, found, core.spread(graph, coarse, base, movable, flops, cap, span, True), cap)
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
@@ -123,32 +112,20 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     free = part < 0
     merged = merge(graph, part, base, flops, PIECES * len(cap))
     count = int(merged.max()) + 1
-    held, of_base, weight, movable = (np.zeros(count, np.int64) for _ in range(4))
+    held, of_base, weight = (np.zeros(count, np.int64) for _ in range(3))
+    movable = np.zeros(count, bool)
     held[merged], of_base[merged], movable[merged] = part, base, free
     np.add.at(weight, merged, flops)
     coarse = contract(graph, merged, count)
-    board = board_of(coarse, held, of_base, movable, weight, cap)
-    return _moved(coarse, board, span)[merged]
-
-
-def _moved(graph: Graph, board: Board, span: int, thorough: bool = True) -> Ints:
-    settle(graph, board, span, np.argsort(-graph.price, kind="stable"))
-    repair(graph, board, span, 4 * len(board.part) + REPAIRS)
-    refine(graph, board, span, PASSES)
-    if thorough:
-        regroup(graph, board, span, PASSES)
-        refine(graph, board, span, PASSES)
-    return board.part
+    return core.spread(coarse, held, of_base, movable, weight, cap, span, True)[merged]
 
 
 def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
     """The answer of these ranks, int64 [V], with which both constraints hold, after moves that gain."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
-    movable = ((problem.tokens == 0) & (problem.bound_to < 0)).astype(np.int64)
-    board = board_of(graph, rank, rank // span * span, movable, problem.flops, problem.flops_caps[1])
-    regroup(graph, board, span, PASSES)
-    refine(graph, board, span, PASSES)
-    return answer(problem, board.part, lower_bound(problem), limit)
+    movable = (problem.tokens == 0) & (problem.bound_to < 0)
+    moved = core.polish(graph, rank, rank // span * span, movable, problem.flops, problem.flops_caps[1], span)
+    return answer(problem, moved, lower_bound(problem), limit)
 
 
 def holds(problem: HypergraphProblem, rank: Ints) -> bool:
@@ -183,7 +160,7 @@ def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
 
 def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
     """The sum of price times (parts spanned - 1)."""
-    span = spans(problem.ptr, problem.pins, part, parts)
+    span = core.spans(problem.ptr, problem.pins, part, parts)
     return float((problem.price * np.maximum(span - 1, 0)).sum())
 
 
@@ -193,7 +170,7 @@ def lower_bound(problem: HypergraphProblem) -> float:
     fixed = problem.bound_to
     by_edge = connectivity(problem, fixed, problem.ranks)
     count = len(fixed)
-    root = components(problem.ptr, problem.pins, count, np.zeros(count, np.int64), np.ones(count, bool))
+    root = core.components(problem.ptr, problem.pins, np.zeros(count, np.int64))
     need = np.ones(count, np.int64)
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
         total = np.zeros(count, np.int64)

@@ -17,14 +17,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from apportion._core import swap as core
 from apportion.ir.arrays import Bools, Floats, Ints
-from apportion.ir.loops.jit import jit
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import lpt
 from apportion.planner.solvers.status import Budget, Status, Termination
 
-#: bins looked at together, the lightest first; steps a bin at most; how near to the bound is enough
-BINS, STEPS, ENOUGH = 8, 16, 5e-4
+#: how near to the bound is enough
+ENOUGH = 5e-4
 #: float64 counts up to here; the rate of a bin that holds nothing
 EXACT, TINY = 2.0**52, 1e-9
 
@@ -84,11 +84,9 @@ def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
 def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float) -> None:
     """Until no bin's weight over `rates` is above the goal, or nothing helps; in place."""
     order = np.lexsort((bins, problem.weights, problem.sizes))
-    caps = np.ascontiguousarray(problem.caps, np.int64)
-    allowed = _allowed(problem)
-    for _ in range(STEPS):
-        if not _swaps(bins, order, problem.weights, problem.sizes, caps, rates, allowed, goal):
-            break
+    columns = (problem.weights, problem.sizes, problem.caps)
+    weights, sizes, caps = (np.ascontiguousarray(column, np.int64) for column in columns)
+    core.improve(bins, order, weights, sizes, caps, rates, _allowed(problem), goal)
 
 
 def _allowed(problem: PartitionProblem) -> Bools:
@@ -101,148 +99,3 @@ def _allowed(problem: PartitionProblem) -> Bools:
             allowed[item] = False
             allowed[item, list(bins)] = True
     return allowed
-
-
-@jit
-def _swaps(
-    assigned: Ints,
-    order: Ints,
-    weights: Ints,
-    sizes: Ints,
-    caps: Ints,
-    speed: Floats,
-    allowed: Bools,
-    goal: float,
-) -> bool:
-    """Improves `assigned`, in place, by one step a bin; whether more may help. order: of the items, by rising size, the
-    lightest first."""
-    bins = len(caps)
-    load, used = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    head, after = np.full(bins, -1), np.full(len(order), -1)
-    rank = np.empty(len(order), np.int64)
-    for place in range(len(order) - 1, -1, -1):
-        item = order[place]
-        rank[item] = place
-        if assigned[item] >= 0:
-            load[assigned[item]] += weights[item]
-            used[assigned[item]] += sizes[item]
-            after[item], head[assigned[item]] = head[assigned[item]], item
-    for _ in range(bins):
-        time = load / speed
-        heavy = int(np.argmax(time))
-        if time[heavy] <= goal:
-            return False
-        best, bin_ = (-1, -1, -1), -1
-        least, light = time[heavy], np.argsort(time, kind="mergesort")
-        for number in range(bins):
-            if number % BINS == 0 and bin_ >= 0:
-                break
-            to = light[number]
-            if to == heavy:
-                continue
-            theirs = _held(head[to], after, allowed, heavy)
-            rest = np.array([load[heavy], load[to], used[heavy], used[to], caps[heavy], caps[to]])
-            value, found = _best(
-                head[heavy], after, theirs, to, weights, sizes, allowed, rest, speed[heavy], speed[to], least
-            )
-            if value < least:
-                least, best, bin_ = value, found, to
-        if bin_ < 0:
-            return False
-        for index in range(3):
-            if best[index] >= 0:
-                source, target = (heavy, bin_) if index == 0 else (bin_, heavy)
-                _move(best[index], source, target, assigned, rank, head, after)
-                load[source] -= weights[best[index]]
-                load[target] += weights[best[index]]
-                used[source] -= sizes[best[index]]
-                used[target] += sizes[best[index]]
-    return True
-
-
-@jit
-def _held(first: int, after: Ints, allowed: Bools, bin_: int) -> Ints:
-    """The items of a bin, in their order, that another may take."""
-    count, item = 0, first
-    while item >= 0:
-        count += 1
-        item = after[item]
-    found, count, item = np.empty(count, np.int64), 0, first
-    while item >= 0:
-        if len(allowed) == 0 or allowed[item, bin_]:
-            found[count] = item
-            count += 1
-        item = after[item]
-    return found[:count]
-
-
-@jit
-def _best(
-    first: int,
-    after: Ints,
-    theirs: Ints,
-    to: int,
-    weights: Ints,
-    sizes: Ints,
-    allowed: Bools,
-    rest: Ints,
-    speed: float,
-    their_speed: float,
-    least: float,
-) -> tuple[float, tuple[int, int, int]]:
-    """What the heavier of two bins takes after the best exchange, `least` where none is better, and the exchange: an
-    item of the heavy bin for up to two of the light one, -1 for none. theirs: these, by rising size; rest: loads, sizes
-    and caps of both."""
-    load, their_load, used, their_used, cap, their_cap = rest
-    count, best = len(theirs), (-1, -1, -1)
-    lightest = np.full(count + 1, -1)  # of those from each on
-    for index in range(count - 1, -1, -1):
-        behind = lightest[index + 1]
-        lighter = behind < 0 or weights[theirs[index]] <= weights[behind]
-        lightest[index] = theirs[index] if lighter else behind
-    a = first
-    while a >= 0:
-        if len(allowed) == 0 or allowed[a, to]:
-            for index in range(-1, count):
-                b = -1 if index < 0 else theirs[index]
-                w, s, c = weights[a], sizes[a], -1
-                if b >= 0:
-                    w, s = w - weights[b], s - sizes[b]
-                if w > 0 and their_used + s > their_cap and b >= 0:  # a second one makes room
-                    low, high = 0, count
-                    while low < high:
-                        middle = (low + high) // 2
-                        if sizes[theirs[middle]] < their_used + s - their_cap:
-                            low = middle + 1
-                        else:
-                            high = middle
-                    c = lightest[low]
-                    if c < 0 or c == b:
-                        continue
-                    w, s = w - weights[c], s - sizes[c]
-                if w > 0 and their_used + s <= their_cap and used - s <= cap:
-                    value = max((load - w) / speed, (their_load + w) / their_speed)
-                    if value < least:
-                        least, best = value, (a, b, c)
-        a = after[a]
-    return least, best
-
-
-@jit
-def _move(item: int, source: int, target: int, assigned: Ints, rank: Ints, head: Ints, after: Ints) -> None:
-    """From one bin's list to another's, which stay in the items' order."""
-    if head[source] == item:
-        head[source] = after[item]
-    else:
-        before = head[source]
-        while after[before] != item:
-            before = after[before]
-        after[before] = after[item]
-    if head[target] < 0 or rank[head[target]] > rank[item]:
-        after[item], head[target] = head[target], item
-    else:
-        before = head[target]
-        while after[before] >= 0 and rank[after[before]] < rank[item]:
-            before = after[before]
-        after[item], after[before] = after[before], item
-    assigned[item] = target

@@ -1,0 +1,3 @@
+from apportion.ir.arrays import Ints
+
+def foreign_tokens(bands: Ints, token_cap: int, load_cap: int, ranks: int, /) -> int: ...

@@ -1,0 +1,7 @@
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.ir.arrays import Ints
+
+def max_degree(src: Ints, dst: Ints, ranks: int, /) -> int: ...
+def colours(src: Ints, dst: Ints, ranks: int, count: int, /) -> NDArray[np.int32]: ...

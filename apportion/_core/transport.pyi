@@ -1,0 +1,6 @@
+from apportion.ir.arrays import Ints
+
+def two_level(
+    surplus: Ints, width: int, intra: float, inter: float, level_givers: bool, level_takers: bool, /
+) -> tuple[Ints, Ints, Ints]: ...
+def north_west(surplus: Ints, /) -> tuple[Ints, Ints, Ints]: ...

@@ -1,1 +1,0 @@
-"""Hot loops: how they are compiled, and what many of them need."""

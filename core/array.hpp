@@ -1,0 +1,168 @@
+// Views of arrays that loops read and write. They own nothing, and know nothing of Python.
+//
+//   Column<T>      one dimension, T* and a size; Column<const T> is read only
+//   Matrix<T>      two dimensions, rows of contiguous numbers; rows may lie apart
+//   Ints, IntRows  the same, read only, of int32 or int64, whichever an array of a table has; numbers are read as int64
+//   Reader         bytes from outside, always checked: throws Truncated
+//
+// The sanitizer build (`make sanitize`) checks every index of every view: std::out_of_range, IndexError in Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace apportion {
+
+#ifdef APPORTION_CHECKED
+inline constexpr bool CHECKED = true;
+#else
+inline constexpr bool CHECKED = false;
+#endif
+
+inline void check_index(std::int64_t index, std::int64_t size) {
+  if constexpr (CHECKED) {
+    if (static_cast<std::uint64_t>(index) >= static_cast<std::uint64_t>(size))
+      throw std::out_of_range("index " + std::to_string(index) + " of " + std::to_string(size));
+  }
+}
+
+inline void check_range(std::int64_t first, std::int64_t end, std::int64_t size) {
+  if constexpr (CHECKED) {
+    if (first < 0 || first > end || end > size)
+      throw std::out_of_range("range " + std::to_string(first) + " to " + std::to_string(end) + " of " +
+                              std::to_string(size));
+  }
+}
+
+template <class T>
+class Column {
+ public:
+  using value_type = T;
+  Column() = default;
+  Column(T* data, std::int64_t size) : data_(data), size_(size) {}
+
+  std::int64_t size() const { return size_; }
+  T* data() const { return data_; }
+  T* begin() const { return data_; }
+  T* end() const { return data_ + size_; }
+  T& operator[](std::int64_t index) const {
+    check_index(index, size_);
+    return data_[index];
+  }
+  Column slice(std::int64_t first, std::int64_t end) const {
+    check_range(first, end, size_);
+    return {data_ + first, end - first};
+  }
+  operator Column<const T>() const { return {data_, size_}; }
+
+ private:
+  T* data_ = nullptr;
+  std::int64_t size_ = 0;
+};
+
+template <class T>
+class Matrix {
+ public:
+  using value_type = T;
+  Matrix() = default;
+  // stride: numbers from a row to the next
+  Matrix(T* data, std::int64_t rows, std::int64_t columns, std::int64_t stride)
+      : data_(data), rows_(rows), columns_(columns), stride_(stride) {}
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t columns() const { return columns_; }
+  Column<T> operator[](std::int64_t row) const {
+    check_index(row, rows_);
+    return {data_ + row * stride_, columns_};
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::int64_t rows_ = 0, columns_ = 0, stride_ = 0;
+};
+
+class Ints {
+ public:
+  Ints() = default;
+  Ints(const void* data, bool narrow, std::int64_t size) : data_(data), narrow_(narrow), size_(size) {}
+
+  std::int64_t size() const { return size_; }
+  bool narrow() const { return narrow_; }
+  std::int64_t operator[](std::int64_t index) const {
+    check_index(index, size_);
+    return narrow_ ? static_cast<const std::int32_t*>(data_)[index] : static_cast<const std::int64_t*>(data_)[index];
+  }
+  // What `loop` returns of the column in its own type: of a hot loop over one or two columns, compiled for each.
+  template <class Loop>
+  auto visit(Loop&& loop) const {
+    if (narrow_) return loop(Column<const std::int32_t>(static_cast<const std::int32_t*>(data_), size_));
+    return loop(Column<const std::int64_t>(static_cast<const std::int64_t*>(data_), size_));
+  }
+
+ private:
+  const void* data_ = nullptr;
+  bool narrow_ = false;
+  std::int64_t size_ = 0;
+};
+
+class IntRows {
+ public:
+  IntRows() = default;
+  IntRows(const void* data, bool narrow, std::int64_t rows, std::int64_t columns, std::int64_t stride)
+      : data_(data), narrow_(narrow), rows_(rows), columns_(columns), stride_(stride) {}
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t columns() const { return columns_; }
+  Ints operator[](std::int64_t row) const {
+    check_index(row, rows_);
+    const std::int64_t bytes = row * stride_ * (narrow_ ? 4 : 8);
+    return {static_cast<const char*>(data_) + bytes, narrow_, columns_};
+  }
+  // As that of a column.
+  template <class Loop>
+  auto visit(Loop&& loop) const {
+    if (narrow_)
+      return loop(Matrix<const std::int32_t>(static_cast<const std::int32_t*>(data_), rows_, columns_, stride_));
+    return loop(Matrix<const std::int64_t>(static_cast<const std::int64_t*>(data_), rows_, columns_, stride_));
+  }
+
+ private:
+  const void* data_ = nullptr;
+  bool narrow_ = false;
+  std::int64_t rows_ = 0, columns_ = 0, stride_ = 0;
+};
+
+// Bytes from outside end before what was asked for.
+struct Truncated : std::out_of_range {
+  Truncated() : std::out_of_range("the bytes end too early") {}
+};
+
+class Reader {
+ public:
+  Reader(const std::uint8_t* data, std::int64_t size) : at_(data), left_(size) {}
+
+  std::int64_t left() const { return left_; }
+  // The next `count` bytes, which are there.
+  const std::uint8_t* take(std::int64_t count) {
+    if (count < 0 || count > left_) throw Truncated();
+    const std::uint8_t* found = at_;
+    at_ += count;
+    left_ -= count;
+    return found;
+  }
+  std::uint8_t byte() { return *take(1); }
+  std::uint32_t u32() {
+    const std::uint8_t* b = take(4);
+    return static_cast<std::uint32_t>(b[0]) | static_cast<std::uint32_t>(b[1]) << 8 |
+           static_cast<std::uint32_t>(b[2]) << 16 | static_cast<std::uint32_t>(b[3]) << 24;
+  }
+
+ private:
+  const std::uint8_t* at_;
+  std::int64_t left_;
+};
+
+}  // namespace apportion

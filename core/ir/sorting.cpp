@@ -1,0 +1,88 @@
+#include "ir/sorting.hpp"
+
+#include <algorithm>
+
+#include "bind.hpp"
+
+namespace apportion {
+
+namespace {
+
+struct Item {
+  std::uint64_t key;  // above the smallest
+  std::int64_t index;
+};
+
+constexpr std::int64_t FEW = 256;  // keys up to which comparing beats counting
+constexpr int DIGIT = 11;          // bits of a pass at most: counters stay in the first-level cache
+
+void sort_by_digits(std::vector<Item>& items, std::uint64_t most) {
+  const int bits = static_cast<int>(std::bit_width(most));
+  const int widest = items.size() < 4096 ? 8 : DIGIT;
+  const int passes = (bits + widest - 1) / widest;
+  const int digit = (bits + passes - 1) / passes;
+  const std::uint64_t mask = (std::uint64_t{1} << digit) - 1;
+  std::vector<Item> other(items.size());
+  std::vector<std::size_t> starts(mask + 2);
+  for (int shift = 0; shift < bits; shift += digit) {
+    std::fill(starts.begin(), starts.end(), 0);
+    for (const Item& item : items) ++starts[((item.key >> shift) & mask) + 1];
+    for (std::size_t value = 0; value <= mask; ++value) starts[value + 1] += starts[value];
+    for (const Item& item : items) other[starts[(item.key >> shift) & mask]++] = item;
+    items.swap(other);
+  }
+}
+
+}  // namespace
+
+void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
+  if (std::is_sorted(keys.begin(), keys.end())) {
+    std::iota(order.begin(), order.end(), 0);
+    return;
+  }
+  const auto [low, high] = std::minmax_element(keys.begin(), keys.end());
+  const auto base = static_cast<std::uint64_t>(*low);
+  std::vector<Item> items(static_cast<std::size_t>(keys.size()));
+  for (std::int64_t i = 0; i < keys.size(); ++i)
+    items[static_cast<std::size_t>(i)] = {static_cast<std::uint64_t>(keys[i]) - base, i};
+  if (keys.size() <= FEW) {
+    std::sort(items.begin(), items.end(), [](const Item& one, const Item& two) {
+      return one.key != two.key ? one.key < two.key : one.index < two.index;
+    });
+  } else {
+    sort_by_digits(items, static_cast<std::uint64_t>(*high) - base);
+  }
+  for (std::int64_t i = 0; i < keys.size(); ++i) order[i] = items[static_cast<std::size_t>(i)].index;
+}
+
+// The distinct keys, ascending; and where each of the keys is among them, in `number`.
+static std::vector<std::int64_t> ranked(Column<const std::int64_t> keys, Column<std::int64_t> number) {
+  std::vector<std::int64_t> found, storage(static_cast<std::size_t>(keys.size()));
+  const Column<std::int64_t> order(storage.data(), keys.size());
+  stable_order(keys, order);
+  for (const std::int64_t at : order) {
+    if (found.empty() || found.back() != keys[at]) found.push_back(keys[at]);
+    number[at] = static_cast<std::int64_t>(found.size()) - 1;
+  }
+  return found;
+}
+
+void bind_sorting(nb::module_& m) {
+  m.def("stable_order", [](In<std::int64_t, "keys"> keys) {
+    New<std::int64_t> order(keys.size());
+    unlocked([&] { stable_order(keys, order); });
+    return order.array();
+  });
+  m.def("counting_order", [](IntsIn<"keys"> keys, std::int64_t size) {
+    New<std::int32_t> order(keys.size());
+    unlocked([&] { keys.visit([&](auto own) { counting_order<decltype(own), std::int32_t>(own, size, order); }); });
+    return order.array();
+  });
+  m.def("ranked", [](In<std::int64_t, "keys"> keys) {
+    New<std::int64_t> number(keys.size());
+    std::vector<std::int64_t> found = unlocked([&] { return ranked(keys, number); });
+    return nb::make_tuple(handed(std::move(found)), number.array());
+  });
+}
+
+}  // namespace apportion

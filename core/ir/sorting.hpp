@@ -1,0 +1,26 @@
+// Stable orders of integer keys.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "array.hpp"
+
+namespace apportion {
+
+// The stable order of keys in [0, size), in `order`: counting sort.
+template <class Keys, class Index>
+void counting_order(const Keys& keys, std::int64_t size, Column<Index> order) {
+  std::vector<std::int64_t> storage(static_cast<std::size_t>(size) + 1);
+  const Column<std::int64_t> place(storage.data(), size + 1);
+  for (std::int64_t i = 0; i < keys.size(); ++i) ++place[keys[i] + 1];
+  for (std::int64_t value = 0; value < size; ++value) place[value + 1] += place[value];
+  for (std::int64_t i = 0; i < keys.size(); ++i) order[place[keys[i]]++] = static_cast<Index>(i);
+}
+
+// The stable order of any keys, in `order`: least significant digit first (Knuth, volume 3, section 5.2.5).
+void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order);
+
+}  // namespace apportion

@@ -1,0 +1,55 @@
+// Tables of integers as bytes and back: apportion/schemas/FORMAT.md, section 4.
+//
+//   rows u32 · column 0: width u8, rows differences · column 1 … · column n
+//
+// A difference is what a number is above the one before it, the first one above 0: 0, 1, 2, 4 or 8 bytes for all rows
+// of a rank, the lowest byte first, negative ones as two's complement. Without rows nothing follows the count.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "array.hpp"
+
+namespace apportion {
+
+inline constexpr std::int64_t MAX_ROWS = std::int64_t{1} << 24;  // of a rank in one table
+inline constexpr std::int64_t NARROW = std::int64_t{1} << 30;    // bound of numbers that are kept as int32
+inline constexpr std::int64_t FAR = std::int64_t{1} << 62;       // bound of all numbers
+
+struct RankedRows {
+  Column<const std::int64_t> ptr;
+  IntRows values;
+};
+
+// The size of a rank's part of these tables; appends the widths of its columns. Numbers are within [-2**48, 2**48].
+std::int64_t measure_part(const std::vector<RankedRows>& tables, std::int64_t rank, std::vector<std::uint8_t>& widths);
+
+// Writes a rank's part; returns the widths that the next rank begins with.
+const std::uint8_t* encode_part(const std::vector<RankedRows>& tables, std::int64_t rank, const std::uint8_t* widths,
+                                std::uint8_t* out);
+
+// What is wrong with a part. column: -1 where it is the table as a whole.
+struct Malformed : std::invalid_argument {
+  std::int64_t rank, table, column;
+  Malformed(std::int64_t of_rank, std::int64_t of_table, std::int64_t of_column, const char* what)
+      : std::invalid_argument(what), rank(of_rank), table(of_table), column(of_column) {}
+};
+
+// A table of one rank that was looked at: rows, and the bytes of its columns.
+struct Found {
+  std::int64_t rows;
+  const std::uint8_t* data;
+  std::int64_t bytes;
+};
+
+// The tables of a part, which has nothing else. columns: of each table. Throws Malformed.
+std::vector<Found> scan_part(Reader part, const std::vector<std::int64_t>& columns, std::int64_t rank);
+
+// Fills rows [first, first + found.rows) of a table with numbers from -bound to below bound. Returns whether all are
+// within; throws Malformed for what is wrong otherwise.
+template <class Number>
+bool read_rows(const Found& found, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
+               Matrix<Number> values);
+
+}  // namespace apportion

@@ -1,0 +1,106 @@
+#include <memory>
+
+#include "bind.hpp"
+#include "ir/tables.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
+  std::vector<Fields> fields;
+  std::vector<RankedRows> views;
+  for (const nb::handle pair : tables) {
+    Fields& own = fields.emplace_back(nb::cast<nb::tuple>(pair));
+    views.push_back({own.next<Column<const int64_t>>("ptr"), own.next<IntRows>("values")});
+  }
+  std::vector<std::uint8_t> widths;
+  std::vector<int64_t> sizes;
+  unlocked([&] {
+    for (int64_t rank = first; rank < end; ++rank) sizes.push_back(measure_part(views, rank, widths));
+  });
+  std::vector<nb::bytes> parts;
+  std::vector<std::uint8_t*> outs;  // of bytes that nobody else has yet
+  for (const int64_t size : sizes) {
+    parts.push_back(nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, size)));
+    if (!parts.back().is_valid()) throw nb::python_error();
+    outs.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(parts.back().ptr())));
+  }
+  unlocked([&] {
+    const std::uint8_t* own = widths.data();
+    for (int64_t rank = first; rank < end; ++rank)
+      own = encode_part(views, rank, own, outs[static_cast<std::size_t>(rank - first)]);
+  });
+  return parts;
+}
+
+template <class Number>
+bool fill(const std::vector<std::vector<Found>>& found, std::size_t table, int64_t bound, Matrix<Number> values) {
+  return unlocked([&] {
+    int64_t first = 0;
+    for (std::size_t rank = 0; rank < found.size(); ++rank) {
+      const Found& own = found[rank][table];
+      const auto numbers = static_cast<int64_t>(rank), place = static_cast<int64_t>(table);
+      if (!read_rows(own, numbers, place, bound, first, values)) return false;
+      first += own.rows;
+    }
+    return true;
+  });
+}
+
+nb::object values_of(const std::vector<std::vector<Found>>& found, std::size_t table, int64_t columns, int64_t rows,
+                     bool narrow) {
+  if (narrow) {
+    New2<std::int32_t> values(columns, rows);
+    if (fill<std::int32_t>(found, table, NARROW, values)) return values.array();
+  }
+  New2<int64_t> values(columns, rows);
+  fill<int64_t>(found, table, FAR, values);
+  return values.array();
+}
+
+nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std::vector<bool> narrow) {
+  std::vector<Reader> readers;
+  for (const nb::bytes& part : parts)
+    readers.emplace_back(static_cast<const std::uint8_t*>(part.data()), static_cast<int64_t>(part.size()));
+  std::vector<std::vector<Found>> found(parts.size());
+  unlocked([&] {
+    for (std::size_t rank = 0; rank < readers.size(); ++rank)
+      found[rank] = scan_part(readers[rank], columns, static_cast<int64_t>(rank));
+  });
+  nb::list tables;
+  for (std::size_t table = 0; table < columns.size(); ++table) {
+    New<int64_t> ptr(static_cast<int64_t>(parts.size()) + 1);
+    ptr[0] = 0;
+    for (int64_t rank = 0; rank + 1 < ptr.size(); ++rank)
+      ptr[rank + 1] = ptr[rank] + found[static_cast<std::size_t>(rank)][table].rows;
+    const int64_t rows = ptr[ptr.size() - 1];
+    tables.append(nb::make_tuple(ptr.array(), values_of(found, table, columns[table], rows, narrow.at(table))));
+  }
+  return tables;
+}
+
+// Sets `Malformed` of Python with (rank, table, column, what).
+void translate(const std::exception_ptr& thrown, void* type) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Malformed& fault) {
+    const nb::tuple args = nb::make_tuple(fault.rank, fault.table, fault.column, fault.what());
+    PyErr_SetObject(static_cast<PyObject*>(type), args.ptr());
+  }
+}
+
+}  // namespace
+
+void bind_tables(nb::module_& m) {
+  PyObject* malformed = PyErr_NewException("apportion._core.tables.Malformed", PyExc_ValueError, nullptr);
+  m.attr("Malformed") = nb::steal(malformed);
+  nb::register_exception_translator(translate, malformed);
+  m.attr("MAX_ROWS") = MAX_ROWS;
+  m.def("encode", &encode);
+  m.def("decode", &decode);
+}
+
+}  // namespace apportion

@@ -1,0 +1,96 @@
+// What tasks attend to, as bands of tokens, and how bands are held against each other: areas and overlaps, exactly.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "ir/areas.hpp"
+#include "ir/verify/pieces.hpp"
+
+namespace apportion::verify {
+
+// Runs of consecutive tokens on the axis of addresses (homes.py), found through an index: of every 2^shift addresses the
+// run of the first. starts: the address of each run, and the end; tokens: its first token.
+class Homes {
+ public:
+  Homes(Column<const int64_t> starts, Column<const int64_t> tokens) : starts_(starts), tokens_(tokens) {
+    const int64_t end = starts[starts.size() - 1];
+    while (end >> shift_ > tokens.size()) ++shift_;
+    for (int64_t address = 0, run = 0; address <= end; address += int64_t{1} << shift_) {
+      while (run + 1 < tokens.size() && starts[run + 1] <= address) ++run;
+      index_.push_back(run);
+    }
+    index_.push_back(tokens.size());
+  }
+
+  int64_t start(int64_t run) const { return starts_[run]; }
+  int64_t end(int64_t run) const { return starts_[run + 1]; }
+  // From address to token.
+  int64_t shift(int64_t run) const { return tokens_[run] - starts_[run]; }
+  int64_t run_of(int64_t address) const {
+    const auto at = static_cast<std::size_t>(address >> shift_);
+    const int64_t* first = starts_.begin() + index_[at];
+    const int64_t* last = starts_.begin() + std::min(index_[at + 1] + 1, tokens_.size());
+    return std::upper_bound(first, last, address) - starts_.begin() - 1;
+  }
+
+ private:
+  Column<const int64_t> starts_, tokens_;
+  int shift_ = 0;
+  std::vector<int64_t> index_;
+};
+
+// A band of tokens.
+struct WideBand {
+  int64_t q0, q1, k0, k1, dmin, dmax;
+};
+
+// Calls keep(band of tokens, piece) of each run of queries and of keys that they see. False, and it ends, where these are
+// more than `most`.
+template <class Keep>
+bool cut(Column<const Piece> pieces, const Homes& homes, int64_t most, Keep&& keep) {
+  int64_t count = 0;
+  for (const Piece& piece : pieces) {
+    const auto [q, q_end, k, k_end, dmin, dmax] =
+        WideBand{piece.band.q0, piece.band.q1, piece.band.k0, piece.band.k1, piece.band.dmin, piece.band.dmax};
+    for (int64_t run = homes.run_of(q), q0 = q; q0 < q_end; q0 = homes.end(run++)) {
+      const int64_t q1 = std::min(homes.end(run), q_end);
+      const int64_t k0 = std::max(k, q0 - dmax), k1 = std::min(k_end, q1 - dmin);  // keys that these queries see
+      if (k0 >= k1) continue;
+      const int64_t q_shift = homes.shift(run);
+      for (int64_t other = homes.run_of(k0), at = k0; at < k1; at = homes.end(other++)) {
+        if (++count > most) return false;
+        const int64_t k_shift = homes.shift(other), move = q_shift - k_shift;
+        WideBand band{q0 + q_shift, q1 + q_shift, std::max(homes.start(other), k) + k_shift,
+                      std::min(homes.end(other), k_end) + k_shift, dmin + move, dmax + move};
+        band.dmin = std::max(band.dmin, band.q0 - band.k1 + 1);
+        band.dmax = std::min(band.dmax, band.q1 - band.k0 - 1);
+        keep(band, piece);
+      }
+    }
+  }
+  return true;
+}
+
+// Bands as columns, int64 [6, bands].
+struct Bands {
+  Matrix<const int64_t> columns;
+
+  int64_t size() const { return columns.columns(); }
+  WideBand operator[](int64_t i) const {
+    return {columns[0][i], columns[1][i], columns[2][i], columns[3][i], columns[4][i], columns[5][i]};
+  }
+};
+
+struct Overlap {
+  int64_t first, second, pairs;
+};
+
+// Fills areas, and what of these is inside a mask, sorted by q0. False where that takes more than `steps` comparisons.
+bool measure(const Bands& bands, const Bands& mask, int64_t steps, Column<int64_t> areas, Column<int64_t> inside);
+
+// Fills `found` with the first pieces that share a pair, at most so many. order: of bands, by (q0, k0). False where that
+// takes more than `steps` comparisons.
+bool sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, std::size_t most, std::vector<Overlap>& found);
+
+}  // namespace apportion::verify

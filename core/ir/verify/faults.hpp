@@ -1,0 +1,70 @@
+// What is wrong with a program, thrown where the walk of a rank sees it.
+#pragma once
+
+#include <cstdint>
+
+#include "ir/isa.hpp"
+#include "ir/verify/tokens.hpp"
+
+namespace apportion::verify {
+
+// NO_FORM: an operand does not fit its op, or sends and receives do not meet
+enum class Code : std::uint8_t {
+  NO_FORM,
+  READ_UNWRITTEN,
+  READ_IN_FLIGHT,
+  READ_PARTIAL,
+  READ_OTHER_HEADS,
+  WRITE_SENDING,
+  WRITE_IN_FLIGHT,
+  WRITE_GIVEN,
+  ADD_TO_UNWRITTEN,
+  NOT_SAME_TOKENS,
+  PARTIAL_SPENT,
+  PARTIAL_LOST,
+  PARTIAL_MIXED,
+  PARTIAL_LEFT,
+  PARTIAL_FROM_HOME,
+  WRONG_HOME,
+  WRITTEN_TWICE,
+  NOT_FINISHED,
+  NOT_PRODUCED,
+  NO_RESULT,
+  RESULT_TOUCHED,
+  RESULT_HEADS,
+  OTHER_KEYS,
+};
+
+// Rows [low, high) of a tensor's home rows or arena.
+struct Place {
+  Tensor tensor = Tensor::NONE;
+  Space space = Space::HOME;
+  int64_t low = 0, high = 0;
+
+  int64_t rows() const { return high - low; }
+};
+
+// Which instruction of all ranks, -1 at the end of a program, and which row of its list.
+struct Position {
+  int64_t instruction = -1, item = 0;
+};
+
+// holds, wanted: what the rows hold and what was to be there: tokens, or head sets, or bits of heads.
+struct Fault {
+  Code code = Code::NO_FORM;
+  Place place;
+  Token holds = NOWHERE, wanted = NOWHERE;
+  Position position;
+  int64_t rank = -1;
+};
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void fail(Code code, Place place, Token holds = NOWHERE, Token wanted = NOWHERE) {
+  throw Fault{code, place, holds, wanted, {}, -1};
+}
+
+// What has no form that is followed: `explain/` finds the words for it in the tables.
+inline void require(bool holds) {
+  if (!holds) fail(Code::NO_FORM, {});
+}
+
+}  // namespace apportion::verify

@@ -1,0 +1,30 @@
+// Head sets of a plan as bits. Where heads are many, those that only occur together share a bit, and there may be several
+// words of them.
+#pragma once
+
+#include "array.hpp"
+#include "ir/isa.hpp"
+
+namespace apportion::verify {
+
+using std::int64_t;
+using Bits = std::uint64_t;
+
+// Two rows each, of the query and the KV side. bits: a row of each side for every word; number: of each set, equal for
+// equal sets; size: its heads. serves: [sets, sets], whether the query heads of one find their keys in the other.
+struct HeadSets {
+  Matrix<const int64_t> bits, number, size;
+  Matrix<const bool> serves;
+
+  static int64_t side(Tensor tensor) { return KV_SIDE.has(tensor); }
+  int64_t words() const { return bits.rows() / 2; }
+  // The heads of a set in a word; of a tensor without heads one bit, in the first.
+  Bits bits_of(Tensor tensor, int64_t word, int64_t set) const {
+    if (HEADLESS.has(tensor)) return word == 0;
+    return static_cast<Bits>(bits[2 * word + side(tensor)][set]);
+  }
+  int64_t number_of(Tensor tensor, int64_t set) const { return number[side(tensor)][set]; }
+  int64_t size_of(Tensor tensor, int64_t set) const { return HEADLESS.has(tensor) ? 0 : size[side(tensor)][set]; }
+};
+
+}  // namespace apportion::verify

@@ -1,0 +1,201 @@
+// Home rows of a rank: ranges of which it is known, head by head, what they are. They hold their own tokens or none, so no
+// tokens are noted.
+//
+//   HomeState   live      heads with contributions          flight    that a round is bringing
+//               cleared   with zeros, to be added to        sent      that were sent: they stay as they are
+//               values    finished or computed              results   that came as results
+//               touched   whether anything else than results, and `finish`, came to the rows
+//
+// A tensor has a place for every word of heads (`heads.hpp`). Tensors that a program is given are not here.
+#pragma once
+
+#include "ir/verify/faults.hpp"
+#include "ir/verify/heads.hpp"
+#include "ir/verify/nodes.hpp"
+
+namespace apportion::verify {
+
+// What happens to home rows: a partial is put or added, or zeros put; rows are received, have arrived; are finished; a
+// partial is taken; values are read, or sent, or set; a result is put, or received.
+enum class Action : std::uint8_t {
+  PUT,
+  ADD,
+  CLEAR,
+  RECEIVE,
+  ARRIVE,
+  FINISH,
+  TAKE,
+  READ,
+  SEND,
+  SET,
+  DELIVER,
+  RECEIVE_RESULT,
+};
+
+struct HomeState {
+  Bits live = 0, cleared = 0, values = 0, flight = 0, sent = 0, results = 0;
+  bool touched = false;
+};
+
+class HomeRows {
+ public:
+  explicit HomeRows(const HeadSets& heads)
+      : heads_(heads), places_(static_cast<std::size_t>(heads.words() * TENSORS)) {}
+
+  // address: of the rank's first row.
+  void begin_rank(int64_t rows, int64_t address) {
+    for (auto& nodes : places_) nodes.reset(rows);
+    rows_ = rows;
+    address_ = address;
+  }
+  Token token(int64_t row) const { return address_ + row; }
+
+  // Throws where it is not proper.
+  void apply(Action action, Tensor tensor, int64_t low, int64_t high, int64_t set) {
+    for (int64_t word = 0; word < heads_.words(); ++word) {
+      const Bits bits = heads_.bits_of(tensor, word, set);
+      if (bits != 0) apply_to_word(action, tensor, word, low, high, bits);
+    }
+  }
+
+  // All rows that are owed are there, finished where they must be; and rows that got results got them in all heads.
+  void end_rank(Tensor tensor, bool is_owed, bool is_finished) {
+    for (int64_t word = 0; word < heads_.words(); ++word) {
+      const Bits bits = heads_.bits_of(tensor, word, 0);
+      if (bits == 0) continue;
+      end_word(tensor, word, bits, is_owed && rows_ > 0, is_finished);
+      if (word != 0) compare_results(tensor, word, bits);
+    }
+  }
+
+ private:
+  Nodes<HomeState>& place(Tensor tensor, int64_t word) {
+    return places_[static_cast<std::size_t>(word * TENSORS + static_cast<int64_t>(tensor))];
+  }
+  static Place rows_of(Tensor tensor, int64_t low, int64_t high) { return {tensor, Space::HOME, low, high}; }
+
+  void apply_to_word(Action action, Tensor tensor, int64_t word, int64_t low, int64_t high, Bits bits) {
+    Nodes<HomeState>& nodes = place(tensor, word);
+    nodes.open();
+    const bool is_partial = PARTIALS.has(tensor);
+    nodes.each(action == Action::READ ? nodes.find(low) : nodes.slice(low, high), high, [&](auto& node) {
+      if (action == Action::DELIVER || action == Action::RECEIVE_RESULT)
+        node.results |= bits;
+      else if (action != Action::ARRIVE && action != Action::FINISH)
+        node.touched = true;
+      if (node.touched && node.results != 0) fail(Code::RESULT_TOUCHED, rows_of(tensor, low, high));
+      if (!is_proper(action, node, bits)) blame(action, tensor, node, low, high, bits);
+      change(action, node, bits, is_partial);
+    });
+  }
+
+  static bool is_proper(Action action, const HomeState& state, Bits bits) {
+    switch (action) {
+      case Action::ARRIVE:
+        return true;
+      case Action::READ:
+      case Action::SEND:
+        return (state.values & bits) == bits && (state.flight & bits) == 0;
+      case Action::ADD:
+      case Action::FINISH:
+      case Action::TAKE:
+        return ((state.flight | state.sent | state.values) & bits) == 0 &&
+               ((state.live | state.cleared) & bits) == bits;
+      default:
+        return ((state.flight | state.sent | state.values | state.live) & bits) == 0;
+    }
+  }
+
+  static void change(Action action, HomeState& state, Bits bits, bool is_partial) {
+    switch (action) {
+      case Action::READ:
+        return;
+      case Action::SEND:
+        state.sent |= bits;
+        return;
+      case Action::ARRIVE:
+        state.flight &= ~bits;
+        (is_partial ? state.live : state.values) |= bits;
+        return;
+      default:
+        break;
+    }
+    state.cleared &= ~bits;
+    state.live &= ~bits;
+    switch (action) {
+      case Action::PUT:
+      case Action::ADD:
+      case Action::DELIVER:
+        state.live |= bits;
+        return;
+      case Action::CLEAR:
+        state.cleared |= bits;
+        return;
+      case Action::FINISH:
+      case Action::SET:
+        state.values |= bits;
+        return;
+      case Action::RECEIVE:
+      case Action::RECEIVE_RESULT:
+        state.flight |= bits;
+        return;
+      default:  // TAKE
+        return;
+    }
+  }
+
+  // Throws what is wrong with a node to which something is to happen.
+  [[noreturn]] void blame(Action action, Tensor tensor, const Node<HomeState>& node, int64_t low, int64_t high,
+                          Bits bits) const {
+    const Place found = rows_of(tensor, std::max<int64_t>(low, node.low), std::min<int64_t>(high, node.high));
+    const Token own = token(found.low);
+    const bool reads = action == Action::READ || action == Action::SEND;
+    if ((node.flight & bits) != 0) fail(reads ? Code::READ_IN_FLIGHT : Code::WRITE_IN_FLIGHT, found, own);
+    if (reads) fail((node.live & bits) != 0 ? Code::READ_PARTIAL : Code::READ_UNWRITTEN, found, own);
+    if (((node.sent | node.values) & bits) != 0) fail(Code::WRITTEN_TWICE, found, own);
+    if (action == Action::FINISH && node.results != 0) fail_heads(found, node.results, bits);
+    if (action == Action::ADD) fail(Code::ADD_TO_UNWRITTEN, found, own);
+    if (action == Action::FINISH || action == Action::TAKE) fail(Code::READ_UNWRITTEN, found, own);
+    fail(Code::PARTIAL_LOST, found, own);
+  }
+  [[noreturn]] static void fail_heads(Place found, Bits results, Bits wanted) {
+    fail(Code::RESULT_HEADS, found, static_cast<Token>(results), static_cast<Token>(wanted));
+  }
+
+  void end_word(Tensor tensor, int64_t word, Bits bits, bool is_owed, bool is_finished) {
+    Nodes<HomeState>& nodes = place(tensor, word);
+    if (is_owed && !nodes.is_open()) fail(Code::NOT_PRODUCED, rows_of(tensor, 0, rows_), token(0));
+    nodes.each([&](auto& node) {
+      const Place found = rows_of(tensor, node.low, node.high);
+      if (node.results != 0 && node.results != bits) fail_heads(found, node.results, bits);
+      if (!is_owed && node.live != 0) fail(Code::PARTIAL_LEFT, found, token(node.low));
+      if (!is_owed) return;
+      if (is_finished && node.values != bits)
+        fail(node.live != 0 ? Code::NOT_FINISHED : Code::NOT_PRODUCED, found, token(node.low));
+      if (!is_finished && (node.live | node.cleared) != bits) fail(Code::NOT_PRODUCED, found, token(node.low));
+    });
+  }
+
+  // The same rows got results in the heads of a word as in those of the first.
+  void compare_results(Tensor tensor, int64_t word, Bits bits) {
+    Nodes<HomeState>&ours = place(tensor, 0), &theirs = place(tensor, word);
+    if (!ours.is_open() && !theirs.is_open()) return;
+    ours.open();
+    theirs.open();
+    for (NodeIndex i = ours.first(), j = theirs.first(); i != NO_NODE && j != NO_NODE;) {
+      const auto &mine = ours[i], &its = theirs[j];
+      const int64_t low = std::max(mine.low, its.low), high = std::min(mine.high, its.high);
+      if ((mine.results == 0) != (its.results == 0))
+        fail_heads(rows_of(tensor, low, high), mine.results | its.results, bits);
+      if (mine.high == high) i = mine.after;
+      if (its.high == high) j = its.after;
+    }
+  }
+
+  const HeadSets& heads_;
+  std::vector<Nodes<HomeState>> places_;
+  int64_t rows_ = 0;
+  Token address_ = 0;
+};
+
+}  // namespace apportion::verify

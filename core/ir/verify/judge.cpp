@@ -1,0 +1,175 @@
+#include "ir/verify/judge.hpp"
+
+#include <algorithm>
+#include <deque>
+
+#include "threads.hpp"
+
+namespace apportion::verify {
+
+namespace {
+
+// Notes of runs that meet no others make no piece.
+constexpr int64_t NOTES_OF_PIECE = 8;
+
+struct Range {
+  int64_t first, end;
+};
+
+std::vector<Range> ranges_of(const Program& program, const Limits& limits) {
+  const int64_t ranks = program.ranks();
+  const auto rows = [&](int64_t rank) {
+    return program.operands.of_rank[rank] + program.tasks.of_rank[rank] + program.rowops.of_rank[rank];
+  };
+  const int64_t count = limits.threads * (1 + rows(ranks) / (limits.threads * limits.rows));
+  std::vector<Range> found;
+  for (int64_t rank = 0, i = 1; rank < ranks; ++i) {
+    const int64_t first = rank;
+    while (rank < ranks && (i >= count || rows(rank) < i * rows(ranks) / count)) ++rank;
+    if (rank > first) found.push_back({first, rank});
+  }
+  return found;
+}
+
+class Judge {
+ public:
+  Judge(const Program& program, Lists& lists, bool together, const Limits& limits)
+      : program_(program), lists_(lists), limits_(limits), sends_(program), settlement_(sends_),
+        ranges_(together ? std::vector<Range>{{0, program.ranks()}} : ranges_of(program, limits)) {
+    const auto most = static_cast<std::size_t>(NOTES_OF_PIECE * limits.pieces);
+    for (std::size_t i = 0; i < std::min(ranges_.size(), static_cast<std::size_t>(limits.threads)); ++i)
+      walks_.emplace_back(program, sends_, most);
+  }
+
+  Verdict judge() {
+    if (!sends_.meet()) return Verdict::WRONG;
+    if (const Verdict verdict = take(ranges_, false); verdict != Verdict::RIGHT) return verdict;
+    return take(hanging_, true);
+  }
+  int64_t hanging() const { return static_cast<int64_t>(hanging_.size()); }
+
+ private:
+  // Ranges in turn, as many at a time as there are threads. whole: all were walked before.
+  Verdict take(const std::vector<Range>& ranges, bool whole) {
+    for (std::size_t first = 0; first < ranges.size(); first += walks_.size()) {
+      const std::size_t end = std::min(first + walks_.size(), ranges.size());
+      const std::span batch(ranges.begin() + static_cast<std::ptrdiff_t>(first), end - first);
+      if (!walk(batch)) return Verdict::WRONG;
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        const Outcome outcome = settle(walks_[i], whole || batch.back().end == program_.ranks());
+        if (outcome == Outcome::ZEROS) return Verdict::ZEROS;
+        if (outcome == Outcome::FAILS || (outcome == Outcome::HANGS && whole)) return Verdict::WRONG;
+        if (outcome == Outcome::HANGS) hanging_.push_back(batch[i]);
+      }
+    }
+    return Verdict::RIGHT;
+  }
+
+  // Walks ranges at once; whether all is right so far.
+  bool walk(std::span<const Range> batch) {
+    std::vector<std::uint8_t> right(batch.size());
+    at_once(batch.size(), [&](std::size_t i) {
+      right[i] = !walks_[i].walk(batch[i].first, batch[i].end, batch[0].first);
+    });
+    return std::find(right.begin(), right.end(), 0) == right.end();
+  }
+
+  // Settles a range that was walked, and lists what its tasks attend to. whole: all were walked.
+  Outcome settle(Walk& walk, bool whole) {
+    const Outcome outcome = settlement_.settle(walk.conditions(), false, ranges_.size() == 1);
+    if (outcome != Outcome::HOLDS) return outcome;
+    if (!whole && !settlement_.are_known(walk.notes())) return Outcome::HANGS;
+    const int64_t most = lists_.at_begin() + limits_.pieces;
+    const bool known = settlement_.list(walk.notes(), program_.tasks, [&](const Band& band, int64_t, int64_t set) {
+      if (lists_.pieces().size() > most) throw TooMany{};
+      lists_.add(band, set);
+    });
+    return known ? Outcome::HOLDS : Outcome::FAILS;
+  }
+
+  const Program& program_;
+  Lists& lists_;
+  const Limits& limits_;
+  Sends sends_;
+  Settlement settlement_;
+  std::vector<Range> ranges_, hanging_;
+  std::deque<Walk> walks_;
+};
+
+// Of rows that hold tokens where others are wanted the first that differ, and their addresses.
+void find_difference(Sends& sends, Fault& fault) {
+  Place& place = fault.place;
+  while (true) {
+    const Stretch holds = sends.find(fault.holds, place.rows());
+    const Stretch wanted = sends.find(fault.wanted, holds.rows);
+    if (holds.token != wanted.token || wanted.rows == place.rows()) {
+      place.high = place.low + wanted.rows;
+      fault.holds = std::max(holds.token, NOWHERE);
+      fault.wanted = std::max(wanted.token, NOWHERE);
+      return;
+    }
+    place.low += wanted.rows;
+    fault.holds = further(fault.holds, wanted.rows);
+    fault.wanted = further(fault.wanted, wanted.rows);
+  }
+}
+
+// The tokens of a fault as addresses, NOWHERE where they are not known, and the rows that these are of.
+void find_addresses(Sends& sends, Fault& fault) {
+  switch (fault.code) {
+    case Code::READ_OTHER_HEADS:
+    case Code::OTHER_KEYS:
+    case Code::RESULT_HEADS:
+      return;
+    case Code::NOT_SAME_TOKENS:
+    case Code::PARTIAL_MIXED:
+    case Code::WRONG_HOME:
+      return find_difference(sends, fault);
+    default:
+      const Stretch holds = sends.find(fault.holds, fault.place.rows());
+      fault.holds = std::max(holds.token, NOWHERE);
+      fault.place.high = fault.place.low + holds.rows;
+  }
+}
+
+}  // namespace
+
+Judged judge(const Program& program, Lists& lists, bool together, const Limits& limits) {
+  Judge judge(program, lists, together, limits);
+  try {
+    const Verdict verdict = judge.judge();
+    return {verdict, judge.hanging()};
+  } catch (const TooMany&) {
+    return {Verdict::TOO_MANY, judge.hanging()};
+  }
+}
+
+Trace trace(const Program& program, int64_t most_pieces) {
+  Trace found;
+  Sends sends(program);
+  if (!sends.meet()) return found;
+  Settlement settlement(sends);
+  Walk walk(program, sends, static_cast<std::size_t>(NOTES_OF_PIECE * most_pieces));
+  for (int64_t rank = 0; rank < program.ranks(); ++rank) walk.walk(rank, rank + 1, rank);  // all sends are known then
+  found.is_complete = true;
+  for (int64_t rank = 0; rank < program.ranks(); ++rank) {
+    std::optional<Fault> fault = walk.walk(rank, rank + 1, rank);
+    if (settlement.settle(walk.conditions(), true, true) != Outcome::HOLDS) {
+      fault = settlement.failing().fault();
+      fault->rank = rank;
+    }
+    const bool known = settlement.list(walk.notes(), program.tasks, [&](const Band& band, std::int32_t task, std::int32_t set) {
+      if (static_cast<int64_t>(found.parts.size()) > most_pieces) throw TooMany{};
+      found.parts.push_back({band, task, set});
+    });
+    const int64_t end = program.tasks.of_rank[rank + 1];
+    const bool has_all = program.tasks.of_rank[rank] == end || (!walk.notes().empty() && walk.notes().back().task == end - 1);
+    found.is_complete = found.is_complete && known && has_all;
+    if (!fault) continue;
+    find_addresses(sends, *fault);
+    found.faults.push_back(*fault);
+  }
+  return found;
+}
+
+}  // namespace apportion::verify

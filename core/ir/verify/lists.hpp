@@ -1,0 +1,125 @@
+// What tasks attend to, as lists of bands: of each head set one, and equal ones kept once.
+//
+//   set 0   A B C D ..          list 0   A B C D ..
+//   set 1   A B C D ..    ──►   set 0 ── list 0, set 1 ── list 0, set 2 ── list 1
+//   set 2   A B X ..            list 1   A B X ..
+//
+// The members of a group that splits heads attend to the same bands, and backward to those of forward. So a set *follows*
+// a list, band by band, as long as it goes on alike, and its bands are not kept again: what a plan of many tasks takes is
+// what one member has of them. A set that goes on otherwise gets a list of its own, from its first band on.
+#pragma once
+
+#include <algorithm>
+
+#include "ir/verify/pieces.hpp"
+
+namespace apportion::verify {
+
+class Lists {
+ public:
+  explicit Lists(int64_t sets) : followers_(static_cast<std::size_t>(sets)) {}
+
+  // A program of so many tasks begins: each set is expected to have what it had in the one before.
+  void begin(int64_t tasks) {
+    if (pieces_.empty()) pieces_.reserve(static_cast<std::size_t>(std::min(tasks, MOST_RESERVED)));
+    at_begin_ = pieces().size();
+    for (Follower& one : followers_) one = {one.list, NONE, 0, false};
+  }
+
+  void add(const Band& band, int64_t set) {
+    Follower& one = followers_[static_cast<std::size_t>(set)];
+    if (const Index at = next_of(one); at != NONE && piece(at).band == band) {
+      one.at = at;
+      ++one.met;
+      return;
+    }
+    if (!one.owns && !leave(one, band)) return;
+    append(one, band);
+  }
+
+  // A program ends: what a set has is a whole list.
+  void end() {
+    for (Follower& one : followers_) {
+      if (one.met == 0) one.list = NONE;
+      if (one.list != NONE && !one.owns && one.met < list(one.list).length) fork(one);
+    }
+  }
+
+  int64_t count() const { return static_cast<int64_t>(lists_.size()); }
+  int64_t sets() const { return static_cast<int64_t>(followers_.size()); }
+  // The list of a set, -1 for none.
+  int64_t followed_by(int64_t set) const { return followers_[static_cast<std::size_t>(set)].list; }
+  // Pieces of the programs before.
+  int64_t at_begin() const { return at_begin_; }
+  Column<const Piece> pieces() const { return {pieces_.data(), static_cast<int64_t>(pieces_.size())}; }
+
+ private:
+  using Index = std::int32_t;
+  static constexpr Index NONE = -1;
+  static constexpr int64_t MOST_RESERVED = 1 << 21;
+
+  struct List {
+    Index first = NONE, last = NONE, length = 0;
+  };
+  // at: the last piece of its list that the set has met; owns: it goes on there.
+  struct Follower {
+    Index list = NONE, at = NONE, met = 0;
+    bool owns = false;
+  };
+
+  Piece& piece(Index at) { return pieces_[static_cast<std::size_t>(at)]; }
+  List& list(Index number) { return lists_[static_cast<std::size_t>(number)]; }
+
+  Index next_of(const Follower& one) {
+    if (one.at != NONE) return piece(one.at).first_mark;
+    return one.list != NONE ? list(one.list).first : NONE;
+  }
+
+  // A set leaves the list that it followed, for a list of its own; false where that begins with the band already.
+  bool leave(Follower& one, const Band& band) {
+    if (one.met > 0) {
+      fork(one);
+      return true;
+    }
+    for (Index number = 0; number < static_cast<Index>(lists_.size()); ++number)
+      if (const Index first = list(number).first; piece(first).band == band) {
+        one = {number, first, 1, false};
+        return false;
+      }
+    one = {new_list(), NONE, 0, true};
+    return true;
+  }
+
+  // A set gets a list of its own, of what it has met.
+  void fork(Follower& one) {
+    Index at = list(one.list).first;
+    Follower own{new_list(), NONE, 0, true};
+    for (; own.met < one.met; at = piece(at).first_mark) append(own, Band(piece(at).band));
+    one = own;
+  }
+
+  void append(Follower& one, const Band& band) {
+    const auto at = static_cast<Index>(pieces_.size());
+    pieces_.push_back({band, NONE, one.list});
+    List& own = list(one.list);
+    if (own.length++ == 0)
+      own.first = at;
+    else
+      piece(own.last).first_mark = at;
+    own.last = at;
+    one.at = at;
+    ++one.met;
+  }
+
+  Index new_list() {
+    lists_.emplace_back();
+    return static_cast<Index>(lists_.size() - 1);
+  }
+
+  std::vector<Follower> followers_;
+  std::vector<List> lists_;
+  std::vector<Piece> pieces_;
+  int64_t at_begin_ = 0;
+};
+
+}  // namespace apportion::verify

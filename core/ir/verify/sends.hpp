@@ -1,0 +1,225 @@
+// Every send of a program, where its receiver looks for it: of each receiver, by sender, in the sender's order.
+//
+//   of_rank   0        3     4
+//   sends     0 0 2    1     ..         sender, round, tile, and what it carries:
+//
+//     token   of the first row, where tokens go on from there, or NOWHERE for zeros; known where it leaves home rows,
+//             else UNSENT until the sender is walked
+//     parcel  runs of a tile whose tokens do not go on; zeros end a run, as something of any tokens may be added to them
+//
+// Threads that walk ranges of ranks write the sends of their own ranks alone, and read what others' carry only where they
+// leave home rows. Addresses are sought, and zeros claimed, when no thread walks.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "ir/verify/program.hpp"
+#include "ir/verify/tokens.hpp"
+
+namespace apportion::verify {
+
+// Runs of a tile: the row that each begins with and its first token, NOWHERE for zeros; and the rows of the tile.
+class Parcel {
+ public:
+  struct Part {
+    int64_t row;
+    Token token;
+  };
+  Parcel(const Runs& runs, int64_t rows) : rows_(rows) {
+    for (const Run& run : runs) parts_.push_back({run.row, run.token});
+  }
+  explicit Parcel(int64_t rows) : parts_{{0, NOWHERE}}, rows_(rows) {}
+
+  // What a row holds, and how many rows go on like it from there.
+  std::pair<Token, int64_t> at(int64_t row) const {
+    const std::size_t i = part_of(row);
+    return {further(parts_[i].token, row - parts_[i].row), end_of(i) - row};
+  }
+
+  // Rows of one run of zeros hold the tokens from one on; the others of it stay zeros.
+  void claim(int64_t row, int64_t rows, Token token) {
+    const std::size_t i = part_of(row);
+    const Part zeros = parts_[i];
+    const int64_t end = end_of(i);
+    std::vector<Part> parts;
+    if (zeros.row < row) parts.push_back(zeros);
+    parts.push_back({row, token});
+    if (row + rows < end) parts.push_back({row + rows, NOWHERE});
+    parts_[i] = parts[0];
+    parts_.insert(parts_.begin() + static_cast<std::ptrdiff_t>(i) + 1, parts.begin() + 1, parts.end());
+  }
+
+ private:
+  std::size_t part_of(int64_t row) const {
+    const auto behind =
+        std::upper_bound(parts_.begin(), parts_.end(), row, [](int64_t r, const Part& part) { return r < part.row; });
+    return static_cast<std::size_t>(behind - parts_.begin()) - 1;
+  }
+  int64_t end_of(std::size_t i) const { return i + 1 < parts_.size() ? parts_[i + 1].row : rows_; }
+
+  std::vector<Part> parts_;
+  int64_t rows_;
+};
+
+struct Send {
+  std::int32_t sender, round, rows, heads;  // heads: the number of a set
+  Token token = UNSENT;
+  std::unique_ptr<Parcel> parcel;
+  Tensor tensor;
+  bool from_home;
+
+  // A walk comes to it; what it carries stays the same in a later one, but for zeros that were claimed.
+  void carry(const Runs& runs) {
+    if (token != UNSENT || parcel != nullptr) return;
+    const auto breaks = [](const Run& run, const Run& after) { return run.next() != after.token; };
+    if (std::adjacent_find(runs.begin(), runs.end(), breaks) == runs.end())
+      token = runs[0].token;
+    else
+      parcel = std::make_unique<Parcel>(runs, rows);
+  }
+};
+
+// So many rows from one on that are all of tokens that go on, or all of zeros, or all unsent.
+struct Stretch {
+  Token token;
+  int64_t rows;
+};
+
+class Sends {
+ public:
+  // Matches rounds and counts of ranks; `meet` says whether that went well.
+  explicit Sends(const Program& program)
+      : slots_(static_cast<std::size_t>(program.transfers.send.size())),
+        of_rank_(static_cast<std::size_t>(program.ranks() + 1)) {
+    meet_ = rounds_agree(program) && post(program);
+  }
+  // False where ranks differ in a round, one sends to itself or home rows that it has not, or there are more or fewer
+  // sends than receives.
+  bool meet() const { return meet_; }
+
+  int64_t first(int64_t rank) const { return of_rank_[static_cast<std::size_t>(rank)]; }
+  int64_t end(int64_t rank) const { return first(rank + 1); }
+  Send& operator[](int64_t send) {
+    check_index(send, static_cast<int64_t>(sends_.size()));
+    return sends_[static_cast<std::size_t>(send)];
+  }
+  Send& of_transfer(int64_t transfer) { return (*this)[slots_[static_cast<std::size_t>(transfer)]]; }
+
+  // What the first of so many rows from a token on hold: an address, NOWHERE where they were sent as zeros, UNSENT where
+  // that is not known yet.
+  Stretch find(Token token, int64_t rows) {
+    const Token begin = token;
+    bool is_whole = true;
+    while (is_of_tile(token)) {
+      const Send& send = (*this)[send_of(token)];
+      const int64_t row = row_of(token);
+      if (send.parcel != nullptr) {
+        const auto [source, left] = send.parcel->at(row);
+        token = source;
+        rows = std::min(rows, left);
+        is_whole = false;
+      } else {
+        token = send.token == UNSENT ? UNSENT : further(send.token, row);
+      }
+    }
+    if (is_whole && is_address(token)) shorten(begin, token);
+    return {token, rows};
+  }
+
+  // Has rows that were sent as zeros hold the tokens from an address on, as something of these is added to them. Partials
+  // are used once, so nobody else holds these zeros.
+  void claim(Token token, int64_t rows, Token address) {
+    while (true) {
+      Send& send = (*this)[send_of(token)];
+      const int64_t row = row_of(token);
+      const Token source = send.parcel != nullptr ? send.parcel->at(row).first : further(send.token, row);
+      if (source == NOWHERE) {
+        if (send.parcel == nullptr) send.parcel = std::make_unique<Parcel>(send.rows);
+        send.parcel->claim(row, rows, address);
+        return;
+      }
+      token = source;
+    }
+  }
+
+ private:
+  // The sends on the way to an address know it then.
+  void shorten(Token token, Token address) {
+    while (is_of_tile(token)) {
+      Send& send = (*this)[send_of(token)];
+      const int64_t row = row_of(token);
+      token = send.token + row;
+      send.token = address - row;
+    }
+  }
+
+  static bool rounds_agree(const Program& program) {
+    struct Way {
+      int64_t channel = -1, mode = 0, launches = 0;
+    };
+    std::vector<Way> ways(static_cast<std::size_t>(program.rounds));
+    const Instructions& table = program.instructions;
+    for (int64_t i = 0; i < table.op.size(); ++i) {
+      if (static_cast<Op>(table.op[i]) != Op::LAUNCH) continue;
+      Way& way = ways[static_cast<std::size_t>(table.round[i])];
+      if (way.launches++ == 0) {
+        way.channel = table.channel[i];
+        way.mode = table.mode[i];
+      }
+      if (way.channel != table.channel[i] || way.mode != table.mode[i]) return false;
+      if (table.count[i] == 0 && (way.mode & ALL_TO_ALL) == 0) return false;
+    }
+    return std::all_of(ways.begin(), ways.end(), [&](const Way& way) {
+      return way.launches == 0 || (way.mode & ALL_TO_ALL) == 0 || way.launches == program.ranks();
+    });
+  }
+
+  bool post(const Program& program) {
+    const Transfers& table = program.transfers;
+    for (int64_t rank = 0; rank < program.ranks(); ++rank)
+      for (int64_t t = table.of_rank[rank]; t < table.of_rank[rank + 1]; ++t) {
+        if (table.peer[t] == rank) return false;
+        if (table.send[t] != 0) ++of_rank_[static_cast<std::size_t>(table.peer[t] + 1)];
+      }
+    for (std::size_t rank = 1; rank < of_rank_.size(); ++rank) of_rank_[rank] += of_rank_[rank - 1];
+    if (2 * of_rank_.back() != table.send.size()) return false;
+    sends_.resize(static_cast<std::size_t>(of_rank_.back()));
+    std::vector<int64_t> next(of_rank_);
+    return program.operands.columns.visit([&](const auto& columns) {
+      for (int64_t rank = 0; rank < program.ranks(); ++rank)
+        if (!post_rank(program, columns, rank, next)) return false;
+      return true;
+    });
+  }
+
+  template <class Columns>
+  bool post_rank(const Program& program, const Columns& operands, int64_t rank, std::vector<int64_t>& next) {
+    const Instructions& steps = program.instructions;
+    const Transfers& table = program.transfers;
+    const int64_t base = program.operands.of_rank[rank], address = program.memory.first_address[rank];
+    int64_t t = table.of_rank[rank];
+    for (int64_t i = steps.of_rank[rank]; i < steps.of_rank[rank + 1]; ++i) {
+      if (static_cast<Op>(steps.op[i]) != Op::LAUNCH) continue;
+      const auto round = static_cast<std::int32_t>(steps.round[i]);
+      for (const int64_t end = t + steps.count[i]; t < end; ++t) {
+        if (table.send[t] == 0) continue;
+        const Operand tile = operand_at(operands, base + table.operand[t]);
+        if (tile.is_home() && tile.end() > program.memory.home_rows[rank]) return false;
+        const auto heads = static_cast<std::int32_t>(program.heads.number_of(tile.tensor, tile.heads));
+        int64_t& slot = next[static_cast<std::size_t>(table.peer[t])];
+        slots_[static_cast<std::size_t>(t)] = slot;
+        (*this)[slot++] = {static_cast<std::int32_t>(rank), round, tile.rows, heads,
+                           tile.is_home() ? address + tile.row : UNSENT, nullptr, tile.tensor, tile.is_home()};
+      }
+    }
+    return true;
+  }
+
+  std::vector<Send> sends_;
+  std::vector<int64_t> slots_, of_rank_;  // slots: of each transfer that sends
+  bool meet_ = false;
+};
+
+}  // namespace apportion::verify

@@ -1,0 +1,150 @@
+// What ranks that were walked have left to be settled: conditions, and what their tasks attend to.
+//
+//   conditions   rows that must hold the same tokens            ─► hold, fail, or hang on ranks that were not walked
+//   notes        of the queries of tasks a head set, and runs;  ─► bands of addresses: of each run of queries and each run
+//                of the keys of a task runs                        of keys that they see, one
+//
+// What is added to zeros claims them, row by row: the tokens of what is added are theirs then. As conditions that were
+// looked at before may be of these rows, all are looked at again.
+#pragma once
+
+#include <span>
+
+#include "ir/verify/conditions.hpp"
+#include "ir/verify/pieces.hpp"
+#include "ir/verify/sends.hpp"
+
+namespace apportion::verify {
+
+// Runs of the queries of the tasks that follow, or of the keys of one.
+struct Note {
+  std::int32_t task, set;  // of queries -1, and their head set; of keys the row of the task list
+  std::int32_t row, rows;
+  Token token;
+
+  bool is_of_queries() const { return task < 0; }
+  bool goes_with(const Note& other) const { return task == other.task && set == other.set; }
+};
+
+// More pieces than are verified.
+struct TooMany {};
+
+enum class Outcome : std::uint8_t { HOLDS, FAILS, HANGS, ZEROS };
+
+class Settlement {
+ public:
+  explicit Settlement(Sends& sends) : sends_(sends) {}
+
+  // Whether conditions hold. claims: zeros may be claimed, as all conditions are here; else that is told. whole: no rank
+  // will be walked any more, and what is not known is let be.
+  Outcome settle(const std::vector<Condition>& conditions, bool whole, bool claims) {
+    do {
+      claimed_ = false;
+      for (const Condition& condition : conditions) {
+        const Outcome outcome = settle(condition, claims);
+        if (outcome == Outcome::HOLDS || (outcome == Outcome::HANGS && whole)) continue;
+        failing_ = &condition;
+        return outcome;
+      }
+    } while (claimed_);
+    return Outcome::HOLDS;
+  }
+  // The condition that did not hold.
+  const Condition& failing() const { return *failing_; }
+
+  // Whether all ranks were walked that notes hang on.
+  bool are_known(std::span<const Note> notes) {
+    for (const Note& note : notes)
+      for (int64_t row = 0; row < note.rows;) {
+        const Stretch found = sends_.find(further(note.token, row), note.rows - row);
+        if (found.token == UNSENT) return false;
+        row += found.rows;
+      }
+    return true;
+  }
+
+  // Calls keep(band, task, head set) of each band of each task. False where rows of some are not known; those are passed
+  // over.
+  template <class Keep>
+  bool list(std::span<const Note> notes, const Tasks& tasks, Keep&& keep) {
+    bool all_known = true, has_queries = false;
+    std::int32_t set = 0;
+    for (std::size_t at = 0; at < notes.size();) {
+      const std::size_t first = at;
+      while (at < notes.size() && notes[at].goes_with(notes[first])) ++at;
+      const auto some = notes.subspan(first, at - first);
+      const bool known = find_runs(some, some[0].is_of_queries() ? queries_ : keys_);
+      all_known = all_known && known;
+      if (some[0].is_of_queries()) {
+        has_queries = known;
+        set = some[0].set;
+      } else if (known && has_queries) {
+        const std::int32_t task = some[0].task;
+        list_task(tasks.dmin[task], tasks.dmax[task], [&](const Band& band) { keep(band, task, set); });
+      }
+    }
+    return all_known;
+  }
+
+ private:
+  Outcome settle(const Condition& condition, bool claims) {
+    const int64_t rows = condition.place.rows();
+    for (int64_t row = 0; row < rows;) {
+      const Stretch ours = sends_.find(condition.source + row, rows - row);
+      const Stretch its = sends_.find(condition.target + row, ours.rows);
+      if (ours.token == UNSENT || its.token == UNSENT) return Outcome::HANGS;
+      if (ours.token != its.token && ours.token != NOWHERE) {
+        if (its.token != NOWHERE) return Outcome::FAILS;
+        if (!claims) return Outcome::ZEROS;
+        sends_.claim(condition.target + row, its.rows, ours.token);
+        claimed_ = true;
+      }
+      row += its.rows;
+    }
+    return Outcome::HOLDS;
+  }
+
+  // The addresses of rows, joined where they go on. False where they are not known, or zeros.
+  bool find_runs(std::span<const Note> notes, Runs& runs) {
+    runs.clear();
+    for (const Note& note : notes)
+      for (int64_t row = 0; row < note.rows;) {
+        const Stretch found = sends_.find(further(note.token, row), note.rows - row);
+        if (!is_address(found.token)) return false;
+        if (!runs.empty() && runs.back().next() == found.token)
+          runs.back().rows += static_cast<std::int32_t>(found.rows);
+        else
+          runs.push_back(run_of(note.row + row, found.rows, found.token, State::VALUE));
+        row += found.rows;
+      }
+    return true;
+  }
+
+  // Both have their runs in the order of rows: the keys that a run of queries sees lie side by side.
+  template <class Keep>
+  void list_task(int64_t dmin, int64_t dmax, Keep&& keep) {
+    std::size_t first = 0;
+    for (const Run& query : queries_) {
+      while (first < keys_.size() && keys_[first].end() <= query.row - dmax) ++first;
+      for (std::size_t i = first; i < keys_.size() && keys_[i].row < query.end() - dmin; ++i) {
+        const Run& key = keys_[i];
+        const int64_t move = (query.token - query.row) - (key.token - key.row);
+        const int64_t query_end = query.token + query.rows, key_end = key.token + key.rows;
+        const int64_t low = std::max(dmin + move, query.token - key_end + 1);
+        const int64_t high = std::min(dmax + move, query_end - 1 - key.token);
+        keep(narrow(query.token, query_end, key.token, key_end, low, high));
+      }
+    }
+  }
+  template <class... Number>
+  static Band narrow(Number... number) {
+    return {static_cast<std::int32_t>(number)...};
+  }
+
+  Sends& sends_;
+  Runs queries_, keys_;
+  bool claimed_ = false;
+  const Condition* failing_ = nullptr;
+};
+
+}  // namespace apportion::verify

@@ -1,0 +1,55 @@
+// Tokens: what rows hold, as a number that goes up by one from row to row.
+//
+//   [0, 2^40)             an address: a home row of a rank, which stands for its token
+//   (2 s + 2) 2^40 + row  the row of a tile of values that send s brings; (2 s + 3) 2^40 + row, of a partial
+//   NOWHERE               zeros, which hold no token
+//   UNSENT                of a send: its rank has not been walked
+//
+// Numbers of tables are below 2^30 (FORMAT.md, section 15), so neither rows nor addresses reach 2^40.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace apportion::verify {
+
+using std::int64_t;
+using Token = int64_t;
+
+inline constexpr int TILE_SHIFT = 40;
+inline constexpr Token FIRST_OF_TILES = Token{2} << TILE_SHIFT;
+inline constexpr Token NOWHERE = -(Token{1} << 62);
+inline constexpr Token UNSENT = NOWHERE - 1;
+
+inline bool is_address(Token token) { return token >= 0 && token < FIRST_OF_TILES; }
+inline bool is_of_tile(Token token) { return token >= FIRST_OF_TILES; }
+inline Token first_of_tile(int64_t send, bool partial) { return (2 * send + 2 + partial) << TILE_SHIFT; }
+inline int64_t send_of(Token token) { return (token >> (TILE_SHIFT + 1)) - 1; }
+inline int64_t row_of(Token token) { return token & ((Token{1} << TILE_SHIFT) - 1); }
+
+// So many rows further.
+inline Token further(Token token, int64_t rows) { return token == NOWHERE ? NOWHERE : token + rows; }
+
+// How little is known: 0 of an address, 1 of a tile of values, 2 of a partial, which may turn out to be zeros.
+inline int64_t doubt(Token token) { return is_of_tile(token) ? 1 + (token >> TILE_SHIFT & 1) : 0; }
+
+// What rows of an arena are: nothing written; zeros to which may be added; a partial; values; a partial that was used
+enum class State : std::uint8_t { EMPTY, CLEARED, LIVE, VALUE, SPENT };
+
+// Rows of an operand, from `row` of it on, whose tokens go on from row to row.
+struct Run {
+  std::int32_t row, rows;
+  Token token;
+  State state;
+
+  int64_t end() const { return int64_t{row} + rows; }
+  Token next() const { return further(token, rows); }
+};
+
+using Runs = std::vector<Run>;
+
+inline Run run_of(int64_t row, int64_t rows, Token token, State state) {
+  return {static_cast<std::int32_t>(row), static_cast<std::int32_t>(rows), token, state};
+}
+
+}  // namespace apportion::verify

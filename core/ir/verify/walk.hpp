@@ -1,0 +1,76 @@
+// The walk over ranks, one after another: every instruction, and what it does to what a rank holds.
+//
+//   launch          sends carry what was gathered; receives bring what their send carries, or its number
+//   wait            home rows that the round brought are there; rows it sent may be overwritten
+//   attend, _grad   queries and keys are noted (`settle.hpp`); partials are put or added
+//   rowops          finish, delta │ project, project_grad │ clear, and what moves rows: merge, add, copy, deliver
+//
+// It ends at the first fault. What it leaves are the sends of its ranks, conditions and notes. What a rank of another walk
+// sends from work rows is not looked at, unless all of that was walked before.
+#pragma once
+
+#include <optional>
+
+#include "ir/verify/operands.hpp"
+#include "ir/verify/settle.hpp"
+
+namespace apportion::verify {
+
+class Walk {
+ public:
+  Walk(const Program& program, Sends& sends, std::size_t most_notes)
+      : program_(program), sends_(sends), rank_(program), most_notes_(most_notes),
+        next_send_(static_cast<std::size_t>(program.ranks())) {}
+
+  // Ranks [first, end); what is wrong. walked: the end of the ranks that were walked before any that is walked now.
+  std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked) {
+    first_rank_ = first;
+    walked_ = walked;
+    rank_.conditions().clear();
+    notes_.clear();
+    for (number_ = first; number_ < end; ++number_) {
+      try {
+        rank_.begin(number_);
+        walk_rank();
+      } catch (Fault& fault) {
+        fault.position = rank_.position();
+        fault.rank = number_;
+        return fault;
+      }
+    }
+    return std::nullopt;
+  }
+
+  const std::vector<Condition>& conditions() { return rank_.conditions().every(); }
+  std::span<const Note> notes() const { return notes_; }
+
+ private:
+  void walk_rank();
+  void end_rank(int64_t received);
+  void launch(int64_t transfer, RoundNumber round, bool results);
+  void send(const Operand& tile, int64_t transfer, RoundNumber round, bool results);
+  void receive(const Operand& tile, int64_t peer, RoundNumber round, bool results);
+  void wait(RoundNumber round);
+  void attend(int64_t task);
+  void gather_as_queries(int64_t x, int64_t before, Tensor tensor, const Operand& queries);
+  void rowop(Op op, int64_t row);
+  void finish(int64_t row);
+  void delta(int64_t row);
+  void project(int64_t row);
+  void project_grad(int64_t row);
+  void clear(int64_t row);
+  void move(Op op, int64_t row);
+  void note(const Runs& runs, int64_t task, int64_t set);
+
+  const Program& program_;
+  Sends& sends_;
+  Rank rank_;
+  std::size_t most_notes_;
+  std::vector<int64_t> next_send_;  // of each rank, the next of its sends to this one
+  std::vector<Note> notes_;
+  Runs runs_, keys_, others_;
+  int64_t number_ = 0, first_rank_ = 0, walked_ = 0;
+  int64_t task_before_ = -1;  // of the same instruction
+};
+
+}  // namespace apportion::verify

@@ -1,0 +1,166 @@
+// Work rows of a rank: arenas, each cut into ranges of one state, one token a row and one set of heads.
+//
+//   WorkState   state   what the rows are
+//               shift   from row to token: of row r it is r + shift
+//               heads   the number of their head set, equal for equal sets
+//               filled  the round that brings them; senders: the rounds that send them
+//
+// What is added where other tokens are held is a condition (`settle.hpp`), unless both are known to differ.
+#pragma once
+
+#include <array>
+
+#include "ir/verify/conditions.hpp"
+#include "ir/verify/nodes.hpp"
+#include "ir/verify/rounds.hpp"
+
+namespace apportion::verify {
+
+struct WorkState {
+  int64_t shift = 0;
+  std::int32_t heads = 0;
+  RoundNumber filled = NO_ROUND;
+  Senders senders = NO_SENDERS;
+  State state = State::EMPTY;
+
+  bool holds_tokens() const { return state == State::LIVE || state == State::VALUE; }
+};
+
+// Rows of a tensor's arena, and the number of a head set.
+struct WorkPlace {
+  Tensor tensor;
+  std::int32_t heads;
+  int64_t low, high;
+};
+
+class WorkRows {
+ public:
+  WorkRows(Rounds& rounds, Conditions& conditions) : rounds_(rounds), conditions_(conditions) {}
+
+  // rows: of each tensor's arena.
+  template <class Rows>
+  void begin_rank(const Rows& rows) {
+    for (int64_t tensor = 0; tensor < TENSORS; ++tensor) arenas_[static_cast<std::size_t>(tensor)].reset(rows[tensor]);
+  }
+
+  // Overwrites rows, in which nothing may be needed or under way. filled: the round that brings what is there then.
+  void put(const WorkPlace& place, State state, Token token, RoundNumber filled = NO_ROUND) {
+    auto& nodes = opened(place.tensor);
+    const NodeIndex first = nodes.slice(place.low, place.high);
+    nodes.each(first, place.high, [&](auto& node) {
+      if (node.state == State::LIVE || !is_still(node)) blame(place, node, Use::PUT);
+    });
+    static_cast<WorkState&>(nodes.absorb(first, place.high)) = {
+        token == NOWHERE ? NOWHERE : token - place.low, place.heads, filled, NO_SENDERS, state};
+  }
+
+  // Adds a partial, of CLEARED rows nothing, to partials.
+  void add(const WorkPlace& place, State state, Token token) {
+    auto& nodes = opened(place.tensor);
+    NodeIndex at = nodes.find(place.low);
+    for (int64_t low = place.low; low < place.high;) {
+      const int64_t high = std::min<int64_t>(place.high, nodes[at].high);
+      const bool held = nodes[at].state == State::LIVE;
+      if (nodes[at].heads != place.heads || !is_still(nodes[at]) || !(held || nodes[at].state == State::CLEARED))
+        blame(place, nodes[at], Use::ADD);
+      if (state == State::LIVE && !held) {
+        if (nodes[at].low < low || nodes[at].high > high) at = nodes.slice(low, high);
+        nodes[at].state = State::LIVE;
+        nodes[at].shift = token - place.low;
+      } else if (state == State::LIVE) {
+        add_tokens({place.tensor, Space::WORK, low, high}, nodes[at], token + low - place.low);
+      }
+      low = nodes[at].high;
+      at = nodes[at].after;
+    }
+  }
+
+  // Fills `runs` with what rows hold, values or else partials.
+  void read(const WorkPlace& place, bool values, Runs& runs) {
+    auto& nodes = arena(place.tensor);
+    if (!nodes.is_open()) fail(Code::READ_UNWRITTEN, whole(place));
+    runs.clear();
+    NodeIndex at = nodes.find(place.low);
+    for (int64_t row = place.low; row < place.high;) {
+      const auto& node = nodes[at];
+      const bool fits = values ? node.state == State::VALUE : node.state == State::LIVE || node.state == State::CLEARED;
+      if (!fits || node.heads != place.heads || !rounds_.is_over(node.filled)) blame(place, node, Use::READ);
+      const Token token = node.state == State::CLEARED ? NOWHERE : row + node.shift;
+      const int64_t stop = std::min<int64_t>(place.high, node.high);
+      if (!runs.empty() && runs.back().state == node.state && runs.back().next() == token)
+        runs.back().rows += static_cast<std::int32_t>(stop - row);
+      else
+        runs.push_back(run_of(row - place.low, stop - row, token, node.state));
+      row = stop;
+      at = node.after;
+    }
+  }
+
+  // Partials leave, with a round or none; nothing else may be sending them.
+  void spend(const WorkPlace& place, RoundNumber round = NO_ROUND) {
+    auto& nodes = arena(place.tensor);
+    const NodeIndex first = nodes.slice(place.low, place.high);
+    nodes.each(first, place.high, [&](auto& node) { require(is_still(node)); });
+    WorkState& state = nodes.absorb(first, place.high);
+    state.state = State::SPENT;
+    state.filled = NO_ROUND;
+    state.senders = round == NO_ROUND ? NO_SENDERS : rounds_.with(NO_SENDERS, round);
+  }
+
+  // Values are sent in a round, and stay.
+  void mark_sent(const WorkPlace& place, RoundNumber round) {
+    auto& nodes = arena(place.tensor);
+    nodes.each(nodes.find(place.low), place.high,
+               [&](auto& node) { node.senders = rounds_.with(node.senders, round); });
+  }
+
+  // No partial is left.
+  void end_rank(Tensor tensor) {
+    arena(tensor).each([&](auto& node) {
+      if (node.state == State::LIVE)
+        fail(Code::PARTIAL_LEFT, {tensor, Space::WORK, node.low, node.high}, node.low + node.shift);
+    });
+  }
+
+ private:
+  enum class Use : std::uint8_t { READ, ADD, PUT };
+
+  Nodes<WorkState>& arena(Tensor tensor) { return arenas_[static_cast<std::size_t>(tensor)]; }
+  Nodes<WorkState>& opened(Tensor tensor) {
+    arena(tensor).open();
+    return arena(tensor);
+  }
+  static Place whole(const WorkPlace& place) { return {place.tensor, Space::WORK, place.low, place.high}; }
+
+  // Whether rows are neither being received nor being sent.
+  bool is_still(WorkState& state) { return rounds_.is_over(state.filled) && !rounds_.is_sending(state.senders); }
+
+  // A token is added where a node holds another. Of the two that is kept of which more is known.
+  void add_tokens(Place place, Node<WorkState>& node, Token added) {
+    const Token held = place.low + node.shift;
+    if (held == added) return;
+    const bool is_better = doubt(added) < doubt(held) && node.low == place.low && node.high == place.high;
+    if (is_better) node.shift = added - place.low;
+    conditions_.require_same({is_better ? held : added, is_better ? added : held, Code::PARTIAL_MIXED, !is_better, place});
+  }
+
+  // Throws what is wrong with a node that is to be read, added to or overwritten.
+  [[noreturn]] void blame(const WorkPlace& wanted, const Node<WorkState>& node, Use use) {
+    const Place place{wanted.tensor, Space::WORK, std::max<int64_t>(wanted.low, node.low), std::min<int64_t>(wanted.high, node.high)};
+    const Token holds = node.holds_tokens() ? place.low + node.shift : NOWHERE;
+    if (!rounds_.is_over(node.filled))
+      fail(use == Use::READ ? Code::READ_IN_FLIGHT : Code::WRITE_IN_FLIGHT, place, holds);
+    if (use == Use::PUT) fail(node.state == State::LIVE ? Code::PARTIAL_LOST : Code::WRITE_SENDING, place, holds);
+    if (node.state == State::SPENT) fail(Code::PARTIAL_SPENT, place, holds);
+    if (node.state == State::EMPTY)
+      fail(use == Use::READ ? Code::READ_UNWRITTEN : Code::ADD_TO_UNWRITTEN, place, holds);
+    if (node.heads != wanted.heads) fail(Code::READ_OTHER_HEADS, place, node.heads, wanted.heads);
+    fail(use == Use::READ ? Code::READ_PARTIAL : Code::WRITE_SENDING, place, holds);
+  }
+
+  Rounds& rounds_;
+  Conditions& conditions_;
+  std::array<Nodes<WorkState>, TENSORS> arenas_;
+};
+
+}  // namespace apportion::verify

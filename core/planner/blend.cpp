@@ -1,0 +1,410 @@
+// The walk of `blend`: rank after rank takes the densest and the sparsest rows that are left. Then ranks exchange rows.
+//
+// Narrow documents (one rank can compute them) stand by density; wide ones, which it cannot, after them. A rank fills
+// its tokens with x tokens of what is dense and the rest of what is sparse; x is where it has the pairs wanted of it.
+//
+//     narrow  │ sparse ──►  · · · · ·  ◄── dense │   wide  │ ──► heads · · · tails ◄── │
+//
+//     dense   the rest of a document that was begun (the stack); else the ends of the last wide document, until its
+//     rest
+//             is no longer dense; else narrow documents from the end, the last one's tail
+//     sparse  rests that are no longer dense (the queue), narrow documents from the front, the last one's head; when
+//     there
+//             are none, heads of wide documents
+//
+// A rank leaves at most three documents begun, so there are O(documents + ranks) pieces; each x is found by bisection.
+// What that leaves uneven is made even: two ranks exchange as many rows, dense ones for sparse ones.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "bind.hpp"
+#include "planner/numbers.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace blend {
+namespace {
+
+constexpr double FLAT = 0.25;  // a document whose halves differ by this share of its pairs at most is cut into shares
+constexpr int64_t SPARE = 16;  // pieces of a rank that exchanges may add
+constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that an exchange looks at
+constexpr int64_t EXCHANGES = 8;   // of a rank, at most
+
+// Pairs up to any row: `Profile` of apportion/planner/place/blend/profile.py.
+struct Profile {
+  Column<const int64_t> at, value, slope, below;
+
+  int64_t upto(int64_t row) const {
+    const int64_t i = std::upper_bound(at.begin(), at.end(), row) - at.begin() - 1, n = row - at[i];
+    return below[i] + value[i] * n + slope[i] * (n * (n - 1) / 2);
+  }
+  int64_t between(int64_t low, int64_t high) const { return upto(high) - upto(low); }
+};
+
+// Rows [low, high) of a rank.
+struct Piece {
+  int64_t low, high, rank;
+};
+
+// What is left of a document. head: which part of its shares comes from its head.
+struct Document {
+  int64_t low, high;
+  double head;
+  int64_t size() const { return high - low; }
+};
+
+class Walk {
+ public:
+  std::vector<Piece> pieces;
+
+  // widest: pairs that one rank can compute.
+  Walk(Column<const int64_t> documents, const Profile& rows, double widest, double head)
+      : rows_(rows), ends_(1), work_(1) {
+    struct Known {
+      Document document;
+      int64_t pairs;
+      double density;
+      bool wide;
+    };
+    std::vector<Known> known;
+    for (int64_t i = 0; i + 1 < documents.size(); ++i) {
+      const int64_t low = documents[i], high = documents[i + 1];
+      const int64_t pairs = rows.between(low, high), first = rows.between(low, low + (high - low) / 2);
+      const bool rising = real(pairs - 2 * first) > FLAT * real(pairs);
+      known.push_back({{low, high, rising ? head : 0}, pairs, real(pairs) / real(high - low), real(pairs) > widest});
+    }
+    std::stable_sort(known.begin(), known.end(), [](const Known& one, const Known& other) {
+      return one.wide != other.wide ? other.wide : one.density < other.density;
+    });
+    for (const Known& one : known) {
+      left_.push_back(one.document);
+      ends_.push_back(ends_.back() + one.document.size());
+      work_.push_back(work_.back() + one.pairs);
+      heads_ += !one.wide;
+    }
+    dense_ = heads_ - 1;
+    tails_ = count(known) - 1;
+  }
+
+  // What a rank has too much or too little of is made up for by those after it.
+  void run(Column<const int64_t> tokens, Column<const double> speeds) {
+    int64_t work = work_.back();
+    double speed = std::accumulate(speeds.begin(), speeds.end(), 0.0);
+    for (int64_t rank = 0; rank < tokens.size(); ++rank) {
+      const int64_t begun = count(pieces);
+      rank_ = rank;
+      fill(tokens[rank], real(work) * (speeds[rank] / speed));
+      for (int64_t piece = begun; piece < count(pieces); ++piece)
+        work -= rows_.between(pieces[piece].low, pieces[piece].high);
+      speed -= speeds[rank];
+    }
+  }
+
+ private:
+  // The pieces of the rank at hand: so many tokens, of `target` pairs.
+  void fill(int64_t tokens, double target) {
+    unburden(tokens, target);
+    while (tokens > 0 && has_ends()) {
+      const bool begun = !stack_.empty();
+      const int64_t doc = next_ends(), size = left_[doc].size(), most = std::min(tokens, size);
+      if (real(mixed(doc, tokens, most)) > target) {
+        const int64_t x = share(doc, tokens, target, most);
+        take_ends(doc, x);
+        take_sparse(tokens - x);
+        return;
+      }
+      if (begun)
+        stack_.pop_back();
+      else
+        --tails_;
+      const double less = target - real(rows_.between(left_[doc].low, left_[doc].high));
+      if (size > tokens || real(most_of(tokens - size)) < less) {
+        queue_.push_back(doc);
+        continue;
+      }
+      take_ends(doc, size);
+      tokens -= size;
+      target = less;
+      if (!begun && real(mixed(NARROW, tokens, narrow(tokens))) >= target) break;
+    }
+    const int64_t x = share(NARROW, tokens, target, narrow(tokens));
+    take_dense(x);
+    take_sparse(tokens - x);
+  }
+
+  // What was begun and is too dense to go with the sparsest counts as dense from now on.
+  void unburden(int64_t tokens, double target) {
+    while (real(sparse(tokens)) >= target + 1) {
+      if (queued_ < count(queue_)) {
+        stack_.push_back(queue_[queued_++]);
+      } else if (sparse_ <= dense_ && left_[sparse_].size() < ends_[sparse_ + 1] - ends_[sparse_]) {
+        stack_.push_back(sparse_++);
+      } else {
+        return;
+      }
+    }
+  }
+
+  // ---- what would be taken
+
+  static constexpr int64_t NARROW = -1;  // narrow documents in place of one document's ends
+
+  bool has_ends() const { return !stack_.empty() || heads_ <= tails_; }
+  int64_t next_ends() const { return stack_.empty() ? tails_ : stack_.back(); }
+
+  // The most pairs that so many tokens can have.
+  int64_t most_of(int64_t tokens) const {
+    const int64_t most = mixed(NARROW, tokens, narrow(tokens));
+    if (!has_ends()) return most;
+    return std::max(most, mixed(next_ends(), tokens, std::min(tokens, left_[next_ends()].size())));
+  }
+
+  // How many of `tokens` tokens, at most `most`, should be dense for `target` pairs: bisection, as pairs rise with
+  // them, in the end at least.
+  int64_t share(int64_t doc, int64_t tokens, double target, int64_t most) const {
+    if (real(mixed(doc, tokens, most)) <= target) return most;
+    int64_t least = 0;
+    while (most - least > 1) {
+      const int64_t x = (least + most) / 2;
+      (real(mixed(doc, tokens, x)) <= target ? least : most) = x;
+    }
+    return least;
+  }
+
+  // Pairs of `tokens` tokens, x of them dense.
+  int64_t mixed(int64_t doc, int64_t tokens, int64_t x) const {
+    return sparse(tokens - x) + (doc == NARROW ? dense(x) : ends(doc, x));
+  }
+
+  // How many of so many tokens come from a document's head.
+  int64_t head_of(int64_t doc, int64_t tokens) const { return static_cast<int64_t>(real(tokens) * left_[doc].head); }
+
+  // Pairs of so many tokens of a document's head and tail.
+  int64_t ends(int64_t doc, int64_t tokens) const {
+    const Document& one = left_[doc];
+    const int64_t head = head_of(doc, tokens);
+    return rows_.between(one.low, one.low + head) + rows_.between(one.high - tokens + head, one.high);
+  }
+
+  // Pairs of so many tokens of narrow documents: the last ones, and the tail of the one before.
+  int64_t dense(int64_t tokens) const {
+    if (tokens <= 0 || dense_ < sparse_) return 0;
+    const int64_t down = ends_[dense_ + 1] - tokens, start = first_from(sparse_ + 1, dense_ + 1, down);
+    const int64_t high = left_[start - 1].high, rest = ends_[start] - down;
+    return work_[dense_ + 1] - work_[start] + rows_.between(high - rest, high);
+  }
+
+  // Pairs of the sparsest so many tokens.
+  int64_t sparse(int64_t tokens) const {
+    int64_t pairs = 0;
+    const auto add_head = [&](int64_t doc) {
+      const Document& one = left_[doc];
+      const int64_t some = std::max<int64_t>(0, std::min(tokens, one.size()));
+      pairs += rows_.between(one.low, one.low + some);
+      tokens -= some;
+    };
+    for (int64_t place = queued_; place < count(queue_) && tokens > 0; ++place) add_head(queue_[place]);
+    if (tokens > 0 && sparse_ <= dense_) {
+      add_head(sparse_);
+      const int64_t upto = ends_[sparse_ + 1] + tokens;
+      const int64_t stop = first_from(sparse_ + 1, dense_ + 2, upto + 1) - 1;  // documents before it are whole
+      pairs += work_[stop] - work_[sparse_ + 1];
+      tokens = upto - ends_[stop];
+      if (stop <= dense_) add_head(stop);
+    }
+    for (int64_t doc = heads_; doc <= tails_ && tokens > 0; ++doc) add_head(doc);
+    for (auto doc = stack_.rbegin(); doc != stack_.rend() && tokens > 0; ++doc) add_head(*doc);
+    return pairs;
+  }
+
+  // The first of documents [low, high) before which are at least so many tokens, else high.
+  int64_t first_from(int64_t low, int64_t high, int64_t tokens) const {
+    return std::lower_bound(ends_.begin() + low, ends_.begin() + std::max(low, high), tokens) - ends_.begin();
+  }
+
+  // Tokens left of narrow documents, or `most` if they are more.
+  int64_t narrow(int64_t most) const {
+    if (sparse_ > dense_) return 0;
+    return std::min(left_[sparse_].size() + ends_[dense_ + 1] - ends_[sparse_ + 1], most);
+  }
+
+  // ---- taking it
+
+  void take(int64_t low, int64_t high) {
+    if (low < high) pieces.push_back({low, high, rank_});
+  }
+
+  void take_ends(int64_t doc, int64_t tokens) {
+    Document& one = left_[doc];
+    const Document whole = one;
+    const int64_t head = head_of(doc, tokens);
+    one.low += head;
+    one.high -= tokens - head;
+    take(whole.low, one.low);
+    take(one.high, whole.high);
+  }
+
+  // As `dense` counts them.
+  void take_dense(int64_t tokens) {
+    while (tokens > 0) {
+      const int64_t doc = dense_--;
+      Document& one = left_[doc];
+      const int64_t some = std::min(tokens, one.size());
+      one.high -= some;
+      take(one.high, one.high + some);
+      tokens -= some;
+      if (one.size() > 0) stack_.push_back(doc);
+    }
+  }
+
+  // As `sparse` counts them.
+  void take_sparse(int64_t tokens) {
+    while (tokens > 0) {
+      int64_t* cursor = queued_ < count(queue_) ? &queued_
+                        : sparse_ <= dense_     ? &sparse_
+                        : heads_ <= tails_      ? &heads_
+                                                : nullptr;
+      Document& one = left_[cursor == nullptr ? stack_.back() : cursor == &queued_ ? queue_[queued_] : *cursor];
+      const int64_t some = std::min(tokens, one.size());
+      take(one.low, one.low + some);
+      one.low += some;
+      tokens -= some;
+      if (one.size() > 0) continue;
+      if (cursor == nullptr)
+        stack_.pop_back();
+      else
+        ++*cursor;
+    }
+  }
+
+  Profile rows_;
+  std::vector<Document> left_;          // narrow ones first, by density
+  std::vector<int64_t> ends_, work_;    // tokens and pairs of the whole documents before each
+  std::vector<int64_t> queue_, stack_;  // rests that go before all else that is sparse, or dense
+  int64_t sparse_ = 0, dense_ = 0;      // the first and the last narrow document left
+  int64_t heads_ = 0, tails_ = 0;       // the first and the last wide one
+  int64_t queued_ = 0;                  // the first in the queue
+  int64_t rank_ = 0;                    // at hand
+};
+
+// Exchanges of rows, which leave more pieces: two more each, at most.
+class Repair {
+ public:
+  Repair(const Profile& rows, std::vector<Piece>& pieces, Column<const double> wanted) : rows_(rows), pieces_(pieces) {
+    for (const double pairs : wanted) {
+      over_.push_back(-pairs);
+      scale_.push_back(std::max(pairs, 1.0));
+    }
+    for (const Piece& piece : pieces) over_[piece.rank] += real(rows.between(piece.low, piece.high));
+  }
+
+  // Until no rank has more than 1 + `tolerance` times the pairs wanted of it, there are `room` pieces, or nothing
+  // helps.
+  void run(double tolerance, int64_t room) {
+    std::vector<double> share(over_.size());
+    for (int64_t turn = 0; turn < EXCHANGES * count(over_); ++turn) {
+      std::transform(over_.begin(), over_.end(), scale_.begin(), share.begin(), std::divides<>());
+      const int64_t busy = std::max_element(share.begin(), share.end()) - share.begin();
+      const int64_t idle = std::min_element(share.begin(), share.end()) - share.begin();
+      if (over_[busy] <= tolerance * scale_[busy] || count(pieces_) + 2 > room) return;
+      const Exchange found = best(busy, idle, std::min(over_[busy], -over_[idle]));
+      if (found.rows == 0) return;
+      const double moved = real(gain(found));
+      if (moved < tolerance / 2 * scale_[busy]) return;
+      swap(found);
+      over_[busy] -= moved;
+      over_[idle] += moved;
+    }
+  }
+
+ private:
+  // The last rows of one piece for the first of another.
+  struct Exchange {
+    int64_t mine = 0, other = 0, rows = 0;
+  };
+
+  // The exchange of the fewest rows that moves `goal` pairs, else the one that moves most.
+  Exchange best(int64_t busy, int64_t idle, double goal) const {
+    Exchange best;
+    bool enough = false;
+    double most = 0;
+    const std::vector<int64_t> theirs = held(idle);
+    for (const int64_t mine : held(busy)) {
+      for (const int64_t other : theirs) {
+        const Piece &ours = pieces_[mine], &its = pieces_[other];
+        Exchange one{mine, other, std::min(ours.high - ours.low, its.high - its.low)};
+        const double moved = real(gain(one));
+        if (moved >= goal) {
+          one.rows = fewest(one, goal);
+          if (!enough || one.rows < best.rows) best = one;
+          enough = true;
+        } else if (!enough && moved > most) {
+          best = one;
+          most = moved;
+        }
+      }
+    }
+    return best;
+  }
+
+  std::vector<int64_t> held(int64_t rank) const {
+    std::vector<int64_t> found;
+    for (int64_t piece = 0; piece < count(pieces_) && count(found) < LOOKED_AT; ++piece)
+      if (pieces_[piece].rank == rank) found.push_back(piece);
+    return found;
+  }
+
+  // Pairs that leave the busy rank.
+  int64_t gain(const Exchange& one) const {
+    const int64_t end = pieces_[one.mine].high, begin = pieces_[one.other].low;
+    return rows_.between(end - one.rows, end) - rows_.between(begin, begin + one.rows);
+  }
+
+  // The fewest rows that move `goal` pairs, as those of the exchange do.
+  int64_t fewest(Exchange one, double goal) const {
+    int64_t least = 0, most = one.rows;
+    while (most - least > 1) {
+      one.rows = (least + most) / 2;
+      (real(gain(one)) >= goal ? most : least) = one.rows;
+    }
+    return most;
+  }
+
+  void swap(const Exchange& one) {
+    const Piece mine = pieces_[one.mine], other = pieces_[one.other];
+    const int64_t cut = mine.high - one.rows, upto = other.low + one.rows;
+    pieces_[one.mine] = {cut, mine.high, other.rank};
+    pieces_[one.other] = {other.low, upto, mine.rank};
+    if (mine.low < cut) pieces_.push_back({mine.low, cut, mine.rank});
+    if (upto < other.high) pieces_.push_back({upto, other.high, other.rank});
+  }
+
+  Profile rows_;
+  std::vector<Piece>& pieces_;
+  std::vector<double> over_, scale_;  // pairs beyond those wanted; what they are measured by
+};
+
+}  // namespace
+}  // namespace blend
+
+void bind_blend(nb::module_& m) {
+  using namespace blend;
+  m.def("mix",
+        [](In<int64_t, "documents"> documents, In<int64_t, "at"> at, In<int64_t, "value"> value,
+           In<int64_t, "slope"> slope, In<int64_t, "below"> below, In<int64_t, "tokens"> tokens,
+           In<double, "speeds"> speeds, In<double, "wanted"> wanted, double widest, double head, double tolerance) {
+          const Profile rows{at, value, slope, below};
+          const std::vector<Piece> pieces = unlocked([&] {
+            Walk walk(documents, rows, widest, head);
+            walk.run(tokens, speeds);
+            Repair(rows, walk.pieces, wanted).run(tolerance, documents.size() - 1 + SPARE * tokens.size());
+            return std::move(walk.pieces);
+          });
+          return as_columns(pieces, &Piece::low, &Piece::high, &Piece::rank);
+        });
+}
+
+}  // namespace apportion

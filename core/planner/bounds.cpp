@@ -1,0 +1,138 @@
+// Foreign KV tokens: the bound that stands at the head of apportion/planner/bounds.py, where `reach` is drawn.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "bind.hpp"
+#include "ir/areas.hpp"
+#include "planner/numbers.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace bounds {
+namespace {
+
+constexpr int64_t INF = int64_t{1} << 62;
+// Tokens; keeps what is rounded below the true bound: pairs err by 1,024 at most, and where they err at all, a row has
+// millions of them or is their root.
+constexpr double SLACK = 1e-3;
+
+// The quotient, rounded up, of a positive divisor.
+int64_t over(int64_t value, int64_t by) { return value > 0 ? (value - 1) / by + 1 : value / by; }
+
+// No rank holds more tokens, or computes more pairs; and there are no more ranks.
+struct Caps {
+  int64_t tokens, load, ranks;
+};
+
+// A range of keys of which so many tokens must leave home, counted once for each rank that needs them.
+struct Foreign {
+  int64_t low, end, tokens;
+};
+
+struct Band {
+  int64_t q0, q1, k0, k1, dmin, dmax;
+
+  // Rows that one rank cannot hold, or compute alone.
+  bool is_wide(const Caps& caps) const {
+    return q1 - q0 > caps.tokens || area_of(q0, q1, k0, k1, dmin, dmax) > caps.load;
+  }
+  // Rows see all keys from the same one up to their own at least.
+  bool is_stair() const { return dmin <= 0 && dmax >= q1 - 1 - k0 && k1 >= q1 && k0 <= q0; }
+  bool joins(const Band& lower) const { return is_stair() && lower.is_stair() && k0 == lower.k0 && lower.q0 == q1; }
+};
+
+// Pairs of the first rows of a stair under a window (no longer than the stair).
+double pairs_of(int64_t rows, int64_t window) {
+  const double held = real(std::min(rows, window)), rest = real(std::max<int64_t>(rows - window, 0));
+  return held * (held + 1) / 2 + rest * real(window);
+}
+
+// The inverse of `pairs_of`: how many of the first rows have so many pairs.
+double rows_of(double pairs, int64_t window) {
+  const double corner = real(window) * (real(window) + 1.0) / 2;
+  const double inside = (std::sqrt(1 + 8 * std::min(pairs, corner)) - 1) / 2;
+  return inside + std::max(pairs - corner, 0.0) / real(window);
+}
+
+// Of the part of a band whose rows see up to their own key. `reach`: of one rank after another, how far it reaches at
+// least, as long as that is beyond the first row.
+Foreign of_stair(const Band& band, const Caps& caps) {
+  const int64_t start = std::max(band.q0, band.k0), end = std::min(band.q1, band.k1);
+  const bool plain = band.dmax >= end - 1 - band.k0;
+  const int64_t low = plain ? band.k0 : start, size = end - low, skip = start - low;
+  int64_t window = plain ? INF : band.dmax + 1;
+  if (size <= 0 || band.dmin > 0 || window <= 1) return {low, end, 0};
+  window = std::min(window, size);
+  const double total = pairs_of(size, window), load = real(caps.load);
+  const auto by_load = static_cast<int64_t>(std::ceil(total / real(std::max<int64_t>(caps.load, 1))));
+  const int64_t ranks = std::max(over(size - skip, caps.tokens), by_load);
+  const int64_t most_held = std::min(caps.tokens, static_cast<int64_t>(std::floor(rows_of(load, window) + SLACK)));
+  int64_t holders = 0, reached = 0, strip = 0;
+  for (int64_t before = 0; before <= std::clamp<int64_t>(ranks, 0, caps.ranks); ++before) {
+    const double rows = rows_of(std::max(total - real(before) * load, 0.0), window);
+    const int64_t reach = std::max(size - before * caps.tokens, static_cast<int64_t>(std::ceil(rows - SLACK)));
+    if (reach <= skip) continue;
+    ++holders;
+    reached += reach;
+    strip += std::min(std::max<int64_t>(reach - most_held, 0), window - 1);
+  }
+  return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
+}
+
+// Of the rows of a band that see all of its keys: every rank but one that has some of these rows lacks, summed up, all
+// keys.
+int64_t of_block(const Band& band, const Caps& caps) {
+  const int64_t keys = band.k1 - band.k0;
+  const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);
+  const int64_t rows = upto - std::max(band.q0, band.k1 - 1 + std::max(band.dmin, -INF / 2));
+  const int64_t per_rank = std::min(caps.tokens, std::max<int64_t>(caps.load / std::max<int64_t>(keys, 1), 1));
+  return std::max<int64_t>(over(std::max<int64_t>(rows, 0), per_rank) - 1, 0) * keys;
+}
+
+// Bands that join are one stair.
+std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
+  std::vector<Foreign> found;
+  const auto at = [&](int64_t row) {
+    const Column<const int64_t> one = bands[row];
+    return Band{one[0], one[1], one[2], one[3], one[4], one[5]};
+  };
+  const auto add = [&](Foreign one) {
+    if (one.tokens > 0) found.push_back(one);
+  };
+  for (int64_t row = 0, first = 0; row < bands.rows(); ++row) {
+    Band band = at(row);
+    if (band.is_wide(caps)) add({band.k0, band.k1, of_block(band, caps)});
+    if (row + 1 < bands.rows() && band.joins(at(row + 1))) continue;
+    if (first < row) band = {at(first).q0, band.q1, band.k0, band.q1, 0, INF};
+    if (band.is_wide(caps)) add(of_stair(band, caps));
+    first = row + 1;
+  }
+  return found;
+}
+
+// The largest sum of tokens over ranges that do not overlap: interval scheduling.
+int64_t most_apart(std::vector<Foreign> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const Foreign& one, const Foreign& other) { return one.end < other.end; });
+  std::vector<int64_t> ends{0}, best{0};
+  for (const Foreign& range : ranges) {
+    const auto before = std::upper_bound(ends.begin(), ends.end(), range.low) - ends.begin() - 1;
+    best.push_back(std::max(best.back(), best[before] + range.tokens));
+    ends.push_back(range.end);
+  }
+  return best.back();
+}
+
+}  // namespace
+}  // namespace bounds
+
+void bind_bounds(nb::module_& m) {
+  using namespace bounds;
+  m.def("foreign_tokens", [](In2<int64_t, "bands"> bands, int64_t token_cap, int64_t load_cap, int64_t ranks) {
+    return unlocked([&] { return most_apart(foreign(bands, {token_cap, load_cap, ranks})); });
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,302 @@
+// DCP: homes exchanged inside nodes, so that no rank's links are busy for long; and divisions of cells, its Listing 3.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "bind.hpp"
+#include "ir/sorting.hpp"
+#include "planner/numbers.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int32_t;
+using std::int64_t;
+
+namespace dcp {
+namespace {
+
+constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ranks' times by at least this share of it
+// What an exchange adds to what travels inside the node counts so much more than its time on one rank's links: of 0 to
+// 16, more bytes are saved with more, and little time lost up to here.
+constexpr double DEAR = 8.0;
+constexpr int64_t TURNS = 2;  // exchanges a block, at most
+
+// A case whose hyperedges begin with the block that they come from, the first vertices, and ranks of all vertices.
+struct Placed {
+  Column<const int64_t> ptr, pins, price, rank;
+};
+
+// GB/s of a rank's links inside its node, and of its share of the NICs.
+struct Links {
+  double within, between;
+};
+
+// Bytes of a rank, inside the node and to others.
+struct Traffic {
+  int64_t sent[2] = {}, received[2] = {};
+
+  double time(Links gbs, int64_t more_sent = 0, int64_t more_received = 0, int64_t more_away = 0) const {
+    const int64_t within = std::max(sent[0] + more_sent, received[0] + more_received);
+    return real(within) / gbs.within + real(std::max(sent[1] + more_away, received[1])) / gbs.between;
+  }
+};
+
+// What a rank sends and receives more inside its node.
+struct Change {
+  int64_t sent, received;
+};
+
+struct Block {
+  int64_t home, tokens;
+  bool free;
+  int64_t away = 0, near = 0;  // bytes to other nodes; to all ranks of its node that need it
+};
+
+class Homes {
+ public:
+  Homes(const std::vector<Placed>& placed, Column<const bool> free, Column<const int64_t> tokens,
+        Column<const int64_t> caps, int64_t per_node, Links gbs)
+      : caps_(caps),
+        per_node_(per_node),
+        gbs_(gbs),
+        here_(free.size(), per_node),
+        ranks_(caps.size()),
+        used_(caps.size()),
+        of_node_(static_cast<std::size_t>(caps.size() / per_node)) {
+    for (int64_t block = 0; block < free.size(); ++block) {
+      const int64_t home = placed.front().rank[block];
+      blocks_.push_back({home, tokens[block], free[block]});
+      used_[home] += tokens[block];
+      of_node_[home / per_node].push_back(block);
+    }
+    for (const Placed& one : placed) add(one);
+    for (const Traffic& rank : ranks_) time_.push_back(rank.time(gbs));
+  }
+
+  // What the busiest rank sends for one of another rank of its node, as long as that shortens times.
+  void exchange() {
+    std::vector<bool> stuck(time_.size());
+    for (int64_t turn = 0; turn < TURNS * count(blocks_); ++turn) {
+      int64_t busy = -1;
+      for (int64_t rank = 0; rank < caps_.size(); ++rank)
+        if (!stuck[rank] && (busy < 0 || time_[rank] > time_[busy])) busy = rank;
+      if (busy < 0) return;
+      const Pair found = best(busy);
+      if (found.one < 0) {
+        stuck[busy] = true;
+        continue;
+      }
+      const int64_t to = blocks_[found.other].home;
+      swap(found);
+      for (const int64_t rank : {busy, to}) time_[rank] = ranks_[rank].time(gbs_);
+      stuck[to] = false;
+    }
+  }
+
+  const std::vector<Block>& blocks() const { return blocks_; }
+  const std::vector<double>& times() const { return time_; }
+
+ private:
+  // A block of the busiest rank, and one of another.
+  struct Pair {
+    int64_t one = -1, other = -1;
+  };
+
+  // A hyperedge goes from its block's home to all other ranks that it spans.
+  void add(const Placed& given) {
+    const Scratch<int64_t> seen(caps_.size(), -1);
+    for (int64_t edge = 0; edge < given.price.size(); ++edge) {
+      const int64_t number = given.pins[given.ptr[edge]], home = given.rank[number], price = given.price[edge];
+      Block& block = blocks_[number];
+      for (int64_t at = given.ptr[edge] + 1; at < given.ptr[edge + 1]; ++at) {
+        const int64_t to = given.rank[given.pins[at]];
+        if (seen[to] == edge) continue;
+        seen[to] = edge;
+        const bool leaves = to / per_node_ != home / per_node_;
+        (leaves ? block.away : block.near) += price;
+        if (!leaves) here_[number][to % per_node_] += price;
+        if (to == home) continue;
+        ranks_[home].sent[leaves] += price;
+        ranks_[to].received[leaves] += price;
+      }
+    }
+  }
+
+  // Those whose exchange leaves the longer of the two ranks' times the shortest; none where none gains.
+  Pair best(int64_t busy) const {
+    Pair best;
+    double least = (1 - GAIN) * time_[busy];
+    const std::vector<int64_t>& node = of_node_[busy / per_node_];
+    for (const int64_t one : node) {
+      const Block& mine = blocks_[one];
+      if (mine.home != busy || !mine.free || mine.away + mine.near == 0) continue;
+      for (const int64_t other : node) {
+        const Block& its = blocks_[other];
+        const int64_t to = its.home, grown = mine.tokens - its.tokens;
+        if (to == busy || !its.free || used_[to] + grown > caps_[to] || used_[busy] - grown > caps_[busy]) continue;
+        const int64_t away = its.away - mine.away;
+        const Change here = change(one, other, busy), there = change(other, one, to);
+        double longer = ranks_[busy].time(gbs_, here.sent, here.received, away);
+        if (longer >= least) continue;
+        longer = std::max(longer, ranks_[to].time(gbs_, there.sent, there.received, -away));
+        longer += DEAR * real(std::max<int64_t>(0, here.sent + there.sent)) / gbs_.within;
+        if (longer >= least) continue;
+        best = {one, other};
+        least = longer;
+      }
+    }
+    return best;
+  }
+
+  // Of a rank, with one block for another.
+  Change change(int64_t gone, int64_t come, int64_t rank) const {
+    const int64_t leaves = here_[gone][rank % per_node_], enters = here_[come][rank % per_node_];
+    return {(blocks_[come].near - enters) - (blocks_[gone].near - leaves), leaves - enters};
+  }
+
+  void move(int64_t gone, int64_t come) {
+    const int64_t rank = blocks_[gone].home;
+    const Change found = change(gone, come, rank);
+    ranks_[rank].sent[0] += found.sent;
+    ranks_[rank].received[0] += found.received;
+    ranks_[rank].sent[1] += blocks_[come].away - blocks_[gone].away;
+    used_[rank] += blocks_[come].tokens - blocks_[gone].tokens;
+  }
+
+  void swap(Pair pair) {
+    move(pair.one, pair.other);
+    move(pair.other, pair.one);
+    std::swap(blocks_[pair.one].home, blocks_[pair.other].home);
+  }
+
+  Column<const int64_t> caps_;  // tokens of each rank
+  int64_t per_node_;
+  Links gbs_;
+  std::vector<Block> blocks_;
+  Scratch2<int64_t> here_;  // [blocks, ranks a node]: bytes to each rank of the block's node
+  Scratch<Traffic> ranks_;
+  Scratch<int64_t> used_;  // tokens of each rank
+  std::vector<double> time_;
+  std::vector<std::vector<int64_t>> of_node_;
+};
+
+// ---- divisions
+
+// The queries, or the keys, that a cell needs: their tile, the rank that has it, and bytes, 0 where that is the cell's.
+struct Need {
+  int64_t tile, source, size;
+};
+
+struct Cell {
+  Need side[2];
+};
+
+class Divisions {
+ public:
+  Divisions(std::vector<Cell> cells, int64_t tiles, int64_t ranks, int64_t divisions)
+      : cells_(std::move(cells)), got_(tiles, -1), needed_(ranks), spent_(ranks), divisions_(divisions) {}
+
+  // The cells of a rank, in order; fills `division`.
+  void divide(Column<const int32_t> mine, int64_t rank, Column<int32_t> division) {
+    std::fill(needed_.begin(), needed_.end(), 0);
+    for (const int32_t cell : mine) fetch(cells_[cell], rank, needed_);
+    for (const int32_t cell : mine)
+      for (const Need& need : cells_[cell].side) got_[need.tile] = -1;
+    for (int32_t turn = 1; turn < divisions_; ++turn) {
+      std::fill(spent_.begin(), spent_.end(), 0);
+      for (const int32_t number : mine) {
+        const Cell& cell = cells_[number];
+        const bool away = cell.side[0].size > 0 || cell.side[1].size > 0;
+        if (division[number] || !away || (turn < divisions_ - 1 && !fits(cell, rank))) continue;
+        division[number] = turn;
+        fetch(cell, rank, spent_);
+      }
+    }
+  }
+
+ private:
+  int64_t missing(const Need& need, int64_t rank) const { return got_[need.tile] == rank ? 0 : need.size; }
+
+  // Adds to `spent`, by source, what the cell needs that is not there yet.
+  void fetch(const Cell& cell, int64_t rank, const Scratch<int64_t>& spent) {
+    for (const Need& need : cell.side) {
+      spent[need.source] += missing(need, rank);
+      got_[need.tile] = rank;
+    }
+  }
+
+  // Whether no source sends more than its share of all that it sends to the rank.
+  bool fits(const Cell& cell, int64_t rank) const {
+    const int64_t missed[2] = {missing(cell.side[0], rank), missing(cell.side[1], rank)};
+    const bool same = cell.side[0].source == cell.side[1].source;
+    for (int side = 0; side < 2; ++side) {
+      const int64_t source = cell.side[side].source, added = same ? missed[0] + missed[1] : missed[side];
+      if (added && (spent_[source] + added) * divisions_ > needed_[source]) return false;
+    }
+    return true;
+  }
+
+  std::vector<Cell> cells_;
+  Scratch<int64_t> got_;             // the last rank that has fetched each tile
+  Scratch<int64_t> needed_, spent_;  // by source
+  int64_t divisions_;
+};
+
+}  // namespace
+}  // namespace dcp
+
+void bind_dcp(nb::module_& m) {
+  using namespace dcp;
+  m.def("exchange", [](nb::list given, In<bool, "free"> free, In<int64_t, "tokens"> tokens, In<int64_t, "caps"> caps,
+                       int64_t per_node, double within, double between) {
+    std::vector<Fields> fields;
+    std::vector<Placed> placed;
+    for (const nb::handle one : given) {
+      Fields& own = fields.emplace_back(nb::cast<nb::tuple>(one));
+      placed.push_back({own.next<Column<const int64_t>>("ptr"), own.next<Column<const int64_t>>("pins"),
+                        own.next<Column<const int64_t>>("price"), own.next<Column<const int64_t>>("rank")});
+    }
+    New<int64_t> home(free.size());
+    New<double> time(caps.size());
+    unlocked([&] {
+      Homes homes(placed, free, tokens, caps, per_node, {within, between});
+      homes.exchange();
+      std::transform(homes.blocks().begin(), homes.blocks().end(), home.begin(),
+                     [](const Block& one) { return one.home; });
+      std::copy(homes.times().begin(), homes.times().end(), time.begin());
+    });
+    return nb::make_tuple(home.array(), time.array());
+  });
+
+  m.def("divide", [](IntsIn<"q"> q, IntsIn<"k"> k, IntsIn<"rank"> rank, In<int64_t, "home"> home,
+                     In<int64_t, "lengths"> lengths, int64_t groups, int64_t key_sets, int64_t q_bytes, int64_t k_bytes,
+                     int64_t divisions) {
+    New<int32_t> division(rank.size());
+    unlocked([&] {
+      std::fill(division.begin(), division.end(), 0);
+      int64_t ranks = 1;
+      for (int64_t block = 0; block < home.size(); ++block) ranks = std::max(ranks, home[block] + 1);
+      for (int64_t cell = 0; cell < rank.size(); ++cell) ranks = std::max(ranks, rank[cell] + 1);
+      std::vector<Cell> cells;
+      for (int64_t cell = 0; cell < rank.size(); ++cell) {
+        const int64_t group = cell / q.size(), own = cell % q.size();
+        const auto need = [&](int64_t block, int64_t first, int64_t bytes) {
+          return Need{first * home.size() + block, home[block], home[block] == rank[cell] ? 0 : lengths[block] * bytes};
+        };
+        cells.push_back({need(q[own], group, q_bytes), need(k[own], groups + group * key_sets / groups, k_bytes)});
+      }
+      Scratch<int32_t> order(rank.size());
+      counting_order<Ints, int32_t>(rank, ranks, order);
+      Divisions made(std::move(cells), (groups + key_sets) * home.size(), ranks, divisions);
+      for (int64_t begin = 0, end = 0; begin < rank.size(); begin = end) {
+        const int64_t one = rank[order[begin]];
+        while (end < rank.size() && rank[order[end]] == one) ++end;
+        made.divide(order.slice(begin, end), one, division);
+      }
+    });
+    return division.array();
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,206 @@
+// Rows of one home against keys, all that they see or those of another home: the pairs that DistCA's migration moves.
+// Their geometry, and what a server has of them.
+//
+//   rows       of a pair: global tokens; of a folded one steps of a causal walk from both ends, see distca/homes.py
+//   folded     length > 0, the tokens of its sequence; one cell has [q0, q1) steps and [k0, k1) tokens
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "ir/areas.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion::distca {
+
+using std::int64_t;
+
+struct Range {
+  int64_t low = 0, high = 0;
+  bool empty() const { return low >= high; }
+  int64_t size() const { return high - low; }
+  void extend(int64_t begin, int64_t end) {
+    low = std::min(low, begin);
+    high = std::max(high, end);
+  }
+};
+
+// Of nothing yet.
+inline constexpr Range NOTHING{int64_t{1} << 62, 0};
+
+inline Range overlap(Range one, Range other) { return {std::max(one.low, other.low), std::min(one.high, other.high)}; }
+
+// Diagonals in global tokens.
+struct Cell {
+  int64_t q0, q1, k0, k1, dmin, dmax;
+};
+
+// Pairs of the first `step` steps of a causal walk: steps 2i and 2i + 1 see length + 1 keys together.
+inline int64_t step_work(int64_t length, int64_t step) {
+  const int64_t half = step / 2;
+  return half * (length + 1) + step % 2 * (half + 1);
+}
+
+// Rows of block q against keys of blocks [k, k_end).
+struct Pair {
+  int64_t q, k, k_end, length;
+  Column<const Cell> cells;
+
+  bool folded() const { return length > 0; }
+
+  // Pairs of tokens of some rows.
+  int64_t work(Range rows) const {
+    if (folded()) return step_work(length, rows.high) - step_work(length, rows.low);
+    int64_t total = 0;
+    for (const Cell& cell : cells) {
+      const Range own = overlap(rows, {cell.q0, cell.q1});
+      if (own.empty()) continue;
+      const int64_t keys = cell.k1 - cell.k0, offset = cell.k1 - own.low;
+      total +=
+          pairs_below(own.size(), keys, cell.dmax + offset) - pairs_below(own.size(), keys, cell.dmin - 1 + offset);
+    }
+    return total;
+  }
+
+  // Hull of the keys that some rows see, empty where they see none.
+  Range keys_of(Range rows) const {
+    if (folded()) {
+      const int64_t begin = cells[0].k0;
+      return {begin, begin + std::max((rows.high + 1) / 2, length - rows.low / 2)};
+    }
+    Range hull = NOTHING;
+    for (const Cell& cell : cells) {
+      const Range own = overlap(rows, {cell.q0, cell.q1});
+      const Range keys = overlap({cell.k0, cell.k1}, {own.low - cell.dmax, own.high - cell.dmin});
+      if (!own.empty() && !keys.empty()) hull.extend(keys.low, keys.high);
+    }
+    return {std::min(hull.low, hull.high), hull.high};
+  }
+
+  // Hull of those of some rows that see a key.
+  Range rows_of(Range rows) const {
+    Range hull = NOTHING;
+    for (const Cell& cell : cells) {
+      const Range own = overlap(rows, {cell.q0, cell.q1});
+      if (!own.empty()) hull.extend(own.low, own.high);
+    }
+    return {std::min(hull.low, hull.high), hull.high};
+  }
+};
+
+// How a share may be cut: the cut is a multiple of `grain` rows from `origin`, and the part has at most `spare` more
+// than `work`, the most of such; or without spare about as much as can be.
+struct Cut {
+  int64_t origin, grain;
+  double work, spare;
+
+  // The row x for which [x, high) is such a part; `high` where there is none.
+  int64_t last(const Pair& pair, Range rows) const {
+    int64_t a = rows.low, b = rows.high;
+    while (a < b) {
+      const int64_t middle = (a + b) / 2;
+      if (of(pair, {middle, rows.high}) > work)
+        a = middle + 1;
+      else
+        b = middle;
+    }
+    const int64_t below = std::max(rows.low, origin + (a - origin) / grain * grain);
+    const int64_t above = std::min(origin + ((a - origin) / grain + 1) * grain, rows.high);
+    const double most = spare > 0 ? spare : work - of(pair, {above, rows.high});
+    return of(pair, {below, rows.high}) - work <= most ? below : above;
+  }
+
+  // The row y for which [low, y) is such a part; `low` where there is none.
+  int64_t first(const Pair& pair, Range rows) const {
+    int64_t a = rows.low, b = rows.high;
+    while (a < b) {
+      const int64_t middle = (a + b + 1) / 2;
+      if (of(pair, {rows.low, middle}) > work)
+        b = middle - 1;
+      else
+        a = middle;
+    }
+    const int64_t above = std::min(origin + (a - origin + grain - 1) / grain * grain, rows.high);
+    const int64_t below = std::max(rows.low, origin + (a - origin) / grain * grain);
+    const double most = spare > 0 ? spare : work - of(pair, {rows.low, below});
+    return of(pair, {rows.low, above}) - work <= most ? above : below;
+  }
+
+ private:
+  static double of(const Pair& pair, Range rows) { return static_cast<double>(pair.work(rows)); }
+};
+
+// What one server got of each block: one range of its query rows and one of its key rows, which grow together.
+class Holding {
+ public:
+  Holding(Column<const int64_t> starts, Column<const int64_t> home)
+      : starts_(starts), home_(home), q_(home.size()), k_(home.size()) {}
+
+  // Blocks of which it got any, in the order in which it did.
+  const std::vector<int64_t>& queries() const { return got_q_; }
+  const std::vector<int64_t>& keys() const { return got_k_; }
+  int64_t query_rows(int64_t block) const { return q_[block].size(); }
+  int64_t key_rows(int64_t block) const { return k_[block].size(); }
+
+  void clear() {
+    for (const int64_t block : got_q_) q_[block] = {};
+    for (const int64_t block : got_k_) k_[block] = {};
+    got_q_.clear();
+    got_k_.clear();
+  }
+
+  void add(const Pair& pair, Range rows) {
+    const Range seeing = pair.rows_of(rows);
+    if (!seeing.empty()) grow(q_, got_q_, pair.q, seeing);
+    const Range seen = pair.keys_of(rows);
+    for (int64_t block = pair.k; block < pair.k_end; ++block) {
+      const Range some = overlap(seen, {starts_[block], starts_[block + 1]});
+      if (!some.empty()) grow(k_, got_k_, block, some);
+    }
+  }
+
+  // Query rows that must come to server `to`, whose holding this is, for rows of a pair.
+  int64_t missing_queries(const Pair& pair, Range rows, int64_t to) const {
+    return home_[pair.q] == to ? 0 : missing(pair.rows_of(rows), q_[pair.q]);
+  }
+
+  // Key rows that must come; kv_free: what is there costs nothing.
+  int64_t missing_keys(const Pair& pair, Range rows, int64_t to, bool kv_free) const {
+    if (kv_free && pair.k_end == pair.k + 1 && home_[pair.k] == to) return 0;
+    const Range seen = pair.keys_of(rows);
+    if (!kv_free) return std::max(pair.length, seen.size());
+    int64_t keys = 0;
+    for (int64_t block = pair.k; block < pair.k_end; ++block)
+      if (home_[block] != to) keys += missing_from(block, seen);
+    return keys;
+  }
+
+  // Key rows of a block that come when a range of keys is wanted.
+  int64_t missing_from(int64_t block, Range keys) const {
+    return missing(overlap(keys, {starts_[block], starts_[block + 1]}), k_[block]);
+  }
+
+ private:
+  // Rows that come when some are wanted beside others: blocks arrive as one range of rows.
+  static int64_t missing(Range wanted, Range there) {
+    if (wanted.empty()) return 0;
+    if (there.empty()) return wanted.size();
+    return std::max(wanted.high, there.high) - std::min(wanted.low, there.low) - there.size();
+  }
+
+  static void grow(const Scratch<Range>& rows, std::vector<int64_t>& got, int64_t block, Range some) {
+    if (rows[block].empty()) {
+      rows[block] = some;
+      got.push_back(block);
+    } else {
+      rows[block].extend(some.low, some.high);
+    }
+  }
+
+  Column<const int64_t> starts_, home_;
+  Scratch<Range> q_, k_;
+  std::vector<int64_t> got_q_, got_k_;
+};
+
+}  // namespace apportion::distca

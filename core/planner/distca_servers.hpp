@@ -1,0 +1,46 @@
+// What DistCA's migration looks at and changes beside the pairs: its rules, servers, shares and candidates.
+#pragma once
+
+#include "planner/distca_pairs.hpp"
+#include "planner/numbers.hpp"
+
+namespace apportion::distca {
+
+// `Limits` of distca/parts.py. Bytes are of a row; caps in bytes. excess, grain: of the pass at hand.
+struct Rules {
+  double tolerance;  // share of its target that a server may stay short
+  bool two_sided;
+  int64_t grain;  // rows that a cut is a multiple of
+  double spare;   // share of a target that a part may have more than was asked for
+  double threshold;
+  int64_t q_bytes, o_bytes, kv_bytes, priced_q;
+  bool kv_free, capped;
+  int64_t send_cap, receive_cap, buffer_cap;
+  double excess = 0;  // share of its target beyond which a server gives
+};
+
+struct Server {
+  int64_t load = 0;  // pairs
+  double target = 0;
+  int64_t sent = 0, received = 0, held = 0;  // bytes
+  std::vector<int64_t> shares;               // oldest last at first, then newest last; of those that are gone, too
+
+  double surplus() const { return real(load) - target; }
+};
+
+struct Share {
+  int64_t pair;
+  Range rows;
+  int64_t at, work;
+};
+
+// A share of a surplus server. most_e: the E that it has as a whole where nothing is there yet. A server that has
+// nothing of its pair pays for its last rows at least once + a_pair * their work in bytes; 0 where that is not known.
+struct Candidate {
+  int64_t share;
+  double most_e, work = 0, once = 0, a_pair = 0;
+
+  bool surely_below(double floor, double given) const { return given < floor * (once + a_pair * given); }
+};
+
+}  // namespace apportion::distca

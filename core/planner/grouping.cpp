@@ -1,0 +1,222 @@
+// Sequences in groups of ranks of several sizes: apportion/planner/solvers/grouping/mixing.py.
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "bind.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+constexpr double NEVER = std::numeric_limits<double>::infinity();
+constexpr int MOST_EXCHANGES = 500;  // a descent ends much earlier; this is for degenerate ties
+constexpr int64_t MOST_PAIRS = 20'000'000;  // looks at a move or swap, for groups of thousands of sequences
+constexpr double LEAST_GAIN = 1e-12;
+
+// times: of each sequence in a group of each degree, NEVER where it must not be; sizes: of sequences.
+struct Sequences {
+  Matrix<const double> times;
+  Column<const int64_t> sizes;
+
+  int64_t count() const { return sizes.size(); }
+};
+
+// Which column of `times` each group has, and tokens that it holds at most.
+struct Groups {
+  Column<const int64_t> column, rooms;
+
+  int64_t count() const { return column.size(); }
+};
+
+// First-fit decreasing within a time limit: each sequence in `order` goes where its rank-time is least and the fit
+// tightest, or opens a group of the degree that it needs. Returns the columns of the groups, none where not all fit.
+std::vector<int64_t> first_fit(const Sequences& of, Column<const int64_t> order, Column<const int64_t> need,
+                               Column<const int64_t> degrees, Column<const int64_t> rooms, int64_t ranks, double limit,
+                               Column<int64_t> group) {
+  struct Group {
+    int64_t column;
+    double load = 0;
+    int64_t used = 0;
+  };
+  std::vector<Group> groups;
+  std::fill(group.begin(), group.end(), 0);
+  for (const int64_t k : order) {
+    const Column<const double> times = of.times[k];
+    std::size_t best = groups.size();
+    double least = NEVER, tightest = NEVER;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      const int64_t c = groups[g].column;
+      const double room = limit - groups[g].load - times[c], spent = times[c] * static_cast<double>(degrees[c]);
+      if (room < 0 || groups[g].used + of.sizes[k] > rooms[c]) continue;
+      if (spent < least || (spent == least && room < tightest)) {
+        best = g;
+        least = spent;
+        tightest = room;
+      }
+    }
+    if (best == groups.size()) {
+      if (degrees[need[k]] > ranks) return {};
+      groups.push_back({need[k]});
+      ranks -= degrees[need[k]];
+    }
+    group[k] = static_cast<int64_t>(best);
+    groups[best].load += times[groups[best].column];
+    groups[best].used += of.sizes[k];
+  }
+  std::vector<int64_t> column;
+  for (const Group& one : groups) column.push_back(one.column);
+  return column;
+}
+
+// Each sequence, longest first, to the group that it leaves quickest. Whether all have room.
+bool list_schedule(const Sequences& of, const Groups& groups, Column<int64_t> group) {
+  Scratch<double> shortest(of.count()), load(groups.count());
+  Scratch<int64_t> order(of.count()), left = Scratch<int64_t>::of(groups.rooms);
+  for (int64_t k = 0; k < of.count(); ++k) shortest[k] = *std::min_element(of.times[k].begin(), of.times[k].end());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t two) { return shortest[one] > shortest[two]; });
+  for (const int64_t k : order) {
+    int64_t best = -1;
+    double least = NEVER;
+    for (int64_t g = 0; g < groups.count(); ++g) {
+      const double end = load[g] + of.times[k][groups.column[g]];
+      if (of.sizes[k] > left[g] || !(end < least)) continue;
+      best = g;
+      least = end;
+    }
+    if (best < 0) return false;
+    group[k] = best;
+    load[best] = least;
+    left[best] -= of.sizes[k];
+  }
+  return true;
+}
+
+// A sequence of the slowest group, its new group, and the sequence that comes back or -1 for none; all -1: none helps.
+struct Exchange {
+  int64_t item = -1, to = -1, other = -1;
+};
+
+// The move or swap after which the slower of its two groups is quickest, the first of equals.
+Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const int64_t> group,
+                       Column<const double> time, Column<const int64_t> left, int64_t slow) {
+  Exchange best;
+  double least = time[slow] * (1 - LEAST_GAIN);
+  const int64_t own = groups.column[slow];
+  for (int64_t i = 0; i < of.count(); ++i) {
+    if (group[i] != slow) continue;
+    const Column<const double> times = of.times[i];
+    const double rest = time[slow] - times[own];
+    for (int64_t g = 0; g < groups.count(); ++g) {
+      const double end = std::max(rest, time[g] + times[groups.column[g]]);
+      if (g == slow || of.sizes[i] > left[g] || !(end < least)) continue;
+      least = end;
+      best = {i, g, -1};
+    }
+    for (int64_t j = 0; j < of.count(); ++j) {
+      const int64_t g = group[j], grows = of.sizes[i] - of.sizes[j];
+      const double back = rest + of.times[j][own];
+      if (g == slow || !(back < least) || grows > left[g] || -grows > left[slow]) continue;
+      const int64_t column = groups.column[g];
+      const double end = std::max(back, time[g] - of.times[j][column] + times[column]);
+      if (!(end < least)) continue;
+      least = end;
+      best = {i, g, j};
+    }
+  }
+  return best;
+}
+
+// Moves and swaps out of the slowest group, the best first, while the larger of the two times falls.
+void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, Column<double> time) {
+  Scratch<int64_t> left(groups.count());
+  int64_t looks = 0;
+  for (int exchange = 0; exchange < MOST_EXCHANGES; ++exchange) {
+    const int64_t slow = std::max_element(time.begin(), time.end()) - time.begin();
+    looks += std::count(group.begin(), group.end(), slow) * (of.count() + groups.count());
+    if (looks > MOST_PAIRS) return;
+    std::copy(groups.rooms.begin(), groups.rooms.end(), left.begin());
+    for (int64_t k = 0; k < of.count(); ++k) left[group[k]] -= of.sizes[k];
+    const Exchange best = best_exchange(of, groups, group, time, left, slow);
+    if (best.item < 0) return;
+    group[best.item] = best.to;
+    if (best.other >= 0) group[best.other] = slow;
+    std::fill(time.begin(), time.end(), 0);
+    for (int64_t k = 0; k < of.count(); ++k) time[group[k]] += of.times[k][groups.column[group[k]]];
+  }
+}
+
+// Steps of annealing, drawn beforehand: each moves a sequence to group `to`, or swaps it with sequence to - groups,
+// where that is worse by less than the bar.
+struct Steps {
+  Column<const int64_t> moved, to;
+  Column<const double> bar;
+};
+
+// load: time, and left: tokens of each group. times: of each sequence in each group. above: time above the goal, summed
+// over groups. `group` ends as the best one seen.
+void anneal(const Sequences& of, const Steps& steps, double goal, double above, Column<double> load,
+            Column<int64_t> left, Column<int64_t> group) {
+  Scratch<int64_t> now = Scratch<int64_t>::of(group);
+  const auto over = [goal](double time) { return std::max(0.0, time - goal); };
+  double least = above;
+  for (int64_t step = 0; step < steps.moved.size(); ++step) {
+    const int64_t k = steps.moved[step], other = steps.to[step] - load.size();
+    const int64_t g = now[k], h = other < 0 ? steps.to[step] : now[other];
+    const int64_t grows = other < 0 ? of.sizes[k] : of.sizes[k] - of.sizes[other];
+    if (h == g || left[h] < grows || left[g] < -grows) continue;
+    double here = load[g] - of.times[k][g], there = load[h] + of.times[k][h];
+    if (other >= 0) {
+      here += of.times[other][g];
+      there -= of.times[other][h];
+    }
+    double worse = over(here) - over(load[g]);
+    worse += over(there) - over(load[h]);
+    if (!(worse < steps.bar[step])) continue;
+    load[g] = here;
+    load[h] = there;
+    left[g] += grows;
+    left[h] -= grows;
+    now[k] = h;
+    if (other >= 0) now[other] = g;
+    above += worse;
+    if (!(above < least - LEAST_GAIN * goal)) continue;
+    least = above;
+    std::copy(now.begin(), now.end(), group.begin());
+    if (least <= LEAST_GAIN * goal) return;
+  }
+}
+
+}  // namespace
+
+void bind_grouping(nb::module_& m) {
+  m.def("first_fit", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "order"> order,
+                        In<int64_t, "need"> need, In<int64_t, "degrees"> degrees, In<int64_t, "rooms"> rooms,
+                        int64_t ranks, double limit) {
+    New<int64_t> group(sizes.size());
+    std::vector<int64_t> column =
+        unlocked([&] { return first_fit({times, sizes}, order, need, degrees, rooms, ranks, limit, group); });
+    return nb::make_tuple(handed(std::move(column)), group.array());
+  });
+  m.def("list_schedule", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "column"> column,
+                            In<int64_t, "rooms"> rooms) -> nb::object {
+    New<int64_t> group(sizes.size());
+    const bool all = unlocked([&] { return list_schedule({times, sizes}, {column, rooms}, group); });
+    return all ? group.array() : nb::none();
+  });
+  m.def("descend", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "column"> column,
+                      In<int64_t, "rooms"> rooms, Out<int64_t, "group"> group, Out<double, "time"> time) {
+    unlocked([&] { descend({times, sizes}, {column, rooms}, group, time); });
+  });
+  m.def("anneal", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "moved"> moved,
+                     In<int64_t, "to"> to, In<double, "bar"> bar, double goal, double above, Out<double, "load"> load,
+                     Out<int64_t, "left"> left, Out<int64_t, "group"> group) {
+    unlocked([&] { anneal({times, sizes}, {moved, to, bar}, goal, above, load, left, group); });
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,316 @@
+// Parts for the vertices without tokens, once those with tokens have theirs (after Fiduccia and Mattheyses, 1982).
+//
+//   settle  each vertex to the part where it adds least
+//   repair  while a part is above its cap, the vertex that costs least a flop goes from the fullest part to one with
+//           room; what a hyperedge costs to open there is shared by the vertices that can follow it
+//   refine  moves that gain, within the caps
+//   regroup the same for all vertices at once that a hyperedge has on one part
+#include <cmath>
+
+#include "ir/sorting.hpp"
+#include "planner/hypergraph.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+// Among so many vertices, what costs a flop at most so much more than the cheapest moves along with it: 150 times
+// faster for a document of 256 blocks in 8 head groups, for a tenth more bytes.
+constexpr int64_t MANY = 20'000;
+constexpr double NEAR = 0.1;
+// Passes of `refine` and `regroup`: later ones gain next to nothing.
+constexpr int PASSES = 3;
+// Rounds of `repair`, and beside them so many a vertex.
+constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
+
+double real(int64_t number) { return static_cast<double>(number); }
+
+class Board {
+ public:
+  Board(const Graph& graph, const Movable& given, Column<int64_t> part)
+      : graph_(graph),
+        given_(given),
+        part_(part),
+        load_(given.cap.size()),
+        pins_(graph.edges(), given.cap.size()),
+        head_(given.cap.size(), -1),
+        links_(part.size()) {
+    for (int64_t v = 0; v < part.size(); ++v)
+      if (part[v] >= 0) enter(v, part[v]);
+  }
+
+  // Gives every movable vertex without a part the one where it adds least; among equals the least full. Vertices of the
+  // dearest hyperedges come first, those of a hyperedge together.
+  void settle() {
+    Scratch<int64_t> falling(graph_.edges()), order(graph_.edges());
+    for (int64_t edge = 0; edge < graph_.edges(); ++edge) falling[edge] = -graph_.price[edge];
+    stable_order(falling, order);
+    for (const int64_t edge : order)
+      for (const int64_t v : graph_.vertices_of(edge)) settle_one(v);
+    for (int64_t v = 0; v < part_.size(); ++v) settle_one(v);
+  }
+
+  // Moves vertices out of parts above their cap, until none is, none can leave, or the rounds are over.
+  void repair() {
+    const int64_t rounds = REPAIRS_OF_VERTEX * part_.size() + REPAIRS;
+    Scratch<int64_t> group(graph_.edges());
+    for (int64_t round = 0; round < rounds; ++round) {
+      int64_t full = 0;
+      for (int64_t p = 1; p < load_.size(); ++p)
+        if (excess(p) > excess(full)) full = p;
+      if (excess(full) <= 0) return;
+      weigh(full, group);
+      const Step step = cheapest(full, group);
+      if (step.vertex < 0) return;
+      follow(full, step, group);
+    }
+  }
+
+  // Moves single vertices where that gains and the cap allows it.
+  void refine() {
+    for (int pass = 0; pass < PASSES; ++pass) {
+      bool moved = false;
+      for (int64_t v = 0; v < part_.size(); ++v) {
+        if (!given_.movable[v]) continue;
+        const int64_t saved = saved_by(v);
+        if (saved == 0) continue;
+        int64_t best = -1, most = 0;
+        for (int64_t p = given_.base[v]; p < given_.base[v] + given_.span; ++p) {
+          if (p == part_[v] || load_[p] + given_.flops[v] > given_.cap[p]) continue;
+          const int64_t gain = saved - added_by(v, p);
+          if (gain > most) {
+            best = p;
+            most = gain;
+          }
+        }
+        if (best < 0) continue;
+        move(v, best);
+        moved = true;
+      }
+      if (!moved) return;
+    }
+  }
+
+  // Moves what a hyperedge has on one part to another, all at once, where that gains and the cap allows it.
+  void regroup() {
+    Scratch<int64_t> added(load_.size()), seen(load_.size());
+    for (int pass = 0; pass < PASSES; ++pass) {
+      bool moved = false;
+      std::fill(seen.begin(), seen.end(), -1);
+      for (int64_t edge = 0; edge < graph_.edges(); ++edge) {
+        for (int64_t at = graph_.ptr[edge]; at < graph_.ptr[edge + 1]; ++at) {
+          const int64_t v = graph_.pins[at];
+          if (!given_.movable[v] || seen[part_[v]] == edge) continue;
+          seen[part_[v]] = edge;
+          const Column<const int64_t> rest = graph_.pins.slice(at, graph_.ptr[edge + 1]);
+          const int64_t to = better_for_all(edge, rest, added);
+          if (to < 0) continue;
+          const int64_t from = part_[v];
+          for (const int64_t w : rest)
+            if (part_[w] == from && given_.movable[w]) move(w, to);
+          moved = true;
+        }
+      }
+      if (!moved) return;
+    }
+  }
+
+ private:
+  struct Link {
+    int64_t after = -1, before = -1;
+  };
+  struct Step {
+    int64_t vertex = -1, to = -1;
+    double rate = 0;  // what it costs a flop
+  };
+
+  int64_t excess(int64_t p) const { return load_[p] - given_.cap[p]; }
+
+  void enter(int64_t v, int64_t p) {
+    part_[v] = p;
+    load_[p] += given_.flops[v];
+    for (const int64_t edge : graph_.edges_of(v)) ++pins_[edge][p];
+    if (!given_.movable[v]) return;
+    links_[v] = {head_[p], -1};
+    if (head_[p] >= 0) links_[head_[p]].before = v;
+    head_[p] = v;
+  }
+
+  void leave(int64_t v) {
+    const int64_t p = part_[v];
+    const auto [after, before] = links_[v];
+    load_[p] -= given_.flops[v];
+    for (const int64_t edge : graph_.edges_of(v)) --pins_[edge][p];
+    (before >= 0 ? links_[before].after : head_[p]) = after;
+    if (after >= 0) links_[after].before = before;
+  }
+
+  void move(int64_t v, int64_t p) {
+    leave(v);
+    enter(v, p);
+  }
+
+  void settle_one(int64_t v) {
+    if (part_[v] >= 0 || !given_.movable[v]) return;
+    int64_t best = -1, least = 0;
+    for (int64_t p = given_.base[v]; p < given_.base[v] + given_.span; ++p) {
+      const int64_t added = added_by(v, p);
+      if (best < 0 || added < least || (added == least && load_[p] * given_.cap[best] < load_[best] * given_.cap[p])) {
+        best = p;
+        least = added;
+      }
+    }
+    enter(v, best);
+  }
+
+  // What the hyperedges of v cost more once v is on p, its part left aside.
+  int64_t added_by(int64_t v, int64_t p) const {
+    int64_t added = 0;
+    for (const int64_t edge : graph_.edges_of(v))
+      if (pins_[edge][p] == 0) added += graph_.price[edge];
+    return added;
+  }
+
+  // What the hyperedges of v cost less once v leaves its part.
+  int64_t saved_by(int64_t v) const {
+    int64_t saved = 0;
+    for (const int64_t edge : graph_.edges_of(v))
+      if (pins_[edge][part_[v]] == 1) saved += graph_.price[edge];
+    return saved;
+  }
+
+  // Into group, by hyperedge: the flops that may leave `full`.
+  void weigh(int64_t full, Column<int64_t> group) const {
+    std::fill(group.begin(), group.end(), 0);
+    for (int64_t v = head_[full]; v >= 0; v = links_[v].after)
+      for (const int64_t edge : graph_.edges_of(v)) group[edge] += given_.flops[v];
+  }
+
+  // The vertex that leaves `full` at the least cost a flop. First what fits; else what makes the fuller of the two
+  // parts less full than `full` is.
+  Step cheapest(int64_t full, Column<const int64_t> group) const {
+    Step best;
+    int64_t least_over = 0, most = 0;
+    if (head_[full] < 0) return best;
+    const int64_t low = given_.base[head_[full]], high = low + given_.span;  // vertices of one part have one base
+    for (int64_t p = low; p < high; ++p) most = std::max(most, -excess(p));
+    for (int64_t v = head_[full]; v >= 0; v = links_[v].after) {
+      if (given_.flops[v] <= 0) continue;
+      for (int64_t p = low; p < high; ++p) {
+        const int64_t room = -excess(p), over = std::max<int64_t>(0, given_.flops[v] - room);
+        if (p == full || 4 * room < most || over >= excess(full)) continue;
+        const double rate = rate_of(v, full, p, std::min(excess(full), room), group);
+        if (best.vertex < 0 || over < least_over || (over == least_over && rate < best.rate)) {
+          best = {v, p, rate};
+          least_over = over;
+        }
+      }
+    }
+    return best;
+  }
+
+  // Cost a flop of moving v to p, where others may follow up to `wanted` flops.
+  double rate_of(int64_t v, int64_t full, int64_t p, int64_t wanted, Column<const int64_t> group) const {
+    const int64_t flops = given_.flops[v];
+    double cost = 0;
+    for (const int64_t edge : graph_.edges_of(v)) {
+      const Column<std::int32_t> pins = pins_[edge];
+      const int64_t price = graph_.price[edge];
+      if (pins[p] == 0)
+        cost += real(price * flops) / real(std::max(flops, std::min(group[edge], wanted)));
+      if (pins[full] == 1) cost -= real(price);
+    }
+    return cost / real(flops);
+  }
+
+  // Moves a vertex and, as long as it helps, what shares its dearest new hyperedge and costs no more; or `MANY`.
+  void follow(int64_t full, const Step& step, Column<const int64_t> group) {
+    int64_t opened = -1, dearest = -1;
+    for (const int64_t edge : graph_.edges_of(step.vertex)) {
+      if (pins_[edge][step.to] != 0 || graph_.price[edge] <= dearest) continue;
+      opened = edge;
+      dearest = graph_.price[edge];
+    }
+    move(step.vertex, step.to);
+    if (opened >= 0)
+      for (const int64_t w : graph_.vertices_of(opened))
+        if (part_[w] == full && given_.movable[w]) try_to_follow(full, w, step.to, step.rate, group);
+    if (part_.size() <= MANY) return;
+    for (int64_t w = head_[full], after; w >= 0; w = after) {
+      after = links_[w].after;
+      try_to_follow(full, w, step.to, step.rate + NEAR * std::abs(step.rate), group);
+    }
+  }
+
+  void try_to_follow(int64_t full, int64_t w, int64_t p, double limit, Column<const int64_t> group) {
+    const int64_t room = -excess(p), flops = given_.flops[w];
+    if (excess(full) <= 0 || flops > room || flops == 0) return;
+    if (rate_of(w, full, p, std::min(excess(full), room), group) <= limit) move(w, p);
+  }
+
+  // The part that is best for the movable vertices that the hyperedge has where its first one of `rest` is, -1: that
+  // one. Hyperedges that two of them share are counted against it. added: of parts, to work in.
+  int64_t better_for_all(int64_t edge, Column<const int64_t> rest, Column<int64_t> added) const {
+    const int64_t from = part_[rest[0]], low = given_.base[rest[0]], high = low + given_.span;
+    const int64_t price = graph_.price[edge];
+    int64_t saved = 0, weight = 0, count = 0;
+    for (const int64_t v : rest) {
+      if (part_[v] != from || !given_.movable[v]) continue;
+      saved += saved_by(v);
+      weight += given_.flops[v];
+      ++count;
+    }
+    if (count == pins_[edge][from] && count > 1) saved += price;
+    if (saved == 0) return -1;
+    std::fill(added.begin() + low, added.begin() + high, 0);
+    for (const int64_t v : rest) {
+      if (part_[v] != from || !given_.movable[v]) continue;
+      for (const int64_t other : graph_.edges_of(v)) {
+        if (other == edge) continue;
+        const Column<std::int32_t> pins = pins_[other];
+        for (int64_t p = low; p < high; ++p)
+          if (pins[p] == 0) added[p] += graph_.price[other];
+      }
+    }
+    int64_t best = -1, most = 0;
+    for (int64_t p = low; p < high; ++p) {
+      if (p == from || load_[p] + weight > given_.cap[p]) continue;
+      const int64_t gain = saved - added[p] - (pins_[edge][p] == 0 ? price : 0);
+      if (gain > most) {
+        best = p;
+        most = gain;
+      }
+    }
+    return best;
+  }
+
+  const Graph graph_;
+  const Movable given_;
+  Column<int64_t> part_;
+  Scratch<int64_t> load_;
+  Scratch2<std::int32_t> pins_;  // vertices of each hyperedge in each part
+  Scratch<int64_t> head_;        // the movable vertices of each part as a list
+  Scratch<Link> links_;
+};
+
+}  // namespace
+
+void spread(const Graph& graph, const Movable& given, bool thorough, Column<int64_t> part) {
+  Board board(graph, given, part);
+  board.settle();
+  board.repair();
+  board.refine();
+  if (!thorough) return;
+  board.regroup();
+  board.refine();
+}
+
+void polish(const Graph& graph, const Movable& given, Column<int64_t> part) {
+  Board board(graph, given, part);
+  board.regroup();
+  board.refine();
+}
+
+}  // namespace apportion

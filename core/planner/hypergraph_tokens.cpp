@@ -1,0 +1,187 @@
+// Homes for the vertices that have tokens: apportion/planner/solvers/hypergraph/tokens.py.
+#include <numeric>
+
+#include "planner/hypergraph.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+// What hangs together is placed as one where it takes at most this share of a part's cap, in both weights.
+constexpr double WHOLE_SHARE = 0.5;
+
+// The cluster of each vertex, by the dearest hyperedge that has one; -1: none.
+Scratch<int64_t> anchors(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
+                         Column<const int64_t> of) {
+  Scratch<int64_t> anchor = Scratch<int64_t>::of(of), best(of.size(), -1);
+  for (int64_t edge = 0; edge < price.size(); ++edge) {
+    const Column<const int64_t> own = pins.slice(ptr[edge], ptr[edge + 1]);
+    const auto first = std::find_if(own.begin(), own.end(), [&](int64_t v) { return of[v] >= 0; });
+    if (first == own.end()) continue;
+    for (const int64_t v : own) {
+      if (of[v] >= 0 || price[edge] <= best[v]) continue;
+      anchor[v] = of[*first];
+      best[v] = price[edge];
+    }
+  }
+  return anchor;
+}
+
+class Parts {
+ public:
+  Parts(const Graph& graph, const Homeless& given, double rate, Column<int64_t> part)
+      : graph_(graph),
+        given_(given),
+        rate_(rate),
+        part_(part),
+        parts_(given.flops_cap.size()),
+        seen_(graph.edges(), given.flops_cap.size()) {
+    for (int64_t v = 0; v < part.size(); ++v) {
+      if (part[v] >= 0) {
+        enter(v, part[v]);
+      } else if (part[v] == -1) {
+        parts_[given.base[v]].rest_flops += given.flops[v];
+        parts_[given.base[v]].rest_tokens += given.tokens[v];
+      }
+    }
+  }
+
+  // Clusters of an item together, where a part has room for all, else each by itself.
+  void place(Column<const int64_t> members) {
+    if (part_[members[0]] != -1) return;
+    const int64_t together = cheapest(members);
+    for (int64_t i = 0; i < members.size(); ++i) {
+      const int64_t v = members[i], p = together >= 0 ? together : cheapest(members.slice(i, i + 1));
+      if (p < 0) continue;
+      enter(v, p);
+      parts_[given_.base[v]].rest_flops -= given_.flops[v];
+      parts_[given_.base[v]].rest_tokens -= given_.tokens[v];
+    }
+  }
+
+ private:
+  struct Part {
+    int64_t load = 0, used = 0;                // flops and tokens
+    int64_t rest_flops = 0, rest_tokens = 0;  // that are still to be placed from it, as a base, on
+  };
+
+  void enter(int64_t v, int64_t p) {
+    part_[v] = p;
+    parts_[p].load += given_.flops[v];
+    parts_[p].used += given_.tokens[v];
+    for (const int64_t edge : graph_.edges_of(v)) seen_[edge][p] = true;
+  }
+
+  // The part where the members cost least, -1 where none has room for their tokens.
+  int64_t cheapest(Column<const int64_t> members) const {
+    const int64_t low = given_.base[members[0]];
+    int64_t weight = 0, size = 0, best = -1;
+    for (const int64_t v : members) {
+      weight += given_.flops[v];
+      size += given_.tokens[v];
+    }
+    const double density = static_cast<double>(parts_[low].rest_flops) /
+                           static_cast<double>(std::max<int64_t>(1, parts_[low].rest_tokens));
+    double least = 0, least_end = 0;
+    for (int64_t p = low; p < low + given_.span; ++p) {
+      const int64_t room = given_.tokens_cap[p] - parts_[p].used - size;
+      if (room < 0) continue;
+      const auto cap = static_cast<double>(std::max<int64_t>(1, given_.flops_cap[p]));
+      const double end = (static_cast<double>(parts_[p].load + weight) + static_cast<double>(room) * density) / cap;
+      double cost = std::max(0.0, end - 1) * cap * rate_;
+      if (members.size() == 1)  // what hangs together has nothing elsewhere
+        for (const int64_t edge : graph_.edges_of(members[0]))
+          if (!seen_[edge][p]) cost += static_cast<double>(graph_.price[edge]);
+      if (best < 0 || cost < least || (cost == least && end < least_end)) {
+        best = p;
+        least = cost;
+        least_end = end;
+      }
+    }
+    return best;
+  }
+
+  const Graph graph_;
+  const Homeless given_;
+  const double rate_;
+  Column<int64_t> part_;
+  Scratch<Part> parts_;
+  Scratch2<bool> seen_;  // whether a hyperedge is in a part
+};
+
+// Which clusters are placed as one, and when.
+struct Items {
+  Scratch<int64_t> item;   // of each cluster: the first one that hangs together with it, or -1 - its own number
+  Scratch<int64_t> order;  // clusters, by falling density of the item
+};
+
+Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> part) {
+  const int64_t count = part.size();
+  Scratch<int64_t> root(count), flops(count), tokens(count);
+  components(graph.ptr, graph.pins, given.base, [&](int64_t v) { return part[v] == -1; }, root);
+  for (int64_t v = 0; v < count; ++v) {
+    flops[root[v]] += given.flops[v];
+    tokens[root[v]] += given.tokens[v];
+  }
+  const auto share_of = [](Column<const int64_t> caps) {
+    return WHOLE_SHARE * static_cast<double>(*std::min_element(caps.begin(), caps.end()));
+  };
+  const double most_flops = share_of(given.flops_cap), most_tokens = share_of(given.tokens_cap);
+  Items found{Scratch<int64_t>(count), Scratch<int64_t>(count)};
+  Scratch<double> density(count);
+  for (int64_t v = 0; v < count; ++v) {
+    const int64_t r = root[v];
+    const bool whole = static_cast<double>(flops[r]) <= most_flops && static_cast<double>(tokens[r]) <= most_tokens;
+    found.item[v] = whole ? r : -1 - v;
+    density[v] = static_cast<double>(whole ? flops[r] : given.flops[v]) /
+                 static_cast<double>(std::max<int64_t>(1, whole ? tokens[r] : given.tokens[v]));
+  }
+  std::iota(found.order.begin(), found.order.end(), 0);
+  std::stable_sort(found.order.begin(), found.order.end(), [&](int64_t one, int64_t two) {
+    return density[one] != density[two] ? density[one] > density[two] : root[one] < root[two];
+  });
+  return found;
+}
+
+}  // namespace
+
+Clusters clusters(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
+                  Column<const int64_t> flops, Column<const int64_t> of, int64_t count) {
+  Clusters found;
+  found.flops.resize(static_cast<std::size_t>(count));
+  const Scratch<int64_t> anchor = anchors(ptr, pins, price, of);
+  for (int64_t v = 0; v < anchor.size(); ++v)
+    if (anchor[v] >= 0) found.flops[static_cast<std::size_t>(anchor[v])] += flops[v];
+  Scratch<int64_t> seen(count, -1);
+  for (int64_t edge = 0; edge < price.size(); ++edge) {
+    const std::size_t begin = found.pins.size();
+    for (const int64_t v : pins.slice(ptr[edge], ptr[edge + 1])) {
+      const int64_t own = anchor[v];
+      if (own < 0 || seen[own] == edge) continue;
+      seen[own] = edge;
+      found.pins.push_back(own);
+    }
+    if (found.pins.size() < begin + 2) {
+      found.pins.resize(begin);
+      continue;
+    }
+    found.ptr.push_back(static_cast<int64_t>(found.pins.size()));
+    found.price.push_back(price[edge]);
+  }
+  return found;
+}
+
+void place(const Graph& graph, const Homeless& given, double rate, Column<int64_t> part) {
+  const Items items = items_of(graph, given, part);
+  Parts parts(graph, given, rate, part);
+  const int64_t count = part.size();
+  for (int64_t at = 0, end; at < count; at = end) {
+    const int64_t item = items.item[items.order[at]];
+    for (end = at + 1; end < count && item >= 0 && items.item[items.order[end]] == item;) ++end;
+    parts.place(items.order.slice(at, end));
+  }
+}
+
+}  // namespace apportion

@@ -1,0 +1,158 @@
+// Longest processing time first: apportion/planner/solvers/partition/lpt.py.
+#include <limits>
+#include <vector>
+
+#include "bind.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+// What bins hold, and a tournament of them: node n has nodes 2 n and 2 n + 1 below, its leaves are bins.
+class Bins {
+ public:
+  Bins(Column<const double> speed, Column<const int64_t> caps)
+      : speed_(speed), load_(caps.size()), room_(Scratch<int64_t>::of(caps)) {
+    while (leaves_ < caps.size()) leaves_ *= 2;
+    nodes_ = Scratch<Node>(2 * leaves_);
+    for (int64_t bin = 0; bin < caps.size(); ++bin) nodes_[leaves_ + bin] = {0, caps[bin]};
+    for (int64_t node = leaves_ - 1; node > 0; --node) play(node);
+  }
+
+  Column<const int64_t> load() const { return load_; }
+  double time_with(int64_t bin, int64_t weight) const { return static_cast<double>(load_[bin] + weight) / speed_[bin]; }
+
+  void add(int64_t bin, int64_t weight, int64_t size) {
+    load_[bin] += weight;
+    room_[bin] -= size;
+    int64_t node = leaves_ + bin;
+    nodes_[node] = {time_with(bin, 0), room_[bin]};
+    while (node > 1) play(node /= 2);
+  }
+
+  // The least loaded bin with room, of equal ones the first; -1 where none has.
+  int64_t lightest(int64_t size) const {
+    int64_t node = 1;
+    while (node < leaves_) node = 2 * node + (nodes_[2 * node + 1].least < nodes_[2 * node].least ? 1 : 0);
+    if (nodes_[node].room >= size) return node - leaves_;
+    int64_t best = -1;
+    double least = std::numeric_limits<double>::infinity();
+    node = 1;
+    while (true) {
+      const bool fits = nodes_[node].room >= size && (best < 0 || nodes_[node].least < least);
+      if (fits && node < leaves_) {
+        node *= 2;
+        continue;
+      }
+      if (fits) {
+        best = node - leaves_;
+        least = nodes_[node].least;
+      }
+      while (node % 2 != 0) {  // up from what is to the right, then to the right of what is not
+        if (node == 1) return best;
+        node /= 2;
+      }
+      ++node;
+    }
+  }
+
+  // The same of some bins.
+  int64_t lightest_of(Column<const int64_t> some, int64_t size) const {
+    int64_t best = -1;
+    for (const int64_t bin : some)
+      if (room_[bin] >= size && (best < 0 || is_before(bin, best))) best = bin;
+    return best;
+  }
+
+  bool is_before(int64_t one, int64_t other) const {
+    const double left = time_with(one, 0), right = time_with(other, 0);
+    return left < right || (left == right && one < other);
+  }
+
+ private:
+  struct Node {
+    double least = std::numeric_limits<double>::infinity();  // load over speed
+    int64_t room = -1;                                       // the most of any
+  };
+  void play(int64_t node) {
+    const Node &left = nodes_[2 * node], &right = nodes_[2 * node + 1];
+    nodes_[node] = {std::min(left.least, right.least), std::max(left.room, right.room)};
+  }
+
+  Column<const double> speed_;
+  Scratch<int64_t> load_, room_;
+  int64_t leaves_ = 1;
+  Scratch<Node> nodes_;
+};
+
+// Items in an order. group: of items with the same restriction, 0 where any bin will do; bins: of the groups, as CSR.
+struct Items {
+  Column<const int64_t> order, weights, sizes, group, group_ptr, bins;
+};
+
+// Who is near whom, `_Near`: the family of each item that has relatives, else -1; the zone of each bin, and the bins of
+// each zone as CSR. All empty where nobody is.
+struct Near {
+  Column<const int64_t> family, zone, zone_ptr, bins;
+};
+
+bool is_among(const std::vector<int64_t>& some, int64_t wanted) {
+  return std::find(some.begin(), some.end(), wanted) != some.end();
+}
+
+// The lightest bin of some zones that has room and is below the limit; `lightest`, the lightest of all, where none is.
+int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& zones, int64_t lightest, double limit,
+                int64_t size) {
+  if (is_among(zones, near.zone[lightest])) return lightest;
+  int64_t best = -1;
+  for (const int64_t zone : zones) {
+    const int64_t found = bins.lightest_of(near.bins.slice(near.zone_ptr[zone], near.zone_ptr[zone + 1]), size);
+    if (found < 0 || !(bins.time_with(found, 0) < limit)) continue;
+    if (best < 0 || bins.is_before(found, best)) best = found;
+  }
+  return best >= 0 ? best : lightest;
+}
+
+void assign(const Items& items, const Near& near, Bins& bins, Column<int64_t> assigned) {
+  const int64_t families = near.family.size() ? *std::max_element(near.family.begin(), near.family.end()) + 1 : 0;
+  std::vector<std::vector<int64_t>> zones(static_cast<std::size_t>(families));
+  for (const int64_t item : items.order) {
+    const int64_t weight = items.weights[item], size = items.sizes[item], group = items.group[item];
+    std::vector<int64_t>* own = nullptr;
+    if (families > 0 && near.family[item] >= 0) own = &zones[static_cast<std::size_t>(near.family[item])];
+    int64_t best;
+    if (group != 0)
+      best = bins.lightest_of(items.bins.slice(items.group_ptr[group], items.group_ptr[group + 1]), size);
+    else
+      best = bins.lightest(size);
+    if (group == 0 && own && best >= 0) best = nearest(bins, near, *own, best, bins.time_with(best, weight), size);
+    assigned[item] = best;
+    if (best < 0) continue;
+    bins.add(best, weight, size);
+    if (own && !is_among(*own, near.zone[best])) own->push_back(near.zone[best]);
+  }
+}
+
+}  // namespace
+
+void bind_lpt(nb::module_& m) {
+  m.def("assign", [](In<int64_t, "order"> order, In<int64_t, "weights"> weights, In<int64_t, "sizes"> sizes,
+                     In<double, "speeds"> speeds, In<int64_t, "caps"> caps, In<int64_t, "group"> group,
+                     In<int64_t, "group_ptr"> group_ptr, In<int64_t, "bins"> bins, nb::tuple near) {
+    Fields of(near);
+    const Near relatives{of.next<Column<const int64_t>>("family"), of.next<Column<const int64_t>>("zone"),
+                         of.next<Column<const int64_t>>("zone_ptr"), of.next<Column<const int64_t>>("bins")};
+    New<int64_t> assigned(order.size()), load(caps.size());
+    unlocked([&] {
+      Bins found(speeds, caps);
+      assign({order, weights, sizes, group, group_ptr, bins}, relatives, found, assigned);
+      std::copy(found.load().begin(), found.load().end(), load.begin());
+    });
+    return nb::make_tuple(assigned.array(), load.array());
+  });
+}
+
+}  // namespace apportion

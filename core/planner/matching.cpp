@@ -1,0 +1,125 @@
+// Edges of a bipartite multigraph in as few colours as possible: apportion/planner/solvers/colouring/matching.py.
+#include <bit>
+
+#include "bind.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+constexpr int64_t BITS = 64;  // colours of a word
+
+struct Edge {
+  int64_t sender, receiver;  // vertices: senders 0 … ranks - 1, receivers behind them
+
+  int64_t other(int64_t end) const { return end == sender ? receiver : sender; }
+};
+
+// Which edge has a colour at a vertex, where that is not free, and bits of the colours that are. No word of a vertex
+// before its lowest has a bit.
+class Colours {
+ public:
+  Colours(int64_t vertices, int64_t colours)
+      : words_((colours + BITS - 1) / BITS),
+        at_(vertices, colours),
+        free_(vertices, words_, ~std::uint64_t{0}),
+        lowest_(vertices) {
+    for (int64_t vertex = 0; vertex < vertices; ++vertex) free_[vertex][words_ - 1] >>= words_ * BITS - colours;
+  }
+
+  bool is_free(int64_t vertex, int64_t colour) const {
+    return (free_[vertex][colour / BITS] >> (colour % BITS) & 1) != 0;
+  }
+  int64_t edge(int64_t vertex, int64_t colour) const { return at_[vertex][colour]; }
+  void take(int64_t vertex, int64_t colour, int64_t edge) {
+    at_[vertex][colour] = static_cast<std::int32_t>(edge);
+    free_[vertex][colour / BITS] &= ~(std::uint64_t{1} << (colour % BITS));
+  }
+  void give(int64_t vertex, int64_t colour) {
+    free_[vertex][colour / BITS] |= std::uint64_t{1} << (colour % BITS);
+    lowest_[vertex] = std::min(lowest_[vertex], colour / BITS);
+  }
+  // The first colour that is free at a vertex, which has one.
+  int64_t first(int64_t vertex) {
+    int64_t& word = lowest_[vertex];
+    while (free_[vertex][word] == 0) ++word;
+    return word * BITS + std::countr_zero(free_[vertex][word]);
+  }
+  // The first that is free at both, -1 where none is.
+  int64_t first(int64_t one, int64_t two) const {
+    const Column<std::uint64_t> left = free_[one], right = free_[two];
+    for (int64_t word = std::max(lowest_[one], lowest_[two]); word < words_; ++word)
+      if (const std::uint64_t both = left[word] & right[word]) return word * BITS + std::countr_zero(both);
+    return -1;
+  }
+
+ private:
+  int64_t words_;
+  Scratch2<std::int32_t> at_;
+  Scratch2<std::uint64_t> free_;
+  Scratch<int64_t> lowest_;
+};
+
+// Swaps two colours along the path that leaves a vertex by `now`, which is free there afterwards.
+void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> colour, int64_t vertex, int64_t now,
+               int64_t then) {
+  int64_t edge = colours.edge(vertex, now);
+  colours.give(vertex, now);
+  while (edge >= 0) {
+    const int64_t other = edges[edge].other(vertex);
+    const int64_t following = colours.is_free(other, then) ? -1 : colours.edge(other, then);
+    colour[edge] = static_cast<std::int32_t>(then);
+    colours.take(vertex, then, edge);
+    colours.take(other, then, edge);
+    if (colours.edge(other, now) == edge) colours.give(other, now);
+    vertex = other;
+    edge = following;
+    std::swap(now, then);
+  }
+}
+
+// Looking through all colours for one free at both ends costs less than the swaps that it saves.
+void colour_edges(Column<const Edge> edges, int64_t ranks, int64_t count, Column<std::int32_t> colour) {
+  Colours colours(2 * ranks, count);
+  for (int64_t edge = 0; edge < edges.size(); ++edge) {
+    const auto [u, v] = edges[edge];
+    const int64_t left = colours.first(u), right = colours.first(v);
+    int64_t taken = colours.first(u, v);
+    if (taken < 0) {  // one is free at u, another at v: swap them along the path from v, which cannot reach u
+      taken = left;
+      swap_path(colours, edges, colour, v, left, right);
+    }
+    colour[edge] = static_cast<std::int32_t>(taken);
+    colours.take(u, taken, edge);
+    colours.take(v, taken, edge);
+  }
+}
+
+}  // namespace
+
+void bind_matching(nb::module_& m) {
+  m.def("max_degree", [](IntsIn<"src"> src, IntsIn<"dst"> dst, int64_t ranks) {
+    return unlocked([&] {
+      Scratch<int64_t> sent(ranks), received(ranks);
+      for (int64_t edge = 0; edge < src.size(); ++edge) {
+        ++sent[src[edge]];
+        ++received[dst[edge]];
+      }
+      return std::max(*std::max_element(sent.begin(), sent.end()), *std::max_element(received.begin(), received.end()));
+    });
+  });
+  m.def("colours", [](IntsIn<"src"> src, IntsIn<"dst"> dst, int64_t ranks, int64_t count) {
+    New<std::int32_t> colour(src.size());
+    unlocked([&] {
+      Scratch<Edge> edges(src.size());
+      for (int64_t edge = 0; edge < src.size(); ++edge) edges[edge] = {src[edge], ranks + dst[edge]};
+      colour_edges(edges, ranks, count, colour);
+    });
+    return colour.array();
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,254 @@
+// The ways of tiles: apportion/planner/route.
+//
+//   star      edges from home to every rank that needs rows
+//   gateways  a group of the star is what one tile sends to one node: a rank there receives the rows of all, and passes
+//             them on; edges that leave home come first, then those from gateways
+//   chains    tiles around rings of ranks, each as far as the last that needs it: edges tile by tile, hop by hop
+#include <algorithm>
+
+#include "bind.hpp"
+#include "ir/sorting.hpp"
+#include "planner/edges.hpp"
+
+namespace apportion {
+
+using std::int32_t;
+using std::int64_t;
+
+namespace {
+
+int32_t narrow(int64_t number) { return static_cast<int32_t>(number); }
+
+// Where a rank is among rising ones.
+int64_t place_of(int64_t rank, Column<const int64_t> members) {
+  return std::lower_bound(members.begin(), members.end(), rank) - members.begin();
+}
+
+struct Star {
+  Ints tile, home, row, rows, dst, lane;
+
+  int64_t size() const { return tile.size(); }
+  int64_t end(int64_t edge) const { return row[edge] + rows[edge]; }
+};
+
+struct Nodes {
+  int64_t ranks, ranks_per_node;
+
+  int64_t of(int64_t rank) const { return rank / ranks_per_node; }
+};
+
+// Edges order[first, end) of one tile to one node. low, high: the rows of all; gate: the gateway, -1 where the node is
+// home's; entry: the edge that brings the tile there.
+struct Group {
+  int64_t first, end, low, high, gate = -1, entry = -1;
+};
+
+struct Grouped {
+  std::vector<int64_t> order;  // edges by tile and receiver
+  std::vector<Group> groups;
+};
+
+Grouped group(const Star& star, const Nodes& nodes) {
+  std::vector<int64_t> keys;
+  for (int64_t edge = 0; edge < star.size(); ++edge) keys.push_back(star.tile[edge] * nodes.ranks + star.dst[edge]);
+  Grouped found{std::vector<int64_t>(keys.size()), {}};
+  stable_order({keys.data(), star.size()}, {found.order.data(), star.size()});
+  int64_t tile = -1, node = -1, at = 0;
+  for (const int64_t edge : found.order) {
+    if (tile != star.tile[edge] || node != nodes.of(star.dst[edge]))
+      found.groups.push_back({at, at, star.row[edge], star.row[edge]});
+    tile = star.tile[edge], node = nodes.of(star.dst[edge]);
+    Group& own = found.groups.back();
+    own.low = std::min(own.low, star.row[edge]);
+    own.high = std::max(own.high, star.end(edge));
+    own.end = ++at;
+  }
+  return found;
+}
+
+// Groups of few are served first: where only one rank can be the gateway, others must not have used up its turn. It is
+// the one that has received the fewest rows so. proxies: whether it may be one that does not need the tile.
+void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped& grouped) {
+  std::vector<const Group*> by_size;
+  for (const Group& one : grouped.groups) by_size.push_back(&one);
+  std::stable_sort(by_size.begin(), by_size.end(),
+                   [](const Group* one, const Group* two) { return one->end - one->first < two->end - two->first; });
+  std::vector<int64_t> storage(static_cast<std::size_t>(nodes.ranks));
+  const Column<int64_t> received(storage.data(), nodes.ranks);
+  for (const Group* one : by_size) {
+    Group& own = grouped.groups[static_cast<std::size_t>(one - grouped.groups.data())];
+    const int64_t* edges = grouped.order.data();
+    int64_t gate = star.dst[edges[own.first]];
+    const int64_t node = nodes.of(gate), rows = own.high - own.low;
+    if (nodes.of(star.home[edges[own.first]]) == node) continue;
+    for (int64_t at = own.first; at < own.end; ++at)
+      if (received[star.dst[edges[at]]] < received[gate]) gate = star.dst[edges[at]];
+    if (proxies) {
+      const int64_t* begin = received.begin() + node * nodes.ranks_per_node;
+      const int64_t idle = std::min_element(begin, begin + nodes.ranks_per_node) - received.begin();
+      if (received[idle] + rows < received[gate]) gate = idle;
+    }
+    own.gate = gate;
+    received[gate] += rows;
+  }
+}
+
+// arrives: which edge each of the star is now.
+std::vector<Edge> through_gateways(const Star& star, const Nodes& nodes, bool proxies, Column<int32_t> arrives) {
+  Grouped grouped = group(star, nodes);
+  choose_gateways(star, nodes, proxies, grouped);
+  const int64_t* order = grouped.order.data();
+  int64_t roots = 0;
+  for (Group& one : grouped.groups) {
+    for (int64_t at = one.first; at < one.end; ++at) {
+      if (one.gate == star.dst[order[at]]) one.entry = roots;
+      roots += one.gate < 0 || one.gate == star.dst[order[at]];
+    }
+  }
+  int64_t relay = roots, root = 0;
+  for (Group& one : grouped.groups)
+    if (one.gate >= 0 && one.entry < 0) one.entry = relay++;
+  std::vector<Edge> found(static_cast<std::size_t>(star.size() + relay - roots));
+  const auto put = [&](int64_t at, int64_t edge, int64_t low, int64_t end, int64_t src, int64_t dst, int64_t parent) {
+    found[static_cast<std::size_t>(at)] = {narrow(star.tile[edge]), narrow(star.home[edge]), narrow(low),
+                                           narrow(end - low),       narrow(src),             narrow(dst),
+                                           narrow(parent),          narrow(star.lane[edge])};
+  };
+  for (const Group& one : grouped.groups) {
+    const int64_t first = order[one.first];
+    if (one.gate >= 0 && one.entry >= roots)
+      put(one.entry, first, one.low, one.high, star.home[first], one.gate, -1);
+    for (int64_t at = one.first; at < one.end; ++at) {
+      const int64_t edge = order[at], dst = star.dst[edge];
+      arrives[edge] = narrow(one.gate >= 0 && one.gate != dst ? relay : root);
+      if (one.gate >= 0 && one.gate != dst)
+        put(relay++, edge, star.row[edge], star.end(edge), one.gate, dst, one.entry);
+      else if (one.gate >= 0)
+        put(root++, edge, one.low, one.high, star.home[edge], dst, -1);
+      else
+        put(root++, edge, star.row[edge], star.end(edge), star.home[edge], dst, -1);
+    }
+  }
+  return found;
+}
+
+// The members of a ring are the rising ranks flat[first[ring] : first[ring + 1]].
+struct Rings {
+  Column<const int64_t> flat, first;
+
+  Column<const int64_t> members(int64_t ring) const { return flat.slice(first[ring], first[ring + 1]); }
+};
+
+// depth: edges that the tile has travelled before.
+struct Hop {
+  Edge edge;
+  int32_t depth, ring;
+};
+
+// tile, ring: of each edge of the star. Tiles are numbered so that number % parts is the part of a rank's rows that each
+// is; on its way from a rank to one on another node, each part passes other ranks of both nodes, the `shifted` ones.
+struct Chains {
+  Star star;
+  Ints tile, ring;
+  int64_t parts;
+  Rings rings;
+  Nodes nodes;
+
+  int64_t shifted(int64_t rank, int64_t number) const {
+    const int64_t ahead = number % parts * nodes.ranks_per_node / parts;
+    return rank - rank % nodes.ranks_per_node + (rank + ahead) % nodes.ranks_per_node;
+  }
+
+  std::vector<Hop> find(Column<int32_t> arrives) const {
+    struct Tile {
+      int64_t low = int64_t{1} << 62, high = 0, hops = 0, home = 0, ring = 0;
+    };
+    std::vector<Tile> tiles;
+    std::vector<int64_t> ahead;  // hops to each receiver
+    for (int64_t edge = 0; edge < tile.size(); ++edge) {
+      if (static_cast<std::size_t>(tile[edge]) >= tiles.size()) tiles.resize(static_cast<std::size_t>(tile[edge]) + 1);
+      Tile& own = tiles[static_cast<std::size_t>(tile[edge])];
+      const Column<const int64_t> members = rings.members(ring[edge]);
+      const int64_t steps = place_of(star.dst[edge], members) - place_of(star.home[edge], members);
+      ahead.push_back(steps < 0 ? steps + members.size() : steps);
+      own = {std::min(own.low, star.row[edge]), std::max(own.high, star.end(edge)), std::max(own.hops, ahead.back()),
+             star.home[edge], ring[edge]};
+    }
+    std::vector<Hop> hops;
+    std::vector<int64_t> ends, first;  // the edge that ends each hop of a tile, and where those of each tile begin
+    for (std::size_t at = 0; at < tiles.size(); ++at) {
+      const Tile& own = tiles[at];
+      first.push_back(static_cast<int64_t>(ends.size()));
+      if (own.hops == 0) continue;  // no such tile
+      const Column<const int64_t> members = rings.members(own.ring);
+      const int64_t begin = place_of(own.home, members);
+      int64_t parent = -1, depth = 0;
+      for (int64_t hop = 0; hop < own.hops; ++hop) {
+        const int64_t u = members[(begin + hop) % members.size()], v = members[(begin + hop + 1) % members.size()];
+        const bool inside = nodes.of(u) == nodes.of(v);
+        const auto number = static_cast<int64_t>(at);
+        const int64_t path[] = {u, inside ? u : shifted(u, number), inside ? v : shifted(v, number), v};
+        for (int step = 0; step < 3; ++step) {
+          if (path[step] == path[step + 1]) continue;
+          hops.push_back({{narrow(number), narrow(own.home), narrow(own.low), narrow(own.high - own.low),
+                           narrow(path[step]), narrow(path[step + 1]), narrow(parent), 0},
+                          narrow(depth++),
+                          narrow(own.ring)});
+          parent = static_cast<int64_t>(hops.size()) - 1;
+        }
+        ends.push_back(parent);
+      }
+    }
+    for (int64_t edge = 0; edge < tile.size(); ++edge)
+      arrives[edge] = narrow(ends[static_cast<std::size_t>(first[static_cast<std::size_t>(tile[edge])] +
+                                                           ahead[static_cast<std::size_t>(edge)] - 1)]);
+    return hops;
+  }
+};
+
+Star star_of(Fields& own) {
+  return {own.next<Ints>("tile"), own.next<Ints>("home"), own.next<Ints>("row"),
+          own.next<Ints>("rows"), own.next<Ints>("dst"),  own.next<Ints>("lane")};
+}
+
+}  // namespace
+
+void bind_routes(nb::module_& m) {
+  m.def("through_gateways", [](nb::tuple star, int64_t ranks, int64_t ranks_per_node, bool proxies) {
+    Fields own(star);
+    const Star edges = star_of(own);
+    New<int32_t> arrives(edges.size());
+    const std::vector<Edge> found =
+        unlocked([&] { return through_gateways(edges, {ranks, ranks_per_node}, proxies, arrives); });
+    return nb::make_tuple(columns_of(found), arrives.array());
+  });
+
+  m.def("chains", [](nb::tuple star, IntsIn<"tile"> tile, IntsIn<"ring"> ring, int64_t parts,
+                     In<int64_t, "flat"> flat, In<int64_t, "first"> first, int64_t ranks_per_node) {
+    Fields own(star);
+    const Chains chains{star_of(own), tile, ring, parts, {flat, first}, {0, ranks_per_node}};
+    New<int32_t> arrives(tile.size());
+    const std::vector<Hop> hops = unlocked([&] { return chains.find(arrives); });
+    return nb::make_tuple(columns_of(hops), arrives.array());
+  });
+
+  // Where each rank stands on its ring, the rising flat[base : base + size].
+  m.def("places_on_rings", [](In<int64_t, "flat"> flat, IntsIn<"base"> base, IntsIn<"size"> size, IntsIn<"rank"> rank) {
+    New<int64_t> place(rank.size());
+    unlocked([&] {
+      for (int64_t at = 0; at < rank.size(); ++at)
+        place[at] = place_of(rank[at], flat.slice(base[at], base[at] + size[at]));
+    });
+    return place.array();
+  });
+
+  m.def("depths", [](IntsIn<"parent"> parent) {
+    New<int64_t> depth(parent.size());
+    unlocked([&] {
+      for (int64_t edge = 0; edge < parent.size(); ++edge) depth[edge] = parent[edge] < 0 ? 0 : depth[parent[edge]] + 1;
+    });
+    return depth.array();
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,361 @@
+// The event loop of the simulator: all ranks' scripts against time.
+//
+//   compute stream of a rank   work · launch, once its messages are packed · wait, until the launch is complete, and
+//                              then the unpacking of what it brought
+//   channel of a rank          its launches one after another: *reached* when launched and the one before is complete
+//   transfer                   ready when both its launches are reached; starts when both its ports are free
+//   launch                     complete when its last transfer is: latency after the wire is free
+//
+// Events are launches, ports that become free, and completions. All that happens at one time is taken together: freed
+// ports first choose among those that wait for them, the longest waiting first, skipping those whose other port is busy
+// (list scheduling); then what became ready starts or queues, in the order of `Traffic`. So the order in which
+// simultaneous events are found never shows.
+//
+// With contention a compute stream works 1 / (1 + contention) as fast while a transfer of its rank is on the wire, sent
+// or received, one or several. Then the end of whatever takes time is an event too, and moves when the first transfer
+// of the rank starts or the last one leaves the wire; what it was before stays in the queue and says nothing when its
+// time comes.
+#include <queue>
+#include <vector>
+
+#include "bind.hpp"
+#include "planner/simulate_ports.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+constexpr int64_t NONE = Ports::NONE;
+constexpr double NOT_YET = -1;
+
+enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
+
+// `Script` of apportion/planner/simulate/program.py.
+struct Script {
+  Column<const int64_t> ptr;
+  Column<const std::uint8_t> role;
+  Column<const double> work_us, end_us;
+  Column<const int64_t> launch, rank, before, after, end_ptr, ends;
+};
+
+// `Traffic` of the same.
+struct Traffic {
+  Column<const int64_t> sender, receiver, out_port, in_port;
+  Column<const double> wire_us, latency_us;
+};
+
+// `Times` of apportion/planner/simulate/engine.py; NOT_YET where something never happened.
+struct Times {
+  Column<double> begin, end;     // of instructions
+  Column<double> reached, done;  // of launches: when its channel took it up, and when it was complete
+  Column<double> ready, start;   // of transfers
+  Column<int64_t> last;          // of launches: the transfer that was complete last
+  Column<int64_t> cause;         // of transfers: the one that left the port that it had waited for
+};
+
+struct Event {
+  enum Kind { LAUNCHED, FREED, COMPLETE, WORKED };
+  double time;
+  Kind kind;
+  int64_t item;  // an instruction, a transfer, a launch or a rank
+
+  bool operator>(const Event& other) const {
+    if (time != other.time) return time > other.time;
+    return kind != other.kind ? kind > other.kind : item > other.item;
+  }
+};
+
+// A rank's compute stream: its time, the instruction that it is at, and the launch that it waits for.
+struct Stream {
+  double clock = 0;
+  int64_t cursor = 0, blocked = NONE;
+  // With contention, of what it is at: the work at full speed that was left at `since`, which may be to come; when that
+  // ends as things are, NOT_YET where nothing is going on; and transfers on the wire.
+  double left = 0, since = 0, due = NOT_YET;
+  int64_t wires = 0;
+};
+
+struct Launch {
+  int64_t open = 0;  // transfers not yet started
+  bool launched = false, settled = false;
+};
+
+class Engine {
+ public:
+  Engine(const Script& script, const Traffic& traffic, const Times& times, int64_t ports, double contention)
+      : script_(script),
+        traffic_(traffic),
+        times_(times),
+        contention_(contention),
+        ports_(traffic.out_port, traffic.in_port, ports),
+        streams_(script.ptr.size() - 1),
+        launches_(script.rank.size()),
+        sides_(traffic.sender.size()) {
+    for (int64_t rank = 0; rank < streams_.size(); ++rank) streams_[rank].cursor = script.ptr[rank];
+    for (int64_t launch = 0; launch < launches_.size(); ++launch)
+      launches_[launch].open = script.end_ptr[launch + 1] - script.end_ptr[launch];
+  }
+
+  void run() {
+    for (int64_t rank = 0; rank < streams_.size(); ++rank) advance(rank);
+    while (!events_.empty()) {
+      now_ = events_.top().time;
+      fresh_.clear();
+      freed_.clear();
+      while (!events_.empty() && events_.top().time == now_) {
+        const Event event = events_.top();
+        events_.pop();
+        happen(event);
+      }
+      hand_over();
+      std::sort(fresh_.begin(), fresh_.end());
+      for (const int64_t transfer : fresh_) {
+        times_.ready[transfer] = now_;
+        ports_.can_start(transfer) ? start(transfer) : ports_.enqueue(transfer);
+      }
+    }
+  }
+
+  const Scratch<Stream>& streams() const { return streams_; }
+
+ private:
+  void happen(const Event& event) {
+    switch (event.kind) {
+      case Event::LAUNCHED:
+        launch(event.item);
+        break;
+      case Event::FREED:
+        freed_.push_back(traffic_.out_port[event.item]);
+        freed_.push_back(traffic_.in_port[event.item]);
+        count_wire(event.item, -1);
+        break;
+      case Event::COMPLETE:
+        settle(event.item);
+        break;
+      case Event::WORKED:
+        worked(event.item);
+        break;
+    }
+  }
+
+  bool slows() const { return contention_ > 0; }
+
+  // Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet; with contention
+  // up to what takes time, whose end is an event.
+  void advance(int64_t rank) {
+    Stream& stream = streams_[rank];
+    const int64_t end = script_.ptr[rank + 1];
+    double clock = stream.clock, work = 0;
+    int64_t at = stream.cursor;
+    for (; at < end; ++at) {
+      times_.begin[at] = clock;
+      if (script_.role[at] == WAIT) {
+        const int64_t awaited = script_.launch[at];
+        if (launches_[awaited].open > 0 || times_.done[awaited] < 0) {
+          stream.blocked = awaited;
+          break;
+        }
+        clock = std::max(clock, times_.done[awaited]);
+      }
+      work = script_.work_us[at];
+      if (slows() && work > 0) break;
+      clock += work;
+      times_.end[at] = clock;
+      if (script_.role[at] == LAUNCH) {
+        events_.push({clock, Event::LAUNCHED, at});
+        break;
+      }
+    }
+    if (at == end) {
+      work = script_.end_us[rank];
+      if (!slows()) clock += work;
+    }
+    stream.clock = clock;
+    stream.cursor = at;
+    if (slows() && work > 0) {
+      stream.left = work;
+      stream.since = clock;
+      expect(rank);
+    }
+  }
+
+  // When what the rank's compute stream is at ends, as things are.
+  void expect(int64_t rank) {
+    Stream& stream = streams_[rank];
+    const double slow = stream.wires > 0 ? 1 + contention_ : 1;
+    stream.due = stream.since + stream.left * slow;
+    events_.push({stream.due, Event::WORKED, rank});
+  }
+
+  // What a compute stream was at ends, unless it ends at another time by now.
+  void worked(int64_t rank) {
+    Stream& stream = streams_[rank];
+    if (stream.due != now_) return;
+    const int64_t at = stream.cursor;
+    stream.clock = now_;
+    stream.due = NOT_YET;
+    if (at == script_.ptr[rank + 1]) return;
+    times_.end[at] = now_;
+    if (script_.role[at] == LAUNCH) {
+      events_.push({now_, Event::LAUNCHED, at});
+      return;
+    }
+    stream.cursor = at + 1;
+    advance(rank);
+  }
+
+  // A transfer comes to the wire (1) or leaves it (-1): with contention the ends of what its ranks are at move.
+  void count_wire(int64_t transfer, int64_t change) {
+    if (!slows()) return;
+    for (const int64_t launch : {traffic_.sender[transfer], traffic_.receiver[transfer]}) {
+      const int64_t rank = script_.rank[launch];
+      Stream& stream = streams_[rank];
+      const bool before = stream.wires > 0;
+      stream.wires += change;
+      if ((stream.wires > 0) == before || stream.due <= now_) continue;
+      if (now_ > stream.since) {
+        const double done = (now_ - stream.since) / (before ? 1 + contention_ : 1);
+        stream.left = std::max(stream.left - done, 0.0);
+        stream.since = now_;
+      }
+      expect(rank);
+    }
+  }
+
+  void launch(int64_t at) {
+    const int64_t launch = script_.launch[at], before = script_.before[launch], rank = script_.rank[launch];
+    launches_[launch].launched = true;
+    if (before < 0 || launches_[before].settled) reach(launch);
+    streams_[rank].cursor = at + 1;
+    advance(rank);
+  }
+
+  // The channel takes up a launch; one without transfers is complete at once, and the next has its turn.
+  void reach(int64_t launch) {
+    for (; launch >= 0 && launches_[launch].launched; launch = script_.after[launch]) {
+      times_.reached[launch] = now_;
+      for (int64_t end = script_.end_ptr[launch]; end < script_.end_ptr[launch + 1]; ++end) {
+        const int64_t transfer = script_.ends[end];
+        if (++sides_[transfer] == 2) fresh_.push_back(transfer);
+      }
+      if (launches_[launch].open > 0) return;
+      times_.done[launch] = now_;
+      launches_[launch].settled = true;
+      wake(launch);
+    }
+  }
+
+  // A launch is complete: the channel takes up the next one, where it was launched.
+  void settle(int64_t launch) {
+    launches_[launch].settled = true;
+    reach(script_.after[launch]);
+  }
+
+  // Each freed port takes the first of its queue that can start.
+  void hand_over() {
+    std::sort(freed_.begin(), freed_.end());
+    for (const int64_t port : freed_) ports_.release(port);
+    for (const int64_t port : freed_) {
+      if (!ports_.is_free_and_awaited(port)) continue;
+      const int64_t transfer = ports_.first_startable(times_.ready, port);
+      if (transfer < 0) continue;
+      times_.cause[transfer] = ports_.left_by(port);
+      ports_.dequeue(transfer);
+      start(transfer);
+    }
+  }
+
+  // Puts a transfer on the wire. Who waits for its launches goes on once their completion is known.
+  void start(int64_t transfer) {
+    times_.start[transfer] = now_;
+    ports_.occupy(transfer);
+    const double free = now_ + traffic_.wire_us[transfer], complete = free + traffic_.latency_us[transfer];
+    events_.push({free, Event::FREED, transfer});
+    count_wire(transfer, 1);
+    for (const int64_t launch : {traffic_.sender[transfer], traffic_.receiver[transfer]}) {
+      if (complete > times_.done[launch]) {
+        times_.done[launch] = complete;
+        times_.last[launch] = transfer;
+      }
+      if (--launches_[launch].open == 0) {
+        events_.push({times_.done[launch], Event::COMPLETE, launch});
+        wake(launch);
+      }
+    }
+  }
+
+  // A launch's completion is known: its rank goes on, if that is what it waits for.
+  void wake(int64_t launch) {
+    const int64_t rank = script_.rank[launch];
+    if (streams_[rank].blocked != launch) return;
+    streams_[rank].blocked = NONE;
+    advance(rank);
+  }
+
+  const Script script_;
+  const Traffic traffic_;
+  const Times times_;
+  const double contention_;
+  Ports ports_;
+  Scratch<Stream> streams_;
+  Scratch<Launch> launches_;
+  Scratch<std::uint8_t> sides_;  // of each transfer: its launches that were reached
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  double now_ = 0;
+  std::vector<int64_t> fresh_, freed_;  // transfers that became ready and ports that became free, now
+};
+
+Script script_of(Fields& of) {
+  Script script;
+  script.ptr = of.next<Column<const int64_t>>("ptr");
+  script.role = of.next<Column<const std::uint8_t>>("role");
+  script.work_us = of.next<Column<const double>>("work_us");
+  script.end_us = of.next<Column<const double>>("end_us");
+  script.launch = of.next<Column<const int64_t>>("launch");
+  script.rank = of.next<Column<const int64_t>>("rank");
+  of.next<Column<const int64_t>>("round");
+  of.next<Column<const int64_t>>("channel");
+  script.before = of.next<Column<const int64_t>>("before");
+  script.after = of.next<Column<const int64_t>>("after");
+  script.end_ptr = of.next<Column<const int64_t>>("end_ptr");
+  script.ends = of.next<Column<const int64_t>>("ends");
+  return script;
+}
+
+}  // namespace
+
+void bind_simulate(nb::module_& m) {
+  m.attr("NONE") = NONE;
+  m.attr("NOT_YET") = NOT_YET;
+  m.def("run", [](nb::tuple script, nb::tuple traffic, int64_t ports, double contention) {
+    Fields of_script(script), of_traffic(traffic);
+    const Script instructions = script_of(of_script);
+    const Traffic transfers{
+        of_traffic.next<Column<const int64_t>>("sender"),    of_traffic.next<Column<const int64_t>>("receiver"),
+        of_traffic.next<Column<const int64_t>>("out_port"),  of_traffic.next<Column<const int64_t>>("in_port"),
+        of_traffic.next<Column<const double>>("wire_us"),    of_traffic.next<Column<const double>>("latency_us"),
+    };
+    const int64_t count = instructions.role.size(), launches = instructions.rank.size();
+    const int64_t moves = transfers.sender.size(), ranks = instructions.ptr.size() - 1;
+    New<double> begin(count), end(count), reached(launches), done(launches), ready(moves), start(moves), clock(ranks);
+    New<int64_t> last(launches), cause(moves), blocked(ranks);
+    unlocked([&] {
+      const Times times{begin, end, reached, done, ready, start, last, cause};
+      for (const Column<double>& one : {times.begin, times.end, times.reached, times.done, times.ready, times.start})
+        std::fill(one.begin(), one.end(), NOT_YET);
+      for (const Column<int64_t>& one : {times.last, times.cause}) std::fill(one.begin(), one.end(), NONE);
+      Engine engine(instructions, transfers, times, ports, contention);
+      engine.run();
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        clock[rank] = engine.streams()[rank].clock;
+        blocked[rank] = engine.streams()[rank].blocked;
+      }
+    });
+    return nb::make_tuple(begin.array(), end.array(), reached.array(), done.array(), ready.array(), start.array(),
+                          last.array(), cause.array(), clock.array(), blocked.array());
+  });
+}
+
+}  // namespace apportion

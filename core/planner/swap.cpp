@@ -1,0 +1,170 @@
+// Items of the heaviest bin change places with those of a lighter one: apportion/planner/solvers/partition/swap.py.
+#include <array>
+#include <vector>
+
+#include "bind.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+constexpr int64_t BINS = 8;    // looked at together, the lightest first
+constexpr int64_t STEPS = 16;  // a bin at most
+
+struct Item {
+  int64_t number, weight, size;
+};
+
+// Items by their place among all, by rising size, the lightest first.
+using Places = std::vector<int64_t>;
+
+struct Bin {
+  Places held;  // rising
+  int64_t load = 0, used = 0, cap = 0;
+  double speed = 1;
+
+  double time() const { return static_cast<double>(load) / speed; }
+  void take(int64_t place, const Item& item) {
+    held.insert(std::lower_bound(held.begin(), held.end(), place), place);
+    load += item.weight;
+    used += item.size;
+  }
+  void give(int64_t place, const Item& item) {
+    held.erase(std::lower_bound(held.begin(), held.end(), place));
+    load -= item.weight;
+    used -= item.size;
+  }
+};
+
+// An item of the heavy bin for up to two of the light one, by their places, -1 for none.
+struct Exchange {
+  int64_t given = -1;
+  std::array<int64_t, 2> taken = {-1, -1};
+};
+
+class Swaps {
+ public:
+  // allowed: [items, bins], or [0, bins] where any bin will do for all.
+  Swaps(std::vector<Item> items, std::vector<Bin> bins, Matrix<const bool> allowed)
+      : items_(std::move(items)), bins_(std::move(bins)), allowed_(allowed) {}
+
+  // Until no bin's time is above the goal, or nothing helps.
+  void improve(double goal) {
+    const auto steps = static_cast<std::size_t>(STEPS) * bins_.size();
+    for (std::size_t step = 0; step < steps && improve_once(goal); ++step) {
+    }
+  }
+  const std::vector<Bin>& bins() const { return bins_; }
+
+ private:
+  const Item& at(int64_t place) const { return items_[static_cast<std::size_t>(place)]; }
+  bool may(int64_t place, std::size_t bin) const {
+    return allowed_.rows() == 0 || allowed_[at(place).number][static_cast<int64_t>(bin)];
+  }
+
+  bool improve_once(double goal) {
+    std::vector<double> time;
+    for (const Bin& bin : bins_) time.push_back(bin.time());
+    const auto heavy = static_cast<std::size_t>(std::max_element(time.begin(), time.end()) - time.begin());
+    if (time[heavy] <= goal) return false;
+    std::vector<std::size_t> light(bins_.size());
+    for (std::size_t bin = 0; bin < light.size(); ++bin) light[bin] = bin;
+    std::stable_sort(light.begin(), light.end(), [&](auto one, auto two) { return time[one] < time[two]; });
+    Exchange best;
+    Bin* other = nullptr;
+    double least = time[heavy];
+    for (std::size_t number = 0; number < light.size(); ++number) {
+      if (number % BINS == 0 && other) break;
+      if (light[number] == heavy) continue;
+      const double before = least;
+      look(heavy, light[number], least, best);
+      if (least < before) other = &bins_[light[number]];
+    }
+    if (!other) return false;
+    move(best.given, bins_[heavy], *other);
+    for (const int64_t place : best.taken)
+      if (place >= 0) move(place, *other, bins_[heavy]);
+    return true;
+  }
+
+  void move(int64_t place, Bin& source, Bin& target) {
+    source.give(place, at(place));
+    target.take(place, at(place));
+  }
+
+  // Lowers `least`, what the heavier of two bins takes after the best exchange, where one is better.
+  void look(std::size_t heavy, std::size_t light, double& least, Exchange& best) const {
+    const Bin &from = bins_[heavy], &to = bins_[light];
+    Places theirs;
+    for (const int64_t place : to.held)
+      if (may(place, heavy)) theirs.push_back(place);
+    Places lightest(theirs.size() + 1, -1);  // of those from each on
+    for (std::size_t i = theirs.size(); i-- > 0;) {
+      const int64_t behind = lightest[i + 1];
+      lightest[i] = behind < 0 || at(theirs[i]).weight <= at(behind).weight ? theirs[i] : behind;
+    }
+    for (const int64_t a : from.held) {
+      if (!may(a, light)) continue;
+      for (std::size_t i = 0; i <= theirs.size(); ++i) {
+        const int64_t b = i == 0 ? -1 : theirs[i - 1];
+        int64_t weight = at(a).weight, size = at(a).size, c = -1;
+        if (b >= 0) {
+          weight -= at(b).weight;
+          size -= at(b).size;
+        }
+        const int64_t lacking = to.used + size - to.cap;
+        if (weight > 0 && lacking > 0 && b >= 0) {  // a second one makes room
+          const auto large = std::partition_point(theirs.begin(), theirs.end(),
+                                                  [&](int64_t place) { return at(place).size < lacking; });
+          c = lightest[static_cast<std::size_t>(large - theirs.begin())];
+          if (c < 0 || c == b) continue;
+          weight -= at(c).weight;
+          size -= at(c).size;
+        }
+        if (weight <= 0 || to.used + size > to.cap || from.used - size > from.cap) continue;
+        const double value = std::max(static_cast<double>(from.load - weight) / from.speed,
+                                      static_cast<double>(to.load + weight) / to.speed);
+        if (value < least) {
+          least = value;
+          best = {a, {b, c}};
+        }
+      }
+    }
+  }
+
+  std::vector<Item> items_;  // by place
+  std::vector<Bin> bins_;
+  Matrix<const bool> allowed_;
+};
+
+}  // namespace
+
+void bind_swap(nb::module_& m) {
+  m.def("improve", [](Out<int64_t, "assigned"> assigned, In<int64_t, "order"> order, In<int64_t, "weights"> weights,
+                      In<int64_t, "sizes"> sizes, In<int64_t, "caps"> caps, In<double, "speeds"> speeds,
+                      In2<bool, "allowed"> allowed, double goal) {
+    unlocked([&] {
+      std::vector<Bin> bins(static_cast<std::size_t>(caps.size()));
+      for (int64_t bin = 0; bin < caps.size(); ++bin) {
+        bins[static_cast<std::size_t>(bin)].cap = caps[bin];
+        bins[static_cast<std::size_t>(bin)].speed = speeds[bin];
+      }
+      std::vector<Item> items;
+      for (const int64_t item : order) {
+        items.push_back({item, weights[item], sizes[item]});
+        if (assigned[item] < 0) continue;
+        bins[static_cast<std::size_t>(assigned[item])].take(static_cast<int64_t>(items.size()) - 1, items.back());
+      }
+      Swaps swaps(items, std::move(bins), allowed);
+      swaps.improve(goal);
+      for (std::size_t bin = 0; bin < swaps.bins().size(); ++bin)
+        for (const int64_t place : swaps.bins()[bin].held)
+          assigned[items[static_cast<std::size_t>(place)].number] = static_cast<int64_t>(bin);
+    });
+  });
+}
+
+}  // namespace apportion

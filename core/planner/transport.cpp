@@ -1,0 +1,154 @@
+// Surplus rows to the ranks that lack them, at costs of two levels: apportion/planner/solvers/transport.py.
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <vector>
+
+#include "bind.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+struct Flow {
+  int64_t src, dst, rows;
+};
+
+// Senders to receivers in the order of ranks, as along the north-west rule, in each group of `width` ranks by itself.
+void north_west(Column<const int64_t> surplus, int64_t width, std::vector<Flow>& flows) {
+  Scratch<int64_t> rest = Scratch<int64_t>::of(surplus);
+  for (int64_t first = 0; first < rest.size(); first += width) {
+    const int64_t end = std::min(first + width, rest.size());
+    for (int64_t src = first, dst = first;;) {
+      while (src < end && rest[src] <= 0) ++src;
+      while (dst < end && rest[dst] >= 0) ++dst;
+      if (src == end || dst == end) break;
+      const int64_t rows = std::min(rest[src], -rest[dst]);
+      flows.push_back({src, dst, rows});
+      rest[src] -= rows;
+      rest[dst] += rows;
+    }
+  }
+}
+
+// inter: the price of a row that leaves its node; saving: what one that stays costs less.
+struct Price {
+  double inter, saving;
+
+  double of(int64_t rows, int64_t near) const {
+    return inter * static_cast<double>(rows) - saving * static_cast<double>(near);
+  }
+};
+
+// The price that all who pay more fall to once `total` of the rows are near.
+double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
+  std::vector<int64_t> falling(rows.begin(), rows.end());
+  std::sort(falling.begin(), falling.end(), std::greater<>());
+  const double saved = static_cast<double>(total) * price.saving;
+  double above = 0, count = 0;
+  for (const int64_t own : falling) {
+    const double dear = price.inter * static_cast<double>(own);
+    if (above - count * dear > saved) break;  // what the dearer ranks would have to lose at that price
+    above += dear;
+    ++count;
+  }
+  return (above - saved) / count;
+}
+
+// Adds `total` of the rows, times `sign`, to those that are at the near price. level: so that the largest price is
+// least; a rank pays inter * rows - saving * near, so they go to those that pay most, down to one level.
+void share(Column<const int64_t> rows, int64_t total, const Price& price, bool level, int64_t sign,
+           Column<int64_t> near) {
+  Scratch<int64_t> own(rows.size());
+  if (!level || price.saving <= 0 || total >= std::accumulate(rows.begin(), rows.end(), int64_t{0})) {
+    for (int64_t rank = 0; rank < rows.size(); ++rank) {
+      own[rank] = std::min(rows[rank], total);
+      total -= own[rank];
+    }
+  } else {
+    const double water = level_of(rows, total, price);
+    for (int64_t rank = 0; rank < rows.size(); ++rank) {
+      const double some = std::floor((price.inter * static_cast<double>(rows[rank]) - water) / price.saving);
+      own[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(some), 0), rows[rank]);
+      total -= own[rank];
+    }
+    // rows that rounding lost (or won), one by one: to the rank that pays most (from the one that pays least)
+    while (total != 0) {
+      const int64_t step = total > 0 ? 1 : -1;
+      int64_t best = -1;
+      for (int64_t rank = 0; rank < rows.size(); ++rank) {
+        if (step > 0 ? own[rank] >= rows[rank] : own[rank] <= 0) continue;
+        const auto pays = [&](int64_t one) { return static_cast<double>(step) * price.of(rows[one], own[one]); };
+        if (best < 0 || pays(rank) > pays(best)) best = rank;
+      }
+      own[best] += step;
+      total -= step;
+    }
+  }
+  for (int64_t rank = 0; rank < rows.size(); ++rank) near[rank] += sign * own[rank];
+}
+
+// Of each rank's rows, those that stay in its node of `width` ranks. Those who give, or take, share the cheap part so
+// that the dearest pays least, where they are to be levelled; else the first come first.
+Scratch<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
+                           bool level_takers) {
+  Scratch<int64_t> near(surplus.size());
+  for (int64_t first = 0; first < surplus.size(); first += width) {
+    const int64_t end = std::min(first + width, surplus.size());
+    Scratch<int64_t> give(end - first), take(end - first);
+    int64_t given = 0, taken = 0;
+    for (int64_t rank = first; rank < end; ++rank) {
+      given += give[rank - first] = std::max<int64_t>(surplus[rank], 0);
+      taken += take[rank - first] = std::max<int64_t>(-surplus[rank], 0);
+    }
+    share(give, std::min(given, taken), price, level_givers, 1, near.slice(first, end));
+    share(take, std::min(given, taken), price, level_takers, -1, near.slice(first, end));
+  }
+  return near;
+}
+
+std::vector<Flow> two_level(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
+                            bool level_takers) {
+  const Scratch<int64_t> near = near_rows(surplus, width, price, level_givers, level_takers);
+  Scratch<int64_t> far(surplus.size());
+  for (int64_t rank = 0; rank < far.size(); ++rank) far[rank] = surplus[rank] - near[rank];
+  std::vector<Flow> flows;
+  north_west(near, width, flows);
+  north_west(far, far.size(), flows);
+  std::stable_sort(flows.begin(), flows.end(), [](const Flow& one, const Flow& two) {
+    return one.src != two.src ? one.src < two.src : one.dst < two.dst;
+  });
+  return flows;
+}
+
+nb::object columns_of(const std::vector<Flow>& flows) {
+  const auto count = static_cast<int64_t>(flows.size());
+  New<int64_t> src(count), dst(count), rows(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const Flow& flow = flows[static_cast<std::size_t>(i)];
+    src[i] = flow.src;
+    dst[i] = flow.dst;
+    rows[i] = flow.rows;
+  }
+  return nb::make_tuple(src.array(), dst.array(), rows.array());
+}
+
+}  // namespace
+
+void bind_transport(nb::module_& m) {
+  m.def("two_level", [](In<int64_t, "surplus"> surplus, int64_t width, double intra, double inter, bool level_givers,
+                        bool level_takers) {
+    const Price price{inter, inter - intra};
+    return columns_of(unlocked([&] { return two_level(surplus, width, price, level_givers, level_takers); }));
+  });
+  m.def("north_west", [](In<int64_t, "surplus"> surplus) {
+    std::vector<Flow> flows;
+    unlocked([&] { north_west(surplus, surplus.size(), flows); });
+    return columns_of(flows);
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,302 @@
+// Zeppelin's two levels of partitioning (section 3.1), and the zig-zag blocks of what has several ranks (section 3.2).
+// The levels are drawn at the head of apportion/planner/place/zeppelin.py.
+//
+//     a level   sequences longest first; those at or above its threshold are split, others go to a bucket as a whole.
+//     Where
+//               one of these fits nowhere, the threshold falls to the longest of them, and the level starts over
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <tuple>
+
+#include "bind.hpp"
+#include "planner/numbers.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace zeppelin {
+namespace {
+
+constexpr double WHOLE = 1e-9;  // a quotient this little above a whole number is that number, rounded
+
+using Order = std::vector<int64_t>;
+
+// Nodes, or the ranks of a node, which fill up.
+class Buckets {
+ public:
+  // enforce: what is split passes no cap, where that can be.
+  Buckets(Column<const int64_t> caps, bool enforce)
+      : caps_(caps), load_(static_cast<std::size_t>(caps.size())), enforce_(enforce) {}
+
+  int64_t size() const { return caps_.size(); }
+
+  void add(const Scratch<int64_t>& share) {
+    for (int64_t bucket = 0; bucket < size(); ++bucket) load_[bucket] += share[bucket];
+  }
+
+  // `tokens` spread, as caps are, over the `some` least full buckets. Enforced: over as many more as it takes for none
+  // to pass its cap; where all are too few, so that the fullest is least full.
+  Scratch<int64_t> split(int64_t tokens, int64_t some) const {
+    Order order = by_fullness();
+    for (int64_t wide = std::min(some, size()); wide <= size(); ++wide) {
+      Scratch<int64_t> share = shared(tokens, {order.begin(), order.begin() + wide});
+      if (!enforce_ || fits(share)) return share;
+    }
+    return levelled(tokens);
+  }
+
+  // `tokens` in fragments as caps are, round-robin from bucket `turn` on. Enforced: where they fit there, else as
+  // `split` has it.
+  Scratch<int64_t> by_turns(int64_t tokens, int64_t fragments, int64_t turn) const {
+    Order some;
+    for (int64_t nth = 0; nth < fragments; ++nth) some.push_back((turn + nth) % size());
+    Scratch<int64_t> share = shared(tokens, some);
+    return enforce_ && !fits(share) ? split(tokens, fragments) : std::move(share);
+  }
+
+  // The least full bucket with room for one after another, which is added to its load; fewer where one has room
+  // nowhere.
+  template <class Sizes>
+  Order whole(const Sizes& sizes, int64_t begin, int64_t end) {
+    Order found;
+    heap_ = by_fullness();
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t at = with_room(sizes(item));
+      if (at < 0) break;
+      load_[heap_[at]] += sizes(item);
+      found.push_back(heap_[at]);
+      sink(at);
+    }
+    return found;
+  }
+
+ private:
+  Order by_fullness() const {
+    std::vector<double> full;
+    for (int64_t bucket = 0; bucket < size(); ++bucket) full.push_back(real(load_[bucket]) / real(caps_[bucket]));
+    Order order(full.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) { return full[one] < full[other]; });
+    return order;
+  }
+
+  // `tokens` over some buckets as their caps are; the first of them get what is left over.
+  Scratch<int64_t> shared(int64_t tokens, const Order& some) const {
+    Scratch<int64_t> share(size());
+    int64_t room = 0, left = tokens;
+    for (const int64_t bucket : some) room += caps_[bucket];
+    for (const int64_t bucket : some) left -= share[bucket] = tokens * caps_[bucket] / room;
+    for (int64_t nth = 0; nth < left; ++nth) ++share[some[nth]];
+    return share;
+  }
+
+  // Whether no bucket that gets a share passes its cap.
+  bool fits(const Scratch<int64_t>& share) const {
+    for (int64_t bucket = 0; bucket < size(); ++bucket)
+      if (share[bucket] != 0 && load_[bucket] + share[bucket] > caps_[bucket]) return false;
+    return true;
+  }
+
+  // `tokens` to the least full buckets, up to one level of the fullest cap, and others as theirs.
+  Scratch<int64_t> levelled(int64_t tokens) const {
+    const int64_t largest = *std::max_element(caps_.begin(), caps_.end());
+    Scratch<int64_t> share(size());
+    const auto fill_to = [&](int64_t level) {
+      int64_t sum = 0;
+      for (int64_t bucket = 0; bucket < size(); ++bucket)
+        sum += share[bucket] = std::max<int64_t>(level * caps_[bucket] / largest - load_[bucket], 0);
+      return sum;
+    };
+    int64_t low = 0, high = *std::max_element(load_.begin(), load_.end()) + tokens;
+    while (low < high) {
+      const int64_t level = (low + high) / 2;
+      if (fill_to(level) < tokens)
+        low = level + 1;
+      else
+        high = level;
+    }
+    int64_t over = fill_to(high) - tokens;
+    for (int64_t bucket = 0; bucket < size() && over > 0; ++bucket) {
+      if (share[bucket] == 0) continue;
+      --share[bucket];
+      --over;
+    }
+    return share;
+  }
+
+  bool before(int64_t one, int64_t other) const {
+    const int64_t left = load_[one] * caps_[other], right = load_[other] * caps_[one];
+    return left < right || (left == right && one < other);
+  }
+
+  // Where the least full bucket with so much room stands in the heap, -1 where none has.
+  int64_t with_room(int64_t tokens) const {
+    const auto fits_at = [&](int64_t at) { return load_[heap_[at]] + tokens <= caps_[heap_[at]]; };
+    if (fits_at(0)) return 0;
+    int64_t best = -1;
+    for (int64_t at = 1; at < size(); ++at)
+      if (fits_at(at) && (best < 0 || before(heap_[at], heap_[best]))) best = at;
+    return best;
+  }
+
+  // Restore the heap, whose entry `at` has grown.
+  void sink(int64_t at) {
+    for (int64_t child = 2 * at + 1; child < size(); child = 2 * at + 1) {
+      if (child + 1 < size() && before(heap_[child + 1], heap_[child])) ++child;
+      if (!before(heap_[child], heap_[at])) return;
+      std::swap(heap_[at], heap_[child]);
+      at = child;
+    }
+  }
+
+  Column<const int64_t> caps_;
+  std::vector<int64_t> load_;
+  bool enforce_;
+  Order heap_;  // buckets by (load over cap, bucket)
+};
+
+// Tokens of a sequence on a node, or on a rank.
+struct Share {
+  int64_t sequence, at, tokens;
+};
+
+void put(std::vector<Share>& shares, int64_t sequence, int64_t first, const Scratch<int64_t>& share, Buckets& buckets) {
+  for (int64_t bucket = 0; bucket < buckets.size(); ++bucket)
+    if (share[bucket] != 0) shares.push_back({sequence, first + bucket, share[bucket]});
+  buckets.add(share);
+}
+
+// What a node has: of the inter-node zone, and whole sequences, longest first.
+struct Node {
+  std::vector<Share> crossing, inside;
+};
+
+// Algorithm 1.
+std::vector<Node> to_nodes(Column<const int64_t> lengths, Column<const int64_t> caps, int64_t threshold, bool enforce) {
+  Order order(static_cast<std::size_t>(lengths.size()));
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t one, int64_t other) { return lengths[one] > lengths[other]; });
+  const auto size = [&](int64_t item) { return lengths[order[item]]; };
+  const int64_t total = std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), items = count(order);
+  std::vector<Share> parts;
+  Buckets split(caps, enforce);
+  int64_t crossing = 0;
+  while (true) {
+    for (; crossing < items && size(crossing) >= threshold; ++crossing) {
+      const int64_t nodes = (size(crossing) * caps.size() + total - 1) / total;
+      put(parts, order[crossing], 0, split.split(size(crossing), nodes), split);
+    }
+    Buckets trial = split;
+    const Order node = trial.whole(size, crossing, items);
+    if (count(node) < items - crossing) {
+      threshold = size(crossing);
+      continue;
+    }
+    std::vector<Node> nodes(static_cast<std::size_t>(caps.size()));
+    for (const Share& part : parts) nodes[part.at].crossing.push_back(part);
+    for (int64_t item = crossing; item < items; ++item)
+      nodes[node[item - crossing]].inside.push_back({order[item], node[item - crossing], size(item)});
+    return nodes;
+  }
+}
+
+double square(int64_t tokens) { return real(tokens) * real(tokens); }
+
+// Algorithm 2 on the node whose ranks are `first` and on.
+void to_ranks(const Node& node, int64_t first, Column<const int64_t> caps, int64_t threshold, bool enforce,
+              std::vector<Share>& shares) {
+  const std::vector<Share>& inside = node.inside;
+  const auto size = [&](int64_t item) { return inside[item].tokens; };
+  const int64_t ranks = caps.size(), items = count(inside);
+  const std::size_t opening = shares.size();
+  int64_t begin = 0;
+  while (true) {
+    while (begin < items && size(begin) >= threshold) ++begin;
+    shares.resize(opening);
+    Buckets buckets(caps, enforce);
+    for (const Share& part : node.crossing)
+      put(shares, part.sequence, first, buckets.split(part.tokens, ranks), buckets);
+    double budget = 0;
+    for (int64_t item = 0; item < begin; ++item) budget += square(size(item));
+    budget /= real(ranks);
+    int64_t turn = 0;
+    for (int64_t item = 0; item < begin; ++item) {
+      const auto wanted = static_cast<int64_t>(std::ceil(square(size(item)) / budget - WHOLE));
+      const int64_t fragments = std::min(wanted, ranks);
+      put(shares, inside[item].sequence, first, buckets.by_turns(size(item), fragments, turn), buckets);
+      turn = (turn + fragments) % ranks;
+    }
+    const Order rank = buckets.whole(size, begin, items);
+    if (count(rank) == items - begin) {
+      for (int64_t item = begin; item < items; ++item)
+        shares.push_back({inside[item].sequence, first + rank[item - begin], size(item)});
+      return;
+    }
+    threshold = size(begin);
+  }
+}
+
+struct Blocks {
+  std::vector<int64_t> starts, home;
+};
+
+// Blocks of sequences that are cut zig-zag over the ranks of their shares, int64 [3, shares]: sequence, rank, tokens. A
+// rank's first chunk has half of its share, rounded up, its second the rest; neighbours on one rank are one block where
+// they are not to be cut. parts: see `Zeppelin.parts`.
+Blocks zigzag(Column<const int64_t> sequences, Matrix<const int64_t> shares, int64_t ranks_per_node, int64_t parts) {
+  Blocks made;
+  const Column<const int64_t> sequence = shares[0], rank = shares[1], tokens = shares[2];
+  for (int64_t low = 0, high = 0; low < sequence.size(); low = high) {
+    while (high < sequence.size() && sequence[high] == sequence[low]) ++high;
+    const std::size_t opening = made.home.size();
+    const int64_t size = high - low;
+    const int64_t cuts = rank[low] / ranks_per_node != rank[high - 1] / ranks_per_node ? (parts + 1) / 2 : 1;
+    int64_t at = sequences[sequence[low]];
+    for (int64_t step = 0; step < 2 * size; ++step) {
+      const int64_t index = low + std::min(step, 2 * size - 1 - step);
+      const int64_t chunk = (tokens[index] + (step < size ? 1 : 0)) / 2;
+      for (int64_t cut = 0; cut < cuts; ++cut) {
+        const int64_t some = chunk * (cut + 1) / cuts - chunk * cut / cuts;
+        if (some && (cuts > 1 || made.home.size() == opening || made.home.back() != rank[index])) {
+          made.starts.push_back(at);
+          made.home.push_back(rank[index]);
+        }
+        at += some;
+      }
+    }
+  }
+  made.starts.push_back(sequences[sequences.size() - 1]);
+  return made;
+}
+
+}  // namespace
+}  // namespace zeppelin
+
+void bind_zeppelin(nb::module_& m) {
+  using namespace zeppelin;
+  m.def("shares", [](In<int64_t, "lengths"> lengths, In<int64_t, "node_caps"> node_caps, In2<int64_t, "caps"> caps,
+                     int64_t inter, int64_t intra, bool enforce) {
+    std::vector<Share> shares;
+    unlocked([&] {
+      const std::vector<Node> nodes = to_nodes(lengths, node_caps, inter, enforce);
+      for (int64_t node = 0; node < caps.rows(); ++node)
+        to_ranks(nodes[node], node * caps.columns(), caps[node], intra, enforce, shares);
+      std::sort(shares.begin(), shares.end(), [](const Share& one, const Share& other) {
+        return std::tie(one.sequence, one.at) < std::tie(other.sequence, other.at);
+      });
+    });
+    return as_columns(shares, &Share::sequence, &Share::at, &Share::tokens);
+  });
+
+  m.def("blocks",
+        [](In<int64_t, "sequences"> sequences, In2<int64_t, "shares"> shares, int64_t ranks_per_node, int64_t parts) {
+          Blocks made = unlocked([&] { return zigzag(sequences, shares, ranks_per_node, parts); });
+          return nb::make_tuple(handed(std::move(made.starts)), handed(std::move(made.home)));
+        });
+}
+
+}  // namespace apportion

@@ -1,0 +1,91 @@
+"""The compiled core: which arrays its functions take, what they are called, and orders against numpy's."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import apportion._core as core
+from apportion._core import fusion, sorting
+from apportion.ir.isa import ALL_TO_ALL, FIRST_DKV, FIRST_DQ, RESULTS, Op
+from apportion.ir.tensors import HEADLESS, KV_SIDE, PARTIALS, Space, Tensor
+
+STUBS = Path(core.__file__).parent / "_core"
+
+
+def test_every_function_has_a_stub_and_every_stub_a_function() -> None:
+    areas = {name: one for name, one in vars(core).items() if isinstance(one, ModuleType)}
+    assert areas.keys() == {path.stem for path in STUBS.glob("*.pyi")} - {"__init__"}
+    for name, area in areas.items():
+        body = ast.parse((STUBS / f"{name}.pyi").read_text(encoding="utf-8")).body
+        told = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        told |= {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
+        assert told == {one for one in vars(area) if not one.startswith("__")}, name
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ([1, 2], "must be a numpy array"),
+        (np.zeros(3), "int64, not ndarray of float64"),
+        (np.zeros(3, np.int32), "int64, not ndarray of int32"),
+        (np.zeros((2, 2), np.int64), "of one dimension"),
+        (np.zeros(6, np.int64)[::2], "contiguous"),
+        (np.zeros(3, ">i8"), "int64, not ndarray of >i8"),
+    ],
+)
+def test_arrays_are_taken_as_they_are_or_not_at_all(keys: object, rule: str) -> None:
+    with pytest.raises(TypeError, match=rf"^keys: .*{rule}"):
+        sorting.stable_order(keys)
+
+
+def test_a_read_only_array_is_not_written() -> None:
+    values, some = np.zeros(3, np.int64), np.array([1])
+    fusion.put(values, some, some + 1, some)
+    assert values.tolist() == [0, 1, 0]
+    values.setflags(write=False)
+    with pytest.raises(TypeError, match=r"^values: must be a numpy array, writable"):
+        fusion.put(values, some, some + 1, some)
+
+
+@pytest.mark.skipif(not core.checked, reason="indexes are checked in the sanitizer build alone")
+def test_an_index_out_of_bounds_is_an_error() -> None:
+    with pytest.raises(IndexError, match="index 8 of 4"):
+        sorting.counting_order(np.array([7]), 3)
+
+
+numbers = st.one_of(st.integers(0, 3), st.integers(-(2**40), 2**40), st.integers(-(2**63), 2**63 - 1))
+
+
+@given(st.lists(numbers, max_size=30), st.sampled_from([1, 40, 300]))
+def test_orders_are_numpys(some: list[int], times: int) -> None:
+    keys = np.array(some * times, np.int64)
+    wanted = np.argsort(keys, kind="stable")
+    assert np.array_equal(sorting.stable_order(keys), wanted)
+    found, number = sorting.ranked(keys)
+    assert found.tolist() == sorted(set(some))
+    assert np.array_equal(found[number], keys)
+    for kind in (np.int32, np.int64):
+        small = (keys % 5).astype(kind)
+        assert np.array_equal(sorting.counting_order(small, 5), np.argsort(small, kind="stable"))
+
+
+def test_codes_are_those_of_the_instruction_set() -> None:
+    text = (Path(core.__file__).parents[1] / "core/ir/isa.hpp").read_text(encoding="utf-8")
+    for enum in (Op, Tensor, Space):
+        names = (
+            re.search(rf"enum class {enum.__name__} [^{{]*{{([^}}]*)}}", text).group(1).replace(" = 1", "")
+        )
+        assert [one.strip() for one in names.split(",") if one.strip()] == [one.name for one in enum]
+        assert [*map(int, enum)] == [*range(min(enum), max(enum) + 1)]
+    for name, tensors in (("PARTIALS", PARTIALS), ("KV_SIDE", KV_SIDE), ("HEADLESS", HEADLESS)):
+        named = re.findall(r"Tensor::(\w+)", re.search(rf"Tensors {name} = ([^;]*);", text).group(1))
+        assert {Tensor[one] for one in named} == set(tensors)
+    assert f"ALL_TO_ALL = {ALL_TO_ALL}, RESULTS = {RESULTS};" in text
+    assert f"FIRST_DQ = {FIRST_DQ}, FIRST_DKV = {FIRST_DKV};" in text

@@ -1,0 +1,25 @@
+"""Copies of the package with a change of CONTRIBUTING.md applied."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def change(diff: str, folder: Path) -> dict[str, str]:
+    """Applies a diff to a copy of the package in a folder, and builds the core anew where it changes that; the
+    environment in which Python finds the copy."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("apportion", "core", "tests/plans", "tests/support"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    shutil.copy(ROOT / "Makefile", folder)
+    subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, check=True, text=True)
+    if "b/core/" in diff:
+        command = ["make", "--no-print-directory", "core", f"PYTHON={sys.executable}"]
+        subprocess.run(command, cwd=folder, check=True)
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
