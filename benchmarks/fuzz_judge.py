@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from apportion.backends import numpy as executor
-from apportion.ir.arrays import Floats
+from apportion.backends.numpy import Arrays, Heads
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
-from apportion.ir.isa import TABLES, TASK_LIST
+from apportion.ir.isa import TABLES, TASK_LIST, Op
 from apportion.ir.plan.ops import LIST_OF_OP, LISTS
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.request.batch import Batch
@@ -183,14 +184,47 @@ def repaired(plan: Plan) -> Plan:
 # ---------------------------------------------------------------------------------------------- comparing
 
 
+class Weights:
+    """A layer's projection with positions in it, `Projection` of the executor on numpy; equal for equal models."""
+
+    def __init__(self, model: Model) -> None:
+        draw = np.random.default_rng(1)
+        shapes = (
+            (model.q_heads, model.head_dim),
+            (model.kv_heads, model.head_dim),
+            (model.kv_heads, model.value_dim),
+        )
+        self.weights = [draw.normal(size=(heads, model.hidden, width)) for heads, width in shapes]
+
+    def project(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads) -> Arrays:
+        scaled = hidden * (1 + positions / 8)[:, None]
+        return tuple(np.einsum("ne,hed->nhd", scaled, weight) for weight in self._of(q, kv))
+
+    def gradient(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads, grads: Arrays) -> Floats:
+        pairs = zip(grads, self._of(q, kv), strict=True)
+        found: Floats = sum(np.einsum("nhd,hed->ne", grad, weight) for grad, weight in pairs)
+        return found * (1 + positions / 8)[:, None]
+
+    def _of(self, q: Heads, kv: Heads) -> list[Floats]:
+        return [weight[list(heads)] for weight, heads in zip(self.weights, (q, kv, kv), strict=True)]
+
+
 def outputs(plan: Plan) -> list[Floats]:
     """O, LSE and all gradients of a plan's kinds. Raises what executing raises."""
-    head, tokens, draw = plan.header, plan.request.batch.tokens, np.random.default_rng(0)
-    q, do = (draw.normal(size=(tokens, head.q_heads, width)) for width in (head.head_dim, head.v_head_dim))
-    k, v = (draw.normal(size=(tokens, head.kv_heads, width)) for width in (head.head_dim, head.v_head_dim))
-    return [
-        array for kind in head.kinds for array in executor.run(plan, kind, q, k, v, do) if array is not None
-    ]
+    model, tokens, draw = plan.request.model, plan.request.batch.tokens, np.random.default_rng(0)
+    q, do = (draw.normal(size=(tokens, model.q_heads, width)) for width in (model.head_dim, model.value_dim))
+    k, v = (draw.normal(size=(tokens, model.kv_heads, width)) for width in (model.head_dim, model.value_dim))
+    given, layer = (q, k, v), executor.PLAIN
+    if any((programs["instructions"]["op"] == Op.PROJECT).any() for programs in plan.programs.values()):
+        given, layer = (
+            (draw.normal(size=(tokens, model.hidden)),),
+            executor.LocalLayer(project=Weights(model)),
+        )
+    found: list[Floats] = []
+    for kind in plan.header.kinds:
+        o, lse, saved = executor.forward(plan, kind, given, layer)
+        found += [o, lse, *(one for one in executor.backward(plan, kind, saved, do) if one is not None)]
+    return found
 
 
 def differs(plan: Plan, wanted: list[Floats]) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 import apportion as ap
 from apportion._core import verify as core
+from apportion.ir.isa import Op
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.tensors import Tensor
 from apportion.ir.verify import check
@@ -223,6 +224,19 @@ def test_tables_are_walked_where_lowering_wrote_them() -> None:
     assert kept < sum(table.values.nbytes for table in tables.values()) / 10
     for name in ("operands", "instructions", "transfers", "grads", "rowops"):
         assert tables[name].values.dtype == np.int32
+
+
+def test_an_instruction_of_another_phase_is_refused_though_it_has_no_rows() -> None:
+    plan = ap.plan(
+        ap.Batch.from_lengths([64]), ap.Cluster(1, 2), ap.Model(1, 1, 2, layers=1), "fcp", verify=False
+    )
+    tables = dict(plan.programs["default", "forward"].tables)
+    own = tables["instructions"]
+    added = np.insert(own.values, 0, [int(Op.PROJECT_GRAD), 0, 0, 0, 0], axis=1)
+    tables["instructions"] = Table(own.ptr + (np.arange(len(own.ptr)) > 0), own.names, added)
+    programs = {**plan.programs, ("default", "forward"): ProgramSet(tables)}
+    found = check(replace(plan, programs=programs, sections=None))
+    assert [(one.rule, one.rank) for one in found if one.rule != "digests"] == [("operands", 0)]
 
 
 def test_more_heads_than_a_word_has_bits_are_followed() -> None:

@@ -9,8 +9,8 @@ A new one is a machine in a file of its own and a row here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -90,8 +90,6 @@ class StageEngine:
         return load(columns, program, device, rows, hidden)
 
 
-_log = logging.getLogger(__name__)
-
 #: in the order of preference
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {"stage": StageEngine(), "flash": TaskEngine(TaskMachine, newest=True), "plain": TaskEngine(PlainMachine)}
@@ -110,15 +108,9 @@ def activate_newest(device: torch.device) -> None:
     if device.type != "cuda" or not hasattr(attention, "activate_flash_attention_impl"):
         return
     name = _WRITTEN_FOR.get(torch.cuda.get_device_capability(device)[0])
-    if (
-        attention.current_flash_attention_impl() is not None
-        or name not in attention.list_flash_attention_impls()
-    ):
-        return
-    try:
-        attention.activate_flash_attention_impl(name)
-    except (ImportError, RuntimeError) as error:
-        _log.info("%s is not there (%s): FlashAttention-2 serves engine flash", name, error)
+    if attention.current_flash_attention_impl() is None and name in attention.list_flash_attention_impls():
+        with suppress(ImportError, RuntimeError):  # without it FlashAttention-2 serves engine flash
+            attention.activate_flash_attention_impl(name)
 
 
 def choose_engine(name: str | Engine, header: Header, device: torch.device) -> Engine:

@@ -20,9 +20,9 @@ import numpy as np
 from apportion._core import verify as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError
-from apportion.ir.isa import TABLES
+from apportion.ir.isa import TABLES, Op
 from apportion.ir.plan.tables import Table
-from apportion.ir.tensors import Tensor
+from apportion.ir.tensors import PHASES, Tensor
 from apportion.ir.verify.attended import most_pieces, too_many_pieces
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets, Program
@@ -87,6 +87,12 @@ def _bits(member: Bools, words: int) -> Ints:
     return found
 
 
+#: phase -> bool [codes of ops]: whether it may have such instructions
+_IS_OF_PHASE = {
+    phase: np.isin(np.arange(max(Op) + 1), [op for op in Op if phase in op.rule.phases]) for phase in PHASES
+}
+
+
 class Arrays(NamedTuple):
     """What the walk reads, in its order: each list with where the rows of each rank begin."""
 
@@ -111,12 +117,14 @@ class Arrays(NamedTuple):
 
 
 def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> core.Program | None:
-    """None where it has tasks of another phase. Raises CapacityError for what is too large to follow."""
+    """None where it has tasks or instructions of another phase. Raises CapacityError for what is too large."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = [program.source[name] for name in names]
     for name, table in zip(names, tables, strict=True):
         _check_numbers(name, table)
     if len(program.source["tasks"]) + len(program.source["grads"]) > len(tables[3]):
+        return None
+    if not _IS_OF_PHASE[program.phase][tables[1]["op"]].all():
         return None
     rounds = int(tables[1]["round"].max(initial=0)) + 1
     if rounds > 8 * len(tables[1]) + 1024:
