@@ -213,8 +213,8 @@ package: $(READY)
 # In a copy of the tree, so that the extension of all else stays. PYTHON as in `core`, with pytest. Leaks are not looked
 # for: Python has some.
 sanitize:
-	@rm -rf build/sanitize/apportion build/sanitize/tests && mkdir -p build/sanitize
-	@cp -r apportion tests pyproject.toml build/sanitize && rm -f build/sanitize/apportion/_core*.so
+	@rm -rf $(addprefix build/sanitize/,apportion core tests) && mkdir -p build/sanitize
+	@cp -r apportion core tests pyproject.toml build/sanitize && rm -f build/sanitize/apportion/_core*.so
 	@$(MAKE) --no-print-directory core STRICT=1 INTO=$(abspath build/sanitize)
 	cd build/sanitize && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$PWD $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) \
