@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zstandard
+from backports import zstd
 
 from apportion.ir.errors import DecodeError
 
@@ -12,18 +12,22 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 def compressed(data: bytes) -> bytes:
     """`data` as a zstd frame, the same for equal bytes."""
-    return zstandard.ZstdCompressor(level=3).compress(data)
+    return zstd.compress(data, 3)
 
 
 def expanded(data: bytes, most: int = MAX_EXPANDED) -> bytes:
     """Decompresses a zstd frame that states its size, `most` bytes at most; returns other bytes unchanged. Raises
-    DecodeError."""
+    DecodeError, also where something follows the frame."""
     if not data.startswith(_MAGIC):
         return data
     try:
-        size = zstandard.frame_content_size(data)
-        if not 0 <= size <= most:
+        size = zstd.get_frame_info(data).decompressed_size
+        if size is None or size > most:
             raise DecodeError(f"a compressed body of {size} bytes, at most {most} are read")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
-    except zstandard.ZstdError as error:
+        reader = zstd.ZstdDecompressor()
+        found = reader.decompress(data, size + 1)
+    except zstd.ZstdError as error:
         raise DecodeError(f"a compressed body: {error}") from None
+    if not reader.eof or reader.unused_data:
+        raise DecodeError("a compressed body: it ends early, or something follows")
+    return found

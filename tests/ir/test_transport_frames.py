@@ -1,0 +1,30 @@
+"""Frames of compressed plans: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from apportion.ir.bytes.transport import compressed, expanded
+from apportion.ir.errors import DecodeError
+
+DATA = b"plan" * 1000
+FRAME = compressed(DATA)
+
+
+def test_what_was_compressed_comes_back_and_other_bytes_stay() -> None:
+    for data in (b"", b"x", DATA):
+        assert expanded(compressed(data)) == data
+    assert expanded(DATA) == DATA
+
+
+@pytest.mark.parametrize(
+    "frame", [FRAME[:-1], FRAME[:5], FRAME + b"x", FRAME + FRAME, FRAME[:8] + b"\0" + FRAME[9:]]
+)
+def test_a_damaged_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(DecodeError, match="a compressed body"):
+        expanded(frame)
+
+
+def test_a_frame_of_more_than_is_read_is_refused_before_it_is_expanded() -> None:
+    with pytest.raises(DecodeError, match="4000 bytes, at most 3999 are read"):
+        expanded(FRAME, 3999)
