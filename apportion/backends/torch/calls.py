@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
 from itertools import groupby
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple
@@ -115,7 +114,7 @@ class Calls:
             self._notices.resume()
         self.number += 1
         self._recent.append((self.number, what))
-        name = _digest(what)
+        name = str(what).encode()
         self.tag = crc32(name, self.number) % (_ENDS - 1) + 1
         self.history = crc32(name, self.history)
 
@@ -259,11 +258,6 @@ def by_value(values: Mapping[int, str], of: str = "rank") -> str:
 def shown(error: BaseException | None) -> str:
     """An error as other ranks quote it."""
     return "" if error is None else f"{type(error).__name__}: {error}"[:_TEXT]
-
-
-@lru_cache(maxsize=1024)
-def _digest(what: Hashable) -> bytes:
-    return crc32(str(what).encode()).to_bytes(4, "little")
 
 
 def _watch(found: Callable[[], Calls | None]) -> None:
