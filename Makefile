@@ -198,7 +198,7 @@ nightly: $(READY)
 	@$(MAKE) --no-print-directory fuzz
 
 fuzz: $(READY)
-	@$(BIN)/python benchmarks/fuzz_plans.py --count 100000
+	@$(BIN)/python -m benchmarks.fuzz_plans --count 100000
 	@$(BIN)/python -m benchmarks.fuzz_judge --count 100000
 
 kernels: $(READY)
