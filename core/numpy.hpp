@@ -1,4 +1,4 @@
-// How functions of the extension take and return numpy arrays.
+// Argument and result types that map numpy arrays to views.
 //
 //   In<T, "name">     Column<const T>     In2<T, "name">    Matrix<const T>
 //   Out<T, "name">    Column<T>           Out2<T, "name">   Matrix<T>

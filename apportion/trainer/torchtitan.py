@@ -76,8 +76,8 @@ class PlannedAttention(Module):
             name = WINDOW if (self.says["window"] or -1) > 0 else FULL
             attention_masks = attention_masks.get(name) or next(iter(attention_masks.values()))
         handle, kind = attention_masks
-        kw |= {**self.says, "return_lse": transform is not None}
-        found = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, **kw)
+        lse = transform is not None
+        found = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.says, **kw)
         return found if transform is None else transform(*found)
 
 

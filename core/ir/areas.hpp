@@ -1,4 +1,4 @@
-// Numbers of pairs of a band, whose formula is `bands.area` of apportion/ir/masks/bands.py.
+// Area (query-key pairs) of a band; the formula is that of `bands.area` in apportion/ir/masks/bands.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Parts of home rows: which instruction uses or writes each, and runs of equal ones.
+// Splits home rows into parts by the instruction that uses or writes them, and finds runs of equal parts.
 #include <algorithm>
 
 #include "bind.hpp"

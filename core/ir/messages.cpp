@@ -1,4 +1,4 @@
-// Transfers of launches as messages.
+// Groups the transfers of a launch into messages.
 #include <vector>
 
 #include "bind.hpp"

@@ -1,4 +1,4 @@
-// Which send meets which receive.
+// Matching of sends with receives.
 #include <vector>
 
 #include "bind.hpp"

@@ -1,4 +1,4 @@
-// What programs do in all: pairs that they attend to, bytes that they move.
+// Totals of programs: attention pairs and bytes moved.
 #include "bind.hpp"
 #include "ir/areas.hpp"
 

@@ -1,4 +1,4 @@
-// The walk of `blend`: rank after rank takes the densest and the sparsest rows that are left. Then ranks exchange rows.
+// `blend`: each rank in turn takes the densest and the sparsest remaining rows; then ranks exchange rows.
 //
 // Narrow documents (one rank can compute them) stand by density; wide ones, which it cannot, after them. A rank fills
 // its tokens with x tokens of what is dense and the rest of what is sparse; x is where it has the pairs wanted of it.

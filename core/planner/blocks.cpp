@@ -1,4 +1,4 @@
-// The token axis cut into blocks, their pairs, and the pieces that blocks are tied into.
+// Cuts the token axis into blocks, counts their pairs, and joins blocks into pieces.
 #include <algorithm>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// DCP: homes exchanged inside nodes, so that no rank's links are busy for long; and divisions of cells, its Listing 3.
+// DCP: exchanges homes within nodes to relieve the busiest links, and divides cells (Listing 3).
 #include <algorithm>
 #include <numeric>
 #include <vector>

@@ -239,8 +239,8 @@ class Migration {
 
   // Of every pair of which `to` has some queries, or some keys, the first share is looked at, whose number is the
   // pair's: others went to servers that had too little.
-  void look_at_hand(Choice& found, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
-                    const std::vector<int64_t>& got) const {
+  void consider_held(Choice& found, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
+                     const std::vector<int64_t>& got) const {
     Choice own;
     const auto look = [&](int64_t block) {
       for (const int64_t pair : pairs_of[block]) {
@@ -259,8 +259,8 @@ class Migration {
   // last, which comes in its turn: most are.
   Choice best(int64_t to) {
     Choice found;
-    look_at_hand(found, to, of_q_, holding_.queries());
-    look_at_hand(found, to, of_k_, holding_.keys());
+    consider_held(found, to, of_q_, holding_.queries());
+    consider_held(found, to, of_k_, holding_.keys());
     double floor = found.e;
     if (const int64_t near = last_ < 0 ? -1 : place_[last_]; near >= 0) {
       const int64_t end = std::min(near + BESIDE + 1, count(candidates_));
@@ -289,8 +289,8 @@ class Migration {
   // As `best`, with no candidate passed over: for tests.
   Choice best_of_all(int64_t to) const {
     Choice found;
-    look_at_hand(found, to, of_q_, holding_.queries());
-    look_at_hand(found, to, of_k_, holding_.keys());
+    consider_held(found, to, of_q_, holding_.queries());
+    consider_held(found, to, of_k_, holding_.keys());
     for (const Candidate& one : candidates_) {
       if (one.most_e <= found.e) break;
       const double e = score(one.share, to);

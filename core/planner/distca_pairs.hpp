@@ -1,4 +1,4 @@
-// Rows of one home against keys, all that they see or those of another home: the pairs that DistCA's migration moves.
+// Units of DistCA's migration: rows of one home paired with the keys of another, or with all keys that they see.
 // Their geometry, and what a server has of them.
 //
 //   rows       of a pair: global tokens; of a folded one steps of a causal walk from both ends, see distca/homes.py

@@ -1,4 +1,4 @@
-// What DistCA's migration looks at and changes beside the pairs: its rules, servers, shares and candidates.
+// State of DistCA's migration: rules, servers, shares and candidates.
 #pragma once
 
 #include "planner/distca_pairs.hpp"

@@ -1,4 +1,4 @@
-// Which tasks are the first on rows that they add to: apportion/planner/lower/first_writes.py.
+// First task on each range of accumulator rows, which overwrites them: apportion/planner/lower/first_writes.py.
 //
 //   points    of each lane, 0, where rows of parts begin and end, and its end
 //   pieces    from a point to the next: rows that the same parts have

@@ -1,4 +1,4 @@
-// Sequences in groups of ranks of several sizes: apportion/planner/solvers/grouping/mixing.py.
+// Assigns sequences to rank groups of mixed sizes: apportion/planner/solvers/grouping/mixing.py.
 #include <limits>
 #include <numeric>
 #include <vector>

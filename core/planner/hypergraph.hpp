@@ -1,4 +1,4 @@
-// Hypergraphs: vertices, and hyperedges that tear.
+// Hypergraphs whose hyperedges may be cut.
 #pragma once
 
 #include <vector>

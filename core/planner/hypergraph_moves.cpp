@@ -1,4 +1,4 @@
-// Parts for the vertices without tokens, once those with tokens have theirs (after Fiduccia and Mattheyses, 1982).
+// Fiduccia-Mattheyses refinement (1982): assigns the vertices without tokens once the homes of tokens are fixed.
 //
 //   settle  each vertex to the part where it adds least
 //   repair  while a part is above its cap, the vertex that costs least a flop goes from the fullest part to one with
@@ -9,6 +9,7 @@
 
 #include "ir/sorting.hpp"
 #include "planner/hypergraph.hpp"
+#include "planner/numbers.hpp"
 
 namespace apportion {
 
@@ -24,8 +25,6 @@ constexpr double NEAR = 0.1;
 constexpr int PASSES = 3;
 // Rounds of `repair`, and beside them so many a vertex.
 constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
-
-double real(int64_t number) { return static_cast<double>(number); }
 
 class Board {
  public:

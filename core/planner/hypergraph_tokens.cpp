@@ -1,4 +1,4 @@
-// Homes for the vertices that have tokens: apportion/planner/solvers/hypergraph/tokens.py.
+// Assigns homes to the vertices that hold tokens: apportion/planner/solvers/hypergraph/tokens.py.
 #include <numeric>
 
 #include "planner/hypergraph.hpp"

@@ -1,4 +1,4 @@
-// Which rank has which lone sequence: apportion/planner/inner/lone.py.
+// Assigns lone sequences to ranks of a group: apportion/planner/inner/lone.py.
 #include <algorithm>
 
 #include "bind.hpp"

@@ -1,4 +1,5 @@
-// Edges of a bipartite multigraph in as few colours as possible: apportion/planner/solvers/colouring/matching.py.
+// Edge colouring of a bipartite multigraph in max-degree colours (König):
+// apportion/planner/solvers/colouring/matching.py.
 #include <bit>
 
 #include "bind.hpp"

@@ -1,4 +1,4 @@
-// Numbers of loops: as doubles, counts, and columns of rows.
+// Conversions of numbers and of vectors of rows into columns.
 #pragma once
 
 #include <functional>
@@ -6,6 +6,8 @@
 #include "numpy.hpp"
 
 namespace apportion {
+
+inline std::int32_t narrow(std::int64_t number) { return static_cast<std::int32_t>(number); }
 
 inline double real(std::int64_t number) { return static_cast<double>(number); }
 

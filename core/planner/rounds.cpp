@@ -1,4 +1,4 @@
-// In which rounds edges travel: apportion/planner/schedule. A parent comes before its children.
+// Numbers the rounds of edges, parents before children: apportion/planner/schedule.
 #include <algorithm>
 
 #include "bind.hpp"

@@ -1,4 +1,4 @@
-// The ways of tiles: apportion/planner/route.
+// Routes of tiles over gateways, rings and chains of ranks: apportion/planner/route.
 //
 //   star      edges from home to every rank that needs rows
 //   gateways  a group of the star is what one tile sends to one node: a rank there receives the rows of all, and passes
@@ -9,6 +9,7 @@
 #include "bind.hpp"
 #include "ir/sorting.hpp"
 #include "planner/edges.hpp"
+#include "planner/numbers.hpp"
 
 namespace apportion {
 
@@ -16,8 +17,6 @@ using std::int32_t;
 using std::int64_t;
 
 namespace {
-
-int32_t narrow(int64_t number) { return static_cast<int32_t>(number); }
 
 // Where a rank is among rising ones.
 int64_t place_of(int64_t rank, Column<const int64_t> members) {

@@ -1,4 +1,4 @@
-// Memory that a loop works in: owned, and indexed as a view is.
+// Owned scratch memory, indexed like a view.
 //
 //   Scratch<T>   a Column of so many equal values       Scratch2<T>   a Matrix of them
 #pragma once

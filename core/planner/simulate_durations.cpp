@@ -1,4 +1,4 @@
-// Bytes that instructions read and write.
+// Memory traffic of instructions in bytes.
 #include <algorithm>
 
 #include "bind.hpp"

@@ -1,4 +1,4 @@
-// Ports and who waits for them.
+// Ports of the simulated network and their queues.
 //
 // A port carries one transfer at a time. A transfer that waits stands in three queues, each in the order in which the
 // transfers became ready (those of one time by their number): its out port's, its in port's, and that of the pair. A

@@ -1,4 +1,4 @@
-// Transfers of a program as the simulator runs them: which ports they take, and what posting and packing them takes.
+// Simulated transfers of a program: ports, and the cost of posting and packing.
 #include <array>
 
 #include "bind.hpp"

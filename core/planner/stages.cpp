@@ -1,4 +1,4 @@
-// When tasks run, and which of a stage become one: apportion/planner/lower/stages.py.
+// Stages of tasks, and merging of tasks within a stage: apportion/planner/lower/stages.py.
 //
 //   step      rank * stages + stage
 //   merged    tasks of one step and the same query rows whose keys lie side by side in a tile, in tiles that do, or at

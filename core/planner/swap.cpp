@@ -1,4 +1,4 @@
-// Items of the heaviest bin change places with those of a lighter one: apportion/planner/solvers/partition/swap.py.
+// Local search by swaps between the heaviest bin and a lighter one: apportion/planner/solvers/partition/swap.py.
 #include <array>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// What must be computed where, and on which rows: apportion/planner/tasks.
+// Cuts bands into attention tasks and finds the transfers (edges) that they need: apportion/planner/tasks.
 //
 //   bands     [bands, 6] global tokens: q0, q1, k0, k1, dmin, dmax
 //   blocks    starts [blocks + 1], their first tokens; home, the rank of each; row, its first row there
@@ -14,6 +14,7 @@
 #include "ir/areas.hpp"
 #include "ir/sorting.hpp"
 #include "planner/edges.hpp"
+#include "planner/numbers.hpp"
 
 namespace apportion {
 
@@ -21,8 +22,6 @@ using std::int32_t;
 using std::int64_t;
 
 namespace {
-
-int32_t narrow(int64_t number) { return static_cast<int32_t>(number); }
 
 struct Cell {
   int32_t q, k, q0, q1, k0, k1, dmin, dmax;

@@ -1,4 +1,4 @@
-// Surplus rows to the ranks that lack them, at costs of two levels: apportion/planner/solvers/transport.py.
+// Transport of surplus rows to deficit ranks under a two-level cost: apportion/planner/solvers/transport.py.
 #include <cmath>
 #include <functional>
 #include <numeric>

@@ -1,4 +1,4 @@
-// The tables of all ranks, from rows of lists as lowering gives them, in any order of ranks and steps.
+// Writes the tables of all ranks from the unordered rows that lowering produces.
 //
 //   parts      rows of a list: rank, step, numbers (`plain`), ranges of rows of tensors, and which of these its columns
 //              of operands are (`named`)

@@ -12,12 +12,12 @@ import torch
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.bytes.codec import Plan
 from apportion.trainer.measure import bench
-from apportion.trainer.measure.bench import Bench, Took
+from apportion.trainer.measure.bench import Bench, CallTimes
 
 
-def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.Tensor, Took] | None:
+def two_ms(work: Callable[..., Any]) -> tuple[tuple[torch.Tensor, ...] | torch.Tensor, CallTimes] | None:
     """A clock that stands still: one millisecond of the host, two of the device."""
-    return work(), Took(1.0, 2.0)
+    return work(), CallTimes(1.0, 2.0)
 
 
 def bench_of(

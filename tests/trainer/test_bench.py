@@ -21,7 +21,7 @@ from apportion.ir.masks.windows import SlidingWindow
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.trainer.measure import bench
-from apportion.trainer.measure.bench import AttentionRow, Took
+from apportion.trainer.measure.bench import AttentionRow, CallTimes
 from apportion.trainer.step.attention import Communicator
 from apportion.trainer.step.plain import plain_attention
 from benchmarks import bare_kernels
@@ -218,7 +218,7 @@ def test_the_best_call_counts_and_the_first_does_not() -> None:
     times = iter([9.0, 9.0, 5.0, 6.0, 4.0, 8.0])
     rows = bench.RankTensors.of(plan_of(1).header, 3, torch.device("cpu"), drawn=True)
     found = bench.best(
-        lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), Took(1.0, next(times))), 2
+        lambda q, k, v: q + k.sum() + v.sum(), rows, lambda work: (work(), CallTimes(1.0, next(times))), 2
     )
     assert {phase: took.device for phase, took in found.items()} == {"forward": 4.0, "backward": 6.0}
 

@@ -105,12 +105,6 @@ class Program(ProgramView):
         """The list of this phase's attention tasks."""
         return TASK_LIST[self.phase]
 
-    def task_operand(self, column: str, task: Ints | None = None) -> Ints:
-        """int64 [tasks]: the number, over all ranks, of an operand of each task, or of those given."""
-        tasks = self[self.task_list]
-        every: Ints = tasks[column] + self["operands"].ptr[tasks.rank_of_row()]
-        return every if task is None else every[task]
-
     def uses(self, op: Op) -> bool:
         return bool((self.source["instructions"]["op"] == op).any())
 

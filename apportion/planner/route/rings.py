@@ -1,4 +1,4 @@
-"""Rings of ranks: all of them, or those that hold the sequences of a tile."""
+"""Rings of ranks: over all ranks, or over the holders of a tile's sequences."""
 
 from __future__ import annotations
 

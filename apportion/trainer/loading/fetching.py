@@ -250,8 +250,8 @@ class Share(IterableDataset[Parcel]):
         return Parcel(data, tuple(rows_of(self.dataset, wanted, found, self.form)), "")
 
 
-class Collecting:
-    """What the processes read, in order."""
+class WorkerPrefetcher:
+    """Fetches iterations in data-loader worker processes and returns them in order."""
 
     def __init__(self, share: Share, processes: int, ahead: Ahead) -> None:
         options: Any = {"batch_size": None, "collate_fn": _as_it_is, "prefetch_factor": PREFETCHED}
@@ -286,4 +286,4 @@ def _as_it_is(parcel: Any) -> Any:
     return parcel
 
 
-Supply = Fetching | Collecting
+Supply = Fetching | WorkerPrefetcher

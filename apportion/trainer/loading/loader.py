@@ -216,7 +216,7 @@ class PlannedLoader:
         if self._workers:
             pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
             share = fetching.Share(*pieces, self._form, self._timeout_s)
-            return stack.enter_context(closing(fetching.Collecting(share, self._workers, ahead)))
+            return stack.enter_context(closing(fetching.WorkerPrefetcher(share, self._workers, ahead)))
         if not submits:  # its source is told what comes, too
             ahead.run(lambda wanted: None, self._lookahead)
         return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)

@@ -46,7 +46,7 @@ Meter = Callable[[Callable[[], Any]], tuple[Any, Any]]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Took(NamedTuple):
+class CallTimes(NamedTuple):
     """Milliseconds until a call returned, and until its device was done."""
 
     host: float
@@ -61,15 +61,15 @@ class Counts(NamedTuple):
     messages: int
 
 
-def on_host(work: Callable[[], Any]) -> tuple[Any, Took]:
+def on_host(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
     """Where the host is the device too."""
     start = time.perf_counter()
     result = work()
     took = (time.perf_counter() - start) * 1e3
-    return result, Took(took, took)
+    return result, CallTimes(took, took)
 
 
-def on_gpu(work: Callable[[], Any]) -> tuple[Any, Took]:
+def on_gpu(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
     """On the current GPU and stream, which are idle before and after."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def on_gpu(work: Callable[[], Any]) -> tuple[Any, Took]:
     result, took = on_host(work)
     end.record()
     torch.cuda.synchronize()
-    return result, Took(took.host, begin.elapsed_time(end))
+    return result, CallTimes(took.host, begin.elapsed_time(end))
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, 
     return {"forward": forward, "backward": backward}
 
 
-def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, Took]:
+def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, CallTimes]:
     """The least of each phase, after a call to warm up."""
     metered(attention, rows, clock)
     runs = [metered(attention, rows, clock) for _ in range(repeats)]
-    return {phase: Took(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
+    return {phase: CallTimes(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
 
 
 def planned(handle: PlanHandle) -> Attention:
@@ -236,7 +236,7 @@ class Bench:
         took = self._best(handle, self.clock)
         return {phase: {"host_ms": took[phase].host, "prepare_ms": prepare_ms[phase]} for phase in PHASES}
 
-    def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, Took]:
+    def _best(self, handle: PlanHandle, clock: Meter) -> dict[str, CallTimes]:
         header = handle.slice.header
         rows = RankTensors.of(header, handle.rows, self.device, self._computes)
         return best(planned(handle), rows, clock, self.repeats)
@@ -262,7 +262,7 @@ class Bench:
             found[phase] = {"host_ms": own[0], "prepare_ms": own[2], "ms": most[1], "exposed_ms": exposed}
         return found
 
-    def _together(self, work: Callable[[], Any]) -> tuple[Any, Took]:
+    def _together(self, work: Callable[[], Any]) -> tuple[Any, CallTimes]:
         """All ranks of the job begin at once."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)

@@ -54,7 +54,10 @@ def run(as_json: bool = False) -> int:
     record = {"ok": all(row["ok"] for row in rows), "ranks": ranks.ranks, "device": device.type}
     record |= {"tokens": sum(LENGTHS), "rows": rows, "skipped": list(skipped)}
     if ranks.rank == 0:
-        print(json.dumps(record)) if as_json else _show(record)
+        if as_json:
+            print(json.dumps(record))
+        else:
+            _show(record)
     return 0 if record["ok"] else 1
 
 

@@ -1,4 +1,4 @@
-"""A microbatch as losses know it, and what must hold of a loss of it."""
+"""The fields of a microbatch that losses use, and checks of a loss against them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// What tasks attend to, as bands of tokens, and how bands are held against each other: areas and overlaps, exactly.
+// Attention pairs of tasks as bands of tokens; exact areas and overlaps of bands.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the walk of ranks takes for granted: that rows hold the same tokens. Settled when all that they hang on is known.
+// Assumptions of the walk that rows hold the same tokens, checked when the ranks that they depend on were walked.
 #pragma once
 
 #include <vector>

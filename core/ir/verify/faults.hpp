@@ -1,4 +1,4 @@
-// What is wrong with a program, thrown where the walk of a rank sees it.
+// Faults of a program: thrown by the walk of a rank at the first instruction that breaks a rule.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Home rows of a rank: ranges of which it is known, head by head, what they are. They hold their own tokens or none, so no
-// tokens are noted.
+// State of a rank's home rows, by range and head. They hold their own tokens or none, so no tokens are recorded.
 //
 //   HomeState   live      heads with contributions          flight    that a round is bringing
 //               cleared   with zeros, to be added to        sent      that were sent: they stay as they are

@@ -1,4 +1,4 @@
-// What tasks attend to, as lists of bands: of each head set one, and equal ones kept once.
+// Attention pairs of tasks as lists of bands, one per head set; equal lists are stored once.
 //
 //   set 0   A B C D ..          list 0   A B C D ..
 //   set 1   A B C D ..    ──►   set 0 ── list 0, set 1 ── list 0, set 2 ── list 1

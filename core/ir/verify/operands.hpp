@@ -1,4 +1,4 @@
-// The rank that is walked: its operands, and what they hold.
+// The current rank: its operands and the state of the rows that they name.
 //
 //   operand ─► gather ─► runs of tokens ─► write ─► operand        of home rows or an arena, values or partials
 //

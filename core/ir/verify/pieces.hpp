@@ -1,4 +1,4 @@
-// Pieces of attention: bands of addresses, or of tokens, with two numbers that they keep.
+// Pieces of attention: bands of addresses or tokens, each with a task and a head set.
 #pragma once
 
 #include <cstdint>

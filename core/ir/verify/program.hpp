@@ -1,4 +1,4 @@
-// The tables of a program of all ranks, as the walk reads them, and what it must know beside them.
+// Input of the walk: the tables of a program of all ranks, sizes of memory, head sets, and tensors by role.
 //
 // The rule `structure` has held before (apportion/ir/plan/wellformed.py), and the walk relies on it: codes of ops, tensors
 // and spaces are known; an operand that a row names is among the rank's; a head set and a peer exist; counts of a rank's

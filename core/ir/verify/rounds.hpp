@@ -1,4 +1,4 @@
-// The rounds of the rank that is walked: which it has launched and waited for, and which send rows of a node.
+// Rounds of the current rank: launched, completed, and the rounds that still send rows of a node.
 //
 //   rounds   number ─► launched by this rank? waited for? its transfers [first, end)
 //   senders  of a node: round 7 ─► round 4 ─► none         nodes that were cut share theirs

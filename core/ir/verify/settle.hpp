@@ -1,4 +1,4 @@
-// What ranks that were walked have left to be settled: conditions, and what their tasks attend to.
+// Settles walked ranks: resolves tokens of received rows, checks conditions, lists attention pairs.
 //
 //   conditions   rows that must hold the same tokens            ─► hold, fail, or hang on ranks that were not walked
 //   notes        of the queries of tasks a head set, and runs;  ─► bands of addresses: of each run of queries and each run

@@ -1,1 +1,1 @@
-"""What is wrong with a program that the walk refused, in words."""
+"""Explanations of refused programs."""

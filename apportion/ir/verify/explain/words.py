@@ -1,4 +1,4 @@
-"""What the walk saw, in words: of each rank the first thing that is wrong."""
+"""Violation messages for the faults of the walk, the first of each rank."""
 
 from __future__ import annotations
 

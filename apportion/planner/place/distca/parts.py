@@ -87,10 +87,9 @@ class Servers(NamedTuple):
     held: Ints
 
 
-class Ended(NamedTuple):
-    """What the migration took, and why it stopped. forbidden: shares that caps kept back in the last pass; below:
-    servers left short there as E fell below the threshold; imbalance: the busiest server's load over its target, less
-    1."""
+class MigrationSummary(NamedTuple):
+    """Outcome of a migration. forbidden: shares that caps held back in the last pass; below: servers still short in the
+    last pass because E fell below the threshold; imbalance: load of the busiest server over its target, less 1."""
 
     passes: int
     moves: int
@@ -132,7 +131,7 @@ class Balance:
     pairs: Pairs
     shares: Shares
     servers: Servers
-    ended: Ended
+    ended: MigrationSummary
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
         """(low, high, rank): the global tokens of shares of whole rows, sorted."""
@@ -167,7 +166,7 @@ def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
     pairs, origin = _find_pairs(site), site.begin[site.sequence]
     speed = float(site.speeds.sum())
     shares, servers, ended = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
-    return Balance(site, pairs, Shares(*shares), Servers(*servers), Ended(*ended))
+    return Balance(site, pairs, Shares(*shares), Servers(*servers), MigrationSummary(*ended))
 
 
 def _find_pairs(site: Site) -> Pairs:

@@ -21,7 +21,7 @@ from apportion.ir.orders import ranked, stable_order
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.place.distca.homes import causal_sequences, sequential_homes, token_ranges
-from apportion.planner.place.distca.parts import Balance, Ended, Limits, Site, balance
+from apportion.planner.place.distca.parts import Balance, Limits, MigrationSummary, Site, balance
 from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import obey_token_cap
@@ -189,7 +189,7 @@ class Distca(PlacePass):
         asked = problem.policy.tolerance
         return self.tolerance if asked is None else max(min(self.tolerance, asked), LEAST_TOLERANCE)
 
-    def _check(self, kind: str, ended: Ended, limits: Limits) -> None:
+    def _check(self, kind: str, ended: MigrationSummary, limits: Limits) -> None:
         if not (self.two_sided and ended.forbidden and ended.imbalance > limits.tolerance):
             return
         given = ", ".join(f"{name} {getattr(self, name)}" for name in _CAPS if getattr(self, name))
