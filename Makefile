@@ -11,6 +11,7 @@
 #   make picture  the picture of a report in README and site; needs chromium
 #   make core     the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
 #   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
+#   make fuzz-core  libFuzzer on the core's decoder and verifier, a minute; SECONDS=3600; needs clang++
 #   make lint     the first three of these
 #   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
@@ -53,7 +54,7 @@ PLAIN := $(VENV)-plain
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: core sanitize docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
+.PHONY: core sanitize fuzz-core docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
   replay package suite test-gpu conformance clean
 
 help:
@@ -196,6 +197,7 @@ nightly: $(READY)
 	@$(MAKE) --no-print-directory service MINUTES=30
 	@$(BIN)/python -m benchmarks.service memory
 	@$(MAKE) --no-print-directory fuzz
+	@$(MAKE) --no-print-directory fuzz-core SECONDS=3600
 
 fuzz: $(READY)
 	@$(BIN)/python -m benchmarks.fuzz_plans --count 100000
@@ -219,6 +221,15 @@ sanitize:
 	cd build/sanitize && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$PWD $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) \
 	  -m pytest $(patsubst %,tests/ir/test_%.py,core table_bytes fusion messages verify) tests/planner/test_openers.py tests/planner/test_checks.py
+
+# Needs clang++ with libFuzzer. Findings are in build/fuzz; SECONDS=3600 for an hour.
+fuzz-core:
+	@mkdir -p build/fuzz/corpus
+	@$(or $(CLANG),clang++) -std=c++20 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -DAPPORTION_CHECKED \
+	  -I core core/fuzz/program.cpp core/ir/tables.cpp core/ir/wellformed.cpp $(filter-out %/bind.cpp,$(wildcard core/ir/verify/*.cpp)) \
+	  -o build/fuzz/program
+	build/fuzz/program -max_total_time=$(or $(SECONDS),60) -max_len=4096 -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
+	  -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus core/fuzz/corpus
 
 suite: $(READY)
 	@$(BIN)/python -m tests.support.conformance_suite

@@ -350,7 +350,7 @@ def _edited(data: bytes, change: Callable[[Any], bytes]) -> bytes:
 def change_section(rng: random.Random, sections: Sections) -> Sections:
     name = rng.choice(("header", "header", "request", "request", "request", "layouts", "moves", "report"))
     data = getattr(sections, name)
-    if rng.random() < 0.1:
+    if data and rng.random() < 0.1:
         changed: Any = rng.choice(RAW)(rng, data, data)
     else:
         changed = _edited(data, lambda value: _encode(change_inside(rng, value)))

@@ -6,7 +6,7 @@ lengths = [120_000, 60_000, 30_000, 20_000, 12_000, 6_000, 2_500, 571, 1]
 batch = ap.Batch.from_lengths(lengths, mask=ap.masks.causal())
 cluster = ap.Cluster(nodes=1, ranks_per_node=8)
 model = ap.Model(q_heads=32, kv_heads=8, head_dim=128, dtype="bf16", layers=32)
-plan = ap.plan(batch, cluster, model, recipe="fcp", seed=0)  # verified before it is returned
+plan = ap.plan(batch, cluster, model)  # verified before it is returned
 assert plan == ap.Plan.decode(plan.encode())
 piece = plan.for_rank(3)  # what rank 3 receives; it proves that it belongs to this plan
 print({name: round(share, 4) for name, share in plan.report["imbalance"].items()})

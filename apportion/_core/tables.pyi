@@ -1,6 +1,7 @@
 from collections.abc import Sequence
+from enum import Enum
 
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Bools, Ints
 
 MAX_ROWS: int
 
@@ -11,3 +12,23 @@ def encode(tables: list[tuple[Ints, Ints]], first: int, end: int, /) -> list[byt
 def decode(
     parts: Sequence[bytes], columns: Sequence[int], narrow: Sequence[bool], /
 ) -> list[tuple[Ints, Ints]]: ...
+
+class Flaw(Enum):
+    RANGE = 0
+    SECOND_ARENA = 1
+    NONE_NAMED = 2
+    NONE_AGAIN = 3
+    FOREIGN_HEADS = 4
+    NO_OPERAND = 5
+    STRAY = 6
+    WAIT_LIST = 7
+    COUNT = 8
+    SUM = 9
+
+#: flaw, table, row, column, rows that are consumed
+Refusal = tuple[Flaw, int, int, int, int]
+
+def out_of_range(ptr: Ints, values: Ints, ranges: Ints, /) -> Refusal | None: ...
+def refusal(
+    tables: list[tuple[Ints, Ints]], ranges: Ints, foreign: Bools, list_of_op: Ints, /
+) -> Refusal | None: ...

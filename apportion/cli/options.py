@@ -64,7 +64,11 @@ RecipeName = Annotated[
     ),
 ]
 Block = Annotated[
-    str | None, Option("--block", help="Tokens per block, or `auto`. Default: what the recipe says.")
+    str | None,
+    Option(
+        "--block",
+        help="Tokens per block, or `auto`, of recipes that cut blocks. Default: what the recipe says.",
+    ),
 ]
 Pods = Annotated[
     str | None,

@@ -12,7 +12,7 @@ from apportion.ir.request.workload import Workload, read_workload, sample
 
 RANKS, TOKENS = 4, 6144
 LONG = TOKENS // 2  # tokens of the document that spans all ranks
-SEED, RECIPE = 0, "fcp"
+SEED, RECIPE = 0, "auto"
 KINDS = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(512)}
 CLUSTER = ap.Cluster(nodes=1, ranks_per_node=RANKS)
 LAYERS = {"global": 1, "local": 1}

@@ -12,7 +12,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.threads import checked_threads
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.pipeline.feasibility import check_request
@@ -38,7 +38,7 @@ def plan(
 ) -> Plan:
     """The plan of one microbatch: equal arguments give equal bytes.
 
-    recipe: a name (default "fcp"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
+    recipe: a name (default "auto"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
     and adds caps and tolerance. hardware: what recipes that compare times price with, by default the built-in H100.
     verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step. threads: on how many
     cores steps work, where they can; the bytes are the same.
@@ -73,7 +73,9 @@ def policy_of(
     recipe: str | Mapping[str, Any] | Recipe | None, seed: int | None, policy: Policy | None
 ) -> Policy:
     if policy is None:
-        return Policy(find_recipe("fcp" if recipe is None else recipe), seed=0 if seed is None else seed)
+        return Policy(
+            find_recipe(DEFAULT_RECIPE if recipe is None else recipe), seed=0 if seed is None else seed
+        )
     for name, value in (("recipe", recipe), ("seed", seed)):
         if value is not None:
             raise ConfigError(

@@ -22,6 +22,7 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.request.policy import DEFAULT_RECIPE
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import communicator_of, count_planned, endless, kinds_of, require
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -129,7 +130,7 @@ class PlannedDataLoader(BaseDataLoader):
         cluster: str | None = None  # a file
         tokens_per_rank: int | None = None
         microbatches: int = 1
-        recipe: str = "fcp"
+        recipe: str = DEFAULT_RECIPE
         seed: int = 0
         infinite: bool = True  # pass after pass, and of each only whole iterations
         rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper makes 8 chunks of them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
@@ -48,6 +49,14 @@ class Request:
     @property
     def data(self) -> bytes:
         return encode_request(self.job, self.batches)
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on, below those that connections get: a server comes back on it."""
+    while True:
+        port = random.randrange(15000, 30000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def cpu_s(pid: int) -> float:

@@ -29,7 +29,7 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.service.client import Client
 from apportion.service.http.serve import serving
 from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
-from benchmarks.serving.common import TOKEN, Request, job
+from benchmarks.serving.common import TOKEN, Request, free_port, job
 
 READERS, KEYS = 4, 200
 PATIENCE_S = 60.0  # of a rank for one slice, restarts and planning included, where a server starts in PAUSE_S
@@ -115,8 +115,7 @@ class Server:
     """A server on a fixed port, started again whenever it was killed."""
 
     def __init__(self, folder: str, stack: ExitStack, found: Found) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url, self._folder, self._found = f"http://127.0.0.1:{self.port}", folder, found
         self._stack, self.lock = stack.enter_context(ExitStack()), threading.Lock()
         self.start()
@@ -186,8 +185,7 @@ class Redis:
     """A redis-server on a free port, without a file."""
 
     def __init__(self, stack: ExitStack) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self.url = f"redis://127.0.0.1:{self._port}/0"
         stack.callback(lambda: self._process.kill())
         self._start()
@@ -231,8 +229,7 @@ def failover(seconds: float) -> dict[str, Any]:
 @contextmanager
 def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]:
     """nginx before servers: the next one where one does not answer; cache_mb: keeps slices itself."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     servers = "".join(f"server {url.removeprefix('http://')} max_fails=1 fail_timeout=1s; " for url in urls)
     cached = "proxy_cache plans; proxy_cache_valid 200 1h; proxy_cache_lock on;"
     (folder / "nginx.conf").write_text(f"""

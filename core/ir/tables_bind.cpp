@@ -2,6 +2,7 @@
 
 #include "bind.hpp"
 #include "ir/tables.hpp"
+#include "ir/wellformed.hpp"
 
 namespace apportion {
 
@@ -9,13 +10,19 @@ using std::int64_t;
 
 namespace {
 
-std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
-  std::vector<Fields> fields;
+// (ptr, values) of each table; `fields` keeps them open.
+std::vector<RankedRows> views_of(nb::list tables, std::vector<Fields>& fields) {
   std::vector<RankedRows> views;
   for (const nb::handle pair : tables) {
     Fields& own = fields.emplace_back(nb::cast<nb::tuple>(pair));
     views.push_back({own.next<Column<const int64_t>>("ptr"), own.next<IntRows>("values")});
   }
+  return views;
+}
+
+std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
+  std::vector<Fields> fields;
+  const std::vector<RankedRows> views = views_of(tables, fields);
   std::vector<std::uint8_t> widths;
   std::vector<int64_t> sizes;
   unlocked([&] {
@@ -92,6 +99,34 @@ void translate(const std::exception_ptr& thrown, void* type) {
   }
 }
 
+nb::object said(const Refused& found) {
+  if (!found) return nb::none();
+  return nb::make_tuple(found->flaw, found->table, found->row, found->column, found->consumed);
+}
+
+void bind_flaws(nb::module_& m) {
+  nb::enum_<Flaw>(m, "Flaw")
+      .value("RANGE", Flaw::RANGE)
+      .value("SECOND_ARENA", Flaw::SECOND_ARENA)
+      .value("NONE_NAMED", Flaw::NONE_NAMED)
+      .value("NONE_AGAIN", Flaw::NONE_AGAIN)
+      .value("FOREIGN_HEADS", Flaw::FOREIGN_HEADS)
+      .value("NO_OPERAND", Flaw::NO_OPERAND)
+      .value("STRAY", Flaw::STRAY)
+      .value("WAIT_LIST", Flaw::WAIT_LIST)
+      .value("COUNT", Flaw::COUNT)
+      .value("SUM", Flaw::SUM);
+  m.def("out_of_range", [](In<int64_t, "ptr"> ptr, IntsIn2<"values"> values, In2<int64_t, "ranges"> ranges) {
+    return said(unlocked([&] { return out_of_range({ptr, values}, 0, ranges, 0); }));
+  });
+  m.def("refusal", [](nb::list tables, In2<int64_t, "ranges"> ranges, In<bool, "foreign"> foreign,
+                      In<int64_t, "list_of_op"> list_of_op) {
+    std::vector<Fields> fields;
+    const ProgramTables program{views_of(tables, fields), ranges, foreign, list_of_op};
+    return said(unlocked([&] { return refusal(program); }));
+  });
+}
+
 }  // namespace
 
 void bind_tables(nb::module_& m) {
@@ -101,6 +136,7 @@ void bind_tables(nb::module_& m) {
   m.attr("MAX_ROWS") = MAX_ROWS;
   m.def("encode", &encode);
   m.def("decode", &decode);
+  bind_flaws(m);
 }
 
 }  // namespace apportion

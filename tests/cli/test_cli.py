@@ -36,7 +36,7 @@ ROW = {
         "plan_bytes",
     ),
 }
-SMALL = ("--ranks", "4", "--block", "256")
+SMALL = ("--recipe", "fcp", "--ranks", "4", "--block", "256")
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ def test_the_load_of_the_picture_is_the_area_of_the_mask(plan_file: Path) -> Non
 
 def test_large_plans_are_drawn_by_node(run: Cli, batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "wide.plan"
-    run("plan", "--batch", batch_file, "--ranks", 128, "--block", 64, "-o", path)
+    run("plan", "--batch", batch_file, "--recipe", "fcp", "--ranks", 128, "--block", 64, "-o", path)
     assert "busiest of its 8 ranks" in run("show", path).out
 
 
@@ -375,7 +375,7 @@ def test_show_of_a_rank_prints_its_program(run: Cli, plan_file: Path) -> None:
 
 def test_diff(run: Cli, batch_file: Path, plan_file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.plan"
-    run("plan", "--batch", batch_file, "--ranks", 4, "--block", 512, "-o", other)
+    run("plan", "--batch", batch_file, *SMALL[:2], "--ranks", 4, "--block", 512, "-o", other)
     assert run("diff", plan_file, plan_file).code == 0
     assert run("diff", plan_file, other).code == 1
     record = run("diff", plan_file, other, "--json").json

@@ -67,7 +67,7 @@ def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
     found = ap.compare(batch, cluster, model, ["fcp", "ring", "ulysses"])
     for value, text in (
         (batch, "1,024 in 3 sequences"),
-        (plan, "fcp on 2 ranks"),
+        (plan, "auto on 2 ranks"),
         (ap.simulate(plan), "simulated on h100"),
         (found, "speed-up over ring"),
     ):

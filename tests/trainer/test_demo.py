@@ -23,7 +23,7 @@ def test_two_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["largest_difference"] <= demo.TOLERANCE
     assert len(record["losses"]["planned"]) == len(record["losses"]["plain"]) == 2
     imbalance = {name: row["compute_imbalance"] for name, row in record["recipes"].items()}
-    assert imbalance["fcp"] < imbalance["contiguous"]
+    assert imbalance["auto"] < imbalance["contiguous"]
     assert record["tokens_per_s"] > 0
 
 

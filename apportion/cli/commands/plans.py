@@ -34,7 +34,7 @@ def plan(
     ranks: options.Ranks = None,
     ranks_per_node: options.RanksPerNode = None,
     tokens_per_rank: options.TokensPerRank = None,
-    recipe: options.RecipeName = "fcp",
+    recipe: options.RecipeName = "auto",
     block: options.Block = None,
     pods: options.Pods = None,
     seed: options.Seed = 0,
@@ -56,7 +56,7 @@ def plan(
 
       apportion plan --batch examples/batch.json --ranks 8 -o first.plan
 
-      apportion plan --workload examples/code_lengths.json --ranks 64 --block 2048 -o code.plan
+      apportion plan --workload examples/code_lengths.json --ranks 64 --recipe fcp --block 2048 -o code.plan
 
       apportion plan --workload examples/code_lengths.json --ranks 64 --recipe auto
 

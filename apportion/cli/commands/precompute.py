@@ -57,7 +57,7 @@ def precompute(
     ranks_per_node: options.RanksPerNode = None,
     tokens_per_rank: options.MicrobatchTokens = options.SAMPLED,
     microbatches: options.Microbatches = 1,
-    recipe: options.RecipeName = "fcp",
+    recipe: options.RecipeName = "auto",
     block: options.Block = None,
     pods: options.Pods = None,
     seed: options.Seed = 0,

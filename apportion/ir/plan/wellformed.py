@@ -7,18 +7,29 @@ is for `ir.verify`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
-from apportion.ir.arrays import Bools, Ints
+from apportion._core import tables as core
+from apportion.ir.arrays import Ints
 from apportion.ir.errors import DecodeError
-from apportion.ir.isa import ALL_TO_ALL, LIMIT, MAX_RANKS, OP_NAMES, OPERAND_COLUMNS, RESULTS, TABLES, Op
+from apportion.ir.isa import (
+    ALL_TO_ALL,
+    LIMIT,
+    MAX_RANKS,
+    MOVE_COLUMNS,
+    OP_NAMES,
+    RESULTS,
+    SPAN_COLUMNS,
+    TABLES,
+    Op,
+)
 from apportion.ir.masks.bands import INF, MAX_DIAGONALS
-from apportion.ir.plan.ops import IS_KEY, LIST_OF_OP, LISTS
+from apportion.ir.plan.ops import LIST_OF_OP
 from apportion.ir.plan.tables import Header, Table
 from apportion.ir.request.model import MAX_HEADS
 from apportion.ir.tensors import PHASES, SENT_GRADIENTS, Space, Tensor
@@ -115,17 +126,20 @@ def check(
     moves: Mapping[tuple[str, str], Table],
     first_rank: int = 0,
 ) -> None:
-    """Refuse tables that cannot be walked. Columns may have any integer dtype; `first_rank` is that of their first.
-
-    Raises DecodeError naming rank, table and row.
-    """
+    """Refuse tables that cannot be walked. `first_rank` is that of their first. Raises DecodeError naming rank, table
+    and row."""
     for name, spans in layouts.items():
-        _TablePlace(f"layout {name}", "spans", spans, first_rank).check_spans(tokens[name])
+        _check_spans(_TablePlace(f"layout {name}", "spans", spans, first_rank), tokens[name])
     for (source, target), table in moves.items():
         place = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
-        place.check_ranges({"peer": (0, header.ranks - 1)})
+        place.check_ranges(_ranges("moves", {"peer": (0, header.ranks - 1)}))
+    ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
+    foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     for (kind, phase), program in programs.items():
-        _check_program(header, f"{kind} {phase}", program, first_rank)
+        tables = [program[name] for name in TABLES]
+        found = core.refusal([(table.ptr, table.values) for table in tables], ranges, foreign, LIST_OF_OP)
+        if found is not None:
+            _refuse_program(header, f"{kind} {phase}", tables, first_rank, found)
 
 
 class _TablePlace:
@@ -134,128 +148,69 @@ class _TablePlace:
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
         self.where, self.name, self.table, self.first_rank = where, name, table, first_rank
 
-    def __getitem__(self, name: str) -> Ints:
-        return self.table[name]
+    def refuse(self, row: int, message: str) -> NoReturn:
+        rank, own_row = self.table.rank_and_row(row)
+        values = ", ".join(f"{name} {value}" for name, value in self.table.at(row).items())
+        where = f"rank {rank + self.first_rank}, {self.where}, {self.name} row {own_row}"
+        raise DecodeError(f"{where}: {message} ({values})")
 
-    @cached_property
-    def rows(self) -> Ints:
-        """[ranks] rows of each rank."""
-        return self.table.ptr[1:] - self.table.ptr[:-1]
+    def check_ranges(self, ranges: Ints) -> None:
+        found = core.out_of_range(self.table.ptr, self.table.values, ranges)
+        if found is not None:
+            self.refuse_number(ranges, *found[2:4])
 
-    def refuse(self, bad: Bools, message: str) -> None:
-        """Raise for the first row marked in `bad` [rows] bool."""
-        rows = np.flatnonzero(bad)
-        if len(rows):
-            row = int(rows[0])
-            rank = int(np.searchsorted(self.table.ptr, row, side="right")) - 1
-            values = ", ".join(f"{name} {self[name][row]}" for name in self.table.names)
-            own_row = row - int(self.table.ptr[rank])
-            where = f"rank {rank + self.first_rank}, {self.where}, {self.name} row {own_row}"
-            raise DecodeError(f"{where}: {message} ({values})")
-
-    def check_ranges(self, more: Mapping[str, tuple[int, int]]) -> None:
-        if len(self.table) == 0:
-            return
-        for name, values in self.table.columns.items():
-            low, high = more.get(name) or _RANGES.get((self.name, name), (0, LIMIT))
-            top = min(high, int(np.iinfo(values.dtype).max))
-            # without a sign what is below 0 is above all else
-            if (low and values.min() < low) or (values if low else _unsigned(values)).max() > top:
-                self.refuse((values < low) | (values > high), f"{name} is outside [{low}, {high}]")
-
-    def check_spans(self, tokens: int) -> None:
-        self.check_ranges({})
-        ends = self["token"].astype(np.int64) + self["length"]
-        self.refuse(ends > tokens, f"ends after the last of {tokens} tokens")
-        if float(self["length"].sum(dtype=np.float64)) > LIMIT:
-            raise DecodeError(f"{self.where}: its spans hold more than {LIMIT} rows")
-
-    def check_operands(self, counts: Ints) -> None:
-        """`counts` [ranks]: operands of each rank; every index is below."""
-        begins, limits = self.begins(), counts[self.rows > 0]
-        if len(begins) == 0:
-            return
-        for name in OPERAND_COLUMNS[self.name]:
-            if (np.maximum.reduceat(self[name], begins) >= limits).any():
-                bad = self[name] >= np.repeat(counts, self.rows)
-                self.refuse(bad, f"{name} is not among the rank's operands")
-
-    def begins(self) -> Ints:
-        """The first row of each rank that has some."""
-        return self.table.ptr[:-1][self.rows > 0]
+    def refuse_number(self, ranges: Ints, row: int, column: int) -> NoReturn:
+        low, high = ranges[column].tolist()
+        self.refuse(row, f"{self.table.names[column]} is outside [{low}, {high}]")
 
 
-def _unsigned(values: Ints) -> NDArray[np.unsignedinteger[Any]]:
-    return values.view(f"u{values.dtype.itemsize}")
+def _check_spans(place: _TablePlace, tokens: int) -> None:
+    place.check_ranges(_ranges("spans"))
+    spans = place.table
+    beyond = np.flatnonzero(spans.wide("token") + spans["length"] > tokens)
+    if len(beyond):
+        place.refuse(int(beyond[0]), f"ends after the last of {tokens} tokens")
+    if float(spans["length"].sum(dtype=np.float64)) > LIMIT:
+        raise DecodeError(f"{place.where}: its spans hold more than {LIMIT} rows")
 
 
-def _check_program(header: Header, where: str, program: Mapping[str, Table], first_rank: int) -> None:
-    places = {name: _TablePlace(where, name, program[name], first_rank) for name in TABLES}
-    limits = {"peer": (0, header.ranks - 1), "heads": (0, len(header.head_sets))}
-    for name, place in places.items():
-        place.check_ranges(limits if name in ("transfers", "operands") else {})
-    _check_arenas(places["arenas"])
-    _check_operand_table(header, places["operands"])
-    for name in OPERAND_COLUMNS:
-        places[name].check_operands(places["operands"].rows)
-    _check_instructions(places["instructions"])
-    _check_counts(places)
+def _ranges(table: str, more: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Ints:
+    """int64 [columns, 2]: lowest and highest number of each column."""
+    columns = {"spans": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES}[table]
+    return np.array([more.get(name) or _RANGES.get((table, name), (0, LIMIT)) for name in columns])
 
 
-def _check_arenas(place: _TablePlace) -> None:
-    arenas = place.table
-    if len(arenas):
-        key = arenas.rank_of_row() * (max(Tensor) + 1) + arenas["tensor"]
-        again = np.ones(len(arenas), bool)
-        again[np.unique(key, return_index=True)[1]] = False
-        place.refuse(again, "a second arena of one tensor")
+@cache
+def _ranges_of_programs(ranks: int, head_sets: int) -> Ints:
+    """int64 [columns of all tables, 2]."""
+    more = {"peer": (0, ranks - 1), "heads": (0, head_sets)}
+    limits = {"transfers": more, "operands": more}
+    return np.concatenate([_ranges(name, limits.get(name, {})) for name in TABLES])
 
 
-def _check_operand_table(header: Header, operands: _TablePlace) -> None:
-    """Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads."""
-    begins = operands.begins()
-    firsts = np.zeros(len(operands.table), bool)
-    none = operands.table.values[:, begins]
-    if none.any():
-        firsts[begins] = none.any(0)
-        operands.refuse(firsts, "operand 0 must be none")
-    if any(np.count_nonzero(operands[name]) != len(firsts) - len(begins) for name in ("tensor", "rows")):
-        firsts[begins] = True
-        blank = (operands["tensor"] == 0) | (operands["rows"] == 0)
-        operands.refuse(blank & ~firsts, "only operand 0 may be none or have no rows")
-    foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
-    if foreign.any():
-        operands.refuse(
-            IS_KEY[operands["tensor"]] & foreign[operands["heads"]],
-            f"its heads go beyond {header.kv_heads} KV heads",
+def _refuse_program(
+    header: Header, where: str, tables: Sequence[Table], first_rank: int, found: core.Refusal
+) -> NoReturn:
+    """Raises the DecodeError of what the core found."""
+    flaw, number, row, column, consumed = found
+    name, table = tuple(TABLES)[number], tables[number]
+    place = _TablePlace(where, name, table, first_rank)
+    if flaw == core.Flaw.RANGE:
+        ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
+        place.refuse_number(ranges[sum(len(one.names) for one in tables[:number]) :], row, column)
+    if flaw == core.Flaw.SUM:
+        own = int(table.ptr[row + 1] - table.ptr[row])
+        raise DecodeError(
+            f"rank {row + first_rank}, {where}: its instructions consume {consumed} rows of {name}, which has {own}"
         )
-
-
-def _check_instructions(place: _TablePlace) -> None:
-    op, count = place["op"], place["count"]
-    launch, wait = op == Op.LAUNCH, op == Op.WAIT
-    stray = ~launch & ((place["channel"] != 0) | (place["mode"] != 0) | (~wait & (place["round"] != 0)))
-    place.refuse(stray, "round, channel and mode belong to launch (round to wait)")
-    place.refuse(wait & (count != 0), f"{OP_NAMES[Op.WAIT]} takes no list")
-
-
-def _check_counts(places: Mapping[str, _TablePlace]) -> None:
-    """Per rank and list, the counts of the instructions add up to the rows."""
-    place = places["instructions"]
-    ranks, count = place.table.ranks, place["count"]
-    longest = max(len(places[name].table) for name in LISTS)
-    place.refuse(count > longest, "count exceeds its list")
-    width = len(LISTS) + 1
-    key = np.repeat(np.arange(0, ranks * width, width), place.rows)
-    key += LIST_OF_OP[place["op"]]
-    # float64 sums are exact: counts are at most `longest`, which the input's size bounds
-    sums = np.bincount(key, count, ranks * width).reshape(-1, width)
-    for number, name in enumerate(LISTS):
-        rows = places[name].rows
-        wrong = np.flatnonzero(sums[:, number] != rows)
-        if len(wrong):
-            rank = int(wrong[0])
-            raise DecodeError(
-                f"rank {rank + place.first_rank}, {place.where}: its instructions consume "
-                f"{int(sums[rank, number])} rows of {name}, which has {int(rows[rank])}"
-            )
+    words = {
+        core.Flaw.SECOND_ARENA: "a second arena of one tensor",
+        core.Flaw.NONE_NAMED: "operand 0 must be none",
+        core.Flaw.NONE_AGAIN: "only operand 0 may be none or have no rows",
+        core.Flaw.FOREIGN_HEADS: f"its heads go beyond {header.kv_heads} KV heads",
+        core.Flaw.NO_OPERAND: f"{table.names[column]} is not among the rank's operands",
+        core.Flaw.STRAY: "round, channel and mode belong to launch (round to wait)",
+        core.Flaw.WAIT_LIST: f"{OP_NAMES[Op.WAIT]} takes no list",
+        core.Flaw.COUNT: "count exceeds its list",
+    }
+    place.refuse(row, words[flaw])

@@ -74,6 +74,10 @@ class Recipe:
         return Recipe.from_data(load(path))
 
 
+#: of a request that names none: no single recipe is near the best in every situation (benchmarks/situations.py)
+DEFAULT_RECIPE = "auto"
+
+
 @dataclass(frozen=True)
 class Policy:
     """What a plan must hold.
@@ -81,8 +85,8 @@ class Policy:
     token_cap: most tokens of a rank, one number for all; None is 1.02 x each rank's share, rounded up. Shares are by
     the cluster's speeds: the mean where ranks are alike.
     memory_cap_gib: None is the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None promises
-    nothing. budget (most steps; None is the recipe's own): for recipes that search, which `fcp` does
-    not. seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.
+    nothing. budget (most steps; None is the recipe's own): for recipes that search, as `auto` does.
+    seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.
     """
 
     recipe: Recipe

@@ -121,9 +121,8 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
     """The recipe with another block size. Raises ConfigError where it does not shard into blocks."""
     shard = recipe.step("shard")
     if shard is None or shard.name != "blocks":
-        raise ConfigError(
-            "block", block, f"recipe {recipe.name} does not shard into blocks", "leave --block out"
-        )
+        rule = f"recipe {recipe.name} does not shard into blocks"
+        raise ConfigError("block", block, rule, "take one that does, such as fcp, or leave --block out")
     blocks = Step("shard", "blocks", {**shard.params, "block": block})
     return Recipe(recipe.name, tuple(blocks if step.step == "shard" else step for step in recipe))
 
@@ -132,7 +131,7 @@ def with_pods(recipe: Recipe, ranks: int | str) -> Recipe:
     """The recipe with pods of so many ranks at most, or "auto". Raises ConfigError where it searches."""
     if recipe.step("search") is not None:
         rule = f"recipe {recipe.name} searches, and plans all ranks at once"
-        raise ConfigError("pods", ranks, rule, "take another recipe, or leave --pods out")
+        raise ConfigError("pods", ranks, rule, "take another recipe, such as fcp, or leave --pods out")
     pods = Step("pods", "documents", {"ranks": ranks})
     return Recipe(recipe.name, (pods, *(step for step in recipe if step.step != "pods")))
 

@@ -26,7 +26,7 @@ from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
 from apportion.service.workers.work import Work
 
 DEATHS = 3  # of workers, before a request is set aside
-GRACE_S = 1.0  # who asks before the request is submitted waits so long for it
+GRACE_S = 0.25  # who asks before the request is submitted waits so long for it; then it submits
 LOOK_S = 0.05  # then twice as long, and so on: whether another server has put a plan into the store
 SAID_S = 1.0  # failures of the store are logged so often: every rank's look for a plan may be one
 WAITING = 1 << 14  # keys that are waited for and not known

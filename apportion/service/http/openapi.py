@@ -24,7 +24,7 @@ EXAMPLE: dict[str, Any] = {
     "job": {
         "cluster": {"nodes": 1, "ranks_per_node": 4},
         "model": {"q_heads": 8, "kv_heads": 2, "head_dim": 64},
-        "policy": {"recipe": "fcp"},
+        "policy": {"recipe": "auto"},
         "tokens_per_rank": 4096,
     },
     "batches": [{"lengths": [9000, 3000, 700]}],

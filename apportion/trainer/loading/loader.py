@@ -33,7 +33,7 @@ from apportion.ir.fields import choice, flag, integer, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
@@ -104,7 +104,7 @@ class PlannedLoader:
         masks: Masks = None,
         sampler: Iterable[Any] | None = None,
         microbatches: int = 1,
-        recipe: str | Mapping[str, Any] | Recipe | Policy = "fcp",
+        recipe: str | Mapping[str, Any] | Recipe | Policy = DEFAULT_RECIPE,
         seed: int | None = None,
         hardware: Hardware | str | None = None,
         shuffle: bool | None = None,

@@ -1,0 +1,54 @@
+// What a program of all ranks must satisfy before it is walked: numbers in their ranges, one arena of a tensor, operands
+// that are named and are there, fields of instructions that their ops have, counts that add up to the rows of the lists.
+//
+//   tables    arenas, operands, instructions, transfers, tasks, grads, rowops       apportion/ir/isa.py
+//   ranges    lowest and highest number of each column, table after table
+//
+// The first number that breaks a rule comes back, rules in this order; its words are in apportion/ir/plan/wellformed.py.
+#pragma once
+
+#include <optional>
+
+#include "ir/tables.hpp"
+
+namespace apportion {
+
+enum class Flaw : std::uint8_t {
+  RANGE,
+  SECOND_ARENA,
+  NONE_NAMED,
+  NONE_AGAIN,
+  FOREIGN_HEADS,
+  NO_OPERAND,
+  STRAY,
+  WAIT_LIST,
+  COUNT,
+  SUM
+};
+
+// row: of the table, over all ranks; of SUM a rank, and `consumed` rows of its list. column: of RANGE and NO_OPERAND.
+struct Refusal {
+  Flaw flaw;
+  std::int64_t table, row, column = 0, consumed = 0;
+};
+
+using Refused = std::optional<Refusal>;
+
+inline constexpr std::int64_t ARENAS = 0, OPERANDS = 1, INSTRUCTIONS = 2, LISTS = 3, TABLES = 7;
+
+struct ProgramTables {
+  std::vector<RankedRows> tables;
+  Matrix<const std::int64_t> ranges;
+  Column<const bool> foreign;             // of each head set, from 1 on: whether it goes beyond the KV heads
+  Column<const std::int64_t> list_of_op;  // 0 is `transfers`; beyond the last: none
+
+  std::int64_t ranks() const { return tables[0].ptr.size() - 1; }
+};
+
+// number: of the table; first: the range of its first column.
+Refused out_of_range(const RankedRows& table, std::int64_t number, Matrix<const std::int64_t> ranges,
+                     std::int64_t first);
+
+Refused refusal(const ProgramTables& program);
+
+}  // namespace apportion
