@@ -116,6 +116,7 @@ def situations() -> Iterator[Situation]:
     yield Situation("median 300", documents(median=300, sigma=1.0), whole)
     yield Situation("8K tokens a rank", documents(tokens=8192), whole)
     yield Situation("4K tokens a rank", documents(tokens=4096), whole)
+    yield Situation("2K tokens a rank, short samples", documents(tokens=2048, median=400, sigma=0.6), whole)
     yield Situation("window 4K", documents(mask=window(4096)), whole)
     yield Situation("window 1K", documents(mask=window(1024)), whole)
     yield Situation("sink 64, window 4K", documents(mask=masks.sink_window(64, 4096)), whole)

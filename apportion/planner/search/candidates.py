@@ -159,24 +159,27 @@ def _whole() -> Candidate:
 
 def _zones(problem: Problem) -> list[Candidate]:
     """Sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut; none where a rank would have
-    more above the mean than cut sequences take on their way."""
+    more above the mean than cut sequences take on their way. Where rounds take longer than ranks compute, also with none
+    cut but those that no rank has room for."""
+    mean, rounds = _busy_us(problem), _rounds_us(problem)
     times = row_times(problem, problem.batch.starts) / 1e3
     heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())
-    if heaviest - float(times.sum() / problem.speeds.sum()) > _travel_us(problem):
+    travel = rounds + _moved_bytes(problem) / (problem.cluster.intra_gbs * 1e3)
+    if heaviest - float(times.sum() / problem.speeds.sum()) > travel:
         return []
-    return [Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)]
+    zones = Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
+    return [zones, _named("hybrid_dp")] if rounds > mean else [zones]
 
 
-def _travel_us(problem: Problem) -> float:
-    """All layers: the rounds of the keys of a rank, each packed, sent and unpacked, and their bytes inside a node."""
+def _rounds_us(problem: Problem) -> float:
+    """All layers: what the rounds of the keys of a rank take besides their bytes, each packed, sent and unpacked."""
     cluster, layers = problem.cluster, sum(problem.layers.values())
     latency = cluster.inter_latency_us if cluster.nodes > 1 else cluster.intra_latency_us
-    a_round = 2 * problem.cost.hardware.rowop_us.value + latency
-    return layers * len(JOURNEYS) * ROUNDS * a_round + _moved_bytes(problem) / (cluster.intra_gbs * 1e3)
+    return layers * len(JOURNEYS) * ROUNDS * (2 * problem.cost.hardware.rowop_us.value + latency)
 
 
-def _is_dear(problem: Problem) -> bool:
-    """Whether the keys and values of a rank, and their gradients, travel for longer than a rank computes."""
+def _busy_us(problem: Problem) -> float:
+    """All layers: the pairs of a mean rank at the best throughput."""
     pairs = {kind: int(area(bands).sum()) for kind, bands in problem.bands.items()}
     heads, cost = problem.model.q_heads, problem.cost
     busy = sum(
@@ -184,8 +187,13 @@ def _is_dear(problem: Problem) -> bool:
         for kind, held in pairs.items()
         for phase in PHASES
     )
+    return busy / float(problem.speeds.sum())
+
+
+def _is_dear(problem: Problem) -> bool:
+    """Whether the keys and values of a rank, and their gradients, travel for longer than a rank computes."""
     link = problem.cluster.inter_gbs_per_rank if problem.cluster.nodes > 1 else problem.cluster.intra_gbs
-    return _moved_bytes(problem) / (link * 1e3) > busy / float(problem.speeds.sum())
+    return _moved_bytes(problem) / (link * 1e3) > _busy_us(problem)
 
 
 def _moved_bytes(problem: Problem) -> float:
