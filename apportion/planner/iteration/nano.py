@@ -26,6 +26,8 @@ SWAPPED = 128
 STEPS = 64
 #: differences, as parts of the whole, that are small enough
 EVEN = 1e-3
+#: of so many sequences every partition is looked at
+FEW = 12
 
 
 class NanoBatches(NamedTuple):
@@ -62,8 +64,9 @@ def nano_batches(batch: Batch, layers: Mapping[str, int] | None = None, by: str 
         )
     shares = _shares(batch, layers)
     sizes = shares if by == "both" else shares * (1.0, 0.0)
-    side = _improved(sizes, _greedy(sizes, np.argsort(-sizes.max(1), kind="stable")))
-    side *= side[0]
+    few = len(sizes) <= FEW
+    side = _best(sizes) if few else _improved(sizes, _greedy(sizes, np.argsort(-sizes.max(1), kind="stable")))
+    side = side * side[0]
     ping, pong = (np.flatnonzero(side == sign) for sign in (1, -1))
     tokens, work = shares[ping].sum(0).tolist()
     return NanoBatches(batch.take(ping), batch.take(pong), (ping, pong), tokens, work)
@@ -75,6 +78,14 @@ def _shares(batch: Batch, layers: Mapping[str, int]) -> Floats:
     sizes = np.stack([batch.lengths, np.sum(areas, axis=0)], axis=1).astype(np.float64)
     shares: Floats = sizes / np.maximum(sizes.sum(0), 1)
     return shares
+
+
+def _best(shares: Floats) -> Ints:
+    """int64 [n], 1 or -1: the most even of all partitions."""
+    others = np.arange(1 << len(shares) - 1)[:, None] >> np.arange(len(shares) - 1) & 1
+    sides = 1 - 2 * np.insert(others, 0, 0, axis=1)
+    best: Ints = sides[np.abs(sides @ shares).max(1).argmin()]
+    return best
 
 
 def _greedy(shares: Floats, order: Ints) -> Ints:

@@ -159,8 +159,8 @@ def _whole() -> Candidate:
 
 def _zones(problem: Problem) -> list[Candidate]:
     """Sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut; none where a rank would have
-    more above the mean than cut sequences take on their way. Where rounds take longer than ranks compute, also with none
-    cut but those that no rank has room for."""
+    more above the mean than cut sequences take on their way. Where rounds take longer than ranks compute, also none cut
+    but those that no rank has room for."""
     mean, rounds = _busy_us(problem), _rounds_us(problem)
     times = row_times(problem, problem.batch.starts) / 1e3
     heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())

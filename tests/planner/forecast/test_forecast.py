@@ -142,7 +142,7 @@ def test_gradients_hide_behind_backward_but_those_of_one_layer_and_of_the_vocabu
 
     products = 512 * ((8 + 2) * 2 * 64 + 3 * 1024)
     found = parts_of(form(), Training(vocab=1000, sharding="ddp", recompute="none"))
-    tokens = int(ap.plan(BATCH, CLUSTER, SMALL).layouts["attention"].rows_per_rank.max())
+    tokens = int(ap.plan(BATCH, CLUSTER, SMALL, recipe="fcp").layouts["attention"].rows_per_rank.max())
     layers = Layers(H100, SMALL, Training())
     behind = 2 * (layers.linear_us(tokens) + layers.rows_us(tokens))
     each = shared(products + 2 * 512)

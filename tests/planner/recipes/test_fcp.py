@@ -196,7 +196,7 @@ def test_several_kinds_share_one_layout() -> None:
     masks = {"global": ap.masks.causal(), "local": ap.masks.sliding_window(16)}
     batch = ap.Batch.from_lengths([200, 30, 7], mask=masks)
     model = ap.Model(q_heads=4, kv_heads=2, head_dim=8, hidden=32, ffn=64, layers={"global": 1, "local": 5})
-    plan = ap.plan(batch, cluster(4), model)
+    plan = ap.plan(batch, cluster(4), model, recipe="fcp")
     assert plan.header.kinds == ("global", "local")
     assert set(plan.programs) == {(kind, phase) for kind in masks for phase in ("forward", "backward")}
 
@@ -230,7 +230,7 @@ def test_bytes_do_not_depend_on_hash_seeds() -> None:
     [([1201, 640, 150, 56, 1], 3, 16), ([6144], 4, 128), ([100_000] * 3, 8, 256)],
 )
 def test_auto_goes_no_further_than_balance_needs(lengths: list[int], ranks: int, smallest: int) -> None:
-    plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL)
+    plan = ap.plan(ap.Batch.from_lengths(lengths), cluster(ranks), MODEL, recipe="fcp")
     assert plan.report["block_tokens"] >= smallest
     assert plan.report["heaviest_piece_over_mean"] <= 0.5
     assert plan.report["imbalance"]["compute"] <= 0.05
@@ -241,7 +241,7 @@ def test_the_placement_that_auto_found_is_taken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         PartitionSolver, "__call__", lambda self, case: asked.append(case) or solve(self, case)
     )
-    ap.plan(ap.Batch.from_lengths([100_000] * 3), cluster(8), MODEL)
+    ap.plan(ap.Batch.from_lengths([100_000] * 3), cluster(8), MODEL, recipe="fcp")
     assert len({len(case.weights) for case in asked}) == len(asked)  # once for each block that was tried
 
 
@@ -255,7 +255,7 @@ def test_auto_is_even_for_a_few_giants_or_says_why_not(shares: tuple[float, ...]
     """Where smaller blocks would be too many tasks, steps that it passed over are tried too."""
     lengths = [int(share * TOTAL) for share in shares]
     batch = ap.Batch.from_lengths([*lengths, TOTAL - sum(lengths)])
-    plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, verify=False)
+    plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe="fcp", verify=False)
     assert plan.report["termination"]["limit"] == limit
     assert (plan.report["imbalance"]["compute"] <= 0.01) is (limit is None)
     assert plan.report["imbalance"]["compute"] < 0.02
@@ -274,7 +274,7 @@ def test_pieces_with_few_ranks_to_go_to_find_room(
     lengths: list[int], homes: list[list[int] | None], ranks: int
 ) -> None:
     batch = ap.Batch.from_lengths(lengths, home_ranks=homes)
-    plan = ap.plan(batch, cluster(ranks), MODEL)
+    plan = ap.plan(batch, cluster(ranks), MODEL, recipe="fcp")
     for sequence, allowed in enumerate(homes):
         if allowed:
             start = int(batch.starts[sequence])
@@ -283,7 +283,7 @@ def test_pieces_with_few_ranks_to_go_to_find_room(
 
 def test_a_sequence_beyond_the_memory_is_refused_before_planning() -> None:
     with pytest.raises(ap.CapacityError, match=r"250000000 tokens, .* need .* GiB of home rows"):
-        ap.plan(ap.Batch.from_lengths([2_000_000_000]), cluster(8), ap.Model())
+        ap.plan(ap.Batch.from_lengths([2_000_000_000]), cluster(8), ap.Model(), recipe="fcp")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_policy_brings_its_own_recipe_and_seed(given: dict[str, int | str]) ->
 
 def test_every_operand_is_used() -> None:
     """But for the one that names all rows of a rank, which one of several tensors has no use for."""
-    plan = ap.plan(ap.Batch.from_lengths([4096, 700, 33]), cluster(4), MODEL)
+    plan = ap.plan(ap.Batch.from_lengths([4096, 700, 33]), cluster(4), MODEL, recipe="fcp")
     for programs in plan.programs.values():
         for rank in range(4):
             program = programs.rank(rank)
