@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -96,3 +98,23 @@ def test_a_second_thread_is_refused_while_a_call_runs(pool: Pool) -> None:
 def test_a_call_says_all_that_ranks_must_agree_on() -> None:
     call = Attending("0123456789ab", "local", "forward", 0.125, 30.0, sinks=True)
     assert str(call) == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"
+
+
+AT_THE_END = """
+import time, torch.distributed as dist
+from apportion.backends.torch import calls
+
+calls.LOOK_S = 1e-6
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+found = calls.calls_of(dist.group.WORLD)
+found.wait([], dist.group.WORLD, ())
+found._wait = calls.Wait(0.0, dist.group.WORLD, ())  # a long one: the thread reads the store all the time
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_while_its_thread_reads_the_store() -> None:
+    """A thread that comes back to an interpreter that has ended aborts the process."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ Nothing is sent but messages while all is well. A thread looks after waits: it r
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby
-from threading import Lock, Thread, get_ident
+from threading import Event, Lock, Thread, get_ident
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -29,11 +30,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from apportion.ir.errors import ExecutionError
 
 LOOK_S = 0.5  # between two looks at a wait
+LEAVING_S = 5.0  # that a look may take when the process ends
 KEPT = 64  # calls that a rank remembers
 _ENDS = 2**31 - 1  # the largest tag, which no call has
 _TEXT = 2000  # characters of an error that other ranks quote
 
 _log = logging.getLogger(__name__)
+_leaving = Event()
 
 
 class Attending(NamedTuple):
@@ -124,7 +127,9 @@ class Calls:
         """Waits for works. Raises ExecutionError where they fail, with another rank's error if it has one."""
         if not self._watched:
             self._watched = True
-            Thread(target=_watch, args=(ref(self),), name="apportion-calls", daemon=True).start()
+            thread = Thread(target=_watch, args=(ref(self),), name="apportion-calls", daemon=True)
+            thread.start()
+            atexit.register(_leave, thread)
         self._wait = Wait(time.monotonic(), group, peers)
         try:
             for work in works:
@@ -260,10 +265,15 @@ def shown(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"[:_TEXT]
 
 
+def _leave(thread: Thread) -> None:
+    """Ends a watch before the interpreter does: a thread that comes back from the store later aborts the process."""
+    _leaving.set()
+    thread.join(LEAVING_S)
+
+
 def _watch(found: Callable[[], Calls | None]) -> None:
     turn = 1
-    while True:
-        time.sleep(LOOK_S)
+    while not _leaving.wait(LOOK_S):
         calls = found()
         if calls is None:
             return

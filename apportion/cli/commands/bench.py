@@ -165,5 +165,5 @@ def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
 
 def _one_core() -> None:
     """Keep numerical libraries that are not loaded yet to one thread."""
-    for library in ("OMP", "OPENBLAS", "MKL", "NUMBA"):
+    for library in ("OMP", "OPENBLAS", "MKL"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")

@@ -26,7 +26,7 @@ from apportion.service.workers.work import Done, Refusal
 T = TypeVar("T")
 _PROGRAM = "from apportion.service.workers.process import main; main()"
 #: a process is one core: the executor has as many as it is to use
-_THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "NUMBA")
+_THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
 
 
 class WorkerDiedError(ApportionError, RuntimeError):
