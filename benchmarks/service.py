@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of cases")
     asked = parser.parse_args()
     faulthandler.enable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started end, too
     cases = dict([*load.cases(), *attacks.cases(), *kills.cases(60 * asked.minutes)])
     if asked.list:
         print("\n".join(cases))
