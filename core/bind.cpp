@@ -10,7 +10,6 @@ static void area(nb::module_& core, const char* name, void (*bind)(nb::module_&)
 
 NB_MODULE(_core, core) {
   core.attr("checked") = CHECKED;
-  area(core, "first_writes", bind_first_writes);
   area(core, "blend", bind_blend);
   area(core, "blocks", bind_blocks);
   area(core, "bounds", bind_bounds);
@@ -21,6 +20,7 @@ NB_MODULE(_core, core) {
   area(core, "lone", bind_lone);
   area(core, "grouping", bind_grouping);
   area(core, "hypergraph", bind_hypergraph);
+  area(core, "lower", bind_lower);
   area(core, "lpt", bind_lpt);
   area(core, "matching", bind_matching);
   area(core, "messages", bind_messages);
@@ -38,7 +38,6 @@ NB_MODULE(_core, core) {
   area(core, "traffic", bind_traffic);
   area(core, "transport", bind_transport);
   area(core, "verify", bind_verify);
-  area(core, "write_tables", bind_write_tables);
   area(core, "zeppelin", bind_zeppelin);
   area(core, "zigzag", bind_zigzag);
 }

@@ -5,7 +5,6 @@
 
 namespace apportion {
 
-void bind_first_writes(nb::module_& m);
 void bind_blend(nb::module_& m);
 void bind_blocks(nb::module_& m);
 void bind_bounds(nb::module_& m);
@@ -16,6 +15,7 @@ void bind_fusion(nb::module_& m);
 void bind_lone(nb::module_& m);
 void bind_grouping(nb::module_& m);
 void bind_hypergraph(nb::module_& m);
+void bind_lower(nb::module_& m);
 void bind_lpt(nb::module_& m);
 void bind_matching(nb::module_& m);
 void bind_messages(nb::module_& m);
@@ -33,7 +33,6 @@ void bind_totals(nb::module_& m);
 void bind_traffic(nb::module_& m);
 void bind_transport(nb::module_& m);
 void bind_verify(nb::module_& m);
-void bind_write_tables(nb::module_& m);
 void bind_zeppelin(nb::module_& m);
 void bind_zigzag(nb::module_& m);
 

@@ -245,8 +245,3 @@ class PlacePass(Pass, Protocol):
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
     """int64 [size]: sums of int32 or int64 `values` by `index`, exact where float64 would round."""
     return core.exact_sums(np.ascontiguousarray(index), np.ascontiguousarray(values), size)
-
-
-def raise_to(most: Ints, index: Ints, values: Ints) -> None:
-    """Where int32 `values` by `index` are larger than `most`, int32, they are written there; index -1 is the last."""
-    core.raise_to(most, np.ascontiguousarray(index), np.ascontiguousarray(values))

@@ -183,49 +183,6 @@ std::vector<Span> cut_spans(Ints order, Column<const int64_t> starts, Column<con
   return spans;
 }
 
-// Tiles of ranks, held from `start` to `end`, both included.
-struct Tiles {
-  Ints rank, rows, start, end;
-
-  bool together(int64_t one, int64_t two) const { return rank[one] == rank[two] && start[one] == start[two]; }
-};
-
-// First work row of each tile. `order`: those of one rank and start as they lie side by side.
-void allot(Ints order, const Tiles& tiles, Column<const int64_t> base, Column<int64_t> row) {
-  const int64_t count = tiles.rank.size();
-  int64_t span = 0;
-  for (int64_t tile = 0; tile < count; ++tile) span = std::max(span, tiles.start[tile] + 1);
-  std::vector<int64_t> keys(static_cast<std::size_t>(count)), by_key(keys.size());
-  std::vector<int64_t> longest(static_cast<std::size_t>(base.size()));
-  for (int64_t at = 0; at < count; ++at)
-    keys[static_cast<std::size_t>(at)] = tiles.rank[order[at]] * span + tiles.start[order[at]];
-  counting_order(Column<const int64_t>(keys.data(), count), base.size() * span, Column<int64_t>(by_key.data(), count));
-  for (int64_t& at : by_key) at = order[at];
-
-  int64_t before = -1;
-  for (const int64_t tile : by_key) {  // first of all: the row inside the place
-    row[tile] = before >= 0 && tiles.together(before, tile) ? row[before] + tiles.rows[before] : 0;
-    int64_t& most = longest[static_cast<std::size_t>(tiles.rank[tile])];
-    most = std::max(most, row[tile] + tiles.rows[tile]);
-    before = tile;
-  }
-  std::vector<int64_t> busy;  // until when each place of the rank is held
-  std::size_t at = 0;
-  before = -1;
-  for (const int64_t tile : by_key) {
-    const int64_t rank = tiles.rank[tile];
-    if (before < 0 || tiles.rank[before] != rank) busy.clear();
-    if (row[tile] == 0) {
-      for (at = 0; at < busy.size() && busy[at] >= tiles.start[tile];) ++at;
-      if (at == busy.size()) busy.push_back(0);
-      busy[at] = tiles.end[tile];
-    }
-    busy[at] = std::max(busy[at], tiles.end[tile]);
-    row[tile] += base[rank] + static_cast<int64_t>(at) * longest[static_cast<std::size_t>(rank)];
-    before = tile;
-  }
-}
-
 }  // namespace
 
 void bind_tasks(nb::module_& m) {
@@ -287,13 +244,6 @@ void bind_tasks(nb::module_& m) {
       row[at] = span.row, token[at] = span.token, rows[at] = span.rows;
     }
     return nb::make_tuple(ptr.array(), row.array(), token.array(), rows.array());
-  });
-
-  m.def("allot", [](IntsIn<"order"> order, IntsIn<"rank"> rank, IntsIn<"rows"> rows, IntsIn<"start"> start,
-                    IntsIn<"end"> end, In<int64_t, "base"> base) {
-    New<int64_t> row(rank.size());
-    unlocked([&] { allot(order, {rank, rows, start, end}, base, row); });
-    return row.array();
   });
 }
 

@@ -208,24 +208,10 @@ class HeadStages:
     def windows(self) -> int:
         return len(self.key)
 
-    def opens(self, stage: int) -> bool:
-        """Whether KV heads come in with the stage."""
-        return stage == 0 or bool(self.window[stage] > self.window[stage - 1])
-
-    def closes(self, stage: int) -> bool:
-        """Whether gradients of KV heads leave after the stage."""
-        return stage + 1 == len(self) or bool(self.window[stage] < self.window[stage + 1])
-
-    def window_like(self, window: int, turns: int) -> int:
-        """The first window with the same KV heads on every rank, of those that take the same one of `turns` turns."""
-        same = (self.key == self.key[window]).all(1) & (np.arange(self.windows) % turns == window % turns)
-        return int(np.flatnonzero(same)[0])
-
-    def columns(self, ranks: int) -> HeadSets:
-        """Head columns of the work arenas of every rank: those of the widest stage."""
-        every, none = np.ones(ranks, np.int64), np.zeros(ranks, np.int64)
-        widest = every * self.key_heads.max()
-        return HeadSets(self.sets, none, none, every * self.query_heads, widest, np.zeros(1, bool))
+    @property
+    def widest(self) -> int:
+        """KV heads of a rank at a time, at most."""
+        return int(self.key_heads.max())
 
     def totals(self, groups: Groups) -> HeadSets:
         """The head sets of the plan, with the heads of every rank in all stages, and KV heads in all windows."""

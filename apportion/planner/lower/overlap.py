@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
+from apportion.ir.tensors import Side
 from apportion.planner.lower.exchange import Pieces, Turns, at_once
 from apportion.planner.lower.inputs import Lowering
-from apportion.planner.lower.sides import Side
 
 
 def overlapped(low: Lowering) -> Lowering:
@@ -64,25 +64,32 @@ class _StageRanges:
 
     @staticmethod
     def of(low: Lowering) -> _StageRanges:
-        tail = low.stage == low.schedule.stages - 1
-        queries, keys = low.queries, low.keys
+        first, tail = low.stage == 0, low.stage == low.schedule.stages - 1
         return _StageRanges(
-            _of_tasks(low, queries, low.stage == 0),
-            _of_tasks(low, queries, tail),
-            _of_edges(low, queries),
-            _of_tasks(low, keys, tail),
-            _of_edges(low, keys),
+            _of_queries(low, first),
+            _of_queries(low, tail),
+            _of_edges(low, "query"),
+            _of_keys(low, tail),
+            _of_edges(low, "key"),
         )
 
 
-def _of_tasks(low: Lowering, side: Side, some: Bools) -> Range:
-    index = np.flatnonzero(some & (side.edge < 0))
-    first = _base(low)[side.exec[index]] + side.row[index]
-    return first, first + side.count[index]
+def _of_queries(low: Lowering, some: Bools) -> Range:
+    tasks, index = low.tasks, np.flatnonzero(some & (low.tasks.query_edge < 0))
+    first = _base(low)[tasks.exec[index]] + tasks.row[index]
+    return first, first + tasks.rows[index]
+
+
+def _of_keys(low: Lowering, some: Bools) -> Range:
+    tasks, rows, index = low.tasks, low.rows, np.flatnonzero(some & (low.tasks.edge < 0))
+    block, k0 = tasks.k[index], tasks.k0[index]
+    first = _base(low)[tasks.exec[index]] + rows.row[block] + k0 - rows.starts[block]
+    return first, first + tasks.k1[index] - k0
 
 
 def _of_edges(low: Lowering, side: Side) -> Range:
-    edges, roots = side.edges, side.roots
+    edges = low.edges_of[side]
+    roots = np.flatnonzero(edges.parent < 0)
     first = _base(low)[edges.home[roots]] + edges.row[roots]
     return first, first + edges.rows[roots]
 

@@ -23,7 +23,7 @@ from apportion.ir.orders import ranked
 from apportion.planner.problem import exact_sums
 from apportion.planner.schedule.rounds import Schedule
 from apportion.planner.tasks.rows import Rows
-from apportion.planner.tasks.tasks import Edges, Tasks
+from apportion.planner.tasks.tasks import Tasks
 
 
 def program_order(
@@ -150,9 +150,3 @@ def _queries(tasks: Tasks) -> Ints:
         return tasks.row
     tile = (tasks.query_edge + 1) * np.int64(int(tasks.group.max()) + 1) + tasks.group
     return ranked(tile * (int(tasks.row.max()) + 1) + tasks.row)[1].astype(np.int32)
-
-
-def arena_order(edges: Edges) -> Ints | None:
-    """The edges in the order in which tiles that arrive together lie in work rows; None: as they are."""
-    rising = bool((edges.tile[1:] >= edges.tile[:-1]).all())
-    return None if rising else np.argsort(edges.tile, kind="stable")

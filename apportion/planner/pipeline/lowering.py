@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from apportion._core import lower as core
 from apportion.ir.arrays import Ints
+from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.plan.tables import ProgramSet, Table, joined
 from apportion.ir.threads import spread
-from apportion.planner.lower.head_stages import lower_stages
 from apportion.planner.lower.inputs import Lowered, Lowering
-from apportion.planner.lower.programs import lower_backward, lower_forward
 
 
 def lower_parts(
@@ -26,9 +26,15 @@ def lower_parts(
 
 
 def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
-    if low.exchange is not None and low.sets.stages is not None:
-        return lower_stages(low, low.exchange, low.sets.stages, phase)
-    return lower_forward(low) if phase == "forward" else lower_backward(low)
+    """The programs of all ranks. Raises CapacityError."""
+    rows, steps, tables = core.tables(low, phase)
+    if rows:
+        raise CapacityError(f"{rows} rows on one rank: at most {2**31 - 1}")
+    if steps:
+        raise CapacityError(f"{steps} steps of all ranks: use larger blocks or a larger coalesce")
+    return ProgramSet(
+        {name: Table(ptr, TABLES[name], made) for name, (ptr, made) in zip(TABLES, tables, strict=True)}
+    )
 
 
 def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:

@@ -169,16 +169,15 @@ class _Carried:
 def _carried(low: Lowering) -> _Carried:
     groups, edges = low.groups, low.edges
     all_, whole = [], []
-    none = np.zeros(len(low.keys.edges), bool)
+    queries, keys = low.edges_of["query"], low.edges_of["key"]
     for tiles, heads, results in (
-        (low.queries.edges, low.sets.query_heads, low.whole_results),
-        (low.keys.edges, low.sets.tile_heads, none),
+        (queries, low.sets.query_heads, low.whole_results),
+        (keys, low.sets.tile_heads, np.zeros(len(keys), bool)),
     ):
         held = exact_sums(groups.of_rank, heads, len(groups))
         moved_rows = tiles.rows * held[tiles.dst] if len(tiles) else np.zeros(0, np.int64)
         all_.append(int(moved_rows.sum()))
         whole.append(int(moved_rows[results].sum()))
-    queries = low.queries.edges
     query_degree = max_degree(queries.src, queries.dst, len(groups))
     degree = max_degree(edges.src, edges.dst, len(groups))
     return _Carried((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)

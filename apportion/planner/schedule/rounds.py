@@ -13,7 +13,7 @@ from apportion._core import rounds as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
-from apportion.planner.problem import Pass, raise_to
+from apportion.planner.problem import Pass
 from apportion.planner.route.ring import Ring as RingRoute
 from apportion.planner.route.routes import Routed, RoutePass, depths, join
 from apportion.planner.schedule.double_ring import DoubleRing, Windowed
@@ -77,7 +77,7 @@ class Schedule:
     def rounds(self) -> int:
         return len(self.when)
 
-    @property
+    @cached_property
     def levels(self) -> int:
         """Waves in which returns reach their homes behind the last round."""
         relayed = not self.routed.carry and bool((self.edges.parent >= 0).any())
@@ -97,14 +97,6 @@ class Schedule:
     def stages(self) -> int:
         """One after each round, and those before and behind all."""
         return self.leads + self.rounds + self.tails
-
-    @cached_property
-    def after(self) -> list[int]:
-        """[rounds] the last round that must have arrived before each can start; -1: none."""
-        after = np.full(self.rounds, -1, np.int32)
-        relays = np.flatnonzero(self.edges.parent >= 0)
-        raise_to(after, self.round[relays], self.round[self.edges.parent[relays]])
-        return [int(round_) for round_ in after]
 
 
 # `auto` makes this few rounds, because ranks wait for each other in every one, but keeps so many that some overlap

@@ -70,21 +70,3 @@ class Rows:
         sequence = np.searchsorted(batch.starts, token, "right") - 1
         columns = (row, token, length, sequence, batch.position_at(token))
         return Layout(name, Table(ptr, SPAN_COLUMNS, np.stack(columns)))
-
-
-def whole_ranges(rows: Rows) -> tuple[Ints, Ints, Ints]:
-    """All rows of each rank that has any, as ranges (rank, row, rows)."""
-    rank = np.flatnonzero(rows.per_rank)
-    return rank, np.zeros(len(rank), np.int64), rows.per_rank[rank]
-
-
-def allot(rank: Ints, rows: Ints, start: Ints, end: Ints, base: Ints, order: Ints | None = None) -> Ints:
-    """int64 [tiles]: first work row of each tile, so that tiles of one rank that are held at the same time (program
-    positions `start` to `end`, both included) do not meet. base: int64 [ranks], the first row of each rank to use.
-    order: in which tiles are placed that arrive together; None: as they are.
-
-    Tiles that arrive together at a rank lie side by side. All such rows take a place as long as the longest of the
-    rank, the first that is free when they arrive, so there are as many places as are ever held at once.
-    """
-    order = np.arange(len(rank)) if order is None else order
-    return core.allot(order, rank, rows, start, end, base)

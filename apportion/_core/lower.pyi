@@ -1,0 +1,5 @@
+from typing import Any
+
+from apportion.ir.arrays import Ints
+
+def tables(lowering: Any, phase: str, /) -> tuple[int, int, list[tuple[Ints, Ints]]]: ...

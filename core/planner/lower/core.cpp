@@ -1,0 +1,234 @@
+#include "planner/lower/core.hpp"
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <span>
+
+#include "ir/sorting.hpp"
+
+namespace apportion::lower {
+
+namespace {
+
+// Rows of a rank held from step `start` to `end`, both included.
+struct Held {
+  int64_t rank, rows, start, end;
+
+  bool with(const Held& other) const { return rank == other.rank && start == other.start; }
+};
+
+// First work rows of tiles, so that those of one rank that are held at the same time do not meet. order: in which tiles
+// lie side by side that arrive together at a rank. All such rows take a place as long as the longest of the rank, the
+// first that is free when they arrive, so there are as many places as are ever held at once. base: of each rank, the
+// first row to use.
+Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order, const Growing<int64_t>& base) {
+  int64_t span = 0;
+  for (const Held& tile : tiles) span = std::max(span, tile.start + 1);
+  Growing<int64_t> keys, by_key(order.count()), longest(base.count()), row(tiles.count());
+  for (const int64_t tile : order) keys.push_back(tiles[tile].rank * span + tiles[tile].start);
+  counting_order(Column<const int64_t>(keys.data(), keys.count()), base.count() * span,
+                 Column<int64_t>(by_key.data(), by_key.count()));
+  for (int64_t& at : by_key) at = order[at];
+  int64_t before = -1;
+  for (const int64_t tile : by_key) {  // first of all: the row inside the place
+    row[tile] = before >= 0 && tiles[before].with(tiles[tile]) ? row[before] + tiles[before].rows : 0;
+    int64_t& most = longest[tiles[tile].rank];
+    most = std::max(most, row[tile] + tiles[tile].rows);
+    before = tile;
+  }
+  Growing<int64_t> busy;  // until when each place of the rank is held
+  int64_t at = 0;
+  before = -1;
+  for (const int64_t tile : by_key) {
+    const Held& own = tiles[tile];
+    if (before < 0 || tiles[before].rank != own.rank) busy.clear();
+    if (row[tile] == 0) {
+      for (at = 0; at < busy.count() && busy[at] >= own.start;) ++at;
+      if (at == busy.count()) busy.push_back(0);
+      busy[at] = own.end;
+    }
+    busy[at] = std::max(busy[at], own.end);
+    row[tile] += base[own.rank] + at * longest[own.rank];
+    before = tile;
+  }
+  return row;
+}
+
+// The tiles of one side.
+class Tiles {
+ public:
+  Tiles(Program& program, const Lowering& low, const Side& side, const Order& order)
+      : program_(program), low_(low), side_(side), tiles_(side.tiles), order_(order), beside_(tiles_.count()) {
+    std::iota(beside_.begin(), beside_.end(), 0);
+    const auto earlier = [&](int64_t one, int64_t two) { return tiles_[one].tile < tiles_[two].tile; };
+    if (!std::is_sorted(beside_.begin(), beside_.end(), earlier))
+      std::stable_sort(beside_.begin(), beside_.end(), earlier);
+    for (int64_t group = 0; group < low.rows.size(); ++group) kept_.push_back(low.kept(group));
+  }
+
+  // Brings tiles, all tensors in the same rows; returns their first work rows. A tile is held until its tasks are done
+  // and it is passed on; where tiles stay for the stages of a window nothing takes their place before the end.
+  Growing<int64_t> fetch(std::span<const Tensor> tensors) {
+    Growing<Held> held;
+    held.expect(tiles_.count());
+    for (const Tile& tile : tiles_) {
+      const int64_t used = order_.stage[low_.schedule.leads + tile.back];
+      held.push_back({tile.dst, tile.rows, order_.launch[tile.round], low_.holds() ? program_.steps.count() : used});
+    }
+    if (!low_.holds()) {
+      for (const Tile& tile : tiles_)
+        if (tile.parent >= 0) held[tile.parent].end = std::max(held[tile.parent].end, order_.wait[tile.round]);
+    }
+    Growing<int64_t> work = allot(held, beside_, kept_);
+    program_.transfers.expect(2 * std::ssize(tensors) * tiles_.count());
+    for (const Tensor tensor : tensors) {
+      each([&](int64_t at, const Tile& tile) {
+        const Operand sent =
+            tile.parent < 0 ? at_home(tile, tile, tensor) : side_.inside(at, tile.parent, tensor, work);
+        program_.send(order_.launch[tile.round], tile.src, tile.dst, sent);
+      });
+      each([&](int64_t at, const Tile& tile) {
+        program_.receive(order_.launch[tile.round], tile.src, tile.dst, whole(at, tensor, work));
+      });
+    }
+    return work;
+  }
+
+  // Brings what each tile adds up to where it is combined, or home as results; returns the first work rows of the sums.
+  Growing<int64_t> bring_back(Tensor tensor) {
+    const auto [work, arriving] = room();
+    program_.transfers.expect(2 * tiles_.count());
+    program_.rowops.expect(side_.tiles_cleared.count() + tiles_.count());
+    for (const Cleared& cleared : side_.tiles_cleared) {
+      const Tile& tile = tiles_[cleared.lane];
+      program_.clear(order_.clear[tile.round], tile.dst,
+                     rows_of(tensor, Space::WORK, work[cleared.lane] + cleared.row, cleared.rows, heads(tile)));
+    }
+    const auto into = [&](int64_t at, const Tile& tile) {
+      return tile.returns_to < 0 ? at_home(tiles_[root(at)], tile, tensor)
+                                 : side_.inside(at, tile.returns_to, tensor, work);
+    };
+    each([&](int64_t at, const Tile& tile) {
+      program_.send(batch(tile).launch, tile.dst, target(tile), whole(at, tensor, work));
+    });
+    each([&](int64_t at, const Tile& tile) {
+      program_.receive(batch(tile).launch, tile.dst, target(tile),
+                       batch(tile).results ? into(at, tile) : whole(at, tensor, arriving));
+    });
+    each([&](int64_t at, const Tile& tile) {
+      if (!batch(tile).results)
+        program_.combine(batch(tile).add, target(tile), whole(at, tensor, arriving), into(at, tile));
+    });
+    return work;
+  }
+
+ private:
+  template <class Loop>
+  void each(Loop&& loop) const {
+    for (int64_t at = 0; at < tiles_.count(); ++at) loop(at, tiles_[at]);
+  }
+  const Batch& batch(const Tile& tile) const { return order_.batches[order_.batch[tile.index]]; }
+  int64_t heads(const Tile& tile) const { return side_.heads_of(tile.group()); }
+  int64_t target(const Tile& tile) const { return tile.returns_to < 0 ? tile.home : tiles_[tile.returns_to].dst; }
+  // The tile's edge, or the one that took the tile from home.
+  int64_t root(int64_t at) const {
+    while (tiles_[at].parent >= 0) at = tiles_[at].parent;
+    return at;
+  }
+  Operand at_home(const Tile& rows, const Tile& tile, Tensor tensor) const {
+    return rows_of(tensor, low_.space(), rows.row, rows.rows, heads(tile));
+  }
+  Operand whole(int64_t at, Tensor tensor, const Growing<int64_t>& work) const {
+    return rows_of(tensor, Space::WORK, work[at], tiles_[at].rows, heads(tiles_[at]));
+  }
+
+  // First work rows of what tiles add up, from before their first task until it has left, and of what arrives to be
+  // added up.
+  std::pair<Growing<int64_t>, Growing<int64_t>> room() const {
+    const bool holds = low_.holds();
+    Growing<Held> held;
+    held.expect(2 * tiles_.count());
+    for (const Tile& tile : tiles_) {
+      const int64_t start = std::min(order_.clear[tile.round], order_.stage[low_.schedule.leads + tile.round]);
+      held.push_back({tile.dst, tile.rows, start, holds ? program_.steps.count() : batch(tile).wait});
+    }
+    Growing<int64_t> order = beside_, base = kept_, work, arriving(tiles_.count());
+    if (holds) {
+      work = allot(held, order, base);
+      each([&](int64_t at, const Tile& tile) { base[tile.dst] = std::max(base[tile.dst], work[at] + tile.rows); });
+      held.clear(), order.clear();
+    }
+    const int64_t leaving = held.count();
+    for (const Tile& tile : tiles_) held.push_back({target(tile), tile.rows, batch(tile).launch, batch(tile).add});
+    for (const int64_t at : beside_)
+      if (holds || !batch(tiles_[at]).results) order.push_back(leaving + at);
+    Growing<int64_t> both = allot(held, order, base);
+    std::copy(both.begin() + leaving, both.end(), arriving.begin());
+    both.resize(static_cast<std::size_t>(leaving));
+    return {holds ? std::move(work) : std::move(both), std::move(arriving)};
+  }
+
+  Program& program_;
+  const Lowering& low_;
+  const Side& side_;
+  const Growing<Tile>& tiles_;
+  const Order& order_;
+  Growing<int64_t> beside_, kept_;  // tiles by their numbers, as those lie that arrive together; `kept` of groups
+};
+
+}  // namespace
+
+void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward) {
+  const auto clear = [&](const Side& side, Tensor tensor) {
+    const int64_t groups = side.heads.size();
+    for (const Cleared& one : side.cleared)
+      program.clear(step, one.lane / groups,
+                    rows_of(tensor, space, one.row, one.rows, side.heads_of(one.lane % groups)));
+  };
+  clear(sides.queries, sums_of_queries(backward));
+  if (backward) clear(sides.keys, Tensor::DKV);
+}
+
+void attend(Program& program, const Lowering& low, const Sides& sides, const Growing<int64_t>& steps, Space space,
+            bool backward, const Places& queries, const Places& keys) {
+  program.attention.expect(low.tasks.size());
+  for (int64_t at = 0; at < low.tasks.size(); ++at) {
+    const Task task = low.tasks[at];
+    int64_t first = sides.queries.opening[at];
+    Operand key_sums;
+    if (backward) {
+      first = FIRST_DQ * first + FIRST_DKV * sides.keys.opening[at];
+      key_sums = sides.keys.of_task(at, Tensor::DKV, space, keys.summed);
+    }
+    program.attention.push_back(
+        {narrow(task.exec), narrow(steps[at]), narrow(task.dmin), narrow(task.dmax), narrow(first),
+         sides.queries.of_task(at, Tensor::Q, space, queries.fetched),
+         sides.keys.of_task(at, Tensor::KV, space, keys.fetched),
+         sides.queries.of_task(at, sums_of_queries(backward), space, queries.summed), key_sums});
+  }
+}
+
+void lower_core(Program& program, const Lowering& low, bool backward, const Between& between) {
+  static constexpr std::array KEYS{Tensor::KV}, FORWARD{Tensor::Q};
+  static constexpr std::array BACKWARD{Tensor::Q, Tensor::DO, Tensor::DELTA};
+  const Sides sides = sides_of(low, backward);
+  clear_unopened(program, program.step(Op::CLEAR), sides, low.space(), backward);
+  const Order order = append_steps(program, low, sides, backward, between);
+  Places queries, keys;
+  if (!sides.keys.tiles.empty()) {
+    Tiles tiles(program, low, sides.keys, order);
+    keys.fetched = tiles.fetch(KEYS);
+    if (backward) keys.summed = tiles.bring_back(Tensor::DKV);
+  }
+  if (!sides.queries.tiles.empty()) {
+    Tiles tiles(program, low, sides.queries, order);
+    queries.fetched = backward ? tiles.fetch(BACKWARD) : tiles.fetch(FORWARD);
+    queries.summed = tiles.bring_back(sums_of_queries(backward));
+  }
+  Growing<int64_t> steps(low.tasks.size());
+  for (int64_t task = 0; task < steps.count(); ++task) steps[task] = order.stage[low.stage[task]];
+  attend(program, low, sides, steps, low.space(), backward, queries, keys);
+}
+
+}  // namespace apportion::lower

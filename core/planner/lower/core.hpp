@@ -1,0 +1,33 @@
+// Attention of groups of ranks between exchanges: tiles brought to where tasks run, and what these add up brought back.
+//
+//   forward    F0.. start | local tasks | wait F0, its tasks, start F3 | wait F1, ..
+//   backward   F0.. start | local | wait F0, its tasks, start R0, F3, wait R-1, add | ..
+//
+// F: rounds that fetch tiles: KV rows, and where queries travel Q (backward also dO and delta) rows. R: rounds that
+// return what tasks add up for rows of others, the reverse of F (on a ring: on with the tile): gradients, and where
+// queries travel the results of the forward, partial or complete. The transfers of a round overlap the tasks of the
+// rounds before it.
+#pragma once
+
+#include "planner/lower/order.hpp"
+
+namespace apportion::lower {
+
+// The tensor that tasks add up for queries.
+inline Tensor sums_of_queries(bool backward) { return backward ? Tensor::DQ : Tensor::O; }
+
+// Appends steps and rows of all groups.
+void lower_core(Program& program, const Lowering& low, bool backward, const Between& between = {});
+
+// Rows in attention order that no task opens begin at nothing.
+void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward);
+
+// Tasks, at the step of each. fetched, summed: of the tiles of either side, first work rows, and those of what they add
+// up.
+struct Places {
+  Growing<int64_t> fetched, summed;
+};
+void attend(Program& program, const Lowering& low, const Sides& sides, const Growing<int64_t>& steps, Space space,
+            bool backward, const Places& queries = {}, const Places& keys = {});
+
+}  // namespace apportion::lower

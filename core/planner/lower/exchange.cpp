@@ -1,0 +1,112 @@
+#include "planner/lower/exchange.hpp"
+
+#include <algorithm>
+
+namespace apportion::lower {
+
+namespace {
+
+// Of a copy on its way in, with the heads of the rank that it is for.
+Ends ends_of(const Lowering& low, const Copy& copy, Tensor tensor) {
+  const int64_t heads = (KV_SIDE.has(tensor) ? low.sets.key : low.sets.query)[copy.dst];
+  return {copy.src, copy.dst, rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads),
+          rows_of(tensor, Space::WORK, copy.row, copy.rows, heads)};
+}
+
+// The launch that a copy which moves goes with.
+struct Launches {
+  const ExchangeSteps& steps;
+  int64_t first;
+  Column<const bool> apart;
+
+  int64_t of(const Copy& copy, int64_t round) const {
+    return apart.size() != 0 && apart[copy.piece] ? steps.other : steps.launches[first + round];
+  }
+};
+
+ExchangeSteps reserve(Program& program, const Lowering& low, Op attend, int64_t results, int64_t parts) {
+  ExchangeSteps steps{{}, program.step(Op::CLEAR), 0, 0, 0, -1};
+  for (int64_t one = 0; one < parts * low.exchange->rounds; ++one)
+    steps.launches.push_back(program.launch(CHANNEL, low.exchange->mode | results));
+  steps.copy = program.step(results != 0 ? Op::DELIVER : Op::COPY);
+  steps.attend = program.step(attend);
+  for (const int64_t launch : steps.launches) program.wait(launch);
+  return steps;
+}
+
+}  // namespace
+
+int64_t launch_other(Program& program, const Lowering& low, int64_t results) {
+  if (!low.exchange || !low.exchange->has_turns) return -1;
+  // beside the channels of the rounds that fetch, and of those that return
+  return program.launch(2 * low.schedule.channels(), low.exchange->mode | results);
+}
+
+ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts) {
+  ExchangeSteps steps = reserve(program, low, attend, 0, parts);
+  steps.other = launch_other(program, low, 0);
+  steps.add = program.step(Op::ADD);
+  return steps;
+}
+
+ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_t results, int64_t launched) {
+  ExchangeSteps steps = reserve(program, low, attend, results, 1);
+  steps.other = launched;
+  if (launched >= 0) program.wait(launched);
+  steps.add = program.step(Op::ADD);
+  return steps;
+}
+
+void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
+          Column<const bool> apart, int64_t part) {
+  const Launches launches{steps, part * low.exchange->rounds, apart};
+  const auto launch = [&](const Copy& copy, int64_t round) { return launches.of(copy, round); };
+  const auto ends = [&](int64_t, const Copy& copy) {
+    const Ends found = ends_of(low, copy, tensor);
+    return way == Way::IN ? found : Ends{copy.dst, copy.src, found.into, found.out};
+  };
+  move_copies(program, *low.exchange, steps.copy, launch, ends);
+}
+
+void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart) {
+  constexpr Tensor DKV = Tensor::DKV;
+  const Exchange& exchange = *low.exchange;
+  if (!exchange.shared) return move(program, low, steps, DKV, Way::OUT, apart);
+  Growing<int64_t> beyond = reach_of(program, DKV, low.groups.ranks()), staged;  // of each rank; of what arrives
+  const Growing<int64_t> group = low.groups.of_ranks();
+  for (int64_t rank = 0; rank < beyond.count(); ++rank) beyond[rank] = std::max(beyond[rank], low.rows[group[rank]]);
+  for (int64_t rank = 0; rank < exchange.held.size(); ++rank)
+    if (const int64_t rows = exchange.held[rank]; rows > 0)
+      program.clear(steps.clear, rank, rows_of(DKV, Space::HOME, exchange.first[rank], rows));
+  const auto arriving = [&](const Copy& copy, int64_t row) {
+    return rows_of(DKV, Space::WORK, row, copy.rows, low.sets.key[copy.dst]);
+  };
+  const Launches launches{steps, 0, apart};
+  exchange.moved([&](int64_t, const Copy& copy, int64_t round) {
+    staged.push_back(beyond[copy.src]);
+    beyond[copy.src] += copy.rows;
+    program.send(launches.of(copy, round), copy.dst, copy.src, ends_of(low, copy, DKV).into);
+  });
+  int64_t number = 0;
+  exchange.moved([&](int64_t, const Copy& copy, int64_t round) {
+    program.receive(launches.of(copy, round), copy.dst, copy.src, arriving(copy, staged[number++]));
+  });
+  exchange.kept([&](int64_t, const Copy& copy) {
+    const Ends ends = ends_of(low, copy, DKV);
+    program.combine(steps.add, copy.src, ends.into, ends.out);
+  });
+  number = 0;
+  exchange.moved([&](int64_t, const Copy& copy, int64_t) {
+    program.combine(steps.add, copy.src, arriving(copy, staged[number++]), ends_of(low, copy, DKV).out);
+  });
+}
+
+Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks) {
+  Growing<int64_t> reach(ranks);
+  each_operand(program, [&](int32_t rank, const Operand& one) {
+    if (one.tensor() == tensor) reach[rank] = std::max(reach[rank], one.reach());
+  });
+  return reach;
+}
+
+}  // namespace apportion::lower

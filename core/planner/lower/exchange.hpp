@@ -1,0 +1,71 @@
+// The exchange between the rows that the caller holds and those that attention is computed on.
+//
+// A copy of a piece goes to every rank of the piece's group, with the heads of that rank: as a transfer, or as a copy
+// where home and rank are the same. The way back is the reverse; where several ranks of a group use one KV head, its
+// gradients are added up at home.
+#pragma once
+
+#include "planner/lower/given.hpp"
+#include "planner/lower/program.hpp"
+
+namespace apportion::lower {
+
+inline constexpr int64_t CHANNEL = 0;
+
+// Steps of one way. launches: of each part of the tensors, of each round; attend: where what lies beside it is
+// computed; other: the launch of what goes by itself, -1 where all rows go at once.
+struct ExchangeSteps {
+  Growing<int64_t> launches;
+  int64_t clear, copy, attend, add, other;
+};
+
+// Appends the launch of what goes by itself, if any; returns its position, or -1.
+int64_t launch_other(Program& program, const Lowering& low, int64_t results);
+
+// Appends the steps of the way in, of so many parts of tensors, a part in rounds of its own. What goes by itself is
+// launched behind the rest, as both would share the links, and waited for elsewhere.
+ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts);
+
+// Appends those of the way out. launched: of what goes by itself, which is waited for here.
+ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_t results, int64_t launched);
+
+enum class Way { IN, OUT };
+
+// Ranks between which rows go, and what they are on each.
+struct Ends {
+  int64_t src, dst;
+  Operand out, into;
+};
+
+// All copies: transfers of those that move, at launch(copy, round), and at step `copy` those that stay, if that is not
+// -1. ends(number, copy): where each goes.
+template <class Launch, class EndsOf>
+void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launch&& launch, EndsOf&& ends) {
+  exchange.moved([&](int64_t number, const Copy& one, int64_t round) {
+    const Ends own = ends(number, one);
+    program.send(launch(one, round), own.src, own.dst, own.out);
+  });
+  exchange.moved([&](int64_t number, const Copy& one, int64_t round) {
+    const Ends own = ends(number, one);
+    program.receive(launch(one, round), own.src, own.dst, own.into);
+  });
+  if (copy < 0) return;
+  exchange.kept([&](int64_t number, const Copy& one) {
+    const Ends own = ends(number, one);
+    program.combine(copy, own.src, own.out, own.into, 1);
+  });
+}
+
+// Rows of a tensor from home to attention rows or back, in a part of the rounds. apart: of pieces, those that go by
+// themselves, if any.
+void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
+          Column<const bool> apart, int64_t part = 0);
+
+// Back home, of gradients of KV rows, where several ranks of a group may bring some of the same head. `program` has all
+// rows of attention.
+void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
+
+// Of each rank, the work rows of a tensor that rows name.
+Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks);
+
+}  // namespace apportion::lower

@@ -1,0 +1,181 @@
+//   points    of each lane, 0, where rows of parts begin and end, and its end
+//   pieces    from a point to the next: rows that the same parts have
+//   state     of each piece, whether the first task that reaches it opens it, once tasks are visited in their order
+#include "planner/lower/first_writes.hpp"
+
+#include <numeric>
+#include <utility>
+
+namespace apportion::lower {
+
+namespace {
+
+// ptr: of points, where those of each lane begin; low, high: of each part, its first piece and the last + 1.
+struct Pieces {
+  Growing<int64_t> points, ptr;
+  Growing<int32_t> low, high;
+};
+
+enum class State : std::uint8_t { UNSEEN, ADDED, OPENED };
+
+// Points of lanes, one lane after another. Many parts have the same, so those of the last are in a hash table, too: a
+// slot counts if it is of this lane.
+class Points {
+ public:
+  explicit Points(int64_t most) {  // of a lane
+    while (slots_.count() < 2 * most) slots_.resize(2 * slots_.size());
+  }
+  void add(int64_t point) {
+    Slot& slot = at(point);
+    if (slot.lane == lane_) return;
+    slot = {point, lane_, 0};
+    all_.push_back(point);
+  }
+  // Puts the points of the lane in order.
+  void sort() {
+    std::sort(all_.begin() + first_, all_.end());
+    for (int64_t place = first_; place < all_.count(); ++place) at(all_[place]).place = static_cast<int32_t>(place);
+  }
+  // The place of a point of the lane.
+  int32_t find(int64_t point) { return at(point).place; }
+  void close() {
+    ++lane_;
+    first_ = all_.count();
+  }
+  int64_t count() const { return all_.count(); }
+  Growing<int64_t> take() { return std::move(all_); }
+
+ private:
+  struct Slot {
+    int64_t point;
+    int32_t lane = -1, place = 0;
+  };
+  Slot& at(int64_t point) {
+    const int64_t mask = slots_.count() - 1;
+    auto slot = static_cast<int64_t>(static_cast<std::uint64_t>(point) * 0x9E3779B97F4A7C15u >> 32) & mask;
+    while (slots_[slot].lane == lane_ && slots_[slot].point != point) slot = (slot + 1) & mask;
+    return slots_[slot];
+  }
+
+  Growing<int64_t> all_;
+  Growing<Slot> slots_ = Growing<Slot>(16);
+  int64_t first_ = 0;
+  int32_t lane_ = 0;
+};
+
+// Parts by their lane, where those of each begin, and how many a lane has at most.
+struct ByLane {
+  Growing<int32_t> order;
+  Growing<int64_t> begin;
+  int64_t most = 0;
+
+  ByLane(const Growing<Written>& written, int64_t lanes) : begin(lanes + 2) {
+    for (const Written& part : written) most = std::max(most, ++begin[part.lane + 2]);
+    std::partial_sum(begin.begin(), begin.end(), begin.begin());
+    order = Growing<int32_t>(begin.back());
+    for (int32_t part = 0; part < written.count(); ++part) order[begin[written[part].lane + 1]++] = part;
+  }
+  Column<const int32_t> of(int64_t lane) const { return {order.data() + begin[lane], begin[lane + 1] - begin[lane]}; }
+};
+
+Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
+  const ByLane by_lane(written, held.count());
+  Points points(2 * by_lane.most + 2);
+  Growing<int64_t> ptr(1);
+  Growing<int32_t> low(written.count()), high(written.count());
+  for (int64_t lane = 0; lane < held.count(); ++lane) {
+    points.add(0);
+    points.add(held[lane]);
+    for (const int32_t part : by_lane.of(lane)) {
+      if (written[part].rows == held[lane]) continue;
+      points.add(written[part].row);
+      points.add(written[part].row + written[part].rows);
+    }
+    points.sort();
+    for (const int32_t part : by_lane.of(lane)) {
+      low[part] = points.find(written[part].row);
+      high[part] = points.find(written[part].row + written[part].rows);
+    }
+    points.close();
+    ptr.push_back(points.count());
+  }
+  return {points.take(), std::move(ptr), std::move(low), std::move(high)};
+}
+
+// Pieces that no task has reached yet: of each piece the next of these from it on, or a step towards it.
+class Unseen {
+ public:
+  explicit Unseen(int64_t pieces) : after_(pieces + 1) { std::iota(after_.begin(), after_.end(), 0); }
+  bool has(int64_t piece) const { return after_[piece] == piece; }
+  void remove(int64_t piece) { after_[piece] = piece + 1; }
+  int64_t next(int64_t piece) {
+    int64_t found = piece;
+    while (!has(found)) found = after_[found];
+    while (after_[piece] != found) piece = std::exchange(after_[piece], found);
+    return found;
+  }
+
+ private:
+  Growing<int64_t> after_;
+};
+
+// Sets the flags of tasks that open all that they reach; returns the state of pieces.
+Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Growing<int32_t>& flags) {
+  Growing<State> state(pieces.points.count(), State::UNSEEN);
+  Unseen unseen(state.count());
+  for (int64_t begin = 0, end; begin < written.count(); begin = end) {
+    bool fresh = true;
+    for (end = begin; end < written.count() && written[end].task == written[begin].task; ++end) {
+      fresh = fresh && written[end].may;
+      for (int64_t piece = pieces.low[end]; fresh && piece < pieces.high[end]; ++piece) fresh = unseen.has(piece);
+    }
+    if (fresh) flags[written[begin].task] = 1;
+    for (int64_t one = begin; one < end; ++one) {
+      for (int64_t piece = unseen.next(pieces.low[one]); piece < pieces.high[one]; piece = unseen.next(piece)) {
+        state[piece] = fresh ? State::OPENED : State::ADDED;
+        unseen.remove(piece);
+      }
+    }
+  }
+  return state;
+}
+
+}  // namespace
+
+Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& held, int64_t tasks) {
+  const Pieces pieces = cut(written, held);
+  Openers found{Growing<int32_t>(tasks), {}};
+  const Growing<State> state = visit(written, pieces, found.flags);
+  for (int64_t lane = 0; lane < held.count(); ++lane) {
+    bool longer = false;  // what lies before is open, too
+    for (int64_t at = pieces.ptr[lane]; at < pieces.ptr[lane + 1] - 1; ++at) {
+      const bool opened = state[at] == State::OPENED;
+      if (!opened && !longer) found.cleared.push_back({lane, pieces.points[at], 0});
+      if (!opened) found.cleared.back().rows += pieces.points[at + 1] - pieces.points[at];
+      longer = !opened;
+    }
+  }
+  return found;
+}
+
+void Leaving::add(int64_t begin, int64_t end) {
+  if (!low_.empty() && begin <= high_.back() && end >= low_.back()) {
+    low_.back() = std::min(begin, low_.back());
+    high_.back() = std::max(end, high_.back());
+  } else {
+    low_.push_back(begin);
+    high_.push_back(end);
+  }
+}
+
+void Leaving::sort() {
+  std::sort(low_.begin(), low_.end());
+  std::sort(high_.begin(), high_.end());
+}
+
+bool Leaving::keeps(int64_t begin, int64_t end) const {
+  return std::lower_bound(low_.begin(), low_.end(), end) - low_.begin() ==
+         std::upper_bound(high_.begin(), high_.end(), begin) - high_.begin();
+}
+
+}  // namespace apportion::lower

@@ -1,0 +1,171 @@
+// What lowering is given: one attention kind, placed and scheduled (`Lowering` of apportion/planner/lower/inputs.py).
+//
+//   tasks, parts    in program order; what the keys of each are made of
+//   edges           of all tiles, and when they move
+//   copies          of the exchange around attention, from home rows to the attention rows of each member of a group
+//   beside          tasks of single ranks, computed while rows of groups travel
+//
+// Ranks are those of the plan, but where it says groups: attention is planned for these, and every member runs it.
+#pragma once
+
+#include <deque>
+#include <memory>
+
+#include "ir/isa.hpp"
+#include "planner/edges.hpp"
+#include "planner/numbers.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion::lower {
+
+using std::int32_t;
+using std::int64_t;
+
+struct Task {
+  int64_t exec, row, rows, k, k0, k1, dmin, dmax, edge, query_edge, group;
+
+  int64_t keys() const { return k1 - k0; }
+};
+
+struct Tasks {
+  Ints exec, row, rows, k, k0, k1, dmin, dmax, edge, query_edge, group;
+
+  int64_t size() const { return exec.size(); }
+  Task operator[](int64_t at) const {
+    return {exec[at], row[at],  rows[at], k[at],          k0[at],   k1[at],
+            dmin[at], dmax[at], edge[at], query_edge[at], group[at]};
+  }
+};
+
+// Rows of the keys of tasks, by rising task: at home (edge -1) or in the tile of an edge.
+struct KeyParts {
+  Ints task, edge, row, keys;
+};
+
+struct Edges {
+  Ints tile, home, row, rows, src, dst, parent, lane;
+
+  int64_t size() const { return tile.size(); }
+  Edge operator[](int64_t at) const {
+    return {narrow(tile[at]), narrow(home[at]), narrow(row[at]),    narrow(rows[at]),
+            narrow(src[at]),  narrow(dst[at]),  narrow(parent[at]), narrow(lane[at])};
+  }
+};
+
+// round, returns_to, back: of each edge; back: the channel of what its tile adds up, where `has_back`. when, channel:
+// of each round.
+struct Schedule {
+  Ints round, returns_to, back, when, channel;
+  int64_t buffers, leads, tails, levels;
+  bool has_back, divided;
+
+  int64_t rounds() const { return when.size(); }
+  int64_t channels() const {
+    int64_t most = 0;
+    for (int64_t round = 0; round < rounds(); ++round) most = std::max(most, channel[round]);
+    return 1 + most;
+  }
+};
+
+// A piece of the exchange on its way to one rank, src to dst. home_row: counted with home rows that are not exchanged.
+struct Copy {
+  int64_t src, dst, piece, home_row, row, rows;
+
+  bool moves() const { return src != dst; }
+};
+
+// piece, dst: of each copy; src to rows: of each piece; round: of each copy that moves; first: of each rank, home rows
+// that are not exchanged, and `held`, those that are. results: of the mode of what leaves in the phase. late, early,
+// early_keys: pieces that go by themselves (`Turns`).
+struct Exchange {
+  Ints piece, dst, src, src_row, row, rows, round, first, held;
+  int64_t rounds, mode, results;
+  bool direct, shared, has_turns;
+  Column<const bool> late, early, early_keys;
+
+  int64_t size() const { return piece.size(); }
+  Copy operator[](int64_t at) const {
+    const int64_t of = piece[at];
+    return {src[of], dst[at], of, src_row[of] + first[src[of]], row[of], rows[of]};
+  }
+  // Calls loop(number, copy, round) with all copies that move, and loop(number, copy) with all that stay.
+  template <class Loop>
+  void moved(Loop&& loop) const {
+    int64_t number = 0;
+    for (int64_t at = 0; at < size(); ++at)
+      if (const Copy copy = (*this)[at]; copy.moves()) loop(at, copy, round[number++]);
+  }
+  template <class Loop>
+  void kept(Loop&& loop) const {
+    for (int64_t at = 0; at < size(); ++at)
+      if (const Copy copy = (*this)[at]; !copy.moves()) loop(at, copy);
+  }
+};
+
+// Heads in stages: `HeadStages` of apportion/planner/inner/groups.py. query_heads, widest: columns of arenas of either
+// side.
+struct HeadStages {
+  IntRows query, key;
+  Ints window;
+  int64_t query_heads, widest;
+  bool shared, project, ahead, hold;
+
+  int64_t count() const { return window.size(); }
+  bool opens(int64_t stage) const { return stage == 0 || window[stage] > window[stage - 1]; }
+  bool closes(int64_t stage) const { return stage + 1 == count() || window[stage] < window[stage + 1]; }
+};
+
+// first: of each group, and the end.
+struct Groups {
+  Ints first;
+
+  int64_t count() const { return first.size() - 1; }
+  int64_t ranks() const { return first[count()]; }
+  bool split() const { return count() < ranks(); }
+  Growing<int64_t> of_ranks() const {
+    Growing<int64_t> found(ranks());
+    for (int64_t group = 0; group < count(); ++group)
+      for (int64_t rank = first[group]; rank < first[group + 1]; ++rank) found[rank] = group;
+    return found;
+  }
+};
+
+// Head sets of ranks, and columns of their arenas.
+struct HeadSets {
+  Ints query, key, query_heads, key_columns;
+};
+
+struct Lowering {
+  Tasks tasks;
+  KeyParts parts;
+  Ints stage;  // of tasks
+  Edges edges;
+  Schedule schedule;
+  Ints rows, block_row, block_start;   // of groups; of blocks, their first row and token
+  Ints home_rows;                      // of ranks
+  Ints query_sets, key_sets, shared;   // of head groups; of distinct sets of KV heads; which of these each group has
+  bool queries_move, keys_overlap;
+  Column<const bool> whole_results;  // of edges of queries
+  Groups groups;
+  HeadSets sets;
+  std::unique_ptr<Exchange> exchange;
+  std::unique_ptr<HeadStages> stages;
+  std::unique_ptr<Lowering> beside;
+  Column<const bool> early;     // of tasks beside: those computed while rows come in
+  std::deque<Buffer> buffers;  // keep the arrays open
+
+  // Whether tasks may run after the stage of their tile.
+  bool later() const { return queries_move || schedule.divided; }
+  Space space() const { return exchange ? Space::WORK : Space::HOME; }
+  // Whether tiles stay for several stages of heads, so that their rows are never used for others.
+  bool holds() const { return stages && stages->hold; }
+  // Work rows that attention rows of a group take.
+  int64_t kept(int64_t group) const { return exchange ? rows[group] : 0; }
+  // First key row of a task, in the attention order of the keys' home.
+  int64_t key_row(const Task& task) const { return block_row[task.k] + task.k0 - block_start[task.k]; }
+};
+
+// Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Needs the GIL.
+Lowering open(nb::handle given, nb::str phase);
+
+}  // namespace apportion::lower

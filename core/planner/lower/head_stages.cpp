@@ -1,0 +1,313 @@
+// Programs of head stages: one lowering of a group's attention, placed once a stage, and the exchanges around it.
+//
+//   forward    in 0 | attend 0 | out 0, in 1 | attend 1 | out 1, in 2 | ..  | finish
+//   backward   delta | in 0 | grads 0 | out 0, in 1 | grads 1 | ..
+//
+// Rows are those of Ulysses: work rows in attention order hold the heads of one stage, then those of the next (UPipe,
+// section 3.3). KV rows stay for the stages of their window, and so do their gradients, which leave after its last
+// stage. With `ahead` there are two arenas in turn: a stage comes in while the one before it is computed. With `hold`
+// KV tiles of other groups stay for the stages of a window too; else every stage brings its own, as ring attention does
+// for its heads.
+//
+// Where the program projects, a home rank makes the heads of each rank of the group in work rows beyond the attention
+// rows, from where they are sent; its own, and KV heads that it shares, in their place. Gradients return to such rows
+// and are pushed back through the projection, stage after stage.
+#include <algorithm>
+#include <map>
+
+#include "planner/lower/phase.hpp"
+
+namespace apportion::lower {
+
+namespace {
+
+// Of one stage, where its steps stand.
+struct Stage {
+  int64_t project, brought, attend, left, added, pushed;
+  Growing<int64_t> coming, going;  // launches of rounds
+};
+
+// How stages see one side of the core. sets: of each stage and rank, its heads; turn: of each stage, which of the
+// `turns` arenas of attention rows is its own.
+struct View {
+  IntRows sets;
+  Growing<int64_t> row, turn;  // of each stage, its row of sets
+  int64_t turns;
+};
+
+class Stages {
+ public:
+  Stages(const Lowering& low, bool backward)
+      : low_(low), exchange_(*low.exchange), stages_(*low.stages), backward_(backward), group_(low.groups.of_ranks()) {
+    for (int64_t stage = 0; stage < stages_.count(); ++stage) {
+      if (stages_.opens(stage)) opens_.push_back(stage);
+      if (stages_.closes(stage)) closes_.push_back(stage);
+    }
+    lower_core(core_, low, backward);
+    spread(core_, low);
+    find_views();
+    find_owners();
+    make_rows();
+  }
+
+  Program run() {
+    if (backward_) add_whole(program_, low_, program_.step(Op::DELTA), Tensor::DO, Tensor::O, Tensor::DELTA);
+    if (backward_ && stages_.shared && !stages_.project)
+      add_whole(program_, low_, program_.step(Op::CLEAR), Tensor::NONE, Tensor::NONE, Tensor::DKV);
+    append_stages();
+    if (!backward_) add_whole(program_, low_, program_.step(Op::FINISH), Tensor::NONE, Tensor::NONE, Tensor::O);
+    for (const Tensor tensor : fetched(backward_)) move(tensor, Way::IN);
+    move(sums_of_queries(backward_), Way::OUT);
+    if (backward_) move(Tensor::DKV, Way::OUT);
+    for (int64_t stage = 0; stage < stages_.count(); ++stage) attend(stage);
+    if (stages_.project) project();
+    if (made(Tensor::DKV)) gather();
+    return std::move(program_);
+  }
+
+ private:
+  // steps
+
+  // With `ahead` one stage comes in, and one before it leaves, while a stage is computed.
+  void append_stages() {
+    const int64_t count = stages_.count(), results = exchange_.results;
+    for (const Step& step : core_.steps) channel_ = std::max(channel_, step.channel + 1);
+    if (!stages_.ahead) channel_ = CHANNEL;  // else beside tiles that are under way at the same time
+    steps_ = Growing<Stage>(count);
+    bring(0);
+    for (int64_t stage = 0; stage < count; ++stage) {
+      const bool more = stage + 1 < count;
+      wait(steps_[stage].coming);
+      if (stages_.ahead && more) bring(stage + 1);
+      steps_[stage].attend = program_.append(core_);
+      if (stages_.ahead && stage > 0) close(stage - 1);
+      steps_[stage].going = launch(results);
+      steps_[stage].left = program_.step(results != 0 ? Op::DELIVER : Op::COPY);
+      if (!stages_.ahead && more) bring(stage + 1);
+      if (!stages_.ahead || !more) close(stage);
+    }
+  }
+  void bring(int64_t stage) {
+    steps_[stage].project = program_.step(Op::PROJECT);
+    steps_[stage].coming = launch(0);
+    steps_[stage].brought = program_.step(Op::COPY);
+  }
+  void close(int64_t stage) {
+    wait(steps_[stage].going);
+    steps_[stage].added = program_.step(Op::ADD);
+    steps_[stage].pushed = program_.step(Op::PROJECT_GRAD);
+  }
+  Growing<int64_t> launch(int64_t results) {
+    Growing<int64_t> launches;
+    for (int64_t round = 0; round < exchange_.rounds; ++round)
+      launches.push_back(program_.launch(channel_, exchange_.mode | results));
+    return launches;
+  }
+  void wait(const Growing<int64_t>& launches) {
+    for (const int64_t one : launches) program_.wait(one);
+  }
+
+  // rows
+
+  int64_t kept(int64_t rank) const { return low_.kept(group_[rank]); }
+  int64_t member(int64_t rank) const { return rank - low_.groups.first[group_[rank]]; }
+  const View& view(Tensor tensor) const { return KV_SIDE.has(tensor) ? keys_ : queries_; }
+
+  void find_views() {
+    const int64_t turns = 1 + stages_.ahead, count = stages_.count(), windows = stages_.key.rows();
+    queries_ = {stages_.query, {}, {}, std::min(turns, count)};
+    keys_ = {stages_.key, {}, {}, std::min(turns, windows)};
+    for (int64_t stage = 0; stage < count; ++stage) {
+      const int64_t window = stages_.window[stage];
+      queries_.row.push_back(stage);
+      queries_.turn.push_back(stage % queries_.turns);
+      keys_.row.push_back(window_like(window));
+      keys_.turn.push_back(window % keys_.turns);
+    }
+  }
+  // The first window with the same KV heads on every rank, of those that take the same turn.
+  int64_t window_like(int64_t window) const {
+    for (int64_t one = window % keys_.turns;; one += keys_.turns) {
+      bool same = true;
+      for (int64_t place = 0; place < stages_.key.columns(); ++place)
+        same = same && stages_.key[one][place] == stages_.key[window][place];
+      if (same) return one;
+    }
+  }
+
+  // Rows of the core, on a rank, in some stage. Tiles lie beyond all turns.
+  Operand seen(int64_t stage, int64_t rank, const Operand& one) const {
+    if (one.none()) return one;
+    const View& own = view(one.tensor());
+    const int64_t turn = one.row() < kept(rank) ? own.turn[stage] : own.turns - 1;
+    return rows_of(one.tensor(), Space::WORK, one.row() + turn * kept(rank), one.rows(),
+                   own.sets[own.row[stage]][member(rank)]);
+  }
+
+  // The stage of the `at`-th time that rows of a tensor are there: of queries in every stage, of keys in each window.
+  int64_t times(Tensor tensor) const { return KV_SIDE.has(tensor) ? opens_.count() : stages_.count(); }
+  int64_t first_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? opens_[at] : at; }
+  int64_t last_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? closes_[at] : at; }
+  int64_t heads(Tensor tensor, int64_t at, const Copy& copy) const { return view(tensor).sets[at][member(copy.dst)]; }
+
+  // owner: of each window and copy, of the copies of one piece with the same heads, the one whose rows all use at home:
+  // that which stays there, else the first.
+  void find_owners() {
+    for (int64_t window = 0; window < stages_.key.rows(); ++window) {
+      std::map<std::pair<int64_t, int64_t>, int64_t> found;
+      Growing<int64_t> owner(exchange_.size());
+      for (int64_t at = 0; at < exchange_.size(); ++at) {
+        const Copy copy = exchange_[at];
+        const auto own = found.insert({{copy.piece, heads(Tensor::KV, window, copy)}, at}).first;
+        if (!copy.moves()) own->second = at;
+      }
+      for (int64_t at = 0; at < exchange_.size(); ++at) {
+        const Copy copy = exchange_[at];
+        owner[at] = found[{copy.piece, heads(Tensor::KV, window, copy)}];
+      }
+      owner_.push_back(std::move(owner));
+    }
+  }
+
+  // Work rows at home for what is projected or added up there, for the copies that need some at any time; -1 for
+  // others.
+  void make_rows() {
+    Growing<Tensor> tensors;
+    if (stages_.project) tensors.push_back(Tensor::Q), tensors.push_back(Tensor::KV);
+    if (stages_.project && backward_) tensors.push_back(Tensor::DQ);
+    if (backward_ && (stages_.project || stages_.shared)) tensors.push_back(Tensor::DKV);
+    for (const Tensor tensor : tensors) {
+      const Growing<int64_t> reach = reach_of(core_, tensor, group_.count());
+      for (int64_t at = 0; at < times(tensor); ++at) {
+        Growing<int64_t> row(exchange_.size(), -1), next = reach;
+        for (int64_t rank = 0; rank < next.count(); ++rank)
+          next[rank] = std::max(next[rank], kept(rank)) + (view(tensor).turns - 1) * kept(rank);
+        exchange_.moved([&](int64_t number, const Copy& copy, int64_t) {
+          if (tensor == Tensor::KV && owner_[at][number] != number) return;  // one copy for all ranks that share them
+          row[number] = next[copy.src];
+          next[copy.src] += copy.rows;
+        });
+        made_[tensor].push_back(std::move(row));
+      }
+    }
+  }
+  bool made(Tensor tensor) const { return made_.contains(tensor); }
+
+  // The rows of a copy where attention is computed, and of those at home.
+  Operand in_attention(Tensor tensor, int64_t at, const Copy& copy) const {
+    return seen(first_stage(tensor, at), copy.dst, rows_of(tensor, Space::WORK, copy.row, copy.rows));
+  }
+  Operand of_caller(Tensor tensor, int64_t at, const Copy& copy) const {
+    return rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads(tensor, at, copy));
+  }
+  // What is sent from home to attention rows, or arrives from there.
+  Operand at_home(Tensor tensor, int64_t at, int64_t number) const {
+    if (!made(tensor)) return of_caller(tensor, at, exchange_[number]);
+    const int64_t owner = tensor == Tensor::KV ? owner_[at][number] : number;
+    const Copy copy = exchange_[owner];
+    if (!copy.moves()) return in_attention(tensor, at, copy);
+    return rows_of(tensor, Space::WORK, made_.at(tensor)[at][owner], copy.rows, heads(tensor, at, copy));
+  }
+
+  // Transfers between ranks, and copies where both are one, unless rows are made or used up where they are.
+  void move(Tensor tensor, Way way) {
+    for (int64_t at = 0; at < times(tensor); ++at) {
+      const Stage& stage = steps_[way == Way::IN ? first_stage(tensor, at) : last_stage(tensor, at)];
+      const Growing<int64_t>& launches = way == Way::IN ? stage.coming : stage.going;
+      const auto ends = [&](int64_t number, const Copy& copy) {
+        const Operand home = at_home(tensor, at, number), there = in_attention(tensor, at, copy);
+        return way == Way::IN ? Ends{copy.src, copy.dst, home, there} : Ends{copy.dst, copy.src, there, home};
+      };
+      const auto launch = [&](const Copy&, int64_t round) { return launches[round]; };
+      const int64_t copy = way == Way::IN ? stage.brought : stage.left;
+      move_copies(program_, exchange_, made(tensor) ? -1 : copy, launch, ends);
+    }
+  }
+
+  // The core in one stage. Gradients of keys are added to those of the stages before it in its window. hold: so are
+  // those of keys in tiles, which come with the first stage and whose gradients go back after the last.
+  void attend(int64_t stage) {
+    const bool opens = stages_.opens(stage) || (!backward_ && !stages_.hold);
+    const bool closes = stages_.closes(stage) || (!backward_ && !stages_.hold);
+    const auto rests = [&](const Operand& moved) {
+      return stages_.hold && ((moved.tensor() == Tensor::KV && !opens) || (moved.tensor() == Tensor::DKV && !closes));
+    };
+    const auto adds = [&](const Operand& sums, int64_t rank) {
+      return !opens && sums.tensor() == Tensor::DKV && (stages_.hold || sums.row() < kept(rank));
+    };
+    const auto put = [&](auto row, auto& rows, auto... operands) {
+      row.step += narrow(steps_[stage].attend);
+      ((row.*operands = seen(stage, row.rank, row.*operands)), ...);
+      rows.push_back(row);
+    };
+    for (const Transfer& row : core_.transfers)
+      if (!rests(row.operand)) put(row, program_.transfers, &Transfer::operand);
+    for (Attention row : core_.attention) {
+      if (adds(row.key_sums, row.rank)) row.first &= ~static_cast<int32_t>(FIRST_DKV);
+      put(row, program_.attention, &Attention::queries, &Attention::keys, &Attention::query_sums, &Attention::key_sums);
+    }
+    for (const RowOp& row : core_.rowops) {
+      const bool cleared = core_.steps[row.step].op == Op::CLEAR;
+      if (!rests(row.a) && !(cleared && adds(row.c, row.rank)))
+        put(row, program_.rowops, &RowOp::a, &RowOp::b, &RowOp::c, &RowOp::d);
+    }
+  }
+
+  // The heads of every rank of the group, of all pieces at home; KV heads where a window of stages begins. In backward
+  // gradients of each stage's heads go into those of X; those of KV heads, added up before, after a window.
+  void project() {
+    for (int64_t stage = 0; stage < stages_.count(); ++stage) {
+      Growing<std::uint8_t> met(exchange_.src.size());
+      for (int64_t number = 0; number < exchange_.size(); ++number) {
+        const Copy copy = exchange_[number];
+        const Operand x = rows_of(Tensor::X, Space::HOME, copy.home_row, copy.rows);
+        const int32_t rank = narrow(copy.src);
+        program_.rowops.push_back({rank, narrow(steps_[stage].project), x, at_home(Tensor::Q, stage, number),
+                                   owned(Tensor::KV, stage, number), {}});
+        if (!backward_) continue;
+        const int32_t first = stage == 0 && met[copy.piece] == 0;
+        met[copy.piece] = 1;
+        program_.rowops.push_back({rank, narrow(steps_[stage].pushed), x, at_home(Tensor::DQ, stage, number),
+                                   owned(Tensor::DKV, stage, number), x.of(Tensor::DX), first});
+      }
+    }
+  }
+  // A tensor of keys in the stages where it is made or used up, of copies that own its heads; none in others.
+  Operand owned(Tensor tensor, int64_t stage, int64_t number) const {
+    const int64_t window = stages_.window[stage];
+    const bool there = tensor == Tensor::KV ? stages_.opens(stage) : stages_.closes(stage);
+    return there && owner_[window][number] == number ? at_home(tensor, window, number) : Operand();
+  }
+
+  // Adds up gradients of KV heads that ranks share: at home, or, to be pushed back, in the rows of one.
+  void gather() {
+    for (int64_t window = 0; window < closes_.count(); ++window)
+      for (int64_t number = 0; number < exchange_.size(); ++number) {
+        const int64_t owner = owner_[window][number];
+        if (stages_.project && owner == number) continue;
+        const Copy copy = exchange_[number];
+        const Operand into =
+            stages_.project ? at_home(Tensor::DKV, window, owner) : of_caller(Tensor::DKV, window, copy);
+        program_.combine(steps_[closes_[window]].added, copy.src, at_home(Tensor::DKV, window, number), into);
+      }
+  }
+
+  const Lowering& low_;
+  const Exchange& exchange_;
+  const HeadStages& stages_;
+  bool backward_;
+  Growing<int64_t> group_;           // of each rank
+  Growing<int64_t> opens_, closes_;  // of each window, its first and last stage
+  Program core_, program_;           // attention of one stage; all
+  int64_t channel_ = 0;
+  Growing<Stage> steps_;
+  View queries_, keys_;
+  Growing<Growing<int64_t>> owner_;
+  std::map<Tensor, Growing<Growing<int64_t>>> made_;  // of each time and copy, the first row
+};
+
+}  // namespace
+
+Program lower_stages(const Lowering& low, bool backward) { return Stages(low, backward).run(); }
+
+}  // namespace apportion::lower

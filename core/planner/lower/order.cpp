@@ -1,0 +1,191 @@
+#include "planner/lower/order.hpp"
+
+#include <algorithm>
+#include <set>
+
+namespace apportion::lower {
+
+namespace {
+
+// Rising batches by key; sets the batch of each edge with a key, which others (-1) have not.
+Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch) {
+  Growing<int64_t> found;
+  for (const int64_t key : keys)
+    if (key >= 0) found.push_back(key);
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  batch = Growing<int32_t>(keys.count(), -1);
+  for (int64_t edge = 0; edge < keys.count(); ++edge)
+    if (keys[edge] >= 0) batch[edge] = narrow(std::lower_bound(found.begin(), found.end(), keys[edge]) - found.begin());
+  return found;
+}
+
+// In which batches results come back: of queries, and backward also of keys.
+void find_batches(const Lowering& low, const Sides& sides, bool backward, Order& order) {
+  const Schedule& schedule = low.schedule;
+  const int64_t edges = low.edges.size(), rounds = schedule.rounds(), channels = schedule.channels();
+  Growing<int64_t> keys(edges, -1);
+  if (low.later()) {
+    for (const Side* side : {&sides.queries, &sides.keys}) {
+      if (!backward && side == &sides.keys) continue;
+      for (const Tile& tile : side->tiles) keys[tile.index] = 2 * (int64_t{tile.back} * rounds + tile.round);
+    }
+    for (int64_t tile = 0; tile < low.whole_results.size(); ++tile)
+      keys[sides.queries.tiles[tile].index] += low.whole_results[tile];
+    for (const int64_t key : numbered(keys, order.batch)) {
+      const int64_t round = (key >> 1) % rounds;
+      order.batches.push_back({round, (key >> 1) / rounds, channels + schedule.channel[round], (key & 1) != 0});
+    }
+  } else if (backward && schedule.has_back) {  // what came in a round goes back together, where it goes on one channel
+    int64_t backs = 1;
+    for (int64_t edge = 0; edge < edges; ++edge) backs = std::max(backs, schedule.back[edge] + 1);
+    for (int64_t edge = 0; edge < edges; ++edge) keys[edge] = backs * schedule.round[edge] + schedule.back[edge];
+    for (const int64_t key : numbered(keys, order.batch))
+      order.batches.push_back({key / backs, key / backs, channels + key % backs, false});
+  } else {
+    order.batch = Growing<int32_t>(edges, -1);
+    if (!backward) return;
+    for (int64_t edge = 0; edge < edges; ++edge) order.batch[edge] = narrow(schedule.round[edge]);
+    for (int64_t round = 0; round < rounds; ++round)
+      order.batches.push_back({round, round, channels + schedule.channel[round], false});
+  }
+}
+
+class Fetching {
+ public:
+  Fetching(Program& program, const Schedule& schedule, const Edges& edges, Order& order)
+      : program_(program), schedule_(schedule), order_(order), after_(schedule.rounds(), -1) {
+    order.launch = order.wait = Growing<int64_t>(schedule.rounds(), -1);
+    for (int64_t edge = 0; edge < edges.size(); ++edge) {
+      const int64_t parent = edges.parent[edge], round = schedule.round[edge];
+      if (parent >= 0) after_[round] = std::max(after_[round], schedule.round[parent]);
+    }
+    for (int64_t round = 0; round < schedule.rounds(); ++round) waiting_.push_back(round);
+    start(0, 0);
+  }
+  // Launches every round that may go when `arrived` rounds are waited for and the first `used` are used up.
+  void start(int64_t arrived, int64_t used) {
+    Growing<int64_t> left;
+    bool full = false;
+    for (const int64_t round : waiting_) {
+      full = full || (used < schedule_.rounds() && schedule_.when[round] >= schedule_.when[used] + schedule_.buffers);
+      if (!full && after_[round] < arrived)
+        order_.launch[round] = program_.launch(schedule_.channel[round]);
+      else
+        left.push_back(round);
+    }
+    waiting_ = std::move(left);
+  }
+  void take(int64_t round) {
+    order_.wait[round] = program_.wait(order_.launch[round]);
+    start(round + 1, round);
+  }
+  void compute(Op op) { order_.stage.push_back(program_.step(op)); }
+
+ private:
+  Program& program_;
+  const Schedule& schedule_;
+  Order& order_;
+  Growing<int64_t> after_;  // of each round, the last that must have arrived before it can start
+  Growing<int64_t> waiting_;
+};
+
+class Returning {
+ public:
+  Returning(Program& program, const Lowering& low, Op combine, Order& order)
+      : program_(program), combine_(combine), order_(order), needs_(order.batches.count()),
+        opened_(order.batches.count(), -1) {
+    order.clear = Growing<int64_t>(low.schedule.rounds(), -1);
+    for (int64_t batch = 0; batch < order.batches.count(); ++batch) waiting_.push_back(batch);
+    for (int64_t edge = 0; edge < order.batch.count(); ++edge) {
+      const int64_t to = low.schedule.returns_to[edge], earlier = order.batch[edge];
+      if (to < 0 || earlier < 0) continue;
+      needs_[order.batch[to]].insert(earlier);
+      opened_[earlier] = std::max(opened_[earlier], order.batches[order.batch[to]].round);
+    }
+  }
+  // What the round's tiles add up begins at nothing.
+  void open(int64_t round) {
+    if (!order_.batches.empty()) order_.clear[round] = program_.step(Op::CLEAR);
+  }
+  // Launches the batches complete in the first `computed` rounds that have all they add up.
+  void start(int64_t computed) {
+    Growing<int64_t> left;
+    for (const int64_t one : waiting_) {
+      Batch& batch = order_.batches[one];
+      const auto added = [&](int64_t need) { return order_.batches[need].add >= 0; };
+      if (batch.complete < computed && std::all_of(needs_[one].begin(), needs_[one].end(), added)) {
+        batch.launch = program_.launch(batch.channel, batch.results ? RESULTS : 0);
+        under_way_.insert({one, computed});
+      } else {
+        left.push_back(one);
+      }
+    }
+    waiting_ = std::move(left);
+  }
+  // Waits for the batches that had started by that stage and adds them, where rows to add them to are open.
+  void take(int64_t started, int64_t computed) {
+    for (auto at = under_way_.begin(); at != under_way_.end();) {
+      const auto [one, stage] = *at;
+      if (stage > started || opened_[one] >= computed) {
+        ++at;
+        continue;
+      }
+      Batch& batch = order_.batches[one];
+      batch.wait = program_.wait(batch.launch);
+      batch.add = batch.results ? batch.wait : program_.step(combine_);
+      at = under_way_.erase(at);
+    }
+  }
+  bool under_way() const { return !under_way_.empty(); }
+
+ private:
+  Program& program_;
+  Op combine_;
+  Order& order_;
+  Growing<std::set<int64_t>> needs_;  // of each batch, those that its own adds up
+  Growing<int64_t> opened_;           // of each batch, the last round that opens rows it is added to
+  Growing<int64_t> waiting_;
+  std::set<std::pair<int64_t, int64_t>> under_way_;  // batches, and the stage in which their return started
+};
+
+}  // namespace
+
+// Returns are waited for some stages after they started, or every rank would wait for the slowest at every stage: one
+// stage less than there are buffers, and one more for each level of relays: not around an inner ring, where the next
+// rank waits for each.
+Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Between& between) {
+  const Schedule& schedule = low.schedule;
+  const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;
+  const int64_t rounds = schedule.rounds(), levels = schedule.has_back ? 0 : schedule.channels() - 1;
+  const int64_t behind = std::max<int64_t>(1, schedule.buffers - 1) + levels;
+  Order order;
+  find_batches(low, sides, backward, order);
+  Fetching fetching(program, schedule, low.edges, order);
+  Returning returning(program, low, backward ? Op::ADD : Op::MERGE, order);
+  fetching.compute(compute);
+  between.first();
+  for (int64_t lead = 1; lead < schedule.leads; ++lead) fetching.compute(compute);
+  for (int64_t round = 0; round < rounds; ++round) {
+    fetching.take(round);
+    returning.open(round);
+    fetching.compute(compute);
+    returning.start(round + 1);
+    fetching.start(round + 1, round + 1);
+    returning.take(round + 1 - behind, round + 1);
+    returning.start(round + 1);
+  }
+  const auto finish = [&] {
+    returning.take(rounds, rounds);
+    returning.start(rounds);
+  };
+  for (int64_t left = schedule.tails; left > 0; --left) {
+    if (left == 1) between.last();
+    fetching.compute(compute);
+    if (left <= schedule.levels) finish();
+  }
+  while (returning.under_way()) finish();
+  return order;
+}
+
+}  // namespace apportion::lower

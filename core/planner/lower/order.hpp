@@ -1,0 +1,44 @@
+// The order of a program's steps: when rounds start, when they are waited for, and what is computed in between.
+//
+//   forward    start, ..                | local tasks | wait, start what may | tasks of that round | start | ..
+//   backward   the same, and after each stage: start the returns whose rows are complete, wait for those of earlier
+//              stages and add them; so does a forward whose queries leave home, for their results
+//
+// Rows that one tile's tasks compute alone go home as results, in rounds of their own, and nothing is added there.
+//
+// A round may start when the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
+// order, so launches rise everywhere.
+#pragma once
+
+#include <functional>
+
+#include "planner/lower/sides.hpp"
+
+namespace apportion::lower {
+
+// What tiles' tasks add up goes back in batches: those of one batch came in one round, are complete after the stage of
+// one round, and go as `results` or are added up. add: of results the step of the wait.
+struct Batch {
+  int64_t round, complete, channel;
+  bool results;
+  int64_t launch = -1, wait = -1, add = -1;
+};
+
+// Steps that fetch tiles, compute with them, and bring back what they add up. launch, wait: of rounds; stage: of
+// stages; clear: of rounds, before the stage that first writes what their tiles add up. batch: of edges, -1 where they
+// return nothing.
+struct Order {
+  Growing<int64_t> launch, wait, stage, clear;
+  Growing<Batch> batches;
+  Growing<int32_t> batch;
+};
+
+// Called after the first stage, and before the last.
+struct Between {
+  std::function<void()> first = [] {}, last = [] {};
+};
+
+// Appends the steps between exchanges.
+Order append_steps(Program& program, const Lowering& low, const Sides& sides, bool backward, const Between& between);
+
+}  // namespace apportion::lower

@@ -1,0 +1,114 @@
+// The programs of all ranks of one kind and phase:
+//
+//   forward    [in]         attention of groups                  [out]  finish
+//   backward   delta  [in]  attention of groups                  [out]
+//
+// with the exchange around attention where there is one. Attention is lowered for groups of ranks and then spread over
+// the members of each.
+#include "planner/lower/phase.hpp"
+
+namespace apportion::lower {
+
+namespace {
+
+// Lone sequences: the tasks of single ranks beside the way in or the way out.
+void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
+                bool backward) {
+  const Lowering& alone = *low.beside;
+  const Sides sides = sides_of(alone, backward);
+  clear_unopened(program, come.clear, sides, Space::HOME, backward);
+  Growing<int64_t> steps(alone.tasks.size());
+  for (int64_t task = 0; task < steps.count(); ++task) steps[task] = low.early[task] ? come.attend : leave.attend;
+  attend(program, alone, sides, steps, Space::HOME, backward);
+}
+
+// All tensors that tasks need, and those that they added up. Queries may be late, results early.
+void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
+                   bool backward) {
+  const Exchange& exchange = *low.exchange;
+  int64_t part = 0;
+  for (const Tensor tensor : fetched(backward)) {
+    const Column<const bool> apart = KV_SIDE.has(tensor) ? Column<const bool>() : exchange.late;
+    move(program, low, come, tensor, Way::IN, apart, exchange.direct ? part++ : 0);
+  }
+  move(program, low, leave, sums_of_queries(backward), Way::OUT, exchange.early);
+  if (backward) take_out_shared(program, low, leave, exchange.early_keys);
+}
+
+}  // namespace
+
+void add_whole(Program& program, const Lowering& low, int64_t step, Tensor a, Tensor b, Tensor c) {
+  for (int64_t rank = 0; rank < low.home_rows.size(); ++rank) {
+    if (low.home_rows[rank] == 0) continue;
+    const auto whole = [&](Tensor tensor) {
+      return tensor == Tensor::NONE ? Operand() : rows_of(tensor, Space::HOME, 0, low.home_rows[rank]);
+    };
+    program.rowops.push_back({narrow(rank), narrow(step), whole(a), whole(b), whole(c), {}});
+  }
+}
+
+std::span<const Tensor> fetched(bool backward) {
+  static constexpr std::array FORWARD{Tensor::Q, Tensor::KV};
+  static constexpr std::array BACKWARD{Tensor::Q, Tensor::DO, Tensor::DELTA, Tensor::KV};
+  return backward ? std::span<const Tensor>(BACKWARD) : std::span<const Tensor>(FORWARD);
+}
+
+void spread(Program& program, const Lowering& low) {
+  const Ints first = low.groups.first;
+  Program made;
+  made.steps = std::move(program.steps);
+  made.rounds = program.rounds;
+  const auto members = [&](const auto& rows, auto& out, auto&& change) {
+    for (auto row : rows) {
+      const int64_t group = row.rank;
+      for (int64_t rank = first[group]; rank < first[group + 1]; ++rank) {
+        row.rank = narrow(rank);
+        out.push_back(row);
+        change(out.back(), rank - first[group]);
+      }
+    }
+  };
+  const auto same = [](const auto&, int64_t) {};
+  members(program.transfers, made.transfers, [&](Transfer& row, int64_t member) {
+    row.peer = narrow(first[row.peer] + member);
+  });
+  members(program.attention, made.attention, same);
+  members(program.rowops, made.rowops, same);
+  each_operand(made, [&](int32_t rank, Operand& one) {
+    if (!one.none()) one = one.with((KV_SIDE.has(one.tensor()) ? low.sets.key : low.sets.query)[rank]);
+  });
+  program = std::move(made);
+}
+
+Program lower_phase(const Lowering& low, bool backward) {
+  if (low.exchange && low.stages) return lower_stages(low, backward);
+  const Op compute = backward ? Op::ATTEND_GRAD : Op::ATTEND;
+  Program program;
+  const int64_t delta = backward ? program.step(Op::DELTA) : -1;
+  ExchangeSteps come, leave;
+  int64_t results = 0, early = -1;
+  if (low.exchange) {
+    results = low.exchange->results;
+    come = steps_in(program, low, compute, low.exchange->direct ? std::ssize(fetched(backward)) : 1);
+  }
+  Between between;
+  if (low.exchange && low.exchange->has_turns) {
+    between.first = [&] { program.wait(come.other); };
+    between.last = [&] { early = launch_other(program, low, results); };
+  }
+  lower_core(program, low, backward, between);
+  if (low.exchange) leave = steps_out(program, low, compute, results, early);
+  const int64_t finish = backward ? -1 : program.step(Op::FINISH);
+  if (low.groups.split()) spread(program, low);
+  if (low.exchange) {
+    exchange_rows(program, low, come, leave, backward);
+    if (low.beside) add_beside(program, low, come, leave, backward);
+  }
+  if (backward)
+    add_whole(program, low, delta, Tensor::DO, Tensor::O, Tensor::DELTA);  // O is needed for nothing else
+  else
+    add_whole(program, low, finish, Tensor::NONE, Tensor::NONE, Tensor::O);
+  return program;
+}
+
+}  // namespace apportion::lower

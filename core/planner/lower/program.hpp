@@ -1,0 +1,132 @@
+// What lowering makes: one template of steps that all ranks run, and the rows of lists, each of a rank and a step.
+//
+// Rows of one rank and step keep the order in which they are given. They name operands by what they are; operands get
+// their numbers when tables are written.
+#pragma once
+
+#include "ir/isa.hpp"
+#include "planner/numbers.hpp"
+#include "planner/scratch.hpp"
+
+namespace apportion::lower {
+
+using std::int32_t;
+using std::int64_t;
+
+// Work rows of one rank, or steps of all ranks, that tables cannot number.
+struct Beyond {
+  int64_t rows = 0, steps = 0;
+};
+inline constexpr int64_t MOST = int64_t{1} << 31;
+
+// Rows of a tensor with some of the heads; no rows: no operand. There are many, so all of it is 12 bytes.
+class Operand {
+ public:
+  Operand() = default;
+  Operand(Tensor tensor, Space space, int64_t row, int64_t rows, int64_t heads)
+      : row_(narrow(row)),
+        rows_(narrow(rows)),
+        kind_(narrow(heads << 5) | static_cast<int32_t>(tensor) << 1 | static_cast<int32_t>(space)) {}
+
+  bool none() const { return rows_ == 0; }
+  int32_t row() const { return row_; }
+  int32_t rows() const { return rows_; }
+  int32_t heads() const { return kind_ >> 5; }
+  Tensor tensor() const { return static_cast<Tensor>(kind_ >> 1 & 15); }
+  Space space() const { return static_cast<Space>(kind_ & 1); }
+  bool same_rows(const Operand& other) const {
+    return row_ == other.row_ && rows_ == other.rows_ && ((kind_ ^ other.kind_) & ~30) == 0;
+  }
+  Operand of(Tensor other) const { return {other, space(), row_, rows_, heads()}; }
+  Operand with(int64_t heads) const { return {tensor(), space(), row_, rows_, heads}; }
+  // The row behind, of work rows.
+  int64_t reach() const { return space() == Space::WORK ? int64_t{row_} + rows_ : 0; }
+
+ private:
+  int32_t row_ = 0, rows_ = 0, kind_ = 0;
+};
+
+// Throws Beyond.
+inline Operand rows_of(Tensor tensor, Space space, int64_t row, int64_t rows, int64_t heads = 0) {
+  if (space == Space::WORK && row + rows >= MOST) throw Beyond{row + rows, 0};
+  return {tensor, space, row, rows, heads};
+}
+
+struct Transfer {
+  int32_t rank, step, send, peer;
+  Operand operand;
+};
+
+// A row of `tasks` or of `grads`. Other tensors of the queries have the same rows as these.
+struct Attention {
+  int32_t rank, step, dmin, dmax, first;
+  Operand queries, keys, query_sums, key_sums;
+};
+
+struct RowOp {
+  int32_t rank, step;
+  Operand a, b, c, d;
+  int32_t first = 0;
+};
+
+// launch: of a wait, the step that it waits for, else -1.
+struct Step {
+  Op op;
+  int64_t round = 0, channel = 0, mode = 0, launch = -1;
+};
+
+struct Program {
+  Growing<Step> steps;
+  int64_t rounds = 0;
+  Growing<Transfer> transfers;
+  Growing<Attention> attention;
+  Growing<RowOp> rowops;
+
+  // All append, and return the position of the step.
+  int64_t step(Op op) { return put({op}); }
+  int64_t launch(int64_t channel, int64_t mode = 0) { return put({Op::LAUNCH, rounds++, channel, mode}); }
+  int64_t wait(int64_t launch) { return put({Op::WAIT, steps[launch].round, 0, 0, launch}); }
+  // The steps of another, with rounds of their own and no rows; returns the position of the first.
+  int64_t append(const Program& other) {
+    const int64_t first = steps.count();
+    for (Step one : other.steps) {
+      if (one.op == Op::LAUNCH || one.op == Op::WAIT) one.round += rounds;
+      if (one.launch >= 0) one.launch += first;
+      steps.push_back(one);
+    }
+    rounds += other.rounds;
+    return first;
+  }
+
+  void send(int64_t step, int64_t src, int64_t dst, const Operand& operand) {
+    transfers.push_back({narrow(src), narrow(step), 1, narrow(dst), operand});
+  }
+  void receive(int64_t step, int64_t src, int64_t dst, const Operand& operand) {
+    transfers.push_back({narrow(dst), narrow(step), 0, narrow(src), operand});
+  }
+  void clear(int64_t step, int64_t rank, const Operand& c) {
+    rowops.push_back({narrow(rank), narrow(step), {}, {}, c, {}});
+  }
+  // merge and add; with `first` copy and deliver
+  void combine(int64_t step, int64_t rank, const Operand& a, const Operand& c, int32_t first = 0) {
+    rowops.push_back({narrow(rank), narrow(step), a, {}, c, {}, first});
+  }
+
+ private:
+  int64_t put(const Step& step) {
+    steps.push_back(step);
+    return steps.count() - 1;
+  }
+};
+
+// Calls visit(rank, operand) with every operand that rows name, changeable where the program is.
+template <class Rows, class Visit>
+void each_operand(Rows& program, Visit&& visit) {
+  for (auto& row : program.transfers) visit(row.rank, row.operand);
+  for (auto& row : program.attention)
+    for (auto* one : {&row.queries, &row.keys, &row.query_sums, &row.key_sums}) visit(row.rank, *one);
+  for (auto& row : program.rowops)
+    for (auto* one : {&row.a, &row.b, &row.c, &row.d}) visit(row.rank, *one);
+}
+
+}  // namespace apportion::lower

@@ -1,0 +1,139 @@
+#include "planner/lower/sides.hpp"
+
+namespace apportion::lower {
+
+namespace {
+
+enum Which { KEYS, QUERIES };  // bit 0 of lanes
+
+// Of each edge, the round after whose stage the last task that uses its tile has run.
+Growing<int32_t> last_uses(const Lowering& low) {
+  Growing<int32_t> back(low.edges.size());
+  for (int64_t edge = 0; edge < back.count(); ++edge) back[edge] = narrow(low.schedule.round[edge]);
+  if (!low.later()) return back;
+  const auto use = [&](int64_t edge, int64_t task) {
+    if (edge >= 0) back[edge] = std::max(back[edge], narrow(low.stage[task] - low.schedule.leads));
+  };
+  for (int64_t task = 0; task < low.tasks.size(); ++task) use(low.tasks.query_edge[task], task);
+  for (int64_t part = 0; part < low.parts.task.size(); ++part) use(low.parts.edge[part], low.parts.task[part]);
+  return back;
+}
+
+// Splits the edges; returns the number of each among the tiles of its side.
+Growing<int32_t> add_tiles(const Lowering& low, Sides& sides) {
+  const Growing<int32_t> back = last_uses(low);
+  Growing<int32_t> place(low.edges.size());
+  sides.keys.tiles.expect(low.edges.size());
+  for (int64_t edge = 0; edge < place.count(); ++edge) {
+    Tile tile{low.edges[edge], narrow(edge), narrow(low.schedule.round[edge]), back[edge],
+              narrow(low.schedule.returns_to[edge])};
+    Growing<Tile>& tiles = (tile.lane & 1) == QUERIES ? sides.queries.tiles : sides.keys.tiles;
+    if (tile.parent >= 0) tile.parent = place[tile.parent];
+    place[edge] = narrow(tiles.count());
+    tiles.push_back(tile);
+  }
+  for (Side* side : {&sides.queries, &sides.keys})
+    for (Tile& tile : side->tiles)
+      if (tile.returns_to >= 0) tile.returns_to = place[tile.returns_to];
+  return place;
+}
+
+// Of each rank, the rows of one side that leave home, needed or not.
+Growing<Leaving> leaving(const Lowering& low, const Side& side) {
+  Growing<Leaving> found(low.rows.size());
+  for (const Tile& tile : side.tiles)
+    if (tile.parent < 0) found[tile.home].add(tile.row, tile.row + tile.rows);
+  for (Leaving& one : found) one.sort();
+  return found;
+}
+
+// Finds who opens home rows and the rows of tiles. results: how many of `at_home` stand for more tasks, behind all.
+void open(const Lowering& low, Side& side, const Growing<Written>& at_home, const Growing<Written>& in_tiles,
+          int64_t results = 0) {
+  const int64_t tasks = low.tasks.size(), groups = side.heads.size();
+  Growing<int64_t> held(low.rows.size() * groups), tile_rows(side.tiles.count());
+  for (int64_t lane = 0; lane < held.count(); ++lane) held[lane] = low.rows[lane / groups];
+  for (int64_t tile = 0; tile < tile_rows.count(); ++tile) tile_rows[tile] = side.tiles[tile].rows;
+  Openers found = find_openers(at_home, held, tasks + results);
+  side.opening = std::move(found.flags);
+  side.opening.resize(static_cast<std::size_t>(tasks));
+  side.cleared = std::move(found.cleared);
+  if (side.tiles.empty()) return;
+  found = find_openers(in_tiles, tile_rows, tasks);
+  for (int64_t task = 0; task < tasks; ++task) side.opening[task] |= found.flags[task];
+  side.tiles_cleared = std::move(found.cleared);
+}
+
+// Results of rows that left home may come back before a later stage. What comes home as results overwrites rows as if
+// by tasks behind all others.
+void open_queries(const Lowering& low, Side& side) {
+  const Growing<Leaving> away = low.queries_move ? leaving(low, side) : Growing<Leaving>();
+  const int64_t groups = side.heads.size(), tasks = low.tasks.size();
+  Growing<Written> at_home, in_tiles;
+  int64_t results = 0;
+  at_home.expect(tasks);
+  for (int64_t task = 0; task < tasks; ++task) {
+    const Used& used = side.used[task];
+    if (used.tile >= 0) {
+      in_tiles.push_back({narrow(task), used.tile, used.row - side.tiles[used.tile].row, used.rows, true});
+      continue;
+    }
+    const int64_t rank = low.tasks.exec[task];
+    const bool may = !low.queries_move || low.stage[task] < low.schedule.leads ||
+                     away[rank].keeps(used.row, used.row + used.rows);
+    at_home.push_back({narrow(task), narrow(rank * groups + used.group), used.row, used.rows, may});
+  }
+  for (int64_t tile = 0; tile < low.whole_results.size(); ++tile) {
+    const Tile& own = side.tiles[tile];
+    if (low.whole_results[tile]) at_home.push_back({narrow(tasks + results++), own.home, own.row, own.rows, true});
+  }
+  open(low, side, at_home, in_tiles, results);
+}
+
+// Gradients of rows that left home may come back before a later stage, and to a tile that is passed on; and a head
+// group must not overwrite what another added to KV heads that both use.
+void open_keys(const Lowering& low, Side& side, const Growing<int32_t>& place) {
+  const Growing<Leaving> away = leaving(low, side);
+  Growing<std::uint8_t> passed_on(side.tiles.count());
+  for (const Tile& tile : side.tiles)
+    if (tile.parent >= 0) passed_on[tile.parent] = 1;
+  Growing<Written> at_home, in_tiles;
+  in_tiles.expect(low.parts.task.size());
+  for (int64_t part = 0; part < low.parts.task.size(); ++part) {
+    const int64_t edge = low.parts.edge[part], leads = low.schedule.leads;
+    const int32_t task = narrow(low.parts.task[part]), row = narrow(low.parts.row[part]);
+    const int32_t rows = narrow(low.parts.keys[part]);
+    if (edge >= 0) {
+      const int32_t tile = place[edge];
+      const bool late = low.later() && low.stage[task] > leads + side.tiles[tile].round;
+      in_tiles.push_back({task, tile, row, rows, !late || passed_on[tile] == 0});
+      continue;
+    }
+    const int64_t rank = low.tasks.exec[task];
+    const bool may = !low.keys_overlap && (low.stage[task] < leads || away[rank].keeps(row, row + rows));
+    at_home.push_back({task, narrow(rank * side.heads.size() + side.used[task].group), row, rows, may});
+  }
+  open(low, side, at_home, in_tiles);
+}
+
+}  // namespace
+
+Sides sides_of(const Lowering& low, bool keys_open) {
+  Sides sides;
+  sides.queries.heads = low.query_sets;
+  sides.keys.heads = low.key_sets;
+  const Growing<int32_t> place = add_tiles(low, sides);
+  const auto tile_of = [&](int64_t edge) { return edge < 0 ? -1 : place[edge]; };
+  for (Side* side : {&sides.queries, &sides.keys}) side->used.expect(low.tasks.size());
+  for (int64_t at = 0; at < low.tasks.size(); ++at) {
+    const Task task = low.tasks[at];
+    sides.queries.used.push_back({tile_of(task.query_edge), narrow(task.group), narrow(task.row), narrow(task.rows)});
+    sides.keys.used.push_back({tile_of(task.edge), narrow(low.shared[task.group]), narrow(low.key_row(task)),
+                               narrow(task.keys())});
+  }
+  open_queries(low, sides.queries);
+  if (keys_open) open_keys(low, sides.keys, place);
+  return sides;
+}
+
+}  // namespace apportion::lower

@@ -1,0 +1,56 @@
+// The rows of one side of a kind's tasks, queries or keys: at home, and in the tiles that bring them where they are
+// not.
+#pragma once
+
+#include "planner/lower/first_writes.hpp"
+#include "planner/lower/given.hpp"
+#include "planner/lower/program.hpp"
+
+namespace apportion::lower {
+
+// An edge of one side. parent, returns_to: numbers of tiles of the side; index: of the edge among those of both sides.
+// `round` brings the tile, and what its tasks add up may leave after the stage of round `back`: it is added to the tile
+// `returns_to`, or, where that is -1, to home rows.
+struct Tile : Edge {
+  int32_t index, round, back, returns_to;
+
+  int32_t group() const { return lane >> 1; }
+};
+
+// What a task has of the side: rows of a tile, or, where that is -1, at home. row: in attention order at home.
+struct Used {
+  int32_t tile, group, row, rows;
+};
+
+// heads: the head set of each head group of the side. opening: 1 for tasks that overwrite the rows that they add to.
+// cleared, tiles_cleared: rows that none overwrites; their lanes are rank * groups + group, and tiles.
+struct Side {
+  Growing<Tile> tiles;
+  Growing<Used> used;
+  Ints heads;
+  Growing<int32_t> opening;
+  Growing<Cleared> cleared, tiles_cleared;
+
+  int64_t heads_of(int64_t group) const { return heads.size() == 1 ? 0 : heads[group]; }
+  // The rows of a task. work: of each tile, its first work row.
+  Operand of_task(int64_t task, Tensor tensor, Space space, const Growing<int64_t>& work) const {
+    const Used& own = used[task];
+    if (own.tile < 0) return rows_of(tensor, space, own.row, own.rows, heads_of(own.group));
+    const int64_t row = work[own.tile] + own.row - tiles[own.tile].row;
+    return rows_of(tensor, Space::WORK, row, own.rows, heads_of(own.group));
+  }
+  // The rows of tile `inner` in tile `outer`.
+  Operand inside(int64_t inner, int64_t outer, Tensor tensor, const Growing<int64_t>& work) const {
+    const Tile& tile = tiles[inner];
+    return rows_of(tensor, Space::WORK, work[outer] + tile.row - tiles[outer].row, tile.rows, heads_of(tile.group()));
+  }
+};
+
+struct Sides {
+  Side queries, keys;
+};
+
+// keys_open: whether tasks add up gradients of keys.
+Sides sides_of(const Lowering& low, bool keys_open);
+
+}  // namespace apportion::lower

@@ -1,0 +1,322 @@
+// Writes a program as the tables of all ranks.
+//
+//   sorted     rows of each list by rank and step; those of one rank and step as they were given
+//   tables     rank after rank: the columns of its lists, the operands that these name, each once, numbered as they are
+//              met list after list, column after column (`OPERAND_COLUMNS` of apportion/ir/isa.py), which the format
+//              writes in few bytes; arenas as large as what operands in work rows reach
+//
+// A rank takes part in a step if it has rows, waits for what it launched, or all ranks do. All run the steps in the
+// same order, so rounds are launched in the same order everywhere, which is what rules out deadlock.
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+#include "bind.hpp"
+#include "planner/lower/phase.hpp"
+
+namespace apportion {
+
+namespace lower {
+
+namespace {
+
+// ptr: where the rows of each rank begin.
+template <class Row>
+class Sorted {
+ public:
+  // Adds how many rows each rank has at each step to `count`.
+  Sorted(const Growing<Row>& rows, Matrix<int64_t> count) : ptr(count.rows() + 1), rows_(rows), order_(rows.count()) {
+    const int64_t ranks = count.rows(), steps = count.columns();
+    Growing<int32_t> place(ranks * steps + 1);
+    for (const Row& row : rows) ++place[row.rank * steps + row.step + 1];
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      for (int64_t step = 0; step < steps; ++step) {
+        const int64_t key = rank * steps + step;
+        count[rank][step] += place[key + 1];
+        place[key + 1] += place[key];
+      }
+      ptr[rank + 1] = place[(rank + 1) * steps];
+    }
+    for (int32_t row = 0; row < rows.count(); ++row) order_[place[rows[row].rank * steps + rows[row].step]++] = row;
+  }
+  Growing<int64_t> ptr;
+  const Row& operator[](int64_t at) const { return rows_[order_[at]]; }
+
+ private:
+  const Growing<Row>& rows_;
+  Growing<int32_t> order_;
+};
+
+// What one rank's rows have named so far. Memory is used again for each: what is in it counts if it is of this rank.
+class NamedRanges {
+ public:
+  void open(int64_t rank) {
+    rank_ = narrow(rank);
+    ranges_.clear();
+  }
+  // Which of the rank's distinct ranges it is, -1 for none.
+  int32_t find(const Operand& one) {
+    if (one.none()) return -1;
+    Slot& slot = slots_[place_of(one)];
+    if (slot.rank == rank_) return slot.range;
+    slot = {rank_, narrow(ranges_.count())};
+    ranges_.push_back(one);
+    if (2 * ranges_.count() > slots_.count()) grow();
+    return narrow(ranges_.count() - 1);
+  }
+  // The operand of a range and a tensor, among those of all ranks: below the rank's first if it has none yet.
+  int32_t& number(int64_t range, Tensor tensor) { return number_[range * TENSORS + static_cast<int64_t>(tensor)]; }
+  Operand operand(int64_t range, Tensor tensor) const { return ranges_[range].of(tensor); }
+
+ private:
+  struct Slot {
+    int32_t rank = -1, range = -1;
+  };
+  int64_t place_of(const Operand& one) const {
+    const int64_t mask = slots_.count() - 1;
+    int64_t at = static_cast<int64_t>(hash(one)) & mask;
+    while (slots_[at].rank == rank_ && !ranges_[slots_[at].range].same_rows(one)) at = (at + 1) & mask;
+    return at;
+  }
+  // The middle of a product, as rows are multiples of many things (Knuth, vol. 3, section 6.4).
+  static std::uint64_t hash(const Operand& one) {
+    const auto bits = static_cast<std::uint64_t>(one.row()) << 32 ^ static_cast<std::uint64_t>(one.rows()) << 1 ^
+                      static_cast<std::uint64_t>(one.space()) ^ static_cast<std::uint64_t>(one.heads()) << 48;
+    return (bits ^ bits >> 29) * 0x9E3779B97F4A7C15u >> 32;
+  }
+  void grow() {
+    const int64_t twice = 2 * slots_.count();
+    slots_ = Growing<Slot>(twice);
+    number_.resize(static_cast<std::size_t>(twice * TENSORS), -1);
+    for (int64_t range = 0; range < ranges_.count(); ++range) slots_[place_of(ranges_[range])] = {rank_, narrow(range)};
+  }
+
+  int32_t rank_ = -1;
+  Growing<Slot> slots_ = Growing<Slot>(256);
+  Growing<Operand> ranges_;
+  Growing<int32_t> number_ = Growing<int32_t>(256 * TENSORS, -1);
+};
+
+enum Table { ARENAS, OPERANDS, INSTRUCTIONS, TRANSFERS, TASKS, GRADS, ROWOPS, TABLES };  // of `isa.TABLES`
+
+class Writer {
+ public:
+  Writer(const Program& program, const Lowering& low, bool backward)
+      : steps_(program.steps),
+        low_(low),
+        backward_(backward),
+        storage_(low.groups.ranks() * steps_.count()),
+        count_(storage_.data(), low.groups.ranks(), steps_.count(), steps_.count()),
+        transfers_(program.transfers, count_),
+        attention_(program.attention, count_),
+        rowops_(program.rowops, count_) {
+    for (Growing<int64_t>& one : ptr) one = Growing<int64_t>(count_.rows() + 1);
+    ptr[TRANSFERS] = transfers_.ptr;
+    ptr[backward ? GRADS : TASKS] = attention_.ptr;
+    ptr[ROWOPS] = rowops_.ptr;
+    for (int64_t rank = 0; rank < count_.rows(); ++rank) {
+      ptr[INSTRUCTIONS][rank + 1] = ptr[INSTRUCTIONS][rank];
+      for (int64_t step = 0; step < steps_.count(); ++step) ptr[INSTRUCTIONS][rank + 1] += has(rank, step);
+    }
+  }
+
+  std::array<Growing<int64_t>, TABLES> ptr;  // where the rows of each rank begin
+  int64_t rows(Table table) const { return ptr[table].back(); }
+
+  void write(Matrix<int32_t> instructions, Matrix<int32_t> transfers, Matrix<int32_t> attention,
+             Matrix<int32_t> rowops) {
+    operands_.expect(count_.rows() + rows(TRANSFERS) + 3 * rows(TASKS) + 6 * rows(GRADS) + 4 * rows(ROWOPS));
+    for (int64_t rank = 0; rank < count_.rows(); ++rank) {
+      first_ = narrow(operands_.count());
+      operands_.push_back({});  // none
+      found_.open(rank);
+      reach_.fill(0);
+      write_instructions(rank, instructions);
+      write_transfers(rank, transfers);
+      write_attention(rank, attention);
+      write_rowops(rank, rowops);
+      for (int64_t tensor = 0; tensor < TENSORS; ++tensor)
+        if (const int64_t rows = reach_[static_cast<std::size_t>(tensor)]; rows > 0)
+          arenas_.push_back({tensor, rows, columns_of(static_cast<Tensor>(tensor), rank)});
+      ptr[ARENAS][rank + 1] = arenas_.count();
+      ptr[OPERANDS][rank + 1] = operands_.count();
+    }
+  }
+  void write_arenas(Matrix<int64_t> out) const {
+    for (int64_t at = 0; at < arenas_.count(); ++at) {
+      out[0][at] = arenas_[at].tensor;
+      out[1][at] = arenas_[at].rows;
+      out[2][at] = arenas_[at].columns;
+    }
+  }
+  // Work rows from head column 0 on.
+  void write_operands(Matrix<int32_t> out) const {
+    for (int64_t at = 0; at < operands_.count(); ++at) {
+      const Operand& one = operands_[at];
+      const int32_t row[] = {static_cast<int32_t>(one.tensor()), static_cast<int32_t>(one.space()), one.row(),
+                             one.rows(), 0, one.heads()};
+      for (int64_t column = 0; column < 6; ++column) out[column][at] = row[column];
+    }
+  }
+
+ private:
+  struct Arena {
+    int64_t tensor, rows, columns;
+  };
+  // An operand of a row: which of the rank's distinct ranges, and of which tensor.
+  struct Named {
+    int32_t range;
+    Tensor tensor;
+  };
+
+  bool has(int64_t rank, int64_t step) const {
+    const int64_t of = steps_[step].launch >= 0 ? steps_[step].launch : step;
+    return count_[rank][of] > 0 || (steps_[of].mode & ALL_TO_ALL) != 0;
+  }
+  // Head columns of an arena; of the widest stage where heads take turns.
+  int64_t columns_of(Tensor tensor, int64_t rank) const {
+    if (!low_.stages) return (KV_SIDE.has(tensor) ? low_.sets.key_columns : low_.sets.query_heads)[rank];
+    return KV_SIDE.has(tensor) ? low_.stages->widest : low_.stages->query_heads;
+  }
+
+  void write_instructions(int64_t rank, Matrix<int32_t> out) {
+    int64_t at = ptr[INSTRUCTIONS][rank];
+    for (int64_t number = 0; number < steps_.count(); ++number) {
+      if (!has(rank, number)) continue;
+      const Step& step = steps_[number];
+      const int64_t row[] = {static_cast<int64_t>(step.op), step.round, step.channel, step.mode, count_[rank][number]};
+      for (int64_t column = 0; column < 5; ++column) out[column][at] = narrow(row[column]);
+      ++at;
+    }
+  }
+  void write_transfers(int64_t rank, Matrix<int32_t> out) {
+    each(transfers_, rank, [&](const Transfer& row, int64_t at, int64_t place) {
+      out[0][at] = row.send;
+      out[1][at] = row.peer;
+      name(0, place, row.operand);
+    });
+    number(transfers_, rank, 0, out[2]);
+  }
+  void write_attention(int64_t rank, Matrix<int32_t> out) {
+    const int64_t operands = backward_ ? 6 : 3;
+    each(attention_, rank, [&](const Attention& row, int64_t at, int64_t place) {
+      out[operands][at] = row.dmin;
+      out[operands + 1][at] = row.dmax;
+      out[operands + 2][at] = row.first;
+      name(0, place, row.queries);
+      name(1, place, row.keys);
+      name(2, place, row.query_sums);
+      if (backward_) name(3, place, row.key_sums);
+    });
+    int64_t column = 0;
+    number(attention_, rank, 0, out[column++]);
+    number(attention_, rank, 1, out[column++]);
+    if (backward_) {
+      number(attention_, rank, 0, out[column++], Tensor::DO);
+      number(attention_, rank, 0, out[column++], Tensor::DELTA);
+    }
+    number(attention_, rank, 2, out[column++]);
+    if (backward_) number(attention_, rank, 3, out[column++]);
+  }
+  void write_rowops(int64_t rank, Matrix<int32_t> out) {
+    each(rowops_, rank, [&](const RowOp& row, int64_t at, int64_t place) {
+      out[4][at] = row.first;
+      name(0, place, row.a);
+      name(1, place, row.b);
+      name(2, place, row.c);
+      name(3, place, row.d);
+    });
+    for (int64_t column = 0; column < 4; ++column) number(rowops_, rank, column, out[column]);
+  }
+
+  // Calls fill(row, at, place) with the rows of a rank: at: among those of all ranks, place: of the rank.
+  template <class Row, class Fill>
+  void each(const Sorted<Row>& list, int64_t rank, Fill&& fill) {
+    const int64_t first = list.ptr[rank], end = list.ptr[rank + 1];
+    for (Growing<Named>& column : named_) column.resize(static_cast<std::size_t>(end - first));
+    for (int64_t at = first; at < end; ++at) fill(list[at], at, at - first);
+  }
+  void name(std::size_t column, int64_t place, const Operand& one) {
+    named_[column][place] = {found_.find(one), one.tensor()};
+  }
+  // Numbers the operands of a rank that were named in a column. tensor: that of all, else each has its own.
+  template <class Row>
+  void number(const Sorted<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,
+              Tensor tensor = Tensor::NONE) {
+    int64_t at = list.ptr[rank];
+    for (const Named& one : named_[static_cast<std::size_t>(column)]) {
+      int32_t& found = out[at++];
+      if (one.range < 0) {
+        found = 0;
+        continue;
+      }
+      const Tensor own = tensor == Tensor::NONE ? one.tensor : tensor;
+      int32_t& known = found_.number(one.range, own);
+      if (known <= first_) {
+        known = narrow(operands_.count());
+        operands_.push_back(found_.operand(one.range, own));
+        int64_t& reach = reach_[static_cast<std::size_t>(own)];
+        reach = std::max(reach, operands_.back().reach());
+      }
+      found = known - first_;
+    }
+  }
+
+  const Growing<Step>& steps_;
+  const Lowering& low_;
+  bool backward_;
+  Growing<int64_t> storage_;
+  Matrix<int64_t> count_;  // rows of each rank at each step
+  Sorted<Transfer> transfers_;
+  Sorted<Attention> attention_;
+  Sorted<RowOp> rowops_;
+  Growing<Operand> operands_;
+  Growing<Arena> arenas_;
+  NamedRanges found_;
+  std::array<Growing<Named>, 4> named_;      // columns of one list of one rank
+  int32_t first_ = 0;                        // operand of the rank
+  std::array<int64_t, TENSORS> reach_{};  // of each tensor, the work rows that the rank names
+};
+
+// (rows, steps, tables): the tables as (ptr, values), none where there are more work rows of one rank, or steps of all
+// ranks, than they can number, which are told.
+nb::object tables_of(nb::handle given, nb::str phase) {
+  const Lowering low = open(given, phase);
+  const bool backward = std::string_view(phase.c_str()) == "backward";
+  Program program;
+  std::unique_ptr<Writer> writer;
+  try {
+    unlocked([&] {
+      program = lower_phase(low, backward);
+      if (const int64_t all = low.groups.ranks() * program.steps.count(); all >= MOST) throw Beyond{0, all};
+      writer = std::make_unique<Writer>(program, low, backward);
+    });
+  } catch (const Beyond& beyond) {
+    return nb::make_tuple(beyond.rows, beyond.steps, nb::list());
+  }
+  constexpr int64_t COLUMNS[] = {3, 6, 5, 3, 6, 9, 5};
+  const auto made = [&](Table table) { return New2<int32_t>(COLUMNS[table], writer->rows(table)); };
+  const New2<int32_t> instructions = made(INSTRUCTIONS), transfers = made(TRANSFERS), tasks = made(TASKS),
+                      grads = made(GRADS), rowops = made(ROWOPS);
+  unlocked([&] { writer->write(instructions, transfers, backward ? grads : tasks, rowops); });
+  const New2<int64_t> arenas(COLUMNS[ARENAS], writer->rows(ARENAS));
+  const New2<int32_t> operands = made(OPERANDS);
+  unlocked([&] {
+    writer->write_arenas(arenas);
+    writer->write_operands(operands);
+  });
+  const nb::object arrays[] = {arenas.array(), operands.array(), instructions.array(), transfers.array(),
+                               tasks.array(),  grads.array(),    rowops.array()};
+  nb::list tables;
+  for (std::size_t table = 0; table < TABLES; ++table)
+    tables.append(nb::make_tuple(handed(std::move(writer->ptr[table])), arrays[table]));
+  return nb::make_tuple(0, 0, tables);
+}
+
+}  // namespace
+
+}  // namespace lower
+
+void bind_lower(nb::module_& m) { m.def("tables", &lower::tables_of); }
+
+}  // namespace apportion
