@@ -13,9 +13,9 @@ NB_MODULE(_core, core) {
   area(core, "blend", bind_blend);
   area(core, "blocks", bind_blocks);
   area(core, "bounds", bind_bounds);
+  area(core, "cost", bind_cost);
   area(core, "dcp", bind_dcp);
   area(core, "distca", bind_distca);
-  area(core, "durations", bind_durations);
   area(core, "fusion", bind_fusion);
   area(core, "lone", bind_lone);
   area(core, "grouping", bind_grouping);
@@ -25,6 +25,7 @@ NB_MODULE(_core, core) {
   area(core, "matching", bind_matching);
   area(core, "messages", bind_messages);
   area(core, "programs", bind_programs);
+  area(core, "script", bind_script);
   area(core, "simulate", bind_simulate);
   area(core, "rounds", bind_rounds);
   area(core, "routes", bind_routes);
@@ -35,7 +36,6 @@ NB_MODULE(_core, core) {
   area(core, "tables", bind_tables);
   area(core, "tasks", bind_tasks);
   area(core, "totals", bind_totals);
-  area(core, "traffic", bind_traffic);
   area(core, "transport", bind_transport);
   area(core, "verify", bind_verify);
   area(core, "zeppelin", bind_zeppelin);

@@ -181,6 +181,12 @@ nb::object handed(std::vector<T>&& numbers) {
   return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
+// Vectors as a tuple of arrays, likewise.
+template <class... T>
+nb::tuple arrays_of(std::vector<T>&... vectors) {
+  return nb::make_tuple(handed(std::move(vectors))...);
+}
+
 }  // namespace apportion
 
 namespace nanobind::detail {

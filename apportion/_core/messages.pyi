@@ -1,7 +1,7 @@
 from typing import Any
 
-from apportion.ir.arrays import Bools, Ints
+from apportion.ir.arrays import Ints
 
 def group(
-    lists: tuple[Any, ...], memory: tuple[Any, ...], ranks: int, alignment: int, /
-) -> tuple[Ints, Ints, Bools]: ...
+    programs: tuple[Ints, ...], memory: tuple[Any, ...], alignment: int, /
+) -> tuple[Ints, Ints, Ints]: ...

@@ -1,24 +1,7 @@
-from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.arrays import Floats, Ints
 
 def area_of(q0: int, q1: int, k0: int, k1: int, dmin: int, dmax: int, /) -> int: ...
-def pairs(
-    q: Ints, kv: Ints, dmin: Ints, dmax: Ints, ptr: Ints, first: Ints, rows: Ints, heads: Ints, sizes: Ints, /
-) -> Floats: ...
+def pairs(programs: tuple[Ints, ...], is_backward: bool, sizes: Ints, /) -> Floats: ...
 def move(
-    until: Ints,
-    results: Bools,
-    send: Ints,
-    peer: Ints,
-    operand: Ints,
-    tensor: Ints,
-    rows: Ints,
-    heads: Ints,
-    ptr: Ints,
-    first: Ints,
-    row_bytes: Ints,
-    result_bytes: Ints,
-    node: Ints,
-    sent: Ints,
-    received: Ints,
-    /,
-) -> int: ...
+    programs: tuple[Ints, ...], heads: Ints, row_bytes: Ints, ranks_per_node: int, /
+) -> tuple[Ints, Ints, int]: ...

@@ -16,11 +16,11 @@ most so many times the full one as the worst of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from apportion._core import cost as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.fields import choice
 from apportion.ir.layer_work import linear_parameters
@@ -33,7 +33,6 @@ Count = int | Ints
 
 PHASES = ("forward", "backward")
 _PRODUCTS = {"forward": (1, 1), "backward": (3, 2)}  # QK; PV. QK again, dQ, dK; dP, dV
-CHUNK = 16384  # tasks priced at a time: the columns in between stay in a core's cache
 
 
 def causal_pairs(rows: Count, keys: Count) -> Ints:
@@ -62,147 +61,53 @@ def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
     return times
 
 
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """Where numbers of rows lie on a grid's axis, by look-up.
+class _Grids(NamedTuple):
+    """The grids of one phase, as the core reads them.
 
-    points: int64 [points]; tile: rows are rounded up to it; cell: int64 and offset: float64, for each number of
-    tiles up to the axis' end: the cell that holds them and how many rows into it they reach.
+    points: int64 [points], the axis. cell: int64 and offset: float64, for each number of tiles up to the axis' end: the
+    cell between two points that holds them, and how many rows into it they reach. full, causal: float64 [5, cells], of
+    each cell, row after row of them: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner.
     """
 
     points: Ints
-    tile: int
     cell: Ints
     offset: Floats
+    full: Floats
+    causal: Floats
+
+
+class _PhaseCost(NamedTuple):
+    """One phase, at the hardware's heads and head dim. pair_us: the least time a pair of any grid point, saturated
+    throughput. most_causal: times the full time, where causal ones are above it; at least 1. window_us: a query row,
+    of what dmax cuts."""
+
+    grids: _Grids
+    tile: int
+    pair_us: float
+    most_causal: float
+    window_us: float
 
     @staticmethod
-    def of(hardware: Hardware) -> Axis:
+    def of(hardware: Hardware, grid: Grid) -> _PhaseCost:
         points, tile = np.asarray(hardware.axis, np.int64), hardware.tile
         tiles = np.arange(-(-points[-1] // tile) + 1)
         rows = np.clip(tiles * tile, points[0], points[-1])
         cell = np.minimum(np.searchsorted(points, rows, "right") - 1, len(points) - 2)
-        return Axis(points, tile, cell, (rows - points[cell]).astype(np.float64))
-
-    @property
-    def last(self) -> int:
-        return int(self.points[-1])
-
-    def cells(self, rows: Ints, keys: Ints) -> tuple[Ints, Floats, Floats]:
-        """The grid's cells, numbered row after row, that int64 [n] rows and keys lie in, and offsets into them; what
-        is beyond the axis is at its end."""
-        (i, x), (j, y) = self._find(rows), self._find(keys)
-        return i * (len(self.points) - 1) + j, x, y
-
-    def _find(self, rows: Ints) -> tuple[Ints, Floats]:
-        tiles = np.minimum(_tiles(rows, self.tile), len(self.cell) - 1)
-        return self.cell[tiles], self.offset[tiles]
-
-    def beyond(self, rows: Ints) -> tuple[Ints, Ints]:
-        """int64 [n]: rows as the kernel sees them, and cut to the axis."""
-        seen = np.maximum(_tiles(rows, self.tile) * self.tile, self.points[0])
-        return seen, np.minimum(seen, self.last)
+        full, causal = np.asarray(grid.full, np.float64), np.asarray(grid.causal, np.float64)
+        corners = causal_pairs(points[:, None], points[None, :])
+        best = min((full / (points[:, None] * points[None, :])).min(), (causal / corners).min())
+        patches = _patches(points, full, False), _patches(points, causal, True)
+        grids = _Grids(points, cell, (rows - points[cell]).astype(np.float64), *patches)
+        return _PhaseCost(grids, tile, float(best), max(1.0, float((causal / full).max())), grid.window_us)
 
 
-def _tiles(rows: Ints, tile: int) -> Ints:
-    return (rows + (tile - 1)) // tile
-
-
-@dataclass(frozen=True, eq=False)
-class Surface:
-    """One grid as a patch a cell: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from the cell's corner.
-
-    patches: float64 [5, cells], row of cells after row of cells."""
-
-    patches: Floats
-    split: bool
-
-    def time(self, cell: Ints, x: Floats, y: Floats) -> Floats:
-        """float64 [n]: microseconds, of int64 [n] cells and float64 [n] offsets into them."""
-        c = self.patches
-        time: Floats = c[0][cell] + c[1][cell] * x + (c[2][cell] + c[3][cell] * x) * y
-        return time + c[4][cell] * np.minimum(x, y) if self.split else time
-
-
-def _surface(points: Ints, times: Floats, split: bool) -> Surface:
+def _patches(points: Ints, times: Floats, split: bool) -> Floats:
     low, right, up, far = times[:-1, :-1], times[1:, :-1], times[:-1, 1:], times[1:, 1:]
     x, y = np.diff(points)[:, None], np.diff(points)[None, :]
     twist = far - right - up + low
     diagonal = np.eye(len(points) - 1, dtype=bool) & split
     bilinear, bend = np.where(diagonal, 0.0, twist / (x * y)), np.where(diagonal, twist / x, 0.0)
-    return Surface(np.stack([low, (right - low) / x, (up - low) / y, bilinear, bend]).reshape(5, -1), split)
-
-
-@dataclass(frozen=True, eq=False)
-class PhaseCost:
-    """The grids of one phase, at the hardware's heads and head dim."""
-
-    axis: Axis
-    full: Surface
-    causal: Surface
-    pair_us: float  # the least time a pair of any grid point: saturated throughput
-    most_causal: float = 1.0  # times the full time, where causal ones are above it; at least 1
-    window_us: float = 0.0  # a query row, of what dmax cuts
-
-    @staticmethod
-    def of(axis: Axis, grid: Grid) -> PhaseCost:
-        full, causal = np.asarray(grid.full, np.float64), np.asarray(grid.causal, np.float64)
-        rows, keys = axis.points[:, None], axis.points[None, :]
-        best = min((full / (rows * keys)).min(), (causal / causal_pairs(rows, keys)).min())
-        return PhaseCost(
-            axis,
-            _surface(axis.points, full, False),
-            _surface(axis.points, causal, True),
-            float(best),
-            max(1.0, float((causal / full).max())),
-            grid.window_us,
-        )
-
-    def task_us(self, rows: Ints, keys: Ints, pairs: Ints) -> Floats:
-        """float64 [n]: of int64 [n] columns."""
-        time = self._full_us(rows, keys)
-        # one row or key is full and causal at once, and priced as the cheaper
-        part = np.flatnonzero((pairs < rows * keys) | (np.minimum(rows, keys) == 1))
-        if len(part):
-            time[part] = self._part_us(time[part], rows[part], keys[part], pairs[part])
-        priced: Floats = np.maximum(time, pairs * self.pair_us)
-        return priced
-
-    def _part_us(self, full: Floats, rows: Ints, keys: Ints, pairs: Ints) -> Floats:
-        corner = causal_pairs(rows, keys)
-        most = full
-        if self.most_causal > 1.0:
-            most = full * np.where(np.minimum(rows, keys) == 1, 1.0, self.most_causal)
-        causal = np.minimum(self._causal_us(rows, keys), most)
-        above = (pairs - corner) / np.maximum(rows * keys - corner, 1)
-        time: Floats = causal + (full - causal) * np.clip(above, 0.0, 1.0)
-        few = np.flatnonzero(pairs < corner)
-        if len(few):
-            time[few] = self._sparse_us(causal[few], rows[few], keys[few], pairs[few], corner[few])
-        return time
-
-    def _sparse_us(self, causal: Floats, rows: Ints, keys: Ints, pairs: Ints, corner: Ints) -> Floats:
-        """Between a band one tile wide, which every row and key of a task needs, and the causal band; and what kernels
-        take longer for windows."""
-        one = np.ones_like(rows)
-        least = np.minimum(np.maximum(self._full_us(rows, one), self._full_us(one, keys)), causal)
-        narrowest = np.maximum(rows, keys)
-        share = (pairs - narrowest) / np.maximum(corner - narrowest, 1)
-        sparse: Floats = least + (causal - least) * np.clip(share, 0.0, 1.0)
-        return sparse + rows * self.window_us
-
-    def _full_us(self, rows: Ints, keys: Ints) -> Floats:
-        time = self.full.time(*self.axis.cells(rows, keys))
-        if max(rows.max(), keys.max()) > self.axis.last:
-            (m, m_in), (n, n_in) = self.axis.beyond(rows), self.axis.beyond(keys)
-            time *= (m * n) / (m_in * n_in)
-        return time
-
-    def _causal_us(self, rows: Ints, keys: Ints) -> Floats:
-        time = self.causal.time(*self.axis.cells(rows, keys))
-        if max(rows.max(), keys.max()) > self.axis.last:
-            (m, m_in), (n, n_in) = self.axis.beyond(rows), self.axis.beyond(keys)
-            time *= causal_pairs(m, n) / causal_pairs(m_in, n_in)
-        return time
+    return np.stack([low, (right - low) / x, (up - low) / y, bilinear, bend]).reshape(5, -1)
 
 
 class CostModel:
@@ -214,7 +119,7 @@ class CostModel:
 
     def __init__(self, hardware: Hardware, model: Model) -> None:
         self.hardware, self.model = hardware, model
-        self._phases: dict[str, PhaseCost] = {}
+        self._phases: dict[str, _PhaseCost] = {}
 
     def attention_us(
         self, phase: str, q_rows: Count, kv_rows: Count, pairs: Count, q_heads: Count, kv_heads: Count
@@ -226,20 +131,8 @@ class CostModel:
         UnknownNameError.
         """
         sizes = (q_rows, kv_rows, pairs, q_heads, kv_heads)
-        columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(size, np.int64)) for size in sizes))
-        cost = self._phase(phase)
-        times = np.empty(len(columns[0]), np.float64)
-        for start in range(0, len(times), CHUNK):
-            part = slice(start, start + CHUNK)
-            times[part] = self._tasks_us(phase, cost, *(column[part] for column in columns))
-        return times
-
-    def _tasks_us(
-        self, phase: str, cost: PhaseCost, rows: Ints, keys: Ints, pairs: Ints, heads: Ints, kv_heads: Ints
-    ) -> Floats:
-        time = cost.task_us(rows, keys, pairs) * self._scale(phase) * heads
-        q_row, kv_row = self._row_us(phase)
-        return np.maximum(time, rows * heads * q_row + keys * kv_heads * kv_row)
+        columns = (np.ascontiguousarray(size, np.int64) for size in sizes)
+        return core.task_us(*self._phase(phase), self._scale(phase), *self._row_us(phase), *columns)
 
     def ideal_us(self, phase: str, pairs: Count, q_heads: Count) -> Floats:
         """float64: the same pairs at saturated throughput, without launches."""
@@ -287,11 +180,11 @@ class CostModel:
         """Of one layer: projections of Q, K, V and O, and a gated FFN (three matrices)."""
         return linear_parameters(self.model)
 
-    def _phase(self, phase: str) -> PhaseCost:
+    def _phase(self, phase: str) -> _PhaseCost:
         """The grids of a phase, made when they are first asked for."""
         if phase not in self._phases:
             grid = self.hardware.grid(choice("phase", phase, PHASES))
-            self._phases[phase] = PhaseCost.of(Axis.of(self.hardware), grid)
+            self._phases[phase] = _PhaseCost.of(self.hardware, grid)
         return self._phases[phase]
 
     def _dims(self, phase: str) -> float:

@@ -1,82 +1,301 @@
-// Splits home rows into parts by the instruction that uses or writes them, and finds runs of equal parts.
+// Fusion, rank after rank: rows of sums and of statistics are cut where operands begin or end, and each part counts as a
+// whole.
+//
+//   operands   dKV.home[0:100)     ├───────────────┤
+//              dKV.home[60:160)              ├───────────────┤
+//   parts                          │         │     │         │
+//
+// One walk over the instructions notes what uses a part last, who takes it away, and which task wants its statistics first;
+// a second one says what tasks leave complete.
+#include "ir/fusion.hpp"
+
 #include <algorithm>
+#include <bit>
 
 #include "bind.hpp"
+#include "ir/sorting.hpp"
+#include "grown.hpp"
 
 namespace apportion {
 
 using std::int64_t;
 
-struct Runs {
-  std::vector<int64_t> of, first, behind;
+namespace {
+
+constexpr int64_t NONE = -1;
+
+// last: the instruction that uses it last, but for what takes it away as results, `taken`, so many times. first: of
+// statistics, the instruction that reads them first. spoiled: others use them too.
+struct Part {
+  Tensor tensor;
+  bool is_home;
+  int64_t row;  // where it begins
+  int64_t last = NONE, taken = NONE, times = 0, first = NONE;
+  bool arrives = false, covered = false, written = false, spoiled = false;
 };
 
-static Runs runs(Column<const int64_t> value, Column<const int64_t> wanted, Column<const int64_t> low,
-                 Column<const int64_t> high) {
-  Runs found;
-  for (int64_t one = 0; one < low.size(); ++one) {
-    for (int64_t part = low[one]; part < high[one]; ++part) {
-      const int64_t begin = part;
-      while (part < high[one] && value[part] == wanted[one]) ++part;
-      if (begin == part) continue;
-      found.of.push_back(one);
-      found.first.push_back(begin);
-      found.behind.push_back(part);
+class RankFusion {
+ public:
+  RankFusion(const Programs& programs, Fusion& found) : programs_(programs), found_(found) {}
+
+  void walk(int64_t rank) {
+    cut(rank);
+    if (parts_.empty()) return;
+    programs_.each_step(rank, [&](const Step& step) { note(step); });
+    settle();
+    programs_.each_step(rank, [&](const Step& step) { complete(step); });
+    programs_.each_step(rank, [&](const Step& step) { take(step); });
+    find_home(rank);
+  }
+
+ private:
+  struct Span {
+    int64_t low = 0, high = 0;  // parts of an operand; none of other tensors
+  };
+
+  // The parts of the rank's sums, and of its statistics at home.
+  void cut(int64_t rank) {
+    constexpr Tensors sums = Tensors::of(Tensor::O, Tensor::DQ, Tensor::DKV);
+    first_ = programs_.operands.ptr[rank];
+    const int64_t count = programs_.operands.ptr[rank + 1] - first_;
+    std::fill(std::begin(work_), std::end(work_), NONE);
+    alike_ = Tensors(~0U);
+    named_.clear();
+    int64_t most = 0;
+    for (int64_t at = first_; at < first_ + count; ++at) {
+      const Tensor tensor = programs_.tensor_of(at);
+      const bool is_home = programs_.is_home(at);
+      if (!is_home) compare_heads(tensor, at);
+      if (!sums.has(tensor) && !(tensor == Tensor::DELTA && is_home)) continue;
+      named_.push_back(at);
+      most = std::max(most, programs_.row[at] + programs_.rows[at]);
+    }
+    const auto bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most)));
+    keys_.clear();  // of both ends of each: the tensor, the space, and the row
+    for (const int64_t at : named_) {
+      const int64_t key = (2 * programs_.tensor[at] + programs_.space[at]) << bits | programs_.row[at];
+      keys_.push_back(key);
+      keys_.push_back(key + programs_.rows[at]);
+    }
+    order_.resize(keys_.size());
+    stable_order({keys_.data(), keys_.count()}, {order_.data(), order_.count()});
+    spans_.fill(count, {});
+    parts_.clear();
+    int64_t last = NONE;
+    for (const int64_t end : order_) {
+      const int64_t key = keys_[end], at = named_[end / 2];
+      if (key != last) parts_.push_back({programs_.tensor_of(at), programs_.is_home(at), key & ((int64_t{1} << bits) - 1)});
+      last = key;
+      Span& span = spans_[at - first_];
+      (end % 2 ? span.high : span.low) = parts_.count() - 1;
     }
   }
+
+  // Whether work rows of a tensor have the same heads in the same columns, all of them.
+  void compare_heads(Tensor tensor, int64_t at) {
+    int64_t& first = work_[static_cast<int64_t>(tensor)];
+    if (first == NONE) first = at;
+    if (programs_.col[at] != programs_.col[first] || programs_.heads[at] != programs_.heads[first])
+      alike_ = Tensors(alike_.bits() & ~Tensors::of(tensor).bits());
+  }
+
+  int64_t operand(const Step& step, int64_t column, int64_t row) const {
+    return programs_.lists[step.list].columns[column][row];
+  }
+  Span span_of(int64_t operand) const { return spans_[operand]; }
+  template <class Visit>
+  void each_part(int64_t operand, Visit&& visit) {
+    const Span span = span_of(operand);
+    for (int64_t part = span.low; part < span.high; ++part) visit(parts_[part]);
+  }
+
+  bool takes(const Step& step, int64_t column, int64_t row) const {
+    return step.list == TRANSFERS ? sends_results(step) && programs_.send[row] == 1
+                                  : step.op == Op::DELIVER && column == 0;
+  }
+  bool sends_results(const Step& step) const { return (programs_.mode[step.at] & RESULTS) != 0; }
+
+  void note(const Step& step) {
+    if (step.list == NO_LIST) return;
+    const auto columns = OPERAND_COLUMNS[step.list];
+    for (int64_t column = columns.first; column < columns.end; ++column) {
+      const Ints operands = programs_.lists[step.list].columns[column];
+      for (int64_t row = step.first; row < step.end; ++row) {
+        const int64_t own = operands[row];
+        if (span_of(own).low == span_of(own).high) continue;
+        if (programs_.tensor_of(first_ + own) == Tensor::DELTA)
+          note_statistics(step, column, row, own);
+        else if (step.op != Op::FINISH)
+          note_use(step, column, row, own);
+      }
+    }
+  }
+
+  void note_use(const Step& step, int64_t column, int64_t row, int64_t own) {
+    const bool taken = takes(step, column, row);
+    const bool arrives = step.list == TRANSFERS ? sends_results(step) && !taken : step.op == Op::DELIVER && column == 2;
+    each_part(own, [&](Part& part) {
+      (taken ? part.taken : part.last) = step.at;
+      part.times += taken;
+      part.arrives |= arrives;
+    });
+  }
+
+  void note_statistics(const Step& step, int64_t column, int64_t row, int64_t own) {
+    const bool reads = reads_statistics(step, column, row), writes = writes_statistics(step, column, row);
+    each_part(own, [&](Part& part) {
+      if (reads && part.first == NONE) part.first = step.at;
+      part.written |= writes;
+      part.spoiled |= !reads && !writes;
+    });
+  }
+
+  bool reads_statistics(const Step& step, int64_t column, int64_t row) const {
+    return step.list == GRADS && column == 3 && are_at_one_place(step, row, {3, 2, 4});
+  }
+  bool writes_statistics(const Step& step, int64_t column, int64_t row) const {
+    return step.op == Op::DELTA && column == 2 && are_at_one_place(step, row, {2, 0, 1});
+  }
+
+  // Whether operands of a row are the same home rows, with all heads.
+  bool are_at_one_place(const Step& step, int64_t row, std::initializer_list<int64_t> columns) const {
+    const int64_t wanted = programs_.row[first_ + operand(step, *columns.begin(), row)];
+    return std::all_of(columns.begin(), columns.end(), [&](int64_t column) {
+      const int64_t at = first_ + operand(step, column, row);
+      return programs_.is_home(at) && programs_.is_whole(at) && programs_.row[at] == wanted;
+    });
+  }
+
+  // Work rows count only where they are taken away once, behind all else. Statistics that are not written, or that others
+  // use, are no task's.
+  void settle() {
+    for (Part& part : parts_) {
+      if (!part.written || part.spoiled) part.first = NONE;
+      if (part.is_home) continue;
+      const auto sum = std::find_if(SUMS.begin(), SUMS.end(), [&](const Sum& one) {
+        return one.tensor == part.tensor;
+      });
+      const bool alike = (sum->tensors.bits() & ~alike_.bits()) == 0;
+      if (part.times != 1 || part.taken <= part.last || !alike) part.last = NONE;
+    }
+  }
+
+  // Adds runs of parts for which something holds.
+  template <class Holds>
+  void add_runs(RowRanges& ranges, int64_t of, Span span, Holds&& holds) {
+    for (int64_t part = span.low; part < span.high; ++part) {
+      const int64_t begin = part;
+      while (part < span.high && holds(parts_[part])) ++part;
+      if (begin < part) ranges.add(of, parts_[begin].row, parts_[part].row);
+    }
+  }
+
+  // What the tasks of an instruction leave complete, and the statistics that they compute.
+  void complete(const Step& step) {
+    for (std::size_t i = 0; i < SUMS.size(); ++i) {
+      if (SUMS[i].list != step.list) continue;
+      // where one has rows elsewhere beside the sum, or at home some of the heads, none of its space counts: rows may have
+      // several owners, one launch after another
+      bool counts[2] = {true, true};
+      for (int64_t row = step.first; row < step.end; ++row) {
+        const int64_t owner = first_ + operand(step, SUMS[i].column, row);
+        if (!is_plain(step, SUMS[i], row)) counts[programs_.space[owner]] = false;
+      }
+      for (int64_t row = step.first; row < step.end; ++row) {
+        const int64_t own = operand(step, SUMS[i].column, row);
+        if (!counts[programs_.space[first_ + own]]) continue;
+        add_runs(found_.sums[i].tasks, row, span_of(own), [&](Part& part) {
+          const bool is_last = part.last == step.at;
+          part.covered |= is_last;
+          return is_last;
+        });
+      }
+    }
+    if (step.list != GRADS) return;
+    for (int64_t row = step.first; row < step.end; ++row)
+      if (reads_statistics(step, 3, row))
+        add_runs(found_.tasks, row, span_of(operand(step, 3, row)),
+                 [&](const Part& part) { return part.first == step.at; });
+  }
+
+  bool is_plain(const Step& step, const Sum& sum, int64_t row) const {
+    const int64_t owner = first_ + operand(step, sum.column, row);
+    const bool is_work = !programs_.is_home(owner);
+    return (is_work || programs_.is_whole(owner)) &&
+           std::all_of(sum.beside.begin(), sum.beside.end(), [&](int64_t column) {
+             const int64_t at = first_ + operand(step, column, row);
+             return programs_.space[at] == programs_.space[owner] && programs_.row[at] == programs_.row[owner] &&
+                    (is_work || programs_.is_whole(at));
+           });
+  }
+
+  // What of the rows that are taken away is in place; what `delta` need not do.
+  void take(const Step& step) {
+    if (step.op == Op::DELTA) {
+      for (int64_t row = step.first; row < step.end; ++row)
+        if (writes_statistics(step, 2, row))
+          add_runs(found_.rowops, row, span_of(operand(step, 2, row)),
+                   [](const Part& part) { return part.first != NONE; });
+    } else if (step.op == Op::DELIVER || (step.list == TRANSFERS && sends_results(step))) {
+      const int64_t column = OPERAND_COLUMNS[step.list].first;
+      for (int64_t row = step.first; row < step.end; ++row) {
+        if (!takes(step, column, row)) continue;
+        const int64_t own = operand(step, column, row);
+        for (std::size_t i = 0; i < SUMS.size(); ++i) {
+          Complete& sum = found_.sums[i];
+          if (programs_.tensor_of(first_ + own) == SUMS[i].tensor)
+            add_runs(step.list == TRANSFERS ? sum.sent : sum.delivered, row, span_of(own),
+                     [](const Part& part) { return part.covered; });
+        }
+      }
+    }
+  }
+
+  // The home rows of each sum that are complete or arrive so.
+  void find_home(int64_t rank) {
+    for (std::size_t i = 0; i < SUMS.size(); ++i) {
+      const auto is_of = [&](const Part& part) { return part.tensor == SUMS[i].tensor; };
+      const auto first = std::find_if(parts_.begin(), parts_.end(), is_of);
+      const auto end = std::find_if_not(first, parts_.end(), is_of);
+      const Span span{first - parts_.begin(), end - parts_.begin()};
+      add_runs(found_.sums[i].home, rank, span, [](const Part& part) {
+        return part.arrives || (part.covered && part.is_home);
+      });
+      add_runs(found_.sums[i].arrived, rank, span, [](const Part& part) { return part.arrives; });
+    }
+  }
+
+  const Programs& programs_;
+  Fusion& found_;
+  int64_t first_ = 0;              // the first operand of the rank
+  int64_t work_[TENSORS] = {};     // the first operand of work rows of each tensor
+  Tensors alike_{0};
+  Grown<int64_t> named_, keys_, order_;
+  Grown<Span> spans_;              // of each operand of the rank
+  Grown<Part> parts_;
+};
+
+nb::tuple arrays_in(RowRanges& ranges) { return arrays_of(ranges.of, ranges.row0, ranges.row1); }
+
+}  // namespace
+
+Fusion fuse(const Programs& programs) {
+  Fusion found;
+  RankFusion of_rank(programs, found);
+  for (int64_t rank = 0; rank < programs.ranks(); ++rank) of_rank.walk(rank);
   return found;
 }
 
 void bind_fusion(nb::module_& m) {
-  m.def("all_alike", [](In<int64_t, "ptr"> ptr, IntsIn<"tensor"> tensor, IntsIn<"space"> space, IntsIn<"col"> col,
-                        IntsIn<"heads"> heads, In<bool, "looked_at"> looked_at, int64_t work) {
-    New<bool> alike(ptr.size() - 1);
-    unlocked([&] {
-      std::vector<int64_t> storage(static_cast<std::size_t>(looked_at.size()));
-      const Column<int64_t> first(storage.data(), looked_at.size());
-      for (int64_t rank = 0; rank < alike.size(); ++rank) {
-        std::fill(first.begin(), first.end(), -1);
-        alike[rank] = true;
-        for (int64_t i = ptr[rank]; i < ptr[rank + 1]; ++i) {
-          if (space[i] != work || !looked_at[tensor[i]]) continue;
-          int64_t& one = first[tensor[i]];
-          if (one < 0) one = i;
-          alike[rank] = alike[rank] && col[i] == col[one] && heads[i] == heads[one];
-        }
-      }
-    });
-    return alike.array();
-  });
-
-  m.def("latest", [](Out<int64_t, "last"> last, Out<int64_t, "times"> times, In<int64_t, "used"> used,
-                     In<int64_t, "at"> at, In<int64_t, "low"> low, In<int64_t, "high"> high) {
-    unlocked([&] {
-      for (int64_t use = 0; use < used.size(); ++use) {
-        const int64_t operand = used[use];
-        if (operand < 0) continue;
-        for (int64_t part = low[operand]; part < high[operand]; ++part) {
-          last[part] = std::max(last[part], at[use]);
-          ++times[part];
-        }
-      }
-    });
-  });
-
-  m.def("put", [](Out<int64_t, "values"> values, In<int64_t, "low"> low, In<int64_t, "high"> high,
-                  In<int64_t, "given"> given) {
-    unlocked([&] {
-      for (int64_t one = 0; one < low.size(); ++one) {
-        const Column<int64_t> some = values.slice(low[one], std::max(low[one], high[one]));
-        std::fill(some.begin(), some.end(), given[one]);
-      }
-    });
-  });
-
-  m.def("runs", [](In<int64_t, "value"> value, In<int64_t, "wanted"> wanted, In<int64_t, "low"> low,
-                   In<int64_t, "high"> high) {
-    Runs found = unlocked([&] { return runs(value, wanted, low, high); });
-    return nb::make_tuple(handed(std::move(found.of)), handed(std::move(found.first)),
-                          handed(std::move(found.behind)));
+  m.def("fuse", [](nb::tuple arrays) {
+    Fields fields(arrays);
+    const Programs programs = programs_of(fields);
+    Fusion found = unlocked([&] { return fuse(programs); });
+    nb::list sums;
+    for (Complete& one : found.sums)
+      sums.append(nb::make_tuple(arrays_in(one.tasks), arrays_in(one.home), arrays_in(one.arrived), arrays_in(one.sent),
+                                 arrays_in(one.delivered)));
+    return nb::make_tuple(sums, arrays_in(found.tasks), arrays_in(found.rowops));
   });
 }
 

@@ -1,5 +1,5 @@
 // Groups the transfers of a launch into messages.
-#include <vector>
+#include "ir/messages.hpp"
 
 #include "bind.hpp"
 
@@ -10,98 +10,90 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t HOME = 0;
+class Operands {
+ public:
+  Operands(const Programs& programs, const Memory& memory)
+      : programs_(programs), memory_(memory), arena_heads_(static_cast<std::size_t>(programs.ranks() * TENSORS)) {
+    const ProgramTable& arenas = programs.arenas;
+    for (int64_t rank = 0; rank < programs.ranks(); ++rank)
+      for (int64_t at = arenas.ptr[rank]; at < arenas.ptr[rank + 1]; ++at)
+        arena_heads(rank, arenas.columns[0][at]) = arenas.columns[2][at];
+  }
 
-// Where operands lie: `_OperandMemory` of apportion/ir/plan/messages.py. width: [ranks, tensors * 2].
-struct Memory {
-  Ints tensor, space, row, rows, heads;
-  Matrix<const int64_t> columns, row_bytes, width;
-  Column<const bool> ordered;
-  int64_t alignment;
-
-  // Whether an operand has all the columns of one array.
-  bool is_whole(int64_t rank, int64_t at) const {
-    const bool in_order = space[at] != HOME || ordered[heads[at]];
-    return in_order && columns[tensor[at]][heads[at]] == width[rank][2 * tensor[at] + space[at]];
+  // Whether an operand has all the columns of one array, whose numbers travel as they are.
+  bool is_whole(int64_t rank, int64_t at) {
+    const Tensor tensor = programs_.tensor_of(at);
+    const int64_t number = programs_.tensor[at], set = programs_.heads[at];
+    if (!memory_.one_array[2 * number + programs_.space[at]]) return false;
+    if (!programs_.is_home(at)) return HEADLESS.has(tensor) || memory_.heads.of(tensor, set) == arena_heads(rank, number);
+    return memory_.ordered[set] && memory_.heads.of(tensor, set) == memory_.heads.of(tensor, 0);
   }
 
   // Whether one operand lies right behind another in memory, as in a message.
   bool follows(int64_t before, int64_t at) const {
-    if (tensor[at] != tensor[before] || space[at] != space[before]) return false;
-    const int64_t bytes = rows[before] * row_bytes[tensor[at]][heads[before]];
-    return row[at] == row[before] + rows[before] && bytes % alignment == 0;
+    const Programs& own = programs_;
+    if (own.tensor[at] != own.tensor[before] || own.space[at] != own.space[before]) return false;
+    const int64_t row_bytes = memory_.heads.of(own.tensor_of(at), own.heads[before]) * memory_.number_bytes[own.tensor[at]];
+    return own.row[at] == own.row[before] + own.rows[before] && own.rows[before] * row_bytes % memory_.alignment == 0;
   }
-};
 
-// Launches and their transfers, rank after rank: `_LaunchLists`.
-struct Launches {
-  Column<const int64_t> tiles, rank, first;
-  Column<const bool> swapped;
-  Ints send, peer, operand;
-};
-
-// Launch after launch; to each peer, and from it, a launch has one message. Returns the number of messages.
-int64_t group(const Launches& lists, const Memory& memory, int64_t ranks, Column<int32_t> of, Column<int32_t> first,
-              Column<bool> staged) {
-  std::vector<int64_t> newest_of(static_cast<std::size_t>(2 * ranks), -1), last_of(newest_of);
-  const Column<int64_t> newest(newest_of.data(), 2 * ranks), last(last_of.data(), 2 * ranks);
-  int64_t found = 0, tile = 0;
-  for (int64_t launch = 0; launch < lists.tiles.size(); ++launch) {
-    const int64_t begin = found, end_of_launch = tile + lists.tiles[launch];
-    for (; tile < end_of_launch; ++tile) {
-      const int64_t end = lists.send[tile] * ranks + lists.peer[tile];
-      const int64_t at = lists.first[launch] + lists.operand[tile];
-      const bool starts = newest[end] < begin;
-      if (starts) {
-        newest[end] = found;
-        first[found] = static_cast<int32_t>(tile);
-        staged[found] = lists.swapped[launch];
-        ++found;
-      }
-      const int64_t number = newest[end];
-      if (!staged[number]) {
-        const bool direct = memory.is_whole(lists.rank[launch], at) && (starts || memory.follows(last[end], at));
-        staged[number] = !direct;
-      }
-      last[end] = at;
-      of[tile] = static_cast<int32_t>(number);
-    }
+ private:
+  int64_t& arena_heads(int64_t rank, int64_t tensor) {
+    return arena_heads_[static_cast<std::size_t>(rank * TENSORS + tensor)];
   }
-  return found;
-}
+  const Programs& programs_;
+  const Memory& memory_;
+  std::vector<int64_t> arena_heads_;
+};
 
 }  // namespace
 
+Memory memory_of(Fields& arrays, int64_t alignment) {
+  return {{arrays.next<Matrix<const int64_t>>("heads")}, arrays.next<Column<const bool>>("ordered"),
+          arrays.next<Column<const int64_t>>("number_bytes"), arrays.next<Column<const bool>>("one_array"), alignment};
+}
+
+// To each peer, and from it, a launch has one message.
+MessageGroups group(const Programs& programs, const Memory& memory) {
+  Operands operands(programs, memory);
+  struct Newest {
+    int64_t message = -1, operand = -1;  // of a peer and a direction
+  };
+  int64_t peers = 0;
+  for (int64_t tile = 0; tile < programs.peer.size(); ++tile) peers = std::max(peers, programs.peer[tile] + 1);
+  std::vector<Newest> newest(static_cast<std::size_t>(2 * peers));
+  MessageGroups found;
+  found.of.resize(static_cast<std::size_t>(programs.peer.size()));
+  programs.each_step([&](const Step& step) {
+    if (step.list != TRANSFERS) return;
+    // an all-to-all is one buffer; results are rounded on their way
+    const bool swapped = (programs.mode[step.at] & (ALL_TO_ALL | RESULTS)) != 0;
+    const auto begin = static_cast<int64_t>(found.first.size());
+    for (int64_t tile = step.first; tile < step.end; ++tile) {
+      Newest& last = newest[static_cast<std::size_t>(2 * programs.peer[tile] + programs.send[tile])];
+      const int64_t at = programs.operands.ptr[step.rank] + programs.operand[tile];
+      const bool starts = last.message < begin;
+      if (starts) {
+        last.message = static_cast<int64_t>(found.first.size());
+        found.first.push_back(static_cast<int32_t>(tile));
+        found.staged.push_back(swapped);
+      }
+      std::uint8_t& staged = found.staged[static_cast<std::size_t>(last.message)];
+      if (!staged) staged = !(operands.is_whole(step.rank, at) && (starts || operands.follows(last.operand, at)));
+      last.operand = at;
+      found.of[static_cast<std::size_t>(tile)] = static_cast<int32_t>(last.message);
+    }
+  });
+  return found;
+}
+
 void bind_messages(nb::module_& m) {
-  m.def("group", [](nb::tuple lists, nb::tuple memory, int64_t ranks, int64_t alignment) {
-    Fields of_lists(lists), of_memory(memory);
-    const Launches launches{
-        of_lists.next<Column<const int64_t>>("tiles"),
-        of_lists.next<Column<const int64_t>>("rank"),
-        of_lists.next<Column<const int64_t>>("first"),
-        of_lists.next<Column<const bool>>("swapped"),
-        of_lists.next<Ints>("send"),
-        of_lists.next<Ints>("peer"),
-        of_lists.next<Ints>("operand"),
-    };
-    const Memory where{
-        of_memory.next<Ints>("tensor"),
-        of_memory.next<Ints>("space"),
-        of_memory.next<Ints>("row"),
-        of_memory.next<Ints>("rows"),
-        of_memory.next<Ints>("heads"),
-        of_memory.next<Matrix<const int64_t>>("columns"),
-        of_memory.next<Matrix<const int64_t>>("row_bytes"),
-        of_memory.next<Matrix<const int64_t>>("width"),
-        of_memory.next<Column<const bool>>("ordered"),
-        alignment,
-    };
-    const int64_t transfers = launches.send.size();
-    New<int32_t> of(transfers), first(transfers);
-    New<bool> staged(transfers);
-    const int64_t found = unlocked([&] { return group(launches, where, ranks, of, first, staged); });
-    const nb::slice some(found);
-    return nb::make_tuple(of.array(), first.array()[some], staged.array()[some]);
+  m.def("group", [](nb::tuple arrays, nb::tuple memory, int64_t alignment) {
+    Fields of_programs(arrays), of_memory(memory);
+    const Programs programs = programs_of(of_programs);
+    const Memory where = memory_of(of_memory, alignment);
+    MessageGroups found = unlocked([&] { return group(programs, where); });
+    return arrays_of(found.of, found.first, found.staged);
   });
 }
 

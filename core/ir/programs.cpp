@@ -1,4 +1,7 @@
 // Matching of sends with receives.
+#include "ir/programs.hpp"
+
+#include <algorithm>
 #include <vector>
 
 #include "bind.hpp"
@@ -50,44 +53,45 @@ class Queues {
   std::vector<int64_t> first_, last_;
 };
 
-// Launches by round, and their transfers: `ProgramView` of apportion/ir/plan/programs.py.
-struct Rounds {
-  Column<const int64_t> order, ptr, starts;
-  Ints counts;
-  Column<const int64_t> rank_of;
-  Ints send, peer, operand;
-  Column<const int64_t> transfer_ptr, bases, tile;
-};
+// The launches of all ranks, by round and then by rank.
+std::vector<Step> launches_by_round(const Programs& programs) {
+  std::vector<Step> launches;
+  programs.each_step([&](const Step& step) {
+    if (step.op == Op::LAUNCH) launches.push_back(step);
+  });
+  std::stable_sort(launches.begin(), launches.end(), [&](const Step& one, const Step& two) {
+    return programs.round[one.at] < programs.round[two.at];
+  });
+  return launches;
+}
 
-// Pairs the k-th send i -> j of each round with the k-th receive of j from i. Linear in the transfers.
+// Pairs sends with receives, round by round. Linear in the transfers.
 template <class Index>
-void match(const Rounds& given, Column<int64_t> mate, Column<bool> agreed) {
-  const int64_t ranks = given.transfer_ptr.size() - 1;
+void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64_t> mate, Column<bool> agreed) {
+  const int64_t ranks = programs.ranks();
+  const Column<const int64_t> ptr = programs.lists[TRANSFERS].ptr;
   std::vector<End<Index>> storage(static_cast<std::size_t>(mate.size()));
   const Column<End<Index>> ends(storage.data(), mate.size());
   for (int64_t rank = 0; rank < ranks; ++rank)
-    for (int64_t t = given.transfer_ptr[rank]; t < given.transfer_ptr[rank + 1]; ++t)
-      ends[t] = {static_cast<Index>(2 * given.peer[t] + given.send[t]), static_cast<Index>(rank),
-                 static_cast<Index>(given.tile[given.bases[rank] + given.operand[t]]), NONE};
+    for (int64_t t = ptr[rank]; t < ptr[rank + 1]; ++t) {
+      const int64_t moved = tile.size() == 0 ? 0 : tile[programs.operands.ptr[rank] + programs.operand[t]];
+      ends[t] = {static_cast<Index>(2 * programs.peer[t] + programs.send[t]), static_cast<Index>(rank),
+                 static_cast<Index>(moved), NONE};
+    }
   // sends by destination, filled for the whole round in the order of source ranks; receives by source, filled for one
   // destination at a time
   Queues<Index> sends(ends, ranks), receives(ends, ranks);
-  const auto each = [&given](int64_t i, auto&& visit) {
-    const int64_t launch = given.order[i], begin = given.starts[launch];
-    for (int64_t t = begin; t < begin + given.counts[launch]; ++t) visit(t);
-  };
-  for (int64_t turn = 0; turn + 1 < given.ptr.size(); ++turn) {
-    const int64_t begin = given.ptr[turn], end = given.ptr[turn + 1];
-    for (int64_t i = begin; i < end; ++i)
-      each(i, [&](int64_t t) {
+  const std::vector<Step> launches = launches_by_round(programs);
+  for (auto begin = launches.begin(), end = begin; begin != launches.end(); begin = end) {
+    const int64_t round = programs.round[begin->at];
+    end = std::find_if(begin, launches.end(), [&](const Step& step) { return programs.round[step.at] != round; });
+    for (auto launch = begin; launch != end; ++launch)
+      for (int64_t t = launch->first; t < launch->end; ++t)
         if (ends[t].peer & 1) sends.append(t);
-      });
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t rank = given.rank_of[given.order[i]];
-      each(i, [&](int64_t t) {
+    for (auto launch = begin; launch != end; ++launch) {
+      for (int64_t t = launch->first; t < launch->end; ++t)
         if (!(ends[t].peer & 1)) receives.append(t);
-      });
-      for (int64_t t = sends.first(rank); t >= 0; t = ends[t].after) {
+      for (int64_t t = sends.first(launch->rank); t >= 0; t = ends[t].after) {
         const int64_t source = ends[t].owner, other = receives.first(source);
         if (other < 0) continue;
         mate[t] = other;
@@ -95,34 +99,46 @@ void match(const Rounds& given, Column<int64_t> mate, Column<bool> agreed) {
         agreed[t] = agreed[other] = ends[t].tile == ends[other].tile;
         receives.drop_first(source);
       }
-      sends.clear(rank);
-      each(i, [&](int64_t t) { receives.clear(ends[t].peer >> 1); });
+      sends.clear(launch->rank);
+      for (int64_t t = launch->first; t < launch->end; ++t) receives.clear(ends[t].peer >> 1);
     }
-    for (int64_t i = begin; i < end; ++i) each(i, [&](int64_t t) { sends.clear(ends[t].peer >> 1); });
+    for (auto launch = begin; launch != end; ++launch)
+      for (int64_t t = launch->first; t < launch->end; ++t) sends.clear(ends[t].peer >> 1);
   }
-}
-
-bool is_narrow(const Rounds& given) {
-  int64_t most = given.send.size();
-  for (const int64_t tile : given.tile) most = std::max(most, tile);
-  return most < int64_t{1} << 31;
 }
 
 }  // namespace
 
+Programs programs_of(Fields& arrays) {
+  Programs found;
+  for (ProgramTable* one : {&found.arenas, &found.operands, &found.instructions, &found.lists[TRANSFERS],
+                            &found.lists[TASKS], &found.lists[GRADS], &found.lists[ROWOPS]})
+    *one = {arrays.next<Column<const int64_t>>("ptr"), arrays.next<IntRows>("values")};
+  const auto name = [](const ProgramTable& rows, std::initializer_list<Ints*> columns) {
+    int64_t i = 0;
+    for (Ints* column : columns) *column = rows.columns[i++];
+  };
+  name(found.operands, {&found.tensor, &found.space, &found.row, &found.rows, &found.col, &found.heads});
+  name(found.instructions, {&found.op, &found.round, &found.channel, &found.mode, &found.count});
+  name(found.lists[TRANSFERS], {&found.send, &found.peer, &found.operand});
+  return found;
+}
+
+void match(const Programs& programs, Column<const int64_t> tile, Column<int64_t> mate, Column<bool> agreed) {
+  std::fill(mate.begin(), mate.end(), NONE);
+  std::fill(agreed.begin(), agreed.end(), false);
+  const auto most = std::max(mate.size(), tile.size() == 0 ? 0 : *std::max_element(tile.begin(), tile.end()));
+  most < int64_t{1} << 31 ? match_as<std::int32_t>(programs, tile, mate, agreed)
+                          : match_as<int64_t>(programs, tile, mate, agreed);
+}
+
 void bind_programs(nb::module_& m) {
-  m.def("match", [](In<int64_t, "order"> order, In<int64_t, "ptr"> ptr, In<int64_t, "starts"> starts,
-                    IntsIn<"counts"> counts, In<int64_t, "rank_of"> rank_of, IntsIn<"send"> send, IntsIn<"peer"> peer,
-                    IntsIn<"operand"> operand, In<int64_t, "transfer_ptr"> transfer_ptr, In<int64_t, "bases"> bases,
-                    In<int64_t, "tile"> tile) {
-    New<int64_t> mate(send.size());
-    New<bool> agreed(send.size());
-    unlocked([&] {
-      std::fill(mate.begin(), mate.end(), NONE);
-      std::fill(agreed.begin(), agreed.end(), false);
-      const Rounds given{order, ptr, starts, counts, rank_of, send, peer, operand, transfer_ptr, bases, tile};
-      is_narrow(given) ? match<std::int32_t>(given, mate, agreed) : match<int64_t>(given, mate, agreed);
-    });
+  m.def("match", [](nb::tuple arrays, In<int64_t, "tile"> tile) {
+    Fields fields(arrays);
+    const Programs programs = programs_of(fields);
+    New<int64_t> mate(programs.send.size());
+    New<bool> agreed(programs.send.size());
+    unlocked([&] { match(programs, tile, mate, agreed); });
     return nb::make_tuple(mate.array(), agreed.array());
   });
 }

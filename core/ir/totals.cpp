@@ -1,6 +1,9 @@
 // Totals of programs: attention pairs and bytes moved.
+#include <algorithm>
+
 #include "bind.hpp"
 #include "ir/areas.hpp"
+#include "ir/programs.hpp"
 
 namespace apportion {
 
@@ -9,45 +12,51 @@ using std::int64_t;
 void bind_totals(nb::module_& m) {
   m.def("area_of", &area_of);
 
-  m.def("pairs", [](IntsIn<"q"> q, IntsIn<"kv"> kv, IntsIn<"dmin"> dmin, IntsIn<"dmax"> dmax,
-                    In<int64_t, "ptr"> ptr, In<int64_t, "first"> first, IntsIn<"rows"> rows, IntsIn<"heads"> heads,
-                    In<int64_t, "sizes"> sizes) {
-    New<double> found(ptr.size() - 1);
+  m.def("pairs", [](nb::tuple arrays, bool is_backward, In<int64_t, "sizes"> sizes) {
+    Fields fields(arrays);
+    const Programs programs = programs_of(fields);
+    const auto& [ptr, columns] = programs.lists[is_backward ? GRADS : TASKS];
+    New<double> found(programs.ranks());
     unlocked([&] {
+      const Ints q = columns[0], kv = columns[1], dmin = columns[columns.rows() - 3], dmax = columns[columns.rows() - 2];
       for (int64_t rank = 0; rank < found.size(); ++rank) {
+        const int64_t first = programs.operands.ptr[rank];
         found[rank] = 0;
         for (int64_t task = ptr[rank]; task < ptr[rank + 1]; ++task) {
-          const int64_t query = first[rank] + q[task], key = first[rank] + kv[task];
-          const int64_t below = area_of(0, rows[query], 0, rows[key], dmin[task], dmax[task]);
-          found[rank] += static_cast<double>(below * sizes[heads[query]]);
+          const int64_t query = first + q[task], key = first + kv[task];
+          const int64_t below = area_of(0, programs.rows[query], 0, programs.rows[key], dmin[task], dmax[task]);
+          found[rank] += static_cast<double>(below * sizes[programs.heads[query]]);
         }
       }
     });
     return found.array();
   });
 
-  m.def("move", [](In<int64_t, "until"> until, In<bool, "results"> results, IntsIn<"send"> send, IntsIn<"peer"> peer,
-                   IntsIn<"operand"> operand, IntsIn<"tensor"> tensor, IntsIn<"rows"> rows, IntsIn<"heads"> heads,
-                   In<int64_t, "ptr"> ptr, In<int64_t, "first"> first, In2<int64_t, "row_bytes"> row_bytes,
-                   In2<int64_t, "result_bytes"> result_bytes, In<int64_t, "node"> node, Out<int64_t, "sent"> sent,
-                   Out<int64_t, "received"> received) {
-    return unlocked([&] {
-      const Matrix<const int64_t>* per_row[2] = {&row_bytes, &result_bytes};
-      int64_t between = 0, launch = 0;
-      for (int64_t rank = 0; rank + 1 < ptr.size(); ++rank) {
-        for (int64_t row = ptr[rank]; row < ptr[rank + 1]; ++row) {
-          while (row >= until[launch]) ++launch;
-          if (send[row] == 0) continue;
-          const int64_t at = first[rank] + operand[row];
-          const Matrix<const int64_t>& bytes = *per_row[results[launch]];
-          const int64_t moved = rows[at] * bytes[tensor[at]][heads[at]];
-          sent[rank] += moved;
-          received[peer[row]] += moved;
-          if (node[rank] != node[peer[row]]) between += moved;
+  m.def("move", [](nb::tuple arrays, In2<int64_t, "heads"> sizes, In2<int64_t, "row_bytes"> row_bytes,
+                   int64_t ranks_per_node) {
+    Fields fields(arrays);
+    const Programs programs = programs_of(fields);
+    const HeadCounts heads{sizes};
+    New<int64_t> sent(programs.ranks()), received(programs.ranks());
+    int64_t between = 0;
+    unlocked([&] {
+      std::fill(sent.begin(), sent.end(), 0);
+      std::fill(received.begin(), received.end(), 0);
+      programs.each_step([&](const Step& step) {
+        if (step.op != Op::LAUNCH) return;
+        const Column<const int64_t> bytes = row_bytes[(programs.mode[step.at] & RESULTS) != 0];
+        for (int64_t row = step.first; row < step.end; ++row) {
+          if (programs.send[row] == 0) continue;
+          const int64_t at = programs.operands.ptr[step.rank] + programs.operand[row], peer = programs.peer[row];
+          const int64_t row_heads = heads.of(programs.tensor_of(at), programs.heads[at]);
+          const int64_t moved = programs.rows[at] * row_heads * bytes[programs.tensor[at]];
+          sent[step.rank] += moved;
+          received[peer] += moved;
+          if (step.rank / ranks_per_node != peer / ranks_per_node) between += moved;
         }
-      }
-      return between;
+      });
     });
+    return nb::make_tuple(sent.array(), received.array(), between);
   });
 }
 

@@ -48,11 +48,11 @@ def test_complete_rows_are_those_that_nothing_touches_later(recipe: str, mask: s
                     for at, row in each_row(one)
                 ]
                 assert sorted(by_operand) == sorted(placed)
-                ranges = [range(a, b) for a, b in zip(found.row0.tolist(), found.row1.tolist(), strict=True)]
-                assert [row for one in ranges for row in one] == sorted(rows)
-                mine = np.flatnonzero(together[column].rank == rank)
-                assert together[column].row0[mine].tolist() == found.row0.tolist()
-                assert together[column].row1[mine].tolist() == found.row1.tolist()
+                assert [row for _, row in each_row(found.home)] == sorted(rows)
+                home, all_home = found.home, together[column].home
+                mine = np.flatnonzero(all_home.of == rank)
+                assert all_home.row0[mine].tolist() == home.row0.tolist()
+                assert all_home.row1[mine].tolist() == home.row1.tolist()
 
 
 def test_a_document_on_one_rank_is_complete_at_once() -> None:
@@ -60,23 +60,23 @@ def test_a_document_on_one_rank_is_complete_at_once() -> None:
     for phase in PHASES:
         for found in find_complete(plan.programs["default", phase], phase).values():
             assert (found.tasks.row1 - found.tasks.row0).tolist() == [64] * 4
-            assert (found.row1 - found.row0).tolist() == [64] * 4
+            assert (found.home.row1 - found.home.row0).tolist() == [64] * 4
 
 
 def test_rows_within_ranges_and_between_them() -> None:
-    rank, row0, row1 = np.array([0, 0, 2]), np.array([5, 20, 0]), np.array([10, 30, 4])
-    nothing = RowRanges(*(np.zeros(0, np.int64),) * 3)
-    found = Complete(nothing, rank, row0, row1, nothing, nothing)
-    asked = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 7, 10, 0, 0, 3]), np.array([100, 16, 10, 50, 4, 9])
-    assert found.within(*asked).tolist() == [15, 6, 0, 0, 4, 1]
-    alone = Complete(nothing, rank[:2], row0[:2], row1[:2], nothing, nothing)
-    assert alone.gaps(0, 40) == [(0, 5), (10, 20), (30, 40)]
-    assert alone.gaps(5, 10) == []
-    assert alone.gaps(7, 22) == [(10, 20)]
-    assert alone.gaps(12, 15) == [(12, 15)]
-    none = Complete(nothing, *(np.zeros(0, np.int64),) * 3, nothing, nothing)
-    assert none.gaps(3, 9) == [(3, 9)]
-    assert none.within(*asked).tolist() == [0] * 6
+    none = RowRanges.none()
+    ranges = RowRanges(np.zeros(2, np.int64), np.array([5, 20]), np.array([10, 30]))
+    assert [ranges.within(*rows) for rows in ((0, 100), (7, 21), (10, 20))] == [
+        [(5, 10), (20, 30)],
+        [(7, 10), (20, 21)],
+        [],
+    ]
+    found = Complete(none, ranges, none, none, none)
+    assert found.gaps(0, 40) == [(0, 5), (10, 20), (30, 40)]
+    assert found.gaps(5, 10) == []
+    assert found.gaps(7, 22) == [(10, 20)]
+    assert found.gaps(12, 15) == [(12, 15)]
+    assert Complete(none, none, none, none, none).gaps(3, 9) == [(3, 9)]
 
 
 def test_work_rows_that_leave_as_results_are_in_place() -> None:
@@ -95,5 +95,7 @@ def test_work_rows_that_leave_as_results_are_in_place() -> None:
         )
         rows = programs["operands"].wide("rows")[operands]
         found = find_complete(programs, phase)
-        placed = sum(one.sent.sums(len(sent)) for one in found.values())
+        placed = np.zeros(len(sent), np.int64)
+        for one in found.values():
+            np.add.at(placed, one.sent.of, one.sent.row1 - one.sent.row0)
         assert np.array_equal(placed, np.where(sent & (modes & 2 > 0), rows, 0))

@@ -8,8 +8,8 @@ import pytest
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
 from apportion.ir.masks import specs as masks
+from apportion.ir.plan.fusion import find_statistics
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster

@@ -20,8 +20,8 @@ from apportion.ir.plan.ops import LISTS, list_table
 from apportion.ir.tensors import PARTIALS, Tensor
 from apportion.ir.text.words import form_of
 from apportion.ir.verify.explain.operands import tensors_of
-from apportion.planner.simulate.durations import pass_table
 from apportion.planner.simulate.launches import kernel_table
+from apportion.planner.simulate.program import pass_table
 from tests.project.test_newcomers import CHANGES
 from tests.support.changed import change
 from tests.support.parse import parse

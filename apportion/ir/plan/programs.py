@@ -15,11 +15,9 @@ from apportion._core import programs as core
 from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.isa import Op
 from apportion.ir.orders import stable_order
-from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY, instruction_of, starts_of
+from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.tensors import Tensor
-
-UNMATCHED = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,7 @@ class Turns:
 
 @dataclass(frozen=True, eq=False)
 class Met:
-    """mate: int64 [transfers], the transfer that each one meets, or UNMATCHED. agreed: bool [transfers], both sides
+    """mate: int64 [transfers], the transfer that each one meets, or -1. agreed: bool [transfers], both sides
     name tiles of equal numbers."""
 
     mate: Ints
@@ -58,11 +56,6 @@ class ProgramView:
     def rank_of(self) -> Ints:
         """int64 [instructions]: the rank of each instruction."""
         return self.instructions.rank_of_row()
-
-    @cached_property
-    def starts(self) -> Ints:
-        """int64 [instructions]: the first row of its list that each instruction consumes."""
-        return starts_of(self.instructions["op"], self.instructions.wide("count"))
 
     def instruction_of(self, name: str) -> Ints:
         """int64 [rows]: the instruction that consumes each row of a list."""
@@ -102,22 +95,7 @@ class ProgramView:
     def met(self, tile: Ints) -> Met:
         """The k-th send i -> j of a round meets the k-th receive of j from i. tile: int64 [operands], a number that is
         equal for operands that fit each other."""
-        table, turns = self.source["transfers"], self.turns
-        send, peer, operand = table.values
-        found = core.match(
-            turns.order,
-            turns.ptr,
-            self.starts,
-            self.instructions["count"],
-            self.rank_of,
-            send,
-            peer,
-            operand,
-            table.ptr,
-            self.source["operands"].ptr,
-            tile,
-        )
-        return Met(*found)
+        return Met(*core.match(self.source.arrays, tile))
 
     @cached_property
     def arena_rows(self) -> Ints:
@@ -131,21 +109,13 @@ class ProgramView:
 
     def _arena(self, column: str) -> Ints:
         arenas = self.source["arenas"]
-        return arena_table(arenas.rank_of_row(), arenas["tensor"], arenas[column], arenas.ranks)
+        table = np.zeros((arenas.ranks, len(Tensor)), np.int64)
+        table[arenas.rank_of_row(), arenas["tensor"]] = arenas[column]
+        return table
 
 
-def head_table(q_heads: int, kv_heads: int, head_sets: Sequence[Sequence[int]]) -> Ints:
-    """int64 [tensors, none and head sets]: heads of an operand of a tensor with the heads of a set, none for
-    all; 1 for tensors without heads."""
+def head_counts(q_heads: int, kv_heads: int, head_sets: Sequence[Sequence[int]]) -> Ints:
+    """int64 [2, none and head sets]: heads of an operand with the heads of a set, none for all; of the query and of the
+    KV side."""
     sets = [len(members) for members in head_sets]
-    heads: Ints = np.where(IS_KEY[:, None], [kv_heads, *sets], [q_heads, *sets])
-    heads[IS_HEADLESS] = 1
-    return heads
-
-
-def arena_table(rank: Ints, tensor: Ints, sizes: Ints, ranks: int) -> Ints:
-    """int64 [ranks, tensors]: rows, or head columns, of each work arena; 0 where there is none.
-    rank, tensor, sizes: of the arenas."""
-    table = np.zeros((ranks, len(Tensor)), np.int64)
-    table[rank, tensor] = sizes
-    return table
+    return np.array([[q_heads, *sets], [kv_heads, *sets]], np.int64)

@@ -205,6 +205,12 @@ class ProgramSet:
     def ranks(self) -> int:
         return self.tables["instructions"].ranks
 
+    @property
+    def arrays(self) -> tuple[Ints, ...]:
+        """As the core reads programs: `ptr` and `values` of each of `isa.TABLES`."""
+        tables = (self.tables[name] for name in TABLES)
+        return tuple(array for table in tables for array in (table.ptr, table.values))
+
 
 def empty_programs(ranks: int) -> ProgramSet:
     return ProgramSet({name: empty_table(columns, ranks) for name, columns in TABLES.items()})

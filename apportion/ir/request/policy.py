@@ -19,11 +19,17 @@ _SWITCH = {True: "on", False: "off"}
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe: the pass that runs there and its parameters. A switch is a pass `on` or `off`."""
+    """One step of a recipe: the pass that runs there and its parameters, plain data. A switch is a pass `on` or `off`.
+    Raises ConfigError."""
 
     step: str
     name: str
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        where = f"recipe.steps.{name('recipe.steps', self.step)}"
+        where = f"{where}.{name(where, self.name)}"
+        object.__setattr__(self, "params", dict(mapping(where, plain(where, self.params))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +55,7 @@ class Recipe:
         return iter(self.steps)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and self.to_data() == other.to_data()
+        return isinstance(other, Recipe) and self.name == other.name and {*self} == {*other}
 
     def __hash__(self) -> int:
         return hash((self.name, frozenset(self)))
@@ -121,7 +127,7 @@ def _steps(steps: Any) -> tuple[Step, ...]:
         named = [item.step for item in steps]
         for twice in (name for name in named if named.count(name) > 1):
             raise ConfigError("recipe.steps", twice, "is there twice", "give each step one pass")
-        return tuple(_step(item.step, _step_data(item)) for item in steps)
+        return steps
     return tuple(_step(step, value) for step, value in mapping("recipe.steps", steps).items())
 
 
@@ -132,10 +138,7 @@ def _step(step: str, value: Any) -> Step:
     if len(mapping(where, value)) != 1:
         raise ConfigError(where, value, "must name one pass", "write {pass: {parameter: value}}")
     ((chosen, params),) = value.items()
-    params = {} if params is None else params
-    return Step(
-        step, name(where, chosen), dict(mapping(f"{where}.{chosen}", plain(f"{where}.{chosen}", params)))
-    )
+    return Step(step, chosen, {} if params is None else params)
 
 
 def _step_data(item: Step) -> Any:

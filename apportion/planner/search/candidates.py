@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import gcd
 from typing import Any
 
 from apportion.ir.masks.bands import area
-from apportion.ir.request.policy import Recipe
+from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.problem import Problem
 from apportion.planner.shard.blocks import row_times
@@ -49,15 +49,15 @@ class Candidate:
     recipe: Recipe
     rounds: int | None = None
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Equal for equal candidates, whatever their names."""
-        return f"{self.rounds} {_text(self.recipe, [step.step for step in self.recipe])}"
+        return f"{self.rounds} {_text(self.recipe)}"
 
-    @property
+    @cached_property
     def placing(self) -> str:
         """Equal for candidates whose tokens have the same homes."""
-        return _text(self.recipe, ["inner", "shard", "place"])
+        return _text(step for step in self.recipe if step.step in ("inner", "shard", "place"))
 
     @property
     def overlapped(self) -> bool:
@@ -71,15 +71,18 @@ class Candidate:
         held = {} if step is None else step.params
         return self.with_step("schedule", {"matchings": {**held, **changed}}, self.recipe.name, self.rounds)
 
-    def with_step(self, step: str, value: Any, name: str, rounds: int | None) -> Candidate:
-        """The candidate with another step, None to leave it out."""
-        steps = {**self.recipe.to_data()["steps"], step: value}
-        return Candidate(Recipe(name, {key: held for key, held in steps.items() if held is not None}), rounds)
+    def with_step(
+        self, step: str, value: Mapping[str, Any] | None, name: str, rounds: int | None
+    ) -> Candidate:
+        """The candidate with another step, {pass: parameters}, None to leave it out."""
+        steps = {one.step: one for one in self.recipe if value or one.step != step}
+        for chosen, params in (value or {}).items():
+            steps[step] = Step(step, chosen, params)
+        return Candidate(Recipe(name, tuple(steps.values())), rounds)
 
 
-def _text(recipe: Recipe, names: Sequence[str]) -> str:
-    steps = recipe.to_data()["steps"]
-    return json.dumps({name: steps[name] for name in sorted(names) if name in steps}, sort_keys=True)
+def _text(steps: Iterable[Step]) -> str:
+    return json.dumps({one.step: [one.name, one.params] for one in steps}, sort_keys=True)
 
 
 def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:

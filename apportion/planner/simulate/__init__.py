@@ -1,7 +1,8 @@
 """What a plan is worth on given hardware: its real programs, run by a discrete-event simulation.
 
-    Plan ──launches──► Posted ──traffic, durations──► Traffic, Script ──engine──► Times ──timeline──► Run ──► Simulation
-                                                                                          └─ path, trace
+    Plan ──program──► Tasks, Chores ──durations──┐
+                └───► Traffic, Script ───────────┴─engine──► Times ──timeline──► Run ──► Simulation
+                                                                         └─ path, trace
 
 Each rank has one compute stream, which takes its instructions in program order, and one stream for each channel, which
 takes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth (alpha-beta) and
@@ -27,13 +28,11 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
-from apportion.planner.simulate.durations import Costs, Work, end_us, task_pairs, work_us
-from apportion.planner.simulate.launches import Posted, cast_bytes, count_kernels, find_posted
+from apportion.planner.simulate.durations import Costs, Work, end_us, work_us
 from apportion.planner.simulate.path import PathStep
-from apportion.planner.simulate.program import WAIT, Script, Traffic, View, write_script
+from apportion.planner.simulate.program import WAIT, Chores, Script, Traffic, View, port_count, prepare_tables
 from apportion.planner.simulate.simulation import Simulation
 from apportion.planner.simulate.timeline import Run, Spans
-from apportion.planner.simulate.traffic import find_traffic, port_count
 
 __all__ = [
     "Costs",
@@ -78,7 +77,7 @@ class Prepared:
     view: View
     traffic: Traffic
     script: Script
-    posted: Posted
+    chores: Chores
     work: Work
     ideal_us: float
     contention: float
@@ -104,12 +103,12 @@ def prepare_program(
 ) -> Prepared:
     """As `prepare`, one of the programs."""
     view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
-    pairs, posted = task_pairs(view), find_posted(view)
-    traffic = find_traffic(view, np.asarray(posted.messages * costs.post_us, np.float64))
-    busy, work = work_us(view, costs, pairs, posted)
-    script = write_script(view, busy, end_us(view, costs), traffic)
-    ideal = _ideal_us(view, costs, pairs)
-    return Prepared(kind, phase, view, traffic, script, posted, work, ideal, costs.contention)
+    script, traffic, tasks, chores = prepare_tables(view, float(costs.post_us))
+    busy, work = work_us(view, costs, tasks, chores)
+    script = script._replace(work_us=busy, end_us=end_us(view, costs, chores.cast))
+    # all pairs at saturated throughput, spread over the ranks by their speeds
+    ideal = float(costs.ideal_us(phase, int((tasks.pairs * tasks.heads).sum()), 1)) / float(view.speeds.sum())
+    return Prepared(kind, phase, view, traffic, script, chores, work, ideal, costs.contention)
 
 
 def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
@@ -162,8 +161,8 @@ def _run(prepared: Prepared) -> Run:
         finish,
         *_traffic_bytes(script, traffic, view.ranks),
         int(traffic.bytes[traffic.out_port >= 2 * view.ranks].sum()),  # through a NIC
-        _launches(view, prepared.posted),
-        np.bincount(script.rank, prepared.posted.messages, view.ranks).astype(np.int64),
+        prepared.chores.kernels,
+        prepared.chores.messages,
         np.bincount(script.rank, minlength=view.ranks),
         view.arena_rows,
         view.instructions["op"],
@@ -194,16 +193,3 @@ def _traffic_bytes(script: Script, traffic: Traffic, ranks: int) -> tuple[Ints, 
     ends = (script.rank[side] for side in (traffic.sender, traffic.receiver))
     sent, received = (np.bincount(end, traffic.bytes, ranks).astype(np.int64) for end in ends)
     return sent, received
-
-
-def _launches(view: View, posted: Posted) -> Ints:
-    """int64 [ranks]: kernels that each rank starts."""
-    kernels: Ints = np.bincount(view.rank_of, count_kernels(view, posted), view.ranks).astype(np.int64)
-    kernels += cast_bytes(view) > 0
-    return kernels
-
-
-def _ideal_us(view: View, costs: Costs, pairs: Ints) -> float:
-    """All pairs at saturated throughput, spread over the ranks by their speeds."""
-    heads = view.operands.heads[view.operand("tasks" if view.phase == "forward" else "grads", "q")]
-    return float(costs.ideal_us(view.phase, int((pairs * heads).sum()), 1)) / float(view.speeds.sum())

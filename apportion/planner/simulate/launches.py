@@ -14,16 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
-from apportion._core import traffic as core
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import OP_NAMES, RULES, Op, Rule
-from apportion.ir.plan.messages import group_tiles
-from apportion.ir.tensors import Tensor
-from apportion.planner.simulate.program import View
+from apportion.ir.isa import OP_NAMES, RULES, Rule
 
 
 def kernel_table(rules: Mapping[int, Rule]) -> Ints:
@@ -39,53 +34,3 @@ PACK, UNPACK, CAST = 101, 102, 103
 WORK_NAMES = MappingProxyType(
     {**{int(op): name for op, name in OP_NAMES.items()}, PACK: "pack", UNPACK: "unpack", CAST: "cast"}
 )
-
-
-class Posted(NamedTuple):
-    """Of each launch, int64 [launches]: the messages that it posts, sent and received, and the bytes that are read and
-    written to copy tiles into those that are sent (packed), and out of those that are received (unpacked)."""
-
-    messages: Ints
-    packed: Ints
-    unpacked: Ints
-
-
-def find_posted(view: View) -> Posted:
-    """The messages of all launches."""
-    groups, rows = group_tiles(view.source, view.plan.header), view.operands.rows
-    return Posted(*core.posted(view.tiles, *groups, rows, view.in_place))
-
-
-def count_kernels(view: View, posted: Posted) -> Ints:
-    """int64 [instructions]: kernels that each starts."""
-    table = view.instructions
-    kernels: Ints = np.where(table["count"] > 0, KERNELS[table["op"]], 0)
-    waits = np.flatnonzero(table["op"] == Op.WAIT)
-    kernels[view.launches] = posted.packed > 0
-    kernels[waits] = posted.unpacked[view.launch_of[waits]] > 0
-    for op, (some, left) in (
-        (Op.DELIVER, view.delivered),
-        (Op.FINISH, view.finished),
-        (Op.DELTA, view.stated),
-    ):
-        at = np.flatnonzero(table["op"] == op)
-        of_row = view.instruction_of("rowops")[some]
-        kernels[at] = np.bincount(of_row, left, len(kernels))[at] > 0
-    return kernels
-
-
-def cast_bytes(view: View) -> Ints:
-    """int64 [ranks]: what casting the gradients of home rows that no task has left complete, one kernel at the end of a
-    call, reads and writes; 0 forward, where `finish` has written the output."""
-    if view.phase == "forward":
-        return np.zeros(view.ranks, np.int64)
-    model, plan = view.model, view.plan
-    rows: Ints = plan.layout(plan.header.home_layout).rows_per_rank
-    wide, narrow = model.accumulator_bytes, model.element_bytes
-    if (view.instructions["op"] == Op.PROJECT_GRAD).any():
-        return rows * (model.row_bytes(Tensor.DX) // wide * (wide + narrow))
-    moved, ranks, first = np.zeros_like(rows), np.arange(view.ranks), np.zeros_like(rows)
-    for column, tensor in (("dq", Tensor.DQ), ("dkv", Tensor.DKV)):
-        left = rows - view.complete[column].within(ranks, first, rows)
-        moved += left * (model.row_bytes(tensor) // wide * (wide + narrow))
-    return moved

@@ -11,24 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Floats, Ints, offsets
+from apportion._core import script as core
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
-from apportion.ir.isa import RESULTS, Op
-from apportion.ir.orders import sort_order
-from apportion.ir.plan.fusion import Complete, find_complete
-from apportion.ir.plan.programs import ProgramView, head_table
-from apportion.ir.plan.row_statistics import Statistics, find_statistics
+from apportion.ir.isa import OPERAND_COLUMNS, RULES, Rule, Use
+from apportion.ir.plan.messages import ALIGNMENT, memory_of
+from apportion.ir.plan.programs import ProgramView
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor
+from apportion.planner.simulate.launches import KERNELS
 
+#: bytes that 1 GB/s moves in a microsecond
+BYTES_PER_US = 1e3
 #: what an instruction is to the event loop
 WORK, LAUNCH, WAIT = range(3)
 
@@ -75,47 +77,41 @@ class Traffic(NamedTuple):
     tensor: Ints
 
 
-class Tiles(NamedTuple):
-    """Transfers as listed, rank after rank. launch: int64, and send, peer, operand: integers [transfers], an operand by
-    its number on its rank. rank, round, first: int64, and results: bool [launches], where the operands of the rank
-    begin, and whether what travels are results. bytes, tensor: int64 [operands]. wire: int64 [2, operands], what an
-    operand takes on its way, and as a result."""
+class Tasks(NamedTuple):
+    """Attention tasks, to be priced. rows, keys, pairs, heads, kv_heads, diagonals: int64 [tasks], of rectangle and
+    band. first, at, accumulated: int64 [instructions with tasks], the first task, the instruction, and bytes that
+    accumulators move beyond the results in the model's dtype, each row once an instruction."""
 
-    launch: Ints
-    send: Ints
-    peer: Ints
-    operand: Ints
-    rank: Ints
-    round: Ints
-    first: Ints
-    results: Bools
-    bytes: Ints
-    wire: Ints
-    tensor: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """Operands of all ranks: tensor, rows, heads (1 for X and dX), bytes in memory, int64 [operands]; wire: int64 [2,
-    operands], bytes of one that travels, and of a sum once it is a result in the model's dtype; ptr [ranks + 1]."""
-
-    tensor: Ints
     rows: Ints
+    keys: Ints
+    pairs: Ints
     heads: Ints
-    bytes: Ints
-    wire: Ints
-    ptr: Ints
+    kv_heads: Ints
+    diagonals: Ints
+    first: Ints
+    at: Ints
+    accumulated: Ints
 
-    @property
-    def results(self) -> Ints:
-        """int64 [operands]: bytes of a sum as a result."""
-        of_results: Ints = self.wire[1]
-        return of_results
+
+class Chores(NamedTuple):
+    """What else there is to do. moved: int64 [instructions], bytes that row operations read and write, but for rows
+    that are in place, and packing and unpacking. cast: int64 [ranks], the same of casting gradients after the last
+    instruction. kernels, messages: int64 [ranks], how many are started and posted. projection, rows, products: int64
+    [projections], the instruction, rows of X, and multiplications for each number of a row, in bytes of the model's
+    dtype."""
+
+    moved: Ints
+    cast: Ints
+    kernels: Ints
+    messages: Ints
+    projection: Ints
+    rows: Ints
+    products: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class View(ProgramView):
-    """The programs of all ranks of one kind and phase, and what follows from their tables. cluster: where they run."""
+    """The programs of all ranks of one kind and phase. cluster: where they run."""
 
     plan: Plan
     phase: str
@@ -136,184 +132,78 @@ class View(ProgramView):
         speeds = self.cluster.speeds
         return np.ones(self.ranks) if speeds is None else np.asarray(speeds, np.float64)
 
-    @cached_property
-    def launch_ranks(self) -> Ints:
-        """int64 [launches]."""
-        return self.rank_of[self.launches]
 
-    @cached_property
-    def launch_rounds(self) -> Ints:
-        """int64 [launches]."""
-        return self.instructions["round"][self.launches].astype(np.int64)
-
-    @cached_property
-    def tiles(self) -> Tiles:
-        """All transfers, with what they move."""
-        table, ptr = self.source["transfers"], self.operands.ptr
-        launch = np.repeat(np.arange(len(self.launches)), self.instructions["count"][self.launches])
-        first, found = ptr[self.launch_ranks], self.operands
-        send, peer, operand = table.values
-        return Tiles(
-            launch,
-            send,
-            peer,
-            operand,
-            self.launch_ranks,
-            self.launch_rounds,
-            first,
-            self.instructions["mode"][self.launches] & RESULTS > 0,
-            found.bytes,
-            found.wire,
-            found.tensor,
-        )
-
-    @cached_property
-    def launch_of(self) -> Ints:
-        """int64 [instructions]: the launch that a launch starts or a wait waits for, else -1. Raises VerifyError for a
-        wait without launch."""
-        table, found = self.instructions, np.full(len(self.instructions), -1)
-        found[self.launches] = np.arange(len(self.launches))
-        waits = np.flatnonzero(table["op"] == Op.WAIT)
-        missing = waits[self.partner[waits] < 0]
-        if len(missing):
-            rank, round_ = self.rank_of[missing[0]], table["round"][missing[0]]
-            raise VerifyError(
-                f"rank {rank} waits for round {round_} and never launches it: such a plan cannot run; verify it"
-            )
-        found[waits] = found[self.partner[waits]]
-        return found
-
-    @cached_property
-    def operands(self) -> Operands:
-        table = self.source["operands"]
-        tensor, rows = (table.wide(name) for name in ("tensor", "rows"))
-        heads, row_bytes = self._shapes()
-        kind = tensor * heads.shape[1] + table["heads"]
-        return Operands(
-            tensor,
-            rows,
-            heads.ravel()[kind],
-            rows * row_bytes.ravel()[kind],
-            rows * heads.ravel()[kind] * self._wire_bytes.take(tensor, 1),
-            table.ptr.astype(np.int64, copy=False),
-        )
-
-    def _shapes(self) -> tuple[Ints, Ints]:
-        """int64 [tensors, none and head sets] each: heads of an operand, and bytes of one of its rows."""
-        head = self.plan.header
-        heads = head_table(head.q_heads, head.kv_heads, head.head_sets)
-        per_head = [self.model.row_bytes(Tensor(t), 1) for t in range(max(Tensor) + 1)]
-        if self.phase == "backward":  # what the forward gave
-            per_head[Tensor.O] = self.model.output_bytes
-        return heads, heads * np.array(per_head)[:, None]
-
-    @cached_property
-    def _wire_bytes(self) -> Ints:
-        """int64 [2, tensors]: of a row of one head that travels, and of one of a sum as a result; 0 of what is no
-        sum."""
-        model = self.model
-        return np.array(
-            [
-                [of(tensor) for tensor in Tensor]
-                for of in (partial(model.sent_bytes, heads=1), model.sent_result_bytes)
-            ]
-        )
-
-    @cached_property
-    def complete(self) -> Mapping[str, Complete]:
-        """Column of the tasks' list -> the home rows that its tasks leave as results."""
-        return find_complete(self.source, self.phase)
-
-    @cached_property
-    def statistics(self) -> Statistics:
-        """Home rows whose statistics attention computes."""
-        return find_statistics(self.source)
-
-    @cached_property
-    def in_place(self) -> Ints:
-        """int64 [transfers]: how many of its rows tasks have written into the message."""
-        found = np.zeros(len(self.source["transfers"]), np.int64)
-        for one in self.complete.values():
-            found += one.sent.sums(len(found))
-        return found
-
-    @cached_property
-    def delivered(self) -> tuple[Ints, Ints]:
-        """int64 [n] each: the rows of list `rowops` that are of `deliver`, and how many rows of the sum each has to
-        move, which no task has written where they belong."""
-        some = np.flatnonzero(self.instructions["op"][self.instruction_of("rowops")] == Op.DELIVER)
-        left = self.operands.rows[self.operand("rowops", "a")[some]]
-        for one in self.complete.values():
-            left = left - one.delivered.sums(len(self.source["rowops"]))[some]
-        return some, left
-
-    @cached_property
-    def finished(self) -> tuple[Ints, Ints]:
-        """int64 [n] each: the rows of list `rowops` that are of `finish`, and how many rows of O each has to do, which
-        no task has left complete."""
-        instruction = self.instruction_of("rowops")
-        some = np.flatnonzero(self.instructions["op"][instruction] == Op.FINISH)
-        if not len(some):
-            return some, some
-        operand, rank = self.operand("rowops", "c")[some], self.rank_of[instruction[some]]
-        rows, row = self.operands.rows[operand], self.source["operands"].wide("row")[operand]
-        return some, rows - self.complete["o"].within(rank, row, rows)
-
-    @cached_property
-    def stated(self) -> tuple[Ints, Ints]:
-        """int64 [n] each: the rows of list `rowops` that are of `delta`, and how many rows each has to do, as no task
-        does."""
-        some = np.flatnonzero(self.instructions["op"][self.instruction_of("rowops")] == Op.DELTA)
-        rows = self.operands.rows[self.operand("rowops", "c")[some]]
-        return some, rows - self.statistics.rowops.sums(len(self.source["rowops"]))[some]
-
-    def operand(self, name: str, column: str) -> Ints:
-        """int64 [rows]: which of `operands` a column of a list names."""
-        return self.source[name][column] + self._first_operands[name]
-
-    @cached_property
-    def _first_operands(self) -> dict[str, Ints]:
-        """list -> int64 [rows]: the first operand of each row's rank."""
-        first = self.operands.ptr[:-1]
-        return {
-            name: np.repeat(first, np.diff(self.source[name].ptr)) for name in ("tasks", "grads", "rowops")
-        }
+def pass_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [not the first, first row into a sum; codes; 4]: how often an op reads or writes operands a, b, c, d."""
+    table = np.zeros((2, max(rules) + 1, len(OPERAND_COLUMNS["rowops"])), np.int64)
+    for op, rule in rules.items():
+        for argument in rule.arguments if rule.list == "rowops" else ():
+            first, later = argument.passes or (1, 2 if argument.use is Use.ADD else 1)
+            table[:, op, rule.columns.index(argument.column)] = later, first
+    return table
 
 
-def write_script(view: View, work_us: Floats, end_us: Floats, traffic: Traffic) -> Script:
-    """The script of a program. Raises VerifyError for a wait without launch."""
-    table, at, rank = view.instructions, view.launches, view.launch_ranks
-    role = np.full(len(table), WORK, np.uint8)
-    role[at], role[table["op"] == Op.WAIT] = LAUNCH, WAIT
-    channel = table["channel"][at].astype(np.int64)
-    before, after = neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
-    ends = np.concatenate([traffic.sender, traffic.receiver])
-    order = sort_order(ends, len(at))
-    return Script(
-        table.ptr.astype(np.int64),
-        role,
-        work_us,
-        end_us,
-        view.launch_of,
-        rank,
-        view.launch_rounds,
-        channel,
-        before,
-        after,
-        offsets(np.bincount(ends, minlength=len(at))),
-        (order % max(len(traffic.sender), 1)).astype(np.int64),
+def product_table(rules: Mapping[int, Rule]) -> Ints:
+    """int64 [codes]: multiplications by the weights of the layer's projection."""
+    return np.array([rules[op].products if op in rules else 0 for op in range(max(rules) + 1)])
+
+
+_OPS = (KERNELS, product_table(RULES), pass_table(RULES).reshape(-1, len(OPERAND_COLUMNS["rowops"])))
+
+
+def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, Tasks, Chores]:
+    """What follows from the tables of a program, in the compiled core: `core/planner/simulate_script.cpp`. The script
+    takes no time yet. post_us: what posting a message takes, added to the latency of the transfers of its launch, where
+    sender and receiver differ the larger. Raises VerifyError for a program that cannot run."""
+    plan, cluster = view.plan, view.cluster
+    (unmatched, unlaunched), script, traffic, tasks, chores = core.prepare(
+        view.source.arrays,
+        memory_of(plan.header),
+        ALIGNMENT,
+        _sizes(view.model),
+        _OPS,
+        cluster.ranks_per_node,
+        cluster.nics_per_node,
+        np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US,
+        np.array([cluster.intra_latency_us, cluster.inter_latency_us], np.float64),
+        post_us,
+        plan.layout(plan.header.home_layout).rows_per_rank,
+        view.phase == "backward",
     )
+    if len(unmatched):
+        round_, source, target, sent, received = unmatched.tolist()
+        raise VerifyError(
+            f"{view.phase}, round {round_}: rank {source} sends {sent} tiles to rank {target}, which receives "
+            f"{received}: such a plan cannot run; verify it"
+        )
+    if len(unlaunched):
+        rank, round_ = unlaunched.tolist()
+        raise VerifyError(
+            f"rank {rank} waits for round {round_} and never launches it: such a plan cannot run; verify it"
+        )
+    role, *launches = script
+    nothing = np.zeros(len(role)), np.zeros(view.ranks)
+    made = Script(view.instructions.ptr, role, *nothing, *launches)
+    return made, Traffic(*traffic), Tasks(*tasks), Chores(*chores)
 
 
-def neighbours(stream: Ints) -> tuple[Ints, Ints]:
-    """int64 [launches] each: the launches before and after each one in its stream, -1 for none."""
-    before, after = np.full((2, len(stream)), -1)
-    order = np.argsort(stream, kind="stable")
-    same = np.flatnonzero(stream[order[1:]] == stream[order[:-1]])
-    before[order[same + 1]], after[order[same]] = order[same], order[same + 1]
-    return before, after
+@cache
+def _sizes(model: Model) -> Ints:
+    """int64 [5, tensors], bytes: of a row of one head in memory, in the model's dtype, as it travels, and as a result
+    (0 of what is no sum); of a row with all heads, read and written as it is cast."""
+    wide, narrow = model.accumulator_bytes, model.element_bytes
+    rows = np.zeros((5, len(Tensor)), np.int64)
+    for t in Tensor:
+        cast = model.row_bytes(t) // wide * (wide + narrow)
+        sent = model.sent_bytes(t, 1), model.sent_result_bytes(t)
+        rows[:, t] = model.row_bytes(t, 1), model.result_bytes(t), *sent, cast
+    return rows
 
 
 def launch_instructions(script: Script) -> Ints:
     """int64 [launches]: the instruction of each launch."""
     return np.flatnonzero(script.role == LAUNCH)
+
+
+def port_count(cluster: Cluster) -> int:
+    return 2 * (cluster.ranks + cluster.nodes * cluster.nics_per_node)

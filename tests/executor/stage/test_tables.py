@@ -15,8 +15,7 @@ from apportion.backends.torch.stage.tiles import Tiles, cut_tiles, waves
 from apportion.backends.torch.stage.worklists import ROLES, Columns, Targets, WorkList, work_list
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import Op
-from apportion.ir.plan.fusion import Complete, RowRanges, find_complete
-from apportion.ir.plan.row_statistics import find_statistics
+from apportion.ir.plan.fusion import Complete, RowRanges, find_complete, find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES

@@ -36,9 +36,8 @@ from apportion.backends.torch.stage.worklists import ROLES, Columns, WorkList, w
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ExecutionError
 from apportion.ir.isa import OP_NAMES, Op
-from apportion.ir.plan.fusion import Complete, RowRanges, apart, gaps, result_ranges
+from apportion.ir.plan.fusion import Complete, RowRanges, apart, find_statistics, gaps
 from apportion.ir.plan.ops import instruction_of
-from apportion.ir.plan.row_statistics import find_statistics
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Space, Tensor as Name
 
@@ -300,7 +299,7 @@ class Drafts:
     def finish(self, step: Step) -> Iterator[Draft]:
         """Rows of sums; then, for layers with learned sinks, rows that arrived as results."""
         lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
-        sums, results = self._complete["o"].gaps, result_ranges(self._programs, Name.O)
+        sums, results = self._complete["o"].gaps, self._complete["o"].arrived.within
         for o, left in (((Name.O, True, 0), sums), (result, results)):
             made = spots(step, self._program.operands, ROWS, partial(_rows_of, left))
             tables, sizes = self._stored(made.tiles, made.heads), (made.lanes, self._header.q_heads)

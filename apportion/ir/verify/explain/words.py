@@ -10,6 +10,7 @@ import numpy as np
 from apportion._core.verify import NOWHERE, Code, Fault
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import OPERAND_COLUMNS
+from apportion.ir.plan.ops import starts_of
 from apportion.ir.tensors import HEADLESS, PARTIALS, TENSOR_NAMES, Space, Tensor
 from apportion.ir.verify.explain.operands import misfits
 from apportion.ir.verify.explain.transfers import mismatches
@@ -135,9 +136,7 @@ def _numbers(program: Program, fault: Fault) -> tuple[int, int]:
 
 def _item(program: Program, fault: Fault) -> str:
     """Which row of an instruction's list, where it has several."""
-    if (
-        program.list_name(fault.instruction) is None
-        or program["instructions"]["count"][fault.instruction] < 2
-    ):
+    op, count = (program["instructions"][name] for name in ("op", "count"))
+    if program.list_name(fault.instruction) is None or count[fault.instruction] < 2:
         return ""
-    return f"item {fault.item - int(program.starts[fault.instruction])}: "
+    return f"item {fault.item - int(starts_of(op, count)[fault.instruction])}: "

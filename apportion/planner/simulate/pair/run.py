@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apportion._core import script as core
 from apportion.ir.arrays import Floats, Ints, group_of, offsets
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
@@ -34,8 +35,7 @@ from apportion.planner.cost import CostModel
 from apportion.planner.simulate import busy_us, engine, prepare_program
 from apportion.planner.simulate.durations import Costs
 from apportion.planner.simulate.pair.result import WAYS, WHOLE, Pair, PairRun, Way
-from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, View, neighbours
-from apportion.planner.simulate.traffic import port_count
+from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traffic, View, port_count
 
 #: time of the linear layers' backward, as a multiple of their forward's
 LINEAR_BACKWARD = 2.0
@@ -284,10 +284,7 @@ def _script(rows: PairInstructions, launch: Ints, copies: list[Half], old: Ints,
         for name in ("rank", "round", "channel")
     )
     ptr = np.searchsorted(rows.rank, np.arange(ranks + 1))
-    before, after = neighbours(rank * (int(channel.max(initial=0)) + 1) + channel)
-    ends = np.concatenate([traffic.sender, traffic.receiver])
-    end_ptr = np.searchsorted(np.sort(ends), np.arange(len(rank) + 1))
-    of_launch = np.argsort(ends, kind="stable") % max(len(traffic.sender), 1)
+    streams = (rank, round_, channel, *core.link_channels(rank, channel))
+    ends = core.list_ends(traffic.sender, traffic.receiver, len(rank))
     role, nothing = rows.role.astype(np.uint8), np.zeros(ranks)
-    streams = (rank, round_, channel, before, after)
-    return Script(ptr, role, rows.work_us, nothing, launch, *streams, end_ptr, of_launch)
+    return Script(ptr, role, rows.work_us, nothing, launch, *streams, *ends)

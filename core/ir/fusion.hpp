@@ -1,0 +1,52 @@
+// Which rows attention tasks leave as results, and which row statistics they compute: apportion/ir/plan/fusion.py.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "ir/programs.hpp"
+
+namespace apportion {
+
+// Ranges [row0, row1) of rows of something, by its number.
+struct RowRanges {
+  std::vector<std::int64_t> of, row0, row1;
+
+  std::size_t size() const { return of.size(); }
+  void add(std::int64_t one, std::int64_t begin, std::int64_t end) {
+    of.push_back(one);
+    row0.push_back(begin);
+    row1.push_back(end);
+  }
+};
+
+// A sum of attention tasks: its column of their list, its bit of `first`, columns of rows that stand beside its own, of the
+// same tokens, and the tensors of all these.
+struct Sum {
+  List list;
+  Tensor tensor;
+  std::int64_t column, flag;
+  std::vector<std::int64_t> beside;
+  Tensors tensors;
+};
+
+inline const std::array<Sum, 3> SUMS{{
+    {TASKS, Tensor::O, 2, 1, {0}, Tensors::of(Tensor::O, Tensor::Q)},
+    {GRADS, Tensor::DQ, 4, FIRST_DQ, {0, 2, 3}, Tensors::of(Tensor::DQ, Tensor::Q, Tensor::DO, Tensor::DELTA)},
+    {GRADS, Tensor::DKV, 5, FIRST_DKV, {1}, Tensors::of(Tensor::DKV, Tensor::KV)},
+}};
+
+// Of one sum, as `Complete` of fusion.py. home: by rank, as arrived; the others by the row of their list.
+struct Complete {
+  RowRanges tasks, home, arrived, sent, delivered;
+};
+
+// sums: in the order of SUMS. tasks, rowops: as `Statistics` of fusion.py.
+struct Fusion {
+  std::array<Complete, 3> sums;
+  RowRanges tasks, rowops;
+};
+
+Fusion fuse(const Programs& programs);
+
+}  // namespace apportion

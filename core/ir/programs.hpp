@@ -1,0 +1,97 @@
+// Programs of one or more ranks: the tables of apportion/ir/isa.py, rank after rank, and walks over their instructions.
+#pragma once
+
+#include "array.hpp"
+#include "ir/isa.hpp"
+
+namespace apportion {
+
+class Fields;
+
+struct ProgramTable {
+  Column<const std::int64_t> ptr;  // where each rank's rows begin, and the end
+  IntRows columns;
+
+  std::int64_t size() const { return columns.columns(); }
+};
+
+enum List { TRANSFERS, TASKS, GRADS, ROWOPS, NO_LIST };
+
+// The list whose rows an op consumes.
+inline List list_of(Op op) {
+  switch (op) {
+    case Op::LAUNCH:
+      return TRANSFERS;
+    case Op::WAIT:
+      return NO_LIST;
+    case Op::ATTEND:
+      return TASKS;
+    case Op::ATTEND_GRAD:
+      return GRADS;
+    default:
+      return ROWOPS;
+  }
+}
+
+// An instruction of a rank, counted over all ranks, and its rows [first, end) of its list.
+struct Step {
+  std::int64_t rank, at;
+  Op op;
+  List list;
+  std::int64_t first, end;
+};
+
+struct Programs {
+  ProgramTable arenas, operands, instructions;
+  ProgramTable lists[NO_LIST];
+  // columns of operands, of instructions, and of transfers
+  Ints tensor, space, row, rows, col, heads;
+  Ints op, round, channel, mode, count;
+  Ints send, peer, operand;
+
+  std::int64_t ranks() const { return instructions.ptr.size() - 1; }
+  Tensor tensor_of(std::int64_t operand_at) const { return static_cast<Tensor>(tensor[operand_at]); }
+  bool is_home(std::int64_t operand_at) const { return space[operand_at] == static_cast<std::int64_t>(Space::HOME); }
+  bool is_whole(std::int64_t operand_at) const { return heads[operand_at] == 0; }
+
+  // visit(step) for each instruction, or each of a rank.
+  template <class Visit>
+  void each_step(Visit&& visit) const {
+    for (std::int64_t rank = 0; rank < ranks(); ++rank) each_step(rank, visit);
+  }
+  template <class Visit>
+  void each_step(std::int64_t rank, Visit&& visit) const {
+    std::int64_t next[NO_LIST + 1] = {};
+    for (int list = 0; list < NO_LIST; ++list) next[list] = lists[list].ptr[rank];
+    for (std::int64_t at = instructions.ptr[rank]; at < instructions.ptr[rank + 1]; ++at) {
+      const auto code = static_cast<Op>(op[at]);
+      const List list = list_of(code);
+      const std::int64_t first = next[list];
+      if (list != NO_LIST) next[list] += count[at];
+      visit(Step{rank, at, code, list, first, next[list]});
+    }
+  }
+};
+
+// Columns of each list that name operands: [first, end).
+inline constexpr struct {
+  std::int64_t first, end;
+} OPERAND_COLUMNS[NO_LIST] = {{2, 3}, {0, 3}, {0, 6}, {0, 4}};
+
+// The heads of operands. sizes: [2, none and head sets], how many of the query and of the KV side.
+struct HeadCounts {
+  Matrix<const std::int64_t> sizes;
+
+  std::int64_t of(Tensor tensor, std::int64_t set) const {
+    return HEADLESS.has(tensor) ? 1 : sizes[KV_SIDE.has(tensor)][set];
+  }
+};
+
+// arrays: of each table of isa.TABLES its ptr and its columns.
+Programs programs_of(Fields& arrays);
+
+// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: of each operand, or of none. mate: the
+// transfer that each one meets, or -1; agreed: whether their operands have equal tiles.
+void match(const Programs& programs, Column<const std::int64_t> tile, Column<std::int64_t> mate, Column<bool> agreed);
+
+}  // namespace apportion

@@ -1,0 +1,115 @@
+// Times of attention tasks on the grids of a hardware: what apportion/planner/cost.py describes.
+//
+//   pairs   causal pairs or less         causal ── pairs ──► full
+//           one tile ──► causal grid     between the two grids           straight lines between
+#include <algorithm>
+
+#include "bind.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+// As numpy divides integers.
+double ratio(int64_t one, int64_t other) { return static_cast<double>(one) / static_cast<double>(other); }
+
+int64_t causal_pairs(int64_t rows, int64_t keys) {
+  const int64_t side = std::min(rows, keys);
+  return rows * keys - side * (side - 1) / 2;
+}
+
+// Grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: of each number of tiles up to its end;
+// full, causal: [5, cells], c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
+struct Grids {
+  Column<const int64_t> points, cell;
+  Column<const double> offset;
+  Matrix<const double> full, causal;
+  int64_t tile;
+  double pair_us, most_causal, window_us;
+
+  double task_us(int64_t rows, int64_t keys, int64_t pairs) const {
+    double time = full_us(rows, keys);
+    // one row or key is full and causal at once, and priced as the cheaper
+    if (pairs < rows * keys || std::min(rows, keys) == 1) time = part_us(time, rows, keys, pairs);
+    return std::max(time, static_cast<double>(pairs) * pair_us);
+  }
+
+ private:
+  double part_us(double whole, int64_t rows, int64_t keys, int64_t pairs) const {
+    const int64_t corner = causal_pairs(rows, keys);
+    const double most = std::min(rows, keys) == 1 ? whole : whole * most_causal;
+    const double time = std::min(causal_us(rows, keys), most);
+    if (pairs < corner) return sparse_us(time, rows, keys, pairs, corner);
+    const double above = ratio(pairs - corner, std::max<int64_t>(rows * keys - corner, 1));
+    return time + (whole - time) * std::clamp(above, 0.0, 1.0);
+  }
+
+  // Between a band one tile wide, which every row and key of a task needs, and the causal band; and what kernels take
+  // longer for windows.
+  double sparse_us(double time, int64_t rows, int64_t keys, int64_t pairs, int64_t corner) const {
+    const double least = std::min(std::max(full_us(rows, 1), full_us(1, keys)), time);
+    const int64_t narrowest = std::max(rows, keys);
+    const double share = ratio(pairs - narrowest, std::max<int64_t>(corner - narrowest, 1));
+    return least + (time - least) * std::clamp(share, 0.0, 1.0) + static_cast<double>(rows) * window_us;
+  }
+
+  double full_us(int64_t rows, int64_t keys) const {
+    const double time = time_on(full, rows, keys, false);
+    if (!is_beyond(rows, keys)) return time;
+    return time * ratio(seen(rows) * seen(keys), on_axis(rows) * on_axis(keys));
+  }
+  double causal_us(int64_t rows, int64_t keys) const {
+    const double time = time_on(causal, rows, keys, true);
+    if (!is_beyond(rows, keys)) return time;
+    return time * ratio(causal_pairs(seen(rows), seen(keys)), causal_pairs(on_axis(rows), on_axis(keys)));
+  }
+
+  double time_on(const Matrix<const double>& c, int64_t rows, int64_t keys, bool bends) const {
+    const int64_t i = tiles(rows), j = tiles(keys), at = cell[i] * (points.size() - 1) + cell[j];
+    const double x = offset[i], y = offset[j];
+    const double time = c[0][at] + c[1][at] * x + (c[2][at] + c[3][at] * x) * y;
+    return bends ? time + c[4][at] * std::min(x, y) : time;
+  }
+  int64_t tiles(int64_t rows) const { return std::min((rows + tile - 1) / tile, cell.size() - 1); }
+
+  // Rows as the kernel sees them, and these cut to the axis.
+  int64_t last() const { return points[points.size() - 1]; }
+  bool is_beyond(int64_t rows, int64_t keys) const { return std::max(rows, keys) > last(); }
+  int64_t seen(int64_t rows) const { return std::max((rows + tile - 1) / tile * tile, points[0]); }
+  int64_t on_axis(int64_t rows) const { return std::min(seen(rows), last()); }
+};
+
+}  // namespace
+
+void bind_cost(nb::module_& m) {
+  m.def("task_us", [](nb::tuple grids, int64_t tile, double pair_us, double most_causal, double window_us, double scale,
+                      double q_row_us, double kv_row_us, In<int64_t, "q_rows"> rows, In<int64_t, "kv_rows"> keys,
+                      In<int64_t, "pairs"> pairs, In<int64_t, "q_heads"> heads, In<int64_t, "kv_heads"> kv_heads) {
+    Fields of(grids);
+    const Grids phase{of.next<Column<const int64_t>>("points"), of.next<Column<const int64_t>>("cell"),
+                      of.next<Column<const double>>("offset"), of.next<Matrix<const double>>("full"),
+                      of.next<Matrix<const double>>("causal"), tile, pair_us, most_causal, window_us};
+    // a column of one number is as long as the others
+    const Column<const int64_t> columns[] = {rows, keys, pairs, heads, kv_heads};
+    int64_t count = 1;
+    for (const Column<const int64_t>& column : columns)
+      if (column.size() != 1) count = column.size();
+    for (const Column<const int64_t>& column : columns)
+      if (column.size() != 1 && column.size() != count) throw std::invalid_argument("columns differ in length");
+    const auto at = [](Column<const int64_t> column, int64_t i) { return column[column.size() == 1 ? 0 : i]; };
+    New<double> times(count);
+    unlocked([&] {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t q = at(rows, i), kv = at(keys, i), all = at(heads, i);
+        const double time = phase.task_us(q, kv, at(pairs, i)) * scale * static_cast<double>(all);
+        const double moved = static_cast<double>(q * all) * q_row_us;
+        times[i] = std::max(time, moved + static_cast<double>(kv * at(kv_heads, i)) * kv_row_us);
+      }
+    });
+    return times.array();
+  });
+}
+
+}  // namespace apportion

@@ -1,0 +1,500 @@
+// A program as the event loop of the simulator runs it: what its instructions move and compute, its launches, and its
+// transfers. What that takes is for the cost model to say, but for wires and posting.
+//
+//   tables ── fusion, messages, match ──► launches, traffic     of launches and transfers
+//                                     ──► tasks, bytes          of instructions: what is priced
+#include <algorithm>
+#include <unordered_map>
+
+#include "bind.hpp"
+#include "grown.hpp"
+#include "ir/areas.hpp"
+#include "ir/fusion.hpp"
+#include "ir/messages.hpp"
+#include "ir/sorting.hpp"
+
+namespace apportion {
+
+using std::int64_t;
+
+namespace {
+
+using Numbers = Grown<int64_t>;
+constexpr int64_t NONE = -1;
+enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
+
+// Bytes by tensor: `_sizes` of apportion/planner/simulate/program.py.
+struct Sizes {
+  Matrix<const int64_t> rows;
+
+  // of a row of one head: of an accumulator, in the model's dtype, as it travels, and as a result
+  int64_t wide(Tensor tensor) const { return of(0, tensor); }
+  int64_t narrow(Tensor tensor) const { return of(1, tensor); }
+  int64_t sent(Tensor tensor, bool as_result) const { return of(as_result ? 3 : 2, tensor); }
+  int64_t result(Tensor tensor) const { return of(3, tensor); }
+  // of a row with all heads, to read and write as it is cast in the end
+  int64_t cast(Tensor tensor) const { return of(4, tensor); }
+
+ private:
+  int64_t of(int64_t row, Tensor tensor) const { return rows[row][static_cast<int64_t>(tensor)]; }
+};
+
+// Tables by op: kernels, multiplications of projections, and how often operands of row operations are read or written, by
+// whether the row is the first into a sum and by op.
+struct Ops {
+  Column<const int64_t> kernels, products;
+  Matrix<const int64_t> passes;
+};
+
+// The cluster; [0] is within a node, [1] between nodes. Ranks of a node share its NICs evenly, neighbours together.
+struct Links {
+  int64_t ranks, ranks_per_node, nics_per_node;
+  Column<const double> rate, latency_us;  // bytes a microsecond
+
+  int64_t node(int64_t rank) const { return rank / ranks_per_node; }
+  int64_t port(int64_t rank, bool far, bool into) const {
+    const int64_t nics = ranks / ranks_per_node * nics_per_node;
+    if (!far) return into * ranks + rank;
+    const int64_t nic = node(rank) * nics_per_node + rank % ranks_per_node * nics_per_node / ranks_per_node;
+    return 2 * ranks + into * nics + nic;
+  }
+};
+
+// `Script` of apportion/planner/simulate/program.py.
+struct Script {
+  Grown<std::uint8_t> role;
+  Numbers launch, rank, round, channel, before, after, end_ptr, ends;
+};
+
+// `Traffic` of the same.
+struct Traffic {
+  Numbers sender, receiver, out_port, in_port;
+  Grown<double> wire_us, latency_us;
+  Numbers bytes, tensor;
+};
+
+// Attention tasks and their instructions: `Tasks` of the same.
+struct Tasks {
+  Numbers rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated;
+};
+
+// What else there is to do: `Chores` of the same.
+struct Chores {
+  Numbers moved, cast, kernels, messages, projection, projected, products;
+};
+
+// unmatched: round, sender, receiver, and how many tiles each lists, of the first that differ in these, in the order of
+// `Traffic`. unlaunched: rank and round of a wait. Both are empty of programs that can run.
+struct Faults {
+  Numbers unmatched, unlaunched;
+};
+
+// The launches before and after each one in its channel, NONE for none; by rank.
+void link_channels(const Numbers& rank, const Numbers& channel, Numbers& before, Numbers& after) {
+  before.fill(rank.count(), NONE);
+  after.fill(rank.count(), NONE);
+  std::unordered_map<int64_t, int64_t> newest;
+  for (int64_t launch = 0; launch < rank.count(); ++launch) {
+    if (launch > 0 && rank[launch] != rank[launch - 1]) newest.clear();
+    const auto [found, is_first] = newest.try_emplace(channel[launch], launch);
+    if (is_first) continue;
+    before[launch] = found->second;
+    after[found->second] = launch;
+    found->second = launch;
+  }
+}
+
+// The transfers of each launch: those that it sends, those that it receives.
+void list_ends(const Numbers& sender, const Numbers& receiver, int64_t launches, Numbers& ptr, Numbers& ends) {
+  ptr.fill(launches + 1, 0);
+  for (const Numbers* side : {&sender, &receiver})
+    for (const int64_t launch : *side) ++ptr[launch + 1];
+  for (int64_t launch = 0; launch < launches; ++launch) ptr[launch + 1] += ptr[launch];
+  Numbers next(ptr);
+  ends.resize(2 * sender.size());
+  for (const Numbers* side : {&sender, &receiver})
+    for (int64_t transfer = 0; transfer < side->count(); ++transfer) ends[next[(*side)[transfer]]++] = transfer;
+}
+
+class Preparation {
+ public:
+  Script script;
+  Traffic traffic;
+  Tasks tasks;
+  Chores chores;
+  Faults faults;
+
+  Preparation(const Programs& programs, const HeadCounts& heads, const Sizes& sizes, const Ops& ops, const Links& links,
+              bool is_backward)
+      : programs_(programs), heads_(heads), sizes_(sizes), ops_(ops), links_(links), is_backward_(is_backward) {}
+
+  void prepare(const Memory& memory, Column<const int64_t> home_rows, double post_us) {
+    for (Numbers* one : {&chores.cast, &chores.kernels, &chores.messages}) one->fill(programs_.ranks(), 0);
+    chores.moved.fill(programs_.op.size(), 0);
+    done_.fill(programs_.lists[ROWOPS].size(), 0);
+    for (const Complete& sum : fusion_.sums) subtract(sum.delivered, done_);
+    subtract(fusion_.rowops, done_);
+    number_launches();
+    post(group(programs_, memory));
+    meet(post_us);
+    if (!faults.unmatched.empty() || !faults.unlaunched.empty()) return;
+    list_ends(traffic.sender, traffic.receiver, script.rank.count(), script.end_ptr, script.ends);
+    programs_.each_step([&](const Step& step) { work(step); });
+    if (is_backward_) cast(home_rows);
+  }
+
+ private:
+  struct Range {
+    int64_t lane, row0, row1, heads;
+  };
+
+  void number_launches() {
+    script.role.fill(programs_.op.size(), WORK);
+    script.launch.fill(programs_.op.size(), NONE);
+    launch_of_.fill(programs_.send.size(), NONE);
+    std::unordered_map<int64_t, int64_t> of_round;
+    for (int64_t rank = 0; rank < programs_.ranks(); ++rank) {
+      of_round.clear();
+      programs_.each_step(rank, [&](const Step& step) {
+        if (step.op != Op::LAUNCH) return;
+        const int64_t launch = script.rank.count();
+        script.role[step.at] = LAUNCH;
+        script.launch[step.at] = launch;
+        script.rank.push_back(rank);
+        script.round.push_back(programs_.round[step.at]);
+        script.channel.push_back(programs_.channel[step.at]);
+        results_.push_back((programs_.mode[step.at] & RESULTS) != 0);
+        of_round.emplace(script.round.back(), launch);
+        for (int64_t tile = step.first; tile < step.end; ++tile) launch_of_[tile] = launch;
+      });
+      programs_.each_step(rank, [&](const Step& step) {
+        if (step.op != Op::WAIT) return;
+        const auto found = of_round.find(programs_.round[step.at]);
+        script.role[step.at] = WAIT;
+        if (found != of_round.end())
+          script.launch[step.at] = found->second;
+        else if (faults.unlaunched.empty())
+          faults.unlaunched = {rank, programs_.round[step.at]};
+      });
+    }
+    link_channels(script.rank, script.channel, script.before, script.after);
+  }
+
+  int64_t rank_of(int64_t tile) const { return script.rank[launch_of_[tile]]; }
+  int64_t operand_of(int64_t tile) const { return programs_.operands.ptr[rank_of(tile)] + programs_.operand[tile]; }
+  int64_t rows(int64_t operand) const { return programs_.rows[operand]; }
+  int64_t heads(int64_t operand) const { return heads_.of(programs_.tensor_of(operand), programs_.heads[operand]); }
+  int64_t row_bytes(int64_t operand) const {
+    const Tensor tensor = programs_.tensor_of(operand);
+    // backward O is what the forward gave
+    return heads(operand) * (is_backward_ && tensor == Tensor::O ? sizes_.result(tensor) : sizes_.wide(tensor));
+  }
+  int64_t sent_row_bytes(int64_t operand, bool as_result) const {
+    return heads(operand) * sizes_.sent(programs_.tensor_of(operand), as_result);
+  }
+
+  // Messages of launches, and bytes that are read and written to copy tiles into those that are sent and out of those
+  // that are received. Tiles are rounded as they are packed, and results where they arrive.
+  void post(const MessageGroups& groups) {
+    for (Numbers* one : {&messages_, &packed_, &unpacked_}) one->fill(script.rank.count(), 0);
+    for (const int64_t tile : groups.first) ++messages_[launch_of_[tile]];
+    Numbers left;
+    for (int64_t tile = 0; tile < programs_.send.size(); ++tile) left.push_back(rows(operand_of(tile)));
+    for (const Complete& sum : fusion_.sums) subtract(sum.sent, left);
+    for (int64_t tile = 0; tile < programs_.send.size(); ++tile) {
+      if (!groups.staged[groups.of[tile]]) continue;
+      const int64_t launch = launch_of_[tile];
+      const bool sends = programs_.send[tile] != 0;
+      const int64_t operand = operand_of(tile), sent = sent_row_bytes(operand, results_[launch]);
+      const int64_t held = results_[launch] && !sends ? sent : row_bytes(operand);
+      (sends ? packed_ : unpacked_)[launch] += (held + sent) * left[tile];
+    }
+  }
+
+  static void subtract(const RowRanges& ranges, Numbers& left) {
+    for (std::size_t i = 0; i < ranges.size(); ++i) left[ranges.of[i]] -= ranges.row1[i] - ranges.row0[i];
+  }
+
+  // By round, by how far the receiver is behind the sender in the circle of ranks, by sender.
+  int64_t order_of(int64_t tile) const {
+    const int64_t ranks = programs_.ranks(), own = rank_of(tile), peer = programs_.peer[tile];
+    const bool sends = programs_.send[tile] != 0;
+    const int64_t behind = (sends ? peer - own : own - peer) % ranks;
+    const int64_t round = script.round[launch_of_[tile]];
+    return (round * ranks + (behind < 0 ? behind + ranks : behind)) * ranks + (sends ? own : peer);
+  }
+
+  void meet(double post_us) {
+    Grown<std::uint8_t> agreed(launch_of_.size());
+    Numbers mate(launch_of_.size()), sends, keys;
+    match(programs_, {}, {mate.data(), programs_.send.size()},
+          {reinterpret_cast<bool*>(agreed.data()), programs_.send.size()});
+    if (std::find(mate.begin(), mate.end(), NONE) != mate.end()) return tell_unmatched(mate);
+    for (int64_t tile = 0; tile < programs_.send.size(); ++tile) {
+      if (programs_.send[tile] == 0) continue;
+      sends.push_back(tile);
+      keys.push_back(order_of(tile));
+    }
+    Numbers order(sends.size());
+    stable_order({keys.data(), keys.count()}, {order.data(), order.count()});
+    for (const int64_t i : order) meet(sends[i], mate[sends[i]], post_us);
+  }
+
+  void meet(int64_t sent, int64_t received, double post_us) {
+    const int64_t sender = launch_of_[sent], receiver = launch_of_[received];
+    const int64_t source = script.rank[sender], target = script.rank[receiver], operand = operand_of(sent);
+    const bool far = links_.node(source) != links_.node(target);
+    const int64_t bytes = rows(operand) * sent_row_bytes(operand, results_[sender]);
+    const auto posted = static_cast<double>(std::max(messages_[sender], messages_[receiver]));
+    traffic.sender.push_back(sender);
+    traffic.receiver.push_back(receiver);
+    traffic.out_port.push_back(links_.port(source, far, false));
+    traffic.in_port.push_back(links_.port(target, far, true));
+    traffic.wire_us.push_back(static_cast<double>(bytes) / links_.rate[far]);
+    traffic.latency_us.push_back(links_.latency_us[far] + posted * post_us);
+    traffic.bytes.push_back(bytes);
+    traffic.tensor.push_back(programs_.tensor[operand]);
+  }
+
+  void tell_unmatched(const Numbers& mate) {
+    int64_t first = NONE, counts[2] = {};
+    for (int64_t tile = 0; tile < programs_.send.size(); ++tile)
+      if (mate[tile] == NONE && (first == NONE || order_of(tile) < order_of(first))) first = tile;
+    for (int64_t tile = 0; tile < programs_.send.size(); ++tile)
+      counts[programs_.send[tile]] += order_of(tile) == order_of(first);
+    const bool sends = programs_.send[first] != 0;
+    const int64_t own = rank_of(first), peer = programs_.peer[first];
+    faults.unmatched = {script.round[launch_of_[first]], sends ? own : peer, sends ? peer : own, counts[1],
+                        counts[0]};
+  }
+
+  void work(const Step& step) {
+    const int64_t at = step.at;
+    int64_t moved = 0;
+    bool starts = step.first < step.end;
+    if (step.op == Op::LAUNCH || step.op == Op::WAIT) {
+      const int64_t launch = script.launch[at];
+      moved = step.op == Op::LAUNCH ? packed_[launch] : unpacked_[launch];
+      if (step.op == Op::LAUNCH) chores.messages[step.rank] += messages_[launch];
+      chores.kernels[step.rank] += moved > 0;
+    } else if (step.list == ROWOPS) {
+      const bool is_partly_done = step.op == Op::DELIVER || step.op == Op::FINISH || step.op == Op::DELTA;
+      moved = is_partly_done ? left_bytes(step, starts) : passed_bytes(step);
+      if (ops_.products[programs_.op[step.at]] != 0) project(step);
+    } else if (starts) {
+      attend(step);
+    }
+    if (starts) chores.kernels[step.rank] += ops_.kernels[programs_.op[step.at]];
+    chores.moved[at] = moved;
+  }
+
+  int64_t operand(const Step& step, int64_t column, int64_t row) const {
+    return programs_.operands.ptr[step.rank] + programs_.lists[step.list].columns[column][row];
+  }
+
+  // Bytes of the operands of row operations, as often as they are read or written.
+  int64_t passed_bytes(const Step& step) const {
+    const int64_t code = programs_.op[step.at], codes = ops_.kernels.size();
+    const Ints first = programs_.lists[ROWOPS].columns[4];
+    int64_t moved = 0;
+    for (int64_t row = step.first; row < step.end; ++row) {
+      const Column<const int64_t> passes = ops_.passes[first[row] * codes + code];
+      for (int64_t column = 0; column < passes.size(); ++column) {
+        const int64_t own = operand(step, column, row);
+        moved += passes[column] * rows(own) * row_bytes(own);
+      }
+    }
+    return moved;
+  }
+
+  // The same of operations that leave out rows that tasks have done; starts: whether any is left.
+  int64_t left_bytes(const Step& step, bool& starts) {
+    int64_t moved = 0, left_in_all = 0;
+    for (int64_t row = step.first; row < step.end; ++row) {
+      const int64_t a = operand(step, 0, row), b = operand(step, 1, row), c = operand(step, 2, row);
+      int64_t left = done_[row], bytes = 0;  // rows that are done, as a negative number
+      if (step.op == Op::DELIVER) {
+        left += rows(a);
+        bytes = row_bytes(a) + (rows(a) > 0 ? rows(c) * sent_row_bytes(c, true) / rows(a) : 0);
+      } else if (step.op == Op::FINISH) {
+        left += rows(c) - rows_within(fusion_.sums[0].home, step.rank, programs_.row[c], programs_.row[c] + rows(c));
+        bytes = heads(c) * (sizes_.wide(Tensor::O) + sizes_.result(Tensor::O));
+      } else {
+        left += rows(c);
+        for (const int64_t own : {a, b, c}) bytes += rows(own) > 0 ? row_bytes(own) : 0;
+      }
+      moved += left * bytes;
+      left_in_all += left;
+    }
+    starts = left_in_all > 0;
+    return moved;
+  }
+
+  // How many of the rows [row, stop) of a rank are in ranges that ascend.
+  static int64_t rows_within(const RowRanges& ranges, int64_t rank, int64_t row, int64_t stop) {
+    const auto [low, high] = std::equal_range(ranges.of.begin(), ranges.of.end(), rank);
+    const auto first = ranges.row1.begin() + (low - ranges.of.begin()), end = ranges.row1.begin() + (high - ranges.of.begin());
+    int64_t found = 0;
+    for (auto one = std::upper_bound(first, end, row); one != end; ++one) {
+      const int64_t begin = *(ranges.row0.begin() + (one - ranges.row1.begin()));
+      if (begin >= stop) break;
+      found += std::min(*one, stop) - std::max(begin, row);
+    }
+    return found;
+  }
+
+  // The rows of X that are projected, and the multiplications of a row, in bytes of the model's dtype.
+  void project(const Step& step) {
+    for (int64_t row = step.first; row < step.end; ++row) {
+      const int64_t q = operand(step, 1, row), kv = operand(step, 2, row);
+      const int64_t width = (rows(q) > 0) * heads(q) * sizes_.narrow(Tensor::Q) +
+                            (rows(kv) > 0) * heads(kv) * sizes_.narrow(Tensor::KV);
+      chores.projection.push_back(step.at);
+      chores.projected.push_back(rows(operand(step, 0, row)));
+      chores.products.push_back(ops_.products[programs_.op[step.at]] * width);
+    }
+  }
+
+  void attend(const Step& step) {
+    const IntRows& columns = programs_.lists[step.list].columns;
+    const Ints dmin = columns[columns.rows() - 3], dmax = columns[columns.rows() - 2];
+    tasks.first.push_back(tasks.rows.count());
+    tasks.at.push_back(step.at);
+    for (int64_t row = step.first; row < step.end; ++row) {
+      const int64_t q = operand(step, 0, row), kv = operand(step, 1, row);
+      tasks.rows.push_back(rows(q));
+      tasks.keys.push_back(rows(kv));
+      tasks.pairs.push_back(area_of(0, rows(q), 0, rows(kv), dmin[row], dmax[row]));
+      tasks.heads.push_back(heads(q));
+      tasks.kv_heads.push_back(heads(kv));
+      tasks.diagonals.push_back(dmax[row] - dmin[row] + 1);
+    }
+    tasks.accumulated.push_back(0);
+    for (std::size_t i = 0; i < SUMS.size(); ++i)
+      if (SUMS[i].list == step.list) tasks.accumulated.back() += accumulated(step, i);
+  }
+
+  // What reading and writing an accumulator moves beyond the results in the model's dtype, each row once an instruction:
+  // none is read that a task overwrites, none is written wide that is complete then; and what statistics of rows move
+  // beside.
+  int64_t accumulated(const Step& step, std::size_t i) {
+    const Sum& sum = SUMS[i];
+    const IntRows& columns = programs_.lists[step.list].columns;
+    const Ints first = columns[columns.rows() - 1];
+    const int64_t wide = sizes_.wide(sum.tensor);
+    for (int64_t row = step.first; row < step.end; ++row) {
+      const int64_t own = operand(step, sum.column, row), begin = programs_.row[own];
+      every_.push_back(range(own, begin, begin + rows(own)));
+      if ((first[row] & sum.flag) != 0) fresh_.push_back(every_.back());
+    }
+    int64_t moved = (2 * wide - sizes_.narrow(sum.tensor)) * covered(every_) - wide * covered(fresh_);
+    moved += (sizes_.result(sum.tensor) - wide) * covered(fusion_.sums[i].tasks, next_[i], step, sum.column);
+    if (sum.tensor == Tensor::DQ)  // what its kernel computes on its way
+      moved += (sizes_.result(Tensor::O) + sizes_.wide(Tensor::DELTA)) *
+               covered(fusion_.tasks, next_stated_, step, sum.column);
+    return moved;
+  }
+
+  // Rows of operands in one lane are numbered alike.
+  Range range(int64_t operand, int64_t row0, int64_t row1) const {
+    const int64_t lane = (programs_.col[operand] * heads_.sizes.columns() + programs_.heads[operand]) * 2;
+    return {lane + programs_.space[operand], row0, row1, heads(operand)};
+  }
+
+  // Rows, times heads, that are in any of the ranges, which are used up.
+  static int64_t covered(std::vector<Range>& ranges) {
+    std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& two) {
+      return one.lane != two.lane ? one.lane < two.lane : one.row0 < two.row0;
+    });
+    int64_t found = 0, lane = NONE, reach = 0;
+    for (const Range& one : ranges) {
+      if (one.lane != lane) reach = 0;
+      lane = one.lane;
+      found += one.heads * std::max<int64_t>(one.row1 - std::max(one.row0, reach), 0);
+      reach = std::max(reach, one.row1);
+    }
+    ranges.clear();
+    return found;
+  }
+
+  // The same of the ranges of tasks of the instruction, from the next one on.
+  int64_t covered(const RowRanges& ranges, std::size_t& next, const Step& step, int64_t column) {
+    for (; next < ranges.size() && ranges.of[next] < step.end; ++next)
+      every_.push_back(range(operand(step, column, ranges.of[next]), ranges.row0[next], ranges.row1[next]));
+    return covered(every_);
+  }
+
+  // Gradients of home rows that no task has left complete: one kernel at the end.
+  void cast(Column<const int64_t> home_rows) {
+    bool projects = false;
+    programs_.each_step([&](const Step& step) { projects |= step.op == Op::PROJECT_GRAD; });
+    for (int64_t rank = 0; rank < programs_.ranks(); ++rank) {
+      const int64_t all = home_rows[rank];
+      int64_t& moved = chores.cast[rank];
+      if (projects) moved = all * sizes_.cast(Tensor::DX);
+      for (std::size_t i = 0; i < SUMS.size(); ++i)
+        if (!projects && SUMS[i].list == GRADS)
+          moved += (all - rows_within(fusion_.sums[i].home, rank, 0, all)) * sizes_.cast(SUMS[i].tensor);
+      chores.kernels[rank] += moved > 0;
+    }
+  }
+
+  const Programs& programs_;
+  const HeadCounts& heads_;
+  const Sizes& sizes_;
+  const Ops& ops_;
+  const Links& links_;
+  const bool is_backward_;
+  const Fusion fusion_ = fuse(programs_);
+  Numbers launch_of_;                     // of each transfer
+  Grown<std::uint8_t> results_;     // of each launch: whether results travel
+  Numbers messages_, packed_, unpacked_;  // of each launch
+  Numbers done_;                          // of each row operation: less what tasks have done of it
+  std::vector<Range> every_, fresh_;      // of the tasks of an instruction
+  std::size_t next_[SUMS.size()] = {}, next_stated_ = 0;
+};
+
+}  // namespace
+
+void bind_script(nb::module_& m) {
+  m.def("prepare", [](nb::tuple programs, nb::tuple memory, int64_t alignment, In2<int64_t, "sizes"> sizes, nb::tuple ops,
+                      int64_t ranks_per_node, int64_t nics_per_node, In<double, "rate"> rate,
+                      In<double, "latency_us"> latency_us, double post_us, In<int64_t, "home_rows"> home_rows,
+                      bool is_backward) {
+    Fields of_programs(programs), of_memory(memory), of_ops(ops);
+    const Programs given = programs_of(of_programs);
+    const Memory where = memory_of(of_memory, alignment);
+    const Ops by_op{of_ops.next<Column<const int64_t>>("kernels"), of_ops.next<Column<const int64_t>>("products"),
+                    of_ops.next<Matrix<const int64_t>>("passes")};
+    const Sizes bytes{sizes};
+    const Links links{given.ranks(), ranks_per_node, nics_per_node, rate, latency_us};
+    auto [script, traffic, tasks, chores, faults] = unlocked([&] {
+      Preparation made(given, where.heads, bytes, by_op, links, is_backward);
+      made.prepare(where, home_rows, post_us);
+      return std::tuple(std::move(made.script), std::move(made.traffic), std::move(made.tasks), std::move(made.chores),
+                        std::move(made.faults));
+    });
+    return nb::make_tuple(
+        arrays_of(faults.unmatched, faults.unlaunched),
+        arrays_of(script.role, script.launch, script.rank, script.round, script.channel, script.before, script.after,
+                  script.end_ptr, script.ends),
+        arrays_of(traffic.sender, traffic.receiver, traffic.out_port, traffic.in_port, traffic.wire_us,
+                  traffic.latency_us, traffic.bytes, traffic.tensor),
+        arrays_of(tasks.rows, tasks.keys, tasks.pairs, tasks.heads, tasks.kv_heads, tasks.diagonals, tasks.first,
+                  tasks.at, tasks.accumulated),
+        arrays_of(chores.moved, chores.cast, chores.kernels, chores.messages, chores.projection, chores.projected,
+                  chores.products));
+  });
+  m.def("link_channels", [](In<int64_t, "rank"> rank, In<int64_t, "channel"> channel) {
+    Numbers before, after;
+    link_channels({rank.begin(), rank.end()}, {channel.begin(), channel.end()}, before, after);
+    return arrays_of(before, after);
+  });
+  m.def("list_ends", [](In<int64_t, "sender"> sender, In<int64_t, "receiver"> receiver, int64_t launches) {
+    Numbers ptr, ends;
+    list_ends({sender.begin(), sender.end()}, {receiver.begin(), receiver.end()}, launches, ptr, ends);
+    return arrays_of(ptr, ends);
+  });
+}
+
+}  // namespace apportion
