@@ -14,7 +14,7 @@
 
 #include "bind.hpp"
 #include "ir/sorting.hpp"
-#include "grown.hpp"
+#include "growing.hpp"
 
 namespace apportion {
 
@@ -270,9 +270,9 @@ class RankFusion {
   int64_t first_ = 0;              // the first operand of the rank
   int64_t work_[TENSORS] = {};     // the first operand of work rows of each tensor
   Tensors alike_{0};
-  Grown<int64_t> named_, keys_, order_;
-  Grown<Span> spans_;              // of each operand of the rank
-  Grown<Part> parts_;
+  Growing<int64_t> named_, keys_, order_;
+  Growing<Span> spans_;              // of each operand of the rank
+  Growing<Part> parts_;
 };
 
 nb::tuple arrays_in(RowRanges& ranges) { return arrays_of(ranges.of, ranges.row0, ranges.row1); }

@@ -1,12 +1,10 @@
 // Owned scratch memory, indexed like a view.
 //
 //   Scratch<T>   a Column of so many equal values       Scratch2<T>   a Matrix of them
-//   Growing<T>   a vector
 #pragma once
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
 #include "array.hpp"
 
@@ -42,24 +40,6 @@ class Scratch2 : public Matrix<T> {
   Scratch2(std::int64_t rows, std::int64_t columns, Scratch<T> memory)
       : Matrix<T>(memory.data(), rows, columns, columns), memory_(std::move(memory)) {}
   Scratch<T> memory_;
-};
-
-template <class T>
-class Growing : public std::vector<T> {
- public:
-  Growing() = default;
-  explicit Growing(std::int64_t size, T value = {}) : std::vector<T>(static_cast<std::size_t>(size), value) {}
-
-  std::int64_t count() const { return static_cast<std::int64_t>(this->size()); }
-  void expect(std::int64_t more) { this->reserve(static_cast<std::size_t>(count() + more)); }
-  T& operator[](std::int64_t index) {
-    check_index(index, count());
-    return this->data()[index];
-  }
-  const T& operator[](std::int64_t index) const {
-    check_index(index, count());
-    return this->data()[index];
-  }
 };
 
 }  // namespace apportion

@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "bind.hpp"
-#include "grown.hpp"
+#include "growing.hpp"
 #include "ir/areas.hpp"
 #include "ir/fusion.hpp"
 #include "ir/messages.hpp"
@@ -19,7 +19,7 @@ using std::int64_t;
 
 namespace {
 
-using Numbers = Grown<int64_t>;
+using Numbers = Growing<int64_t>;
 constexpr int64_t NONE = -1;
 enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
 
@@ -62,14 +62,14 @@ struct Links {
 
 // `Script` of apportion/planner/simulate/program.py.
 struct Script {
-  Grown<std::uint8_t> role;
+  Growing<std::uint8_t> role;
   Numbers launch, rank, round, channel, before, after, end_ptr, ends;
 };
 
 // `Traffic` of the same.
 struct Traffic {
   Numbers sender, receiver, out_port, in_port;
-  Grown<double> wire_us, latency_us;
+  Growing<double> wire_us, latency_us;
   Numbers bytes, tensor;
 };
 
@@ -225,7 +225,7 @@ class Preparation {
   }
 
   void meet(double post_us) {
-    Grown<std::uint8_t> agreed(launch_of_.size());
+    Growing<std::uint8_t> agreed(launch_of_.size());
     Numbers mate(launch_of_.size()), sends, keys;
     match(programs_, {}, {mate.data(), programs_.send.size()},
           {reinterpret_cast<bool*>(agreed.data()), programs_.send.size()});
@@ -447,7 +447,7 @@ class Preparation {
   const bool is_backward_;
   const Fusion fusion_ = fuse(programs_);
   Numbers launch_of_;                     // of each transfer
-  Grown<std::uint8_t> results_;     // of each launch: whether results travel
+  Growing<std::uint8_t> results_;     // of each launch: whether results travel
   Numbers messages_, packed_, unpacked_;  // of each launch
   Numbers done_;                          // of each row operation: less what tasks have done of it
   std::vector<Range> every_, fresh_;      // of the tasks of an instruction

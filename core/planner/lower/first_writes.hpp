@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "planner/scratch.hpp"
+#include "growing.hpp"
 
 namespace apportion::lower {
 

@@ -14,7 +14,7 @@
 #include "ir/isa.hpp"
 #include "planner/edges.hpp"
 #include "planner/numbers.hpp"
-#include "planner/scratch.hpp"
+#include "growing.hpp"
 
 namespace apportion::lower {
 

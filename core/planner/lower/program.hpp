@@ -6,7 +6,7 @@
 
 #include "ir/isa.hpp"
 #include "planner/numbers.hpp"
-#include "planner/scratch.hpp"
+#include "growing.hpp"
 
 namespace apportion::lower {
 
