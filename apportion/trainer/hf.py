@@ -21,14 +21,15 @@ from torch.nn.functional import one_hot
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.memory.arrays import DTYPES
+from apportion.backends.torch.rehearsal import Rehearsal
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of, windows_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.row_independence import Rehearsal, check_rows
+from apportion.trainer.row_independence import check_rows
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
-from apportion.trainer.step.loss import batch_under, check_share
+from apportion.trainer.step.loss import check_share
 
 try:
     from transformers import AttentionInterface, Cache
@@ -226,7 +227,7 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _wanted(model: Any, handle: Any) -> dict[str, Tensor]:
     """What a batch's labels and their number are; on other devices than CPUs in the model's first forward alone: that
     waits for the device."""
-    batch = batch_under(handle)
+    batch = wiring.watch.under(handle)
     if batch is None or (model.device.type != "cpu" and hasattr(model, "_held")):
         return {}
     model._held = True
@@ -334,7 +335,7 @@ def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> N
         if loss is not None:
             output.loss = loss = loss + model.router_aux_loss_coef * (output.aux_loss - own)
     if isinstance(handle, PlanHandle) and loss is not None:
-        check_share(loss, batch_under(handle))
+        check_share(loss, wiring.watch.under(handle))
 
 
 def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:

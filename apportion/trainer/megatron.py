@@ -25,6 +25,7 @@ from apportion.ir.request.model import Model
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import count_planned, endless as endless, kinds_of, require
+from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.microbatch import require_calls
 
@@ -57,6 +58,7 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     hosts = parallel_state.get_data_parallel_group_gloo()
     ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    wiring.watch.trust()
     given = {"model": model_of(config), "masks": kinds(config)[1], "communicator": ranks}
     return PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
 

@@ -25,6 +25,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import DEFAULT_RECIPE
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import communicator_of, count_planned, endless, kinds_of, require
+from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
 
@@ -159,6 +160,7 @@ class PlannedDataLoader(BaseDataLoader):
             seat.pop("masks", None)
         cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, dp_world_size)
         self.infinite = config.infinite
+        wiring.watch.trust()
         self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:

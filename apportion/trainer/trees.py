@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch, to_all
+from apportion.trainer.loading.metrics import as_bits, as_floats
+from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
 
 __all__ = ["Forest", "Predictions", "Saving", "fold", "unfold"]
@@ -87,6 +90,7 @@ class Predictions:
             raise ExecutionError(f"log_probs takes {wanted}, got {list(logits.shape)}")
         if self.batch is not None:
             check_share(logits, self.batch, None)
+            wiring.watch.shared = self.batch.handle
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
         return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
 
@@ -112,8 +116,8 @@ class Predictions:
 
     def gather(self, values: Tensor) -> tuple[Tensor, ...]:
         """Of each sample [length]: the values [n] of all ranks, 0 where none predicts, and in samples of other
-        microbatches. For what needs whole samples, such as ratios of sequences: every rank computes the same loss and
-        divides it by their number. A collective, differentiable: the gradient is the sum of what all losses want."""
+        microbatches. For what needs whole samples, such as ratios of sequences: every rank computes the same loss, and
+        gives it to `share`. A collective, differentiable: the gradient is the sum of what all losses want."""
         starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
         place = starts.to(self.sample.device)[self.sample] + self.token
         if self.batch is not None:
@@ -121,7 +125,20 @@ class Predictions:
             counts = [row[0] for row in ranks.all_gather([len(self)], "predictions")]
             everywhere = to_all(ranks, "gather of predictions", counts)
             place, values = everywhere(place), everywhere(values)
-        return torch.split(values.new_zeros(sum(lengths)).index_copy(0, place, values), lengths)
+        whole = values.new_zeros(sum(lengths)).index_copy(0, place, values)
+        if self.batch is not None and ranks.ranks > 1 and whole.requires_grad and not wiring.watch.settled:
+            whole.register_hook(partial(_check_alike, self.batch))  # type: ignore[no-untyped-call]
+        return torch.split(whole, lengths)
+
+    def share(self, loss: Tensor, averaged_over: int = 1) -> Tensor:
+        """This rank's share of a loss that every rank computes alike, of what was gathered: gradients of all are added
+        up. averaged_over: as of `normalised_loss`. Its backward raises as that of `check_share`."""
+        if self.batch is None:
+            return loss
+        wiring.watch.divided = self.batch
+        share = loss * (averaged_over / self.batch.handle.communicator.ranks)
+        check_share(share, self.batch, averaged_over)
+        return share
 
     def sums(self, values: Tensor) -> Tensor:
         """[samples] of each sample the sum of the values [n] of all ranks, such as the log-probability of an answer; 0
@@ -143,6 +160,18 @@ class Predictions:
             raise ExecutionError(f"of pair {apart[0]} only one sample is in this microbatch: {remedy}")
         first = torch.from_numpy(np.flatnonzero(here[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]
+
+
+def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:
+    """A collective. Raises ConfigError where all ranks want the same of what was gathered, and none shares it."""
+    if wiring.watch.divided is batch:
+        return
+    own = as_bits([float(grad.norm())])
+    norms = [as_floats(row)[0] for row in batch.handle.communicator.all_gather(own, "gradients of samples")]
+    if 0 < max(norms) <= min(norms) * (1 + 1e-5):
+        rule = "is computed alike on every rank, and gradients of all ranks are added up"
+        remedy = "give it whole to found.share(loss), and run backward of that"
+        raise ConfigError("loss", "of gathered values", rule, remedy)
 
 
 def unfold(

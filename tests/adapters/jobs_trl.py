@@ -245,7 +245,7 @@ def dpo(comm: Communicator, samples: Any) -> Any:
             kept = found.sums(found.log_probs(frozen(**hf.inputs(b)).logits))
         chosen, rejected = found.pairs(log_probs - kept)
         loss = -logsigmoid(0.3 * (chosen - rejected)).sum() / 6
-        (loss / comm.ranks).backward()
+        found.share(loss).backward()
         total += loss.detach()
     ap.sum_gradients(model)
     return total.item(), gradients(model)

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.transport import Communicator
 from apportion.demo.decoder import Decoder
 from apportion.ir.bytes.job import Job
+from apportion.ir.errors import ConfigError
 from apportion.ir.masks.forest import Forest
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -22,6 +24,7 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer import trees
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import planned_attention
 from apportion.trainer.step.plain import plain_attention
 from tests.ranks.loading import planning
@@ -128,8 +131,10 @@ def on_ranks(
     return (*result(sum(losses), model), len(losses))
 
 
-def sequence_ratios(comm: Communicator, dtype: str) -> tuple[float, NDArray[Any]]:
-    """(loss, gradients) of an objective on ratios of whole samples, of which every rank computes an even share."""
+def sequence_ratios(comm: Communicator, dtype: str, shares: bool = True) -> Any:
+    """(loss, gradients) of an objective on ratios of whole samples, which every rank computes and takes its share of;
+    why the backward of the whole ends, where that is forgotten."""
+    wiring.watch = wiring.Watch()
     held, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(held.samples, held.groups)
     (batch,) = loader_of(comm, forest, dtype)
@@ -137,7 +142,28 @@ def sequence_ratios(comm: Communicator, dtype: str) -> tuple[float, NDArray[Any]
     log_probs = found.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
     wholes = found.gather(log_probs)
     loss = sequence_loss(held, [whole[counts] for whole, counts in zip(wholes, held.counts, strict=True)])
-    return result(loss / comm.ranks, model)
+    try:
+        return result(found.share(loss) if shares else loss, model)
+    except ConfigError as error:
+        return str(error)
+
+
+def averaged(comm: Communicator, shares: bool) -> str:
+    """Why DDP, which averages, ends a loss that is a sum over ranks' predictions, or a share of one on all ranks."""
+    wiring.watch, held = wiring.Watch(), Rollouts()
+    model = DistributedDataParallel(policy(torch.float32), process_group=comm._base)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forest = trees.fold(held.samples, held.groups)
+    (batch,) = loader_of(comm, forest, "fp32")
+    found = trees.unfold(forest, batch, held.counts)
+    log_probs = found.log_probs(model(batch.tokens, batch.position_ids, planned(batch)))
+    try:
+        loss = found.share(found.sums(log_probs).sum()) if shares else -log_probs.sum()
+        loss.backward()
+        optimizer.step()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def sequence_loss(held: Rollouts, log_probs: list[torch.Tensor]) -> torch.Tensor:

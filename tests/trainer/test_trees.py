@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_what_needs_whole_samples_is_gathered(pool: Pool, ranks: int) -> None:
 
 
 # ---- worked examples
+
+
+def test_a_loss_that_all_ranks_compute_and_do_not_share_is_refused(pool: Pool) -> None:
+    for found in pool.run(jobs_trees.sequence_ratios, 2, "fp64", False):
+        assert re.match(r"loss = .* computed alike on every rank.*found\.share\(loss\)", found), found
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> None:
+    for found in pool.run(jobs_trees.averaged, 2, shares):
+        assert re.match(r"model = 'DistributedDataParallel': averages gradients", found), found
 
 
 def batch_of(samples: list[int], tokens: list[int]) -> SimpleNamespace:

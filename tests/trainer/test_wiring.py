@@ -54,7 +54,10 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ("ddp scaled", r"ConfigError: model = 'DistributedDataParallel': averages gradients"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank alone"),
-        ("softmax", r"ExecutionError: attention \(Softmax.*rows of this rank alone"),
+        (
+            "softmax",
+            r"ExecutionError: attention \(Softmax.*rows of this rank alone",
+        ),
         ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
         ("early", r"ExecutionError: an optimizer stepped behind microbatch 0 of iteration 0"),
         ("both averaged over", r"ConfigError: model = 'Net': is given sums.*leave out averaged_over"),

@@ -53,7 +53,7 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     handle.agree()
     if phase == "forward":
         handle.calls += 1
-        handle.called.add(kind)
+        handle.called[kind] += 1
         handle.wrapper = DistributedDataParallel._active_ddp_module
     device = next(iter(home.values()))[0].device
     hidden = home[Name.X][0].shape[-1] if Name.X in home else 0

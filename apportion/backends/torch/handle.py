@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -39,7 +40,7 @@ class PlanHandle:
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
     any number of layers and of microbatches in flight. padding: rows without tokens behind the others, in all that
     layers are given and give back: their results and gradients are 0. calls: forward calls of attention so far,
-    recomputed ones too; called: of which kinds. Raises ExecutionError where the slice is not this rank's,
+    recomputed ones too; called: of each kind. Raises ExecutionError where the slice is not this rank's,
     UnknownNameError for another engine.
     """
 
@@ -63,7 +64,7 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
-        self.calls, self.called = 0, set[str]()
+        self.calls, self.called = 0, Counter[str]()
         self.wrapper: DistributedDataParallel | None = None  # whose forward called attention last
         self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
@@ -152,6 +153,11 @@ class PlanHandle:
         if said not in self._held:
             Declared(window, causal).check(self.slice.header.diagonals, kind, layer)
             self._held.add(said)
+
+    @property
+    def declared(self) -> set[str]:
+        """Kinds of which a layer said its window."""
+        return {kind for kind, window, _ in self._held if window is not None}
 
     def program(self, kind: str, phase: str) -> Program:
         """This rank's program, compiled on first use."""

@@ -30,7 +30,6 @@ class PlannedBatch(Microbatch):
     pads."""
 
     position_ids: Tensor  # [rows] int64
-    sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
@@ -73,6 +72,7 @@ class PlannedBatch(Microbatch):
         return self._found().rolling(self, integer("shift", shift, 1))(x, fill)
 
     def _check_rows(self, verb: str, x: Tensor) -> None:
+        wiring.watch.require_all_rows(verb)
         if len(x) != len(self.tokens):
             raise ExecutionError(f"{verb} takes this rank's {len(self.tokens)} rows, got {len(x)}")
 

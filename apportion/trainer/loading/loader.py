@@ -284,7 +284,9 @@ class PlannedLoader:
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
         shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
-        shared |= {"valid_tokens": valid, "total_weight": weight}
+        shared |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
+        layers = self.job.model.layers
+        shared["_layers"] = layers if isinstance(layers, Mapping) else {}
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
             yield PlannedBatch(
                 **{name: value for name, value in own._asdict().items() if name != "shared"},

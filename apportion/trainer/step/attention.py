@@ -9,8 +9,10 @@ out = planned_attention_block(hidden, position_ids, handle, project, params)  th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -25,7 +27,7 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator as Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.trainer.step import wiring
+from apportion.trainer.step import own_loss, wiring
 
 _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
@@ -97,11 +99,13 @@ def planned_attention(
     batched = q.dim() == 4
     if batched:
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
-    if not (is_compiling() or wiring.watch.settled) and q.requires_grad:
-        wiring.watch.reach(q)
     score = score_of(q.shape[-1], scale, softcap)
     named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
-    out, lse = attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
+
+    def run() -> tuple[Tensor, ...]:
+        return attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
+
+    out, lse = run() if is_compiling() else _tried(handle, run, q, k, v)
     out = out.unsqueeze(0) if batched else out
     if not return_lse:
         return out
@@ -135,9 +139,31 @@ def planned_attention_block(
         q, k, v = project(hidden, position_ids, *heads)
         found: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
         return found
-    score = score_of(header.head_dim, scale, softcap)
-    out: Tensor = attend_block(handle, name, hidden, position_ids, project, tuple(params), sinks, score)
-    return out
+    score, held = score_of(header.head_dim, scale, softcap), tuple(params)
+
+    def run() -> tuple[Tensor, ...]:
+        return (attend_block(handle, name, hidden, position_ids, project, held, sinks, score),)
+
+    return _tried(handle, run, hidden)[0]
+
+
+def _tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+    """What `run` gives, in the first forward seen by the trial of the model that calls it, which may run it again."""
+    watch, trial = wiring.watch, wiring.watch.trial
+    if trial is None:
+        return run()
+    if trial.part is not None:
+        return trial.part.answer(*given)
+    results, trial.handle = run(), ref(handle)
+    module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
+    if module is not None:
+        watch.own(module.parameters())
+        own_loss.follow(module)
+    return results
+
+
+def _tensors(handle: PlanHandle) -> list[Tensor]:
+    return [one for batch in wiring.watch.batches if batch.handle is handle for one in batch.tensors]
 
 
 def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
@@ -146,6 +172,7 @@ def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Te
     x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError
     where the plan has no move between the two, ExecutionError for another number of rows.
     """
+    wiring.watch.require_all_rows("planned_remap")
     return remapped(x, handle, *find_move(handle, source, target))
 
 

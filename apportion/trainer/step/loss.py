@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import cross_entropy
 
-from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import IGNORED as IGNORED, Microbatch
 
-_SCALED = 65536  # by torch's GradScaler, to begin with
+SCALED = 65536  # by torch's GradScaler, to begin with
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
 
@@ -34,8 +33,8 @@ def normalised_loss(
     without tokens gets 0 with a gradient path, and runs backward like the others.
 
     Raises ConfigError for other shapes and a negative number, and where the labels are a batch's, for another number
-    than the batch has, and weights of its samples that are left out; ExecutionError where no attention has used the
-    batch's plan, and as `check_share`.
+    than the batch has, and weights of its samples that are left out or not shifted; ExecutionError where no attention
+    has used the batch's plan, and as `check_share`.
     """
     batch = batch_of(labels)
     if valid_tokens < 0:
@@ -43,6 +42,8 @@ def normalised_loss(
         raise ConfigError("valid_tokens", valid_tokens, rule, remedy)
     if batch is not None:
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
+        if weights is not None and weights.numel() == len(batch.labels) and not wiring.watch.settled:
+            batch.check_weights(weights)
     logits = _rows("logits", logits)
     labels = _rows("labels", labels, logits)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -95,11 +96,6 @@ def _within(one: Tensor, whole: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def batch_under(handle: PlanHandle) -> Microbatch | None:
-    """The batch of a handle."""
-    return next((one for one in wiring.watch.batches if one.handle is handle), None)
-
-
 def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1.0) -> None:
     """Checks a share of the step's mean, loss / factor, or with None what a loss is made of, and what reduces it.
 
@@ -111,15 +107,14 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     watch = wiring.watch
     if batch is not None:
         watch.behind = batch
-    leaves = set[int]()
+    known = len(watch.scanned)
     for node in watch.graph(loss):
-        leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
         if batch is not None and batch.handle.communicator.ranks > 1:
             _check_attention(node, batch.handle.padded_rows)
-    if factor is not None and (leaves or not watch.settled):
-        wrapper = None if batch is None else batch.handle.wrapper
+    if factor is not None and (len(watch.scanned) > known or not watch.settled):
+        wrapper, params = None if batch is None else batch.handle.wrapper, {*map(id, watch.owners)}
         count = batch.microbatch + 1 if batch is not None and batch.is_last else 1
-        loss.register_hook(partial(_check_scale, wiring.reduction_of(wrapper, leaves), factor, count))  # type: ignore[no-untyped-call]
+        loss.register_hook(partial(check_scale, wiring.reduction_of(wrapper, params), factor, count))  # type: ignore[no-untyped-call]
 
 
 def _check_attention(node: Any, rows: int) -> None:
@@ -133,7 +128,7 @@ def _check_attention(node: Any, rows: int) -> None:
         raise ExecutionError(f"{what}: {remedy}")
 
 
-def _check_scale(
+def check_scale(
     reduction: wiring.Reduction | None, factor: float, microbatches: int, grad: Tensor | None
 ) -> None:
     """Raises ConfigError where the share goes into a loss as it is, or over a number of microbatches, and gradients are
@@ -142,7 +137,7 @@ def _check_scale(
     if grad is None:
         return
     scale = float(grad) * factor
-    scale = wiring.watch.scale = scale / _SCALED if scale % _SCALED == 0 else scale
+    scale = wiring.watch.scale = scale / SCALED if scale % SCALED == 0 else scale
     wiring.watch.accounted = True
     if microbatches > 1 and abs(scale * microbatches - 1) < 1e-6:
         warn(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from warnings import warn
 
+import torch
 from torch import Tensor
 
 from apportion.backends.torch.handle import PlanHandle
@@ -15,6 +16,7 @@ from apportion.ir.errors import ConfigError, ExecutionError
 #: the label of tokens that predict nothing, as torch has it
 IGNORED = -100
 WEIGHTS = "loss_weights"  # the field of samples
+_VALUES = 3  # beyond one a sample: these are weights by chance no more
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -23,6 +25,7 @@ class Microbatch:
 
     tokens: Tensor  # [rows] int64 token ids
     labels: Tensor  # [rows] int64, of the token to predict; IGNORED where there is nothing to
+    sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
     handle: PlanHandle
     iteration: int
     microbatch: int
@@ -31,6 +34,13 @@ class Microbatch:
     total_weight: float  # their loss weights; as many where samples have none
     fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
     _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
+    _shifted: Collection[str] = ()  # fields that lie in the row that predicts their token
+    _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those with an entry for each row."""
+        return [one for one in (*vars(self).values(), *self.fields.values()) if isinstance(one, Tensor)]
 
     def check_unweighted(self, loss: str) -> None:
         """Raises ConfigError where the samples have loss weights, which `loss` would ignore."""
@@ -45,7 +55,7 @@ class Microbatch:
         if WEIGHTS in self.fields and not weighted:
             remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
             raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
-        if unused := sorted({*self.handle.kinds} - self.handle.called):
+        if unused := sorted({*self.handle.kinds} - self.handle.called.keys()):
             warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
         own = {float(max(self.valid_tokens, 1)), float(self.valid_tokens), self.total_weight}
         here = float((self.labels != IGNORED).sum()) if weighted and divisor not in own else divisor
@@ -53,6 +63,40 @@ class Microbatch:
             rule = f"labels of all ranks and microbatches of the step are {self.valid_tokens}"
             remedy = "give batch.valid_tokens; with weights, batch.total_weight or the sum over all ranks"
             raise ConfigError("valid_tokens", divisor, rule, remedy)
+
+    def check_kinds(self) -> None:
+        """Holds how often layers called attention of each kind against the planned model. Raises ConfigError where
+        kinds are swapped; warns where that would not be seen."""
+        kinds = self.handle.kinds
+        planned, called = ([own.get(kind, 0) for kind in kinds] for own in (self._layers, self.handle.called))
+        wanted, found = (
+            [number * sum(other) for number in own] for own, other in ((planned, called), (called, planned))
+        )
+        if found != wanted and sorted(found) == sorted(wanted):
+            given = dict(zip(kinds, called, strict=True))
+            rule = f"calls of layers are of other kinds than the layers of the planned model, {dict(self._layers)}"
+            raise ConfigError("kind", given, rule, "give each layer its own kind=")
+        if len({*planned}) < len(kinds) and {*kinds} - self.handle.declared:
+            told = "would not be seen if they were swapped: give planned_attention each layer's window= (-1: no limit)"
+            warn(f"the attention kinds {[*kinds]} {told}", stacklevel=1)
+
+    def check_weights(self, weights: Tensor, rows: Tensor | None = None) -> None:
+        """Raises ConfigError for weights [rows] that are a field beside its own tokens, or in proportion to one, where
+        tokens of a sample differ in it. rows: which they are of, by default all."""
+        rows = torch.arange(len(self.labels)) if rows is None else rows.cpu()
+        given, samples = weights.detach().double().flatten().cpu(), self.sample_ids.cpu()[rows]
+        for name in self.fields.keys() - {*self._shifted}:
+            if (field := self.fields[name]).dim() != 1:
+                continue
+            own = field.double().cpu()[rows]
+            kinds = len({*zip(samples.tolist(), own.tolist(), strict=True)}) - len({*samples.tolist()})
+            itself = weights.untyped_storage().data_ptr() == field.untyped_storage().data_ptr()
+            if kinds >= (1 if itself else _VALUES) and torch.allclose(
+                own * given.norm(), given * own.norm(), 1e-2
+            ):
+                rule = "weighs a row by the row's own token, and its loss is of the token that it predicts"
+                remedy = f"give the loader shifted=(..., {name!r}), or name the field {WEIGHTS}"
+                raise ConfigError(f"weights = fields[{name!r}]", "not shifted", rule, remedy)
 
 
 def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:

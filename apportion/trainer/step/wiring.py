@@ -6,10 +6,10 @@ PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of mod
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
+from warnings import warn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -22,11 +22,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.trial import ModelTrial
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
 SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
+
+
+_UNKNOWN = (
+    "nothing is known of the loss: on each rank it must be a share of one sum over all, so divide by "
+    "batch.valid_tokens, not by what a rank has, and sum gradients; ap.normalised_loss is checked"
+)
 
 
 class Reduction(NamedTuple):
@@ -66,18 +73,20 @@ class Watch:
     def __init__(self) -> None:
         self.batches = WeakSet[Any]()
         self.models, self.summed = WeakSet[Any](), WeakSet[Any]()
+        self.trial: ModelTrial | None = ModelTrial()  # None where a trainer's adapter knows its models
+        self.shared: PlanHandle | None = None  # losses under it are shares of a sum
+        self.divided: Microbatch | None = None  # of a loss that all ranks compute, and share
         self.settled = False  # an optimizer's first step was found to be right
         self.behind: Microbatch | None = None  # the loss that was computed last is of
         self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
         self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
         self._given: list[PlanHandle] = []
         self._unused = False  # kwargs were given since the last step
-        self._last: PlanHandle | None = None  # whose
         self._reached = False
         self._hook: Any = None
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
-        self._owners: Any = WeakIdKeyDictionary()  # parameter -> reference to what steps on it, None before
-        self._scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
+        self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to what steps on it, None before
+        self.scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def add(self, batch: Microbatch) -> None:
@@ -90,32 +99,40 @@ class Watch:
 
     def expect(self, handle: PlanHandle) -> None:
         """The handle is about to be given to a model."""
-        self._unused, self._last = True, handle
+        self._unused, self.shared = True, handle
         if not self._seen():
             self._given.append(handle)
+
+    def trust(self) -> None:
+        """A trainer's adapter knows its models and what it divides losses by."""
+        self.trial, self.accounted = None, True
+
+    def require_all_rows(self, verb: str) -> None:
+        """Raises ExecutionError where a model is tried on some of its rows: ranks would exchange others."""
+        if self.trial is not None and self.trial.part is not None:
+            raise ExecutionError(f"{verb} needs all rows of a rank")
+
+    def under(self, handle: PlanHandle | None) -> Microbatch | None:
+        """The batch of a handle."""
+        return next((one for one in self.batches if one.handle is handle), None)
 
     def own(self, parameters: Iterable[Tensor]) -> None:
         """Marks parameters of a planned model."""
         for one in parameters:
-            self._owners.setdefault(one, None)
+            self.owners.setdefault(one, None)
 
-    def reach(self, query: Tensor) -> None:
-        """Marks parameters behind queries of planned attention, up to the first that is known."""
-        deque(self.graph(query, self._owners), 0)
-
-    def graph(self, root: Tensor, known: Any = None) -> Iterator[Any]:
-        """The nodes of its graph, up to the first parameter that is known, by default from another loss."""
-        known = self._scanned if known is None else known
-        pending, seen = [root.grad_fn], set[Any]()
+    def graph(self, loss: Tensor) -> Iterator[Any]:
+        """The nodes of its graph, up to the first parameter that is known from another loss; marks parameters."""
+        pending, seen = [loss.grad_fn], set[Any]()
         while pending:
             node = pending.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             if (leaf := getattr(node, "variable", None)) is not None:
-                if leaf in known:
+                if leaf in self.scanned:
                     return
-                known[leaf] = None
+                self.scanned[leaf] = None
                 self.own([leaf])
             yield node
             pending += [one for one, _ in node.next_functions]
@@ -135,6 +152,10 @@ class Watch:
             hf = "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
             raise ExecutionError(f"{what}; {hf}")
         self._check_models(_parameters(optimizer))
+        if self is watch and self.trial is not None:
+            tried = self.trial.run(_parameters(optimizer), self._transports)
+            if tried and (batch := self.under(self.trial.handle())) is not None:
+                batch.check_kinds()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Compares ranks: behind a step, since its closure may run backward. Raises ExecutionError."""
@@ -142,21 +163,23 @@ class Watch:
             return
         params = _parameters(optimizer)
         # a loss that nothing here has seen
-        if self._last is not None and self._last.calls and not self.accounted:
-            reduction = reduction_of(self._last.wrapper, {*map(id, params)})
+        if self.shared is not None and self.shared.calls and not self.accounted:
+            reduction = reduction_of(self.shared.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
                 raise averaged(reduction)
-        known = [one for one in params if one in self._owners]
-        owner = self._owners[known[0]] if known else None
+        known = [one for one in params if one in self.owners]
+        owner = self.owners[known[0]] if known else None
         if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
             return
         self._check_place()
         if self._transports:
-            self._owners.update(dict.fromkeys(known, ref(optimizer)))
+            self.owners.update(dict.fromkeys(known, ref(optimizer)))
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # ever less often
                 self._compare(params)
                 self.settled = True
+            if steps == 2 and not self.accounted and self.shared is None:
+                warn(_UNKNOWN, stacklevel=1)
 
     def _check_place(self) -> None:
         """Raises ExecutionError where the loss was not the last of an iteration."""

@@ -1,0 +1,191 @@
+"""A model run on a part of its rows, attention's results taken from a run on more of them: what it computes of a row
+must be the same.
+
+Ranks hold parts of a microbatch: what a layer takes from how many rows there are, from their order or from another row
+would be another number on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_Place = tuple[str, int, int]  # module, its call, number of a result
+_TOLERANCE = 1e-4  # of a row's norm; models of 16 bits are run in 32
+_ROUGH = 2e-2  # where they cannot be
+LOW = (torch.bfloat16, torch.float16)
+aten = torch.ops.aten
+
+
+class Rehearsal:
+    """Stands in for a plan's handle in one process. The whole microbatch has dense attention; a part takes its rows of
+    the whole's results. rows of the microbatch: int64 [rows], in the order of the call."""
+
+    def __init__(self, taken: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
+        self.taken, self.rows, self.whole, self.exact = taken, len(taken), whole, True
+        behind = taken[:, None] >= taken
+        self._mask = behind & (documents[:, None] == documents)
+        self.attended: list[Tensor] = []
+        self.gathered: list[list[int]] = []
+        self.seen = dict[_Place, Tensor]()  # as they come
+        self.decisive = set[_Place]()
+        self._calls: dict[str, int] = {}
+        self.communicator = self
+
+    def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query, key, value [1, heads, rows, width] -> [1, rows, heads, width]."""
+        self.record(f"the queries, keys and values of {layer}", (query, key, value), decides=True)
+        if self.whole is None:
+            mask, groups = self._mask, query.shape[1] != key.shape[1]
+            out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=groups).transpose(1, 2)
+        else:
+            out = self.whole.attended[len(self.attended)][:, self.taken]
+        self.attended.append(out)
+        return out
+
+    def all_gather(self, numbers: list[int], about: str) -> list[list[int]]:
+        """What ranks add up: the whole's own numbers, on a part too."""
+        self.gathered.append(numbers)
+        return [numbers] if self.whole is None else [self.whole.gathered[len(self.gathered) - 1]]
+
+    def record(self, name: str, output: Any, decides: bool = False) -> None:
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        for number, found in enumerate(tree_leaves(output)):
+            if isinstance(found, Tensor) and found.is_floating_point():
+                self.seen[name, call, number] = found.detach().clone()
+                self.decisive |= {(name, call, number)} if decides else set()
+
+    def differing(self) -> str | None:
+        """The first module whose rows are not the whole's, where that reaches attention or the logits."""
+        assert self.whole is not None
+        if all(self._agrees(key) for key in self.decisive):
+            return None
+        return next(key[0] for key in self.seen if not self._agrees(key))
+
+    def _agrees(self, key: _Place) -> bool:
+        """Rows agree to rounding; also where there are no rows to compare."""
+        assert self.whole is not None
+        whole, own = self.whole.seen.get(key), self.seen[key]
+        dim = None if whole is None else _rows_dim(whole.shape, own.shape, self.whole.rows, self.rows)
+        if whole is None or dim is None:
+            return True
+        wanted = whole.index_select(dim, self.taken).movedim(dim, 0).flatten(1)
+        return close(own.movedim(dim, 0).flatten(1), wanted, self.exact)
+
+
+@contextmanager
+def recorded(model: Any, held: Rehearsal) -> Iterator[None]:
+    """Every module's results go to `held`, inner modules' before those around them."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                hook = module.register_forward_hook(lambda *given, name=name: held.record(name, given[-1]))
+                stack.callback(hook.remove)
+        yield
+
+
+def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) -> int | None:
+    """The one dimension in which the shapes differ, by the numbers of rows."""
+    if len(whole) != len(part):
+        return None
+    apart = [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
+    return apart[0] if len(apart) == 1 and (whole[apart[0]], part[apart[0]]) == (count, rows) else None
+
+
+def close(own: Tensor, wanted: Tensor, exact: bool = True) -> bool:
+    """Each row [rows, width], against its norm and that of all rows; NaN where the whole has it is no difference. Not
+    exact: most rows, as far as 16 bits tell."""
+    own, wanted = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (own, wanted))
+    norms = wanted.norm(dim=1)
+    apart = (own - wanted).norm(dim=1) > (_TOLERANCE if exact else _ROUGH) * (norms + norms.mean())
+    return float(apart.double().mean()) <= (0 if exact else 0.25)
+
+
+def is_here(model: Any) -> bool:
+    """Whether its weights are whole in this process."""
+    held = [*model.parameters(), *model.buffers()]
+    elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in held)
+    return not elsewhere and all(tensor.numel() for tensor in model.parameters())
+
+
+@contextmanager
+def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
+    """Without noise and gradients, in float32 or wider. Gives what puts the state of modules and of others (configs)
+    back, which is done at the end as well."""
+    precision, before = torch.get_float32_matmul_precision(), _snapshot(model, others)
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        torch.set_float32_matmul_precision("highest")
+        with torch.random.fork_rng(cuda), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield _snapshot(model, others)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        before()
+
+
+def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
+    """Puts back what a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts
+    (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
+    held = [vars(one) for one in (*model.modules(), *others)]
+    held += [
+        own for one in held for name, own in one.items() if isinstance(own, dict) and name != "_parameters"
+    ]
+    attributes, values = [(one, dict(one)) for one in held], [(one, one.clone()) for one in model.buffers()]
+
+    def put_back() -> None:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in values:
+            buffer.copy_(value)
+
+    return put_back
+
+
+#: op -> the mean of what it draws, by its arguments behind the first
+_MEANS: Mapping[Any, Callable[..., float]] = {
+    aten.bernoulli_.float: lambda p=0.5, *_: p,
+    aten.uniform_.default: lambda low=0.0, high=1.0, *_: (low + high) / 2,
+    aten.normal_.default: lambda mean=0.0, *_: mean,
+    aten.exponential_.default: lambda rate=1.0, *_: 1 / rate,
+    aten.rand.default: lambda *_: 0.5,
+    aten.rand_like.default: lambda *_: 0.5,
+    aten.randn.default: lambda *_: 0.0,
+    aten.randn_like.default: lambda *_: 0.0,
+}
+
+
+class Exact(TorchDispatchMode):
+    """Draws give their mean: dropout and jitter are noise, not a look at other rows. Computes with 16-bit tensors in
+    32: the rounding of a product depends on how many rows it has, and a router's choice on that. wide: False for what
+    is gathered from shards, whose buffers have a dtype."""
+
+    def __init__(self, wide: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wide = wide
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        writes = func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].dtype in LOW
+        if self._wide and not writes:
+            args, kwargs = tree_map(_widened, (args, kwargs))
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        result = func(*args, **kwargs)
+        return result.fill_(_MEANS[func](*args[1:])) if func in _MEANS else result
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in LOW:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value

@@ -1,0 +1,99 @@
+"""The first steps of a loop of one's own: what its model computes of a row, checked.
+
+    first forward   module and arguments of the call in which attention ran; a few rows of attention's results
+    first step      the module again, on these rows and on fewer of them: the same rows, or an error
+
+Models that were tried before are not tried again, nor those with an attribute `mixes_rows = True`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.rerun import Call, Part, Results, kept_rows
+from apportion.backends.torch.transport import Transport
+
+_ROWS, _LEAST = 64, 4  # that a module is run on again
+
+
+class ModelTrial:
+    """Of what this process trains. part: of the run that goes on, which gives attention's results. handle: gives
+    that of the last attention, while it lives."""
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+        self.handle: Callable[[], PlanHandle | None] = lambda: None
+        self.calls = dict[nn.Module, Call]()
+        self.over = False  # rows were compared
+        self._seen = WeakSet[nn.Module]()
+        self._last = 0  # the arguments of the module's last call
+
+    def keep(
+        self, handle: PlanHandle, results: Results, held: Callable[[], list[Tensor]], enabled: Collection[Any]
+    ) -> nn.Module | None:
+        """Attention gave these results, [rows, ...] each. The module in whose call, outside all others, where that was
+        not seen before. held: of the handle's batch the tensors; enabled: models that were tried already."""
+        first = next((one.handle for one in self.calls.values()), handle)
+        past = self.over or handle is not first or handle.communicator.ranks == 1
+        if past or (found := _outermost()) is None:
+            return None
+        (module, given), last = found, self._last
+        self._last = id(given[1])
+        new = module not in self._seen
+        self._seen.add(module)
+        if {*module.modules()} & {*enabled}:
+            self.over = True
+        elif module not in self.calls:
+            count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
+            rows = torch.randperm(handle.rows, generator=torch.Generator().manual_seed(1))[:count]
+            own = held()
+            kept = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, own)}), given)
+            self.calls[module] = Call(module, kept, handle, rows, own)
+            last = self._last
+        if last == self._last and (call := self.calls.get(module)) is not None:
+            call.results.append(tuple(one.detach()[call.rows.to(one.device)] for one in results))
+        return module if new else None
+
+    def run(self, params: Iterable[Tensor], transports: Iterable[Transport]) -> bool:
+        """Before an optimizer's step; a collective of transports where modules were found. Whether they were
+        tried. Raises ConfigError."""
+        held = {*map(id, params)}
+        calls = [one for one in self.calls.values() if held & {*map(id, one.module.parameters())}]
+        if self.over or not calls:
+            return False
+        least = min(len(one.rows) for one in calls)
+        for transport in transports:
+            least = min(map(min, transport.all_gather([least], "rows to try a model on")))
+        self.calls.clear()
+        if least < _LEAST:  # of a small microbatch
+            return False
+        self.over = True
+        for call in calls:
+            if not getattr(call.module, "mixes_rows", False):
+                call.check(partial(setattr, self, "part"))
+        return True
+
+
+_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+def _outermost() -> tuple[nn.Module, Any] | None:
+    """The module in whose call this is, outside all others, with (args, kwargs): no wrapper, and no step of
+    Lightning, which it calls in forward's place. None in backward, which recomputes."""
+    found, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
+    while (frame := frame and frame.f_back) is not None:
+        if frame.f_code is _CALL:
+            module = frame.f_locals["self"]
+            if not isinstance(module, DistributedDataParallel) and not hasattr(module, "training_step"):
+                found = module, (frame.f_locals["args"], frame.f_locals["kwargs"])
+    return found

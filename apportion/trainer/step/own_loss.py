@@ -1,0 +1,82 @@
+"""A loss that nothing here has computed: what it was divided by, read off the gradient of the logits.
+
+A cross entropy's gradient in a row is s · (softmax - one-hot of the label), whatever code it is: s tells the divisor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apportion.ir.errors import ConfigError
+from apportion.trainer.step import wiring
+from apportion.trainer.step.loss import SCALED, check_scale
+from apportion.trainer.step.microbatch import IGNORED, Microbatch
+
+_ROWS = 64  # that are looked at
+_FITS = 0.02  # of a gradient's norm, of 16 bits
+_CLOSE = 5e-3  # of a scale
+_TRIES = 8
+
+
+def follow(module: nn.Module, tries: int = _TRIES) -> None:
+    """Looks at the logits of one of the module's next forwards; of another, where ranks have equally many labels."""
+    hook: list[Any] = []
+    hook.append(module.register_forward_hook(partial(_look, hook, tries)))
+
+
+def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -> None:
+    trial = wiring.watch.trial
+    if trial is None or trial.part is not None or not torch.is_grad_enabled():
+        return
+    logits = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
+    batch = wiring.watch.under(trial.handle())
+    if batch is None or not batch.is_last or not isinstance(logits, Tensor) or not logits.requires_grad:
+        return
+    rows = torch.nonzero(batch.labels != IGNORED).flatten()[:_ROWS].to(logits.device)
+    shape = logits.shape[1:] if logits.dim() == 3 and len(logits) == 1 else logits.shape
+    if len(rows) < 2 or len(shape) != 2 or shape[0] != len(batch.labels) or shape[1] < 2:
+        return
+    hook.pop().remove()
+    labels = batch.labels.to(logits.device)[rows]
+    wanted = logits.detach().view(shape)[rows].float().softmax(-1)
+    wanted.scatter_add_(1, labels[:, None], -torch.ones_like(wanted[:, :1]))
+    logits.register_hook(partial(_check, batch, rows, wanted, module, tries))  # type: ignore[no-untyped-call]
+
+
+def _check(
+    batch: Microbatch, rows: Tensor, wanted: Tensor, module: nn.Module, tries: int, grad: Tensor
+) -> None:
+    """Raises ConfigError for a mean over a rank's own rows, weights that are not shifted, and as `check_scale`."""
+    own = grad.view(-1, grad.shape[-1])[rows].float()
+    scales = (own * wanted).sum(1) / wanted.square().sum(1)
+    if ((own - scales[:, None] * wanted).norm(dim=1) > _FITS * own.norm(dim=1)).any():
+        return  # another loss
+    scale = float(scales.mean())
+    if not (scales / scale - 1).abs().max() < _CLOSE:
+        batch.check_weights(scales, rows)
+    elif scale > 0 and (tries < _TRIES or not wiring.watch.accounted):
+        reduction = wiring.reduction_of(batch.handle.wrapper, {*map(id, module.parameters())})
+        exact = 1e-5 if grad.dtype.itemsize > 2 else 2e-3
+        if not _knows_divisor(batch, scale, exact, reduction) and tries > 1:
+            follow(module, tries - 1)
+
+
+def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: wiring.Reduction | None) -> bool:
+    """Whether it is another one than the labels of this rank would be. exact: how well a scale is known."""
+    ranks = batch.handle.communicator.ranks if reduction is None else reduction.ranks
+    here, share = int((batch.labels != IGNORED).sum()), scale * batch.valid_tokens
+    share, scale = (one / SCALED if share > SCALED / 2 else one for one in (share, scale))
+    factor = min((1, ranks), key=lambda one: abs(share / one - 1))
+    apart = abs(share / factor - 1)
+    alone = min(abs(scale * here * count - 1) for count in (1, batch.microbatch + 1))
+    if alone < _CLOSE and 4 * alone + exact < apart:
+        rule = f"is a mean over the {here} labels of this rank, whose tokens would weigh other than those of others"
+        remedy = "give ap.normalised_loss(logits, batch.labels, batch.valid_tokens), or its sum over batch.valid_tokens"
+        raise ConfigError("loss", "cross entropy", rule, remedy)
+    if apart < _CLOSE:
+        check_scale(reduction, float(factor), 1, torch.ones(()))
+    return 4 * apart + exact < alone

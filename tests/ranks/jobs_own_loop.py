@@ -1,0 +1,185 @@
+"""What ranks of the pool do with losses and models of one's own: right ones, and such as train another model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import apportion as ap
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import ApportionError
+from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step import wiring
+from tests.ranks.loading import MODEL, Recorded, job, planning
+
+KINDS = {"far": ap.masks.causal(), "near": ap.masks.sliding_window(4)}
+
+
+class Own(nn.Module):
+    """Layers of one's own: what they do with rows beside planned attention. how: a fault, or a right variety."""
+
+    def __init__(self, how: str, kinds: tuple[str | None, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.kinds = how, kinds
+        self.table, self.head = nn.Embedding(800, 24), nn.Linear(24, 800)
+        self.places = nn.Embedding(200, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 32) for _ in kinds)
+        self.out = nn.Linear(16, 24)
+        self.norm = nn.BatchNorm1d(24)
+        if how == "kept statistics":
+            self.norm.eval()
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Tensor:
+        hidden = self.table(tokens)
+        if self.how == "rows as places":
+            hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
+        if self.how == "places":
+            hidden = hidden + self.places(positions)
+        for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+            if self.how == "checkpointed":
+                hidden = checkpoint(self.layer, hidden, number, layer, kind, attention, use_reentrant=False)
+            else:
+                hidden = self.layer(hidden, number, layer, kind, attention)
+        if self.how == "rows behind":
+            hidden = hidden + hidden.roll(1, 0)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def layer(self, hidden: Tensor, number: int, layer: Any, kind: str | None, attention: Any) -> Tensor:
+        if self.how in ("statistics", "kept statistics"):
+            hidden = self.norm(hidden)
+        if self.how == "mean":
+            hidden = hidden + hidden.mean(0)
+        if self.how == "dropout":
+            hidden = nn.functional.dropout(hidden, 0.2)
+        q, k, v = layer(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
+        if self.how == "attention beside" and number:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return hidden + self.out(found[0].transpose(0, 1).flatten(1))
+        return hidden + self.out(attention(q, k, v, kind=kind).flatten(1))
+
+
+class Weighted(Recorded):
+    """What a token is worth: as much as its sample, or by itself."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def __getitem__(self, index: int) -> Any:
+        ids = super().__getitem__(index)
+        worth = index + 0 * ids if self.whole else ids % 7 + 1
+        return {"input_ids": ids, "worth": worth.astype("float32")}
+
+
+def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int) -> Tensor:
+    valid, worth = b.valid_tokens, b.fields.get("worth")
+    total = cross_entropy(logits, b.labels, reduction="sum")
+    if what == "mean of rows":
+        return cross_entropy(logits, b.labels)
+    if what == "mean of rows over microbatches":
+        return cross_entropy(logits, b.labels) / 2
+    if what == "own":
+        return total / valid
+    if what == "own times ranks":
+        return total * ranks / valid
+    if what == "another":
+        return mse_loss(logits, logits.detach() + 1, reduction="sum") / valid
+    if what == "own weights":
+        return (cross_entropy(logits, b.labels, reduction="none") * worth).sum() / valid
+    worth = worth.double() if what == "weights in double" else worth
+    return ap.normalised_loss(logits, b.labels, valid, averaged_over, worth)
+
+
+def trained(comm: Communicator, loop: dict[str, Any]) -> str:
+    """Why a loop ends, or what it is warned of; "" where it does not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            train(comm, **loop)
+        except (ApportionError, UserWarning) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def weights(comm: Communicator, net: str, tried: bool) -> list[str]:
+    """Digests of what a loop has learnt, with and without a trial of its model."""
+    state = train(comm, net=net, tried=tried).state_dict()
+    return [sha256(one.numpy().tobytes()).hexdigest() for one in state.values()]
+
+
+def train(
+    comm: Communicator,
+    loss: str = "",
+    net: str = "",
+    reduces: str = "sums",
+    kinds: tuple[str | None, ...] = (None, None),
+    tried: bool = True,
+) -> Own:
+    wiring.watch = wiring.Watch()
+    wiring.watch.trial = wiring.watch.trial if tried else None
+    model = Own(net, kinds)
+    if net == "head alone":
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+    wrapped = _wrapped(model, comm, net, reduces)
+    shape = MODEL if kinds[0] is None else replace(MODEL, layers={"far": 1, "near": len(kinds) - 1})
+    shape = replace(shape, dtype="bf16") if net in ("bf16", "autocast") else shape
+    options = planning(replace(job(comm.ranks, 66, 2), model=shape))
+    if kinds[0] is not None:
+        options["masks"] = KINDS
+    data = Weighted(loss == "weights of samples") if "weights" in loss else Recorded()
+    if loss.endswith("shifted"):
+        options["shifted"] = ("labels", "worth")
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    torch.manual_seed(comm.rank)
+    for _ in range(2):
+        for b in PlannedLoader(data, **options, communicator=comm, shuffle=False, rows_multiple=2):
+            _loss(
+                _logits(wrapped, net, b), b, loss, comm.ranks * reduces.endswith("over") or 1, comm.ranks
+            ).backward()
+            if b.is_last:
+                if reduces == "sums":
+                    ap.sum_gradients(model, comm._base)
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def _logits(model: Any, net: str, b: Any) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, kind: Any) -> Any:
+        if net == "places in closure":
+            q = q * (1 + b.position_ids[:, None, None] / 100)
+        says = {"window": {"near": 4, "far": -1}[kind]} if net == "windows" else {}
+        return ap.planned_attention(q, k, v, b.handle, kind, **says)
+
+    if net == "functional":
+        hidden = model.table(b.tokens)
+        for layer in model.layers:
+            q, k, v = layer(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
+            hidden = hidden + model.out(attention(q, k, v, None).flatten(1))
+        return model.head(hidden)
+    with torch.autocast("cpu", torch.bfloat16, net == "autocast"):
+        return model(b.tokens, b.position_ids, attention)
+
+
+def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
+    wrapped: Any = model
+    if reduces.startswith("ddp"):
+        wrapped = DistributedDataParallel(model, process_group=comm._base, find_unused_parameters=True)
+    if reduces.startswith("fsdp"):
+        low = MixedPrecisionPolicy(torch.bfloat16) if net == "bf16" else MixedPrecisionPolicy()
+        wrapped = fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"), mp_policy=low)
+    return ap.sum_gradients(wrapped) if reduces.endswith("summed") else wrapped

@@ -1,0 +1,111 @@
+"""Losses and models of one's own that would train another model in silence end in their first steps; right ones do
+not, and are not disturbed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.ranks import jobs_own_loop
+from tests.ranks.rank_pool import Pool
+
+KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"loss": "own"},
+        {"loss": "own", "reduces": "ddp summed"},
+        {"loss": "own", "reduces": "fsdp summed"},
+        {"loss": "own times ranks", "reduces": "ddp"},
+        {"loss": "own times ranks", "reduces": "fsdp"},
+        {"loss": "weights shifted"},
+        {"loss": "weights of samples"},
+        *({"net": net} for net in ("places", "places in closure", "checkpointed", "functional")),
+        {"net": "windows", "kinds": KINDS},
+        {"kinds": MANY},
+        {"net": "bf16", "loss": "own", "reduces": "fsdp summed"},
+        {"net": "autocast", "loss": "own"},
+    ],
+    ids=str,
+)
+def test_right_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
+    assert pool.run(jobs_own_loop.trained, 2, loop) == ["", ""]
+
+
+@pytest.mark.parametrize("net", ["dropout", "kept statistics"])
+def test_trying_a_model_changes_nothing(pool: Pool, net: str) -> None:
+    found, wanted = (
+        pool.run(jobs_own_loop.weights, 2, net, True),
+        pool.run(jobs_own_loop.weights, 2, net, False),
+    )
+    assert found == wanted
+
+
+MEAN = r"ConfigError: loss = 'cross entropy': is a mean over the \d+ labels of this rank"
+ROWS = "computes a row, or is given one, from other rows, their number or their order"
+
+
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [
+        ({"loss": "mean of rows"}, MEAN),
+        ({"loss": "mean of rows", "reduces": "ddp"}, MEAN),
+        ({"loss": "mean of rows over microbatches", "reduces": "fsdp"}, MEAN),
+        (
+            {"loss": "own", "reduces": "ddp"},
+            r"ConfigError: model = 'Distrib.*averages gradients.*sum_gradients",
+        ),
+        ({"loss": "own", "reduces": "fsdp"}, r"ConfigError: model = 'FSDP2': averages gradients"),
+        (
+            {"loss": "own times ranks"},
+            r"ConfigError: model = 'Own': is given sums.*multiplied by the 2 ranks",
+        ),
+        (
+            {"loss": "own times ranks", "reduces": "ddp summed"},
+            r"ConfigError: model = 'Distrib.*sums gradients",
+        ),
+        ({"loss": "another"}, r"UserWarning: nothing is known of the loss"),
+        (
+            {"loss": "weights"},
+            r"ConfigError: weights = fields\['worth'\] = 'not shifted'.*shifted=\(\.\.\., 'worth'",
+        ),
+        ({"loss": "weights in double"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
+        ({"loss": "own weights"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
+        ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
+        ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
+        ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
+        (
+            {"net": "mean", "loss": "own", "reduces": "ddp summed"},
+            rf"ConfigError: model = 'Own': layers\.0 {ROWS}",
+        ),
+        (
+            {"net": "rows as places", "reduces": "fsdp summed"},
+            rf"ConfigError: model = 'FSDPOwn': places {ROWS}",
+        ),
+        (
+            {"net": "rows as places", "reduces": "ddp averaged over"},
+            rf"ConfigError: model = 'Own': places {ROWS}",
+        ),
+        ({"net": "attention beside", "loss": "own"}, rf"ConfigError: model = 'Own': out {ROWS}"),
+        (
+            {"net": "head alone", "loss": "own", "reduces": "no"},
+            r"ExecutionError: gradients differ between ranks",
+        ),
+        (
+            {"kinds": KINDS},
+            r"UserWarning: the attention kinds \['far', 'near'\] would not be seen if.*window=",
+        ),
+        (
+            {"kinds": ("near", "far", "far", "far")},
+            r"ConfigError: kind = {'far': 3, 'near': 1}: .*its own kind=",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_loops_end_in_their_first_steps(pool: Pool, loop: dict[str, Any], says: str) -> None:
+    for found in pool.run(jobs_own_loop.trained, 2, loop):
+        assert re.match(says, found), found
