@@ -11,10 +11,10 @@
 #include <deque>
 #include <memory>
 
+#include "growing.hpp"
 #include "ir/isa.hpp"
 #include "planner/edges.hpp"
 #include "planner/numbers.hpp"
-#include "growing.hpp"
 
 namespace apportion::lower {
 

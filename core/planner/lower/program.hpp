@@ -4,9 +4,9 @@
 // their numbers when tables are written.
 #pragma once
 
+#include "growing.hpp"
 #include "ir/isa.hpp"
 #include "planner/numbers.hpp"
-#include "growing.hpp"
 
 namespace apportion::lower {
 
