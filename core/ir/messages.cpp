@@ -12,8 +12,8 @@ namespace {
 
 class Operands {
  public:
-  Operands(const Programs& programs, const Memory& memory)
-      : programs_(programs), memory_(memory), arena_heads_(static_cast<std::size_t>(programs.ranks() * TENSORS)) {
+  Operands(const Programs& programs, const RowSizes& sizes)
+      : programs_(programs), sizes_(sizes), arena_heads_(static_cast<std::size_t>(programs.ranks() * TENSORS)) {
     const ProgramTable& arenas = programs.arenas;
     for (int64_t rank = 0; rank < programs.ranks(); ++rank)
       for (int64_t at = arenas.ptr[rank]; at < arenas.ptr[rank + 1]; ++at)
@@ -24,17 +24,17 @@ class Operands {
   bool is_whole(int64_t rank, int64_t at) {
     const Tensor tensor = programs_.tensor_of(at);
     const int64_t number = programs_.tensor[at], set = programs_.heads[at];
-    if (!memory_.one_array[2 * number + programs_.space[at]]) return false;
-    if (!programs_.is_home(at)) return HEADLESS.has(tensor) || memory_.heads.of(tensor, set) == arena_heads(rank, number);
-    return memory_.ordered[set] && memory_.heads.of(tensor, set) == memory_.heads.of(tensor, 0);
+    if (!sizes_.one_array[2 * number + programs_.space[at]]) return false;
+    if (!programs_.is_home(at)) return HEADLESS.has(tensor) || sizes_.heads.of(tensor, set) == arena_heads(rank, number);
+    return sizes_.ordered[set] && sizes_.heads.of(tensor, set) == sizes_.heads.of(tensor, 0);
   }
 
   // Whether one operand lies right behind another in memory, as in a message.
   bool follows(int64_t before, int64_t at) const {
     const Programs& own = programs_;
     if (own.tensor[at] != own.tensor[before] || own.space[at] != own.space[before]) return false;
-    const int64_t row_bytes = memory_.heads.of(own.tensor_of(at), own.heads[before]) * memory_.number_bytes[own.tensor[at]];
-    return own.row[at] == own.row[before] + own.rows[before] && own.rows[before] * row_bytes % memory_.alignment == 0;
+    const int64_t row_bytes = sizes_.heads.of(own.tensor_of(at), own.heads[before]) * sizes_.number_bytes[own.tensor[at]];
+    return own.row[at] == own.row[before] + own.rows[before] && own.rows[before] * row_bytes % sizes_.alignment == 0;
   }
 
  private:
@@ -42,20 +42,20 @@ class Operands {
     return arena_heads_[static_cast<std::size_t>(rank * TENSORS + tensor)];
   }
   const Programs& programs_;
-  const Memory& memory_;
+  const RowSizes& sizes_;
   std::vector<int64_t> arena_heads_;
 };
 
 }  // namespace
 
-Memory memory_of(Fields& arrays, int64_t alignment) {
+RowSizes row_sizes(Fields& arrays, int64_t alignment) {
   return {{arrays.next<Matrix<const int64_t>>("heads")}, arrays.next<Column<const bool>>("ordered"),
           arrays.next<Column<const int64_t>>("number_bytes"), arrays.next<Column<const bool>>("one_array"), alignment};
 }
 
 // To each peer, and from it, a launch has one message.
-MessageGroups group(const Programs& programs, const Memory& memory) {
-  Operands operands(programs, memory);
+MessageGroups group(const Programs& programs, const RowSizes& sizes) {
+  Operands operands(programs, sizes);
   struct Newest {
     int64_t message = -1, operand = -1;  // of a peer and a direction
   };
@@ -88,10 +88,10 @@ MessageGroups group(const Programs& programs, const Memory& memory) {
 }
 
 void bind_messages(nb::module_& m) {
-  m.def("group", [](nb::tuple arrays, nb::tuple memory, int64_t alignment) {
-    Fields of_programs(arrays), of_memory(memory);
+  m.def("group", [](nb::tuple arrays, nb::tuple sizes, int64_t alignment) {
+    Fields of_programs(arrays), of_sizes(sizes);
     const Programs programs = programs_of(of_programs);
-    const Memory where = memory_of(of_memory, alignment);
+    const RowSizes where = row_sizes(of_sizes, alignment);
     MessageGroups found = unlocked([&] { return group(programs, where); });
     return arrays_of(found.of, found.first, found.staged);
   });

@@ -7,8 +7,8 @@
 
 namespace apportion {
 
-// Where operands lie: `Memory` of messages.py.
-struct Memory {
+// Where operands lie: `RowSizes` of messages.py.
+struct RowSizes {
   HeadCounts heads;
   Column<const bool> ordered;               // of none and head sets: whether its heads are 0, 1, ..., as home rows have them
   Column<const std::int64_t> number_bytes;  // of a row of one head of a tensor
@@ -16,7 +16,7 @@ struct Memory {
   std::int64_t alignment;
 };
 
-Memory memory_of(Fields& arrays, std::int64_t alignment);
+RowSizes row_sizes(Fields& arrays, std::int64_t alignment);
 
 // `MessageGroups` of messages.py.
 struct MessageGroups {
@@ -24,6 +24,6 @@ struct MessageGroups {
   std::vector<std::uint8_t> staged;
 };
 
-MessageGroups group(const Programs& programs, const Memory& memory);
+MessageGroups group(const Programs& programs, const RowSizes& sizes);
 
 }  // namespace apportion

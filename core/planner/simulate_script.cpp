@@ -128,14 +128,14 @@ class Preparation {
               bool is_backward)
       : programs_(programs), heads_(heads), sizes_(sizes), ops_(ops), links_(links), is_backward_(is_backward) {}
 
-  void prepare(const Memory& memory, Column<const int64_t> home_rows, double post_us) {
+  void prepare(const RowSizes& rows, Column<const int64_t> home_rows, double post_us) {
     for (Numbers* one : {&chores.cast, &chores.kernels, &chores.messages}) one->fill(programs_.ranks(), 0);
     chores.moved.fill(programs_.op.size(), 0);
     done_.fill(programs_.lists[ROWOPS].size(), 0);
     for (const Complete& sum : fusion_.sums) subtract(sum.delivered, done_);
     subtract(fusion_.rowops, done_);
     number_launches();
-    post(group(programs_, memory));
+    post(group(programs_, rows));
     meet(post_us);
     if (!faults.unmatched.empty() || !faults.unlaunched.empty()) return;
     list_ends(traffic.sender, traffic.receiver, script.rank.count(), script.end_ptr, script.ends);
@@ -457,13 +457,13 @@ class Preparation {
 }  // namespace
 
 void bind_script(nb::module_& m) {
-  m.def("prepare", [](nb::tuple programs, nb::tuple memory, int64_t alignment, In2<int64_t, "sizes"> sizes, nb::tuple ops,
+  m.def("prepare", [](nb::tuple programs, nb::tuple rows, int64_t alignment, In2<int64_t, "sizes"> sizes, nb::tuple ops,
                       int64_t ranks_per_node, int64_t nics_per_node, In<double, "rate"> rate,
                       In<double, "latency_us"> latency_us, double post_us, In<int64_t, "home_rows"> home_rows,
                       bool is_backward) {
-    Fields of_programs(programs), of_memory(memory), of_ops(ops);
+    Fields of_programs(programs), of_rows(rows), of_ops(ops);
     const Programs given = programs_of(of_programs);
-    const Memory where = memory_of(of_memory, alignment);
+    const RowSizes where = row_sizes(of_rows, alignment);
     const Ops by_op{of_ops.next<Column<const int64_t>>("kernels"), of_ops.next<Column<const int64_t>>("products"),
                     of_ops.next<Matrix<const int64_t>>("passes")};
     const Sizes bytes{sizes};

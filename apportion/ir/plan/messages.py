@@ -53,7 +53,7 @@ class Messages:
         return len(self.peer)
 
 
-class Memory(NamedTuple):
+class RowSizes(NamedTuple):
     """Where operands lie. heads: int64 [2, none and head sets], how many of them operands have, of the query and of the
     KV side; ordered: bool [none and head sets], whether a set is 0, 1, ..., as home rows have heads. Of tensors:
     number_bytes, int64 [tensors], a row of one head; one_array, bool [tensors * spaces], whether it is one array, whose
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
 
 def find_messages(programs: ProgramSet, header: Header) -> Messages:
     """The messages of the programs of one rank, or of many."""
-    of, first, staged = core.group(programs.arrays, memory_of(header), ALIGNMENT)
+    of, first, staged = core.group(programs.arrays, row_sizes(header), ALIGNMENT)
     table, instructions = programs["transfers"], programs["instructions"]
     at = instruction_of(instructions["op"], instructions["count"], "transfers")[first]
     send, peer = (table[name][first].astype(np.int64) for name in ("send", "peer"))
@@ -77,12 +77,12 @@ def find_messages(programs: ProgramSet, header: Header) -> Messages:
     return Messages(number[of], at[order], peer[order], send[order] == 1, staged[order] == 1)
 
 
-def memory_of(header: Header) -> Memory:
+def row_sizes(header: Header) -> RowSizes:
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)
     ordered = [True, *([*members] == [*range(len(members))] for members in header.head_sets)]
     as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
     number_bytes = _number_bytes(header.head_dim, header.v_head_dim, header.dtype)
-    return Memory(heads, np.array(ordered), number_bytes, (_IS_ONE & as_held[:, None]).reshape(-1))
+    return RowSizes(heads, np.array(ordered), number_bytes, (_IS_ONE & as_held[:, None]).reshape(-1))
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, cast
@@ -78,7 +79,8 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
             "recipe", recipe, f"there is {', '.join(known)}", "name one of these, or give a Recipe"
         )
     found = known[recipe].recipe
-    return Recipe(found.name, found.steps)  # a copy: whoever changes its parameters changes no other plan
+    # a copy of each step: whoever changes its parameters changes no other plan
+    return Recipe(found.name, tuple(replace(step) for step in found))
 
 
 def find_recipes(field: str, recipes: Any) -> list[Recipe]:

@@ -1,8 +1,8 @@
 """What a plan is worth on given hardware: its real programs, run by a discrete-event simulation.
 
-    Plan ──program──► Tasks, Chores ──durations──┐
-                └───► Traffic, Script ───────────┴─engine──► Times ──timeline──► Run ──► Simulation
-                                                                         └─ path, trace
+    Plan ──program──► PricedTasks, Chores ──durations──┐
+                └───► Traffic, Script ─────────────────┴─engine──► Times ──timeline──► Run ──► Simulation
+                                                                               └─ path, trace
 
 Each rank has one compute stream, which takes its instructions in program order, and one stream for each channel, which
 takes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth (alpha-beta) and

@@ -19,7 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.request.model import Model
 from apportion.planner.simulate.launches import KERNELS
-from apportion.planner.simulate.program import Chores, Tasks, View
+from apportion.planner.simulate.program import Chores, PricedTasks, View
 
 
 class Costs(Protocol):
@@ -61,7 +61,7 @@ class Work(NamedTuple):
     rows: float
 
 
-def work_us(view: View, costs: Costs, tasks: Tasks, chores: Chores) -> tuple[Floats, Work]:
+def work_us(view: View, costs: Costs, tasks: PricedTasks, chores: Chores) -> tuple[Floats, Work]:
     """float64 [instructions]; of a launch before it, of a wait after its round is complete. A rank of speed s takes 1/s
     of the time of one of speed 1. And what all of it is made of."""
     kernels, launches, accumulated, moved = np.zeros((4, len(chores.moved)))

@@ -21,7 +21,7 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, Rule, Use
-from apportion.ir.plan.messages import ALIGNMENT, memory_of
+from apportion.ir.plan.messages import ALIGNMENT, row_sizes
 from apportion.ir.plan.programs import ProgramView
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.cluster import Cluster
@@ -77,7 +77,7 @@ class Traffic(NamedTuple):
     tensor: Ints
 
 
-class Tasks(NamedTuple):
+class PricedTasks(NamedTuple):
     """Attention tasks, to be priced. rows, keys, pairs, heads, kv_heads, diagonals: int64 [tasks], of rectangle and
     band. first, at, accumulated: int64 [instructions with tasks], the first task, the instruction, and bytes that
     accumulators move beyond the results in the model's dtype, each row once an instruction."""
@@ -151,14 +151,14 @@ def product_table(rules: Mapping[int, Rule]) -> Ints:
 _OPS = (KERNELS, product_table(RULES), pass_table(RULES).reshape(-1, len(OPERAND_COLUMNS["rowops"])))
 
 
-def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, Tasks, Chores]:
+def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedTasks, Chores]:
     """What follows from the tables of a program, in the compiled core: `core/planner/simulate_script.cpp`. The script
     takes no time yet. post_us: what posting a message takes, added to the latency of the transfers of its launch, where
     sender and receiver differ the larger. Raises VerifyError for a program that cannot run."""
     plan, cluster = view.plan, view.cluster
     (unmatched, unlaunched), script, traffic, tasks, chores = core.prepare(
         view.source.arrays,
-        memory_of(plan.header),
+        row_sizes(plan.header),
         ALIGNMENT,
         _sizes(view.model),
         _OPS,
@@ -184,7 +184,7 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, Tasks, 
     role, *launches = script
     nothing = np.zeros(len(role)), np.zeros(view.ranks)
     made = Script(view.instructions.ptr, role, *nothing, *launches)
-    return made, Traffic(*traffic), Tasks(*tasks), Chores(*chores)
+    return made, Traffic(*traffic), PricedTasks(*tasks), Chores(*chores)
 
 
 @cache

@@ -308,8 +308,12 @@ nb::object tables_of(nb::handle given, nb::str phase) {
   const nb::object arrays[] = {arenas.array(), operands.array(), instructions.array(), transfers.array(),
                                tasks.array(),  grads.array(),    rowops.array()};
   nb::list tables;
-  for (std::size_t table = 0; table < TABLES; ++table)
-    tables.append(nb::make_tuple(handed(std::move(writer->ptr[table])), arrays[table]));
+  for (std::size_t table = 0; table < TABLES; ++table) {
+    const Growing<int64_t>& rows = writer->ptr[table];
+    const New<int64_t> ptr(rows.count());  // numpy's own, as all of a table: then nobody else can write to it
+    std::copy(rows.begin(), rows.end(), ptr.begin());
+    tables.append(nb::make_tuple(ptr.array(), arrays[table]));
+  }
   return nb::make_tuple(0, 0, tables);
 }
 
