@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.console import Console
+from rich.progress import track
+
 from apportion.service.client import Client
 from apportion.service.frames import ALIVE, HEAD, SLICE
 from apportion.service.http.serve import serving
@@ -159,7 +162,7 @@ def memory() -> dict[str, Any]:
         serving(folder, options=["--store-gb", "0.2"], token=TOKEN) as server,
         closing(Client(server.url, TOKEN, timeout_s=60.0)) as client,
     ):
-        for number in range(MANY):
+        for number in track(range(MANY), "requests", console=Console(stderr=True)):
             request = Request(JOB, number)
             client.submit(request.key, request.data)
             client.fetch(request.key, number % JOB.ranks, 30.0)
