@@ -58,6 +58,7 @@ def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workload.RANKS}"]
             training = ["-m", train.__name__, server.url, str(steps), *([str(file)] if file else [])]
             environment = os.environ | {"APPORTION_TOKEN": token, "OMP_NUM_THREADS": "1"}
+            environment |= {"APPORTION_DEMO": str(os.getpid())}
             command = [sys.executable, *torchrun, *training]
             with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors) as ranks:
                 try:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m apportion.demo.train http://127.0.0.1:8321 20 [WORKLOAD]
 
 Plans may come from a folder or `local`, too. Rank 0 prints a line of JSON after each step. APPORTION_TOKEN is the
-server's token.
+server's token, APPORTION_DEMO the process with which this one ends, else that of its launcher.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -84,15 +85,18 @@ def plain(steps: list[list[workload.Document]]) -> Iterator[float]:
         yield trainer.step(rows, batch.labelled, partial(plain_attention, batch=batch)).item()
 
 
-def _end_with(launcher: int) -> None:
-    """Ends this process once its launcher is gone: torchrun leaves ranks behind if it is stopped during their start."""
-    while os.getppid() == launcher:
-        time.sleep(1.0)
+def _end_with(demo: int) -> None:
+    """Ends this process once the demo is gone: torchrun leaves ranks behind if it is stopped during their start."""
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(demo, 0)
+            time.sleep(1.0)
     os._exit(1)
 
 
 def main(source: str, steps: str, *file: str) -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    demo = int(os.environ.get("APPORTION_DEMO", os.getppid()))
+    threading.Thread(target=_end_with, args=(demo,), daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for record in planned(workload.documents(int(steps), *file), source):
