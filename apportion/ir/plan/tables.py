@@ -34,7 +34,8 @@ from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 class Table:
     """Rows of all ranks as a matrix: rank r owns rows `ptr[r]:ptr[r + 1]`, `values[i]` is the column `names[i]`.
 
-    ptr: int64 [ranks + 1]; values: int32 or int64 [columns, rows], copied where a column is not contiguous.
+    ptr: int64 [ranks + 1], from 0 to the number of rows, never falling; values: int32 or int64 [columns, rows], copied
+    where a column is not contiguous. Raises ConfigError: the core does not check its indexes.
     """
 
     ptr: Ints
@@ -42,6 +43,13 @@ class Table:
     values: Ints
 
     def __post_init__(self) -> None:
+        shape, ptr = self.values.shape, self.ptr
+        if len(shape) != 2 or shape[0] != len(self.names):
+            rule = f"must be [columns, rows] with {len(self.names)} columns"
+            raise ConfigError("values", shape, rule, "give one row of the matrix for each name")
+        if ptr.ndim != 1 or not len(ptr) or ptr[0] != 0 or ptr[-1] != shape[1] or (ptr[1:] < ptr[:-1]).any():
+            rule = f"must rise from 0 to the {shape[1]} rows"
+            raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
         if self.values.strides[1] != self.values.itemsize:
             object.__setattr__(self, "values", np.ascontiguousarray(self.values))
 
@@ -193,6 +201,9 @@ class ProgramSet:
     def __post_init__(self) -> None:
         for name, table in self.tables.items():
             _check_columns(name, table, TABLES[name])
+            if table.ranks != self.ranks:
+                rule = f"must have {self.ranks} ranks, as its instructions have"
+                raise ConfigError(name, table.ranks, rule, "give each rank its rows, or none")
 
     def __getitem__(self, name: str) -> Table:
         return self.tables[name]
