@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -40,7 +41,7 @@ class Own(nn.Module):
         if how == "kept statistics":
             self.norm.eval()
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Any) -> Any:
         hidden = self.table(tokens)
         if self.how == "rows as places":
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
@@ -54,7 +55,9 @@ class Own(nn.Module):
         if self.how == "rows behind":
             hidden = hidden + hidden.roll(1, 0)
         logits: Tensor = self.head(hidden)
-        return logits
+        if self.how == "hidden states":
+            return hidden, logits, hidden[:, 0]
+        return {"logits": logits} if self.how == "dict" else logits
 
     def layer(self, hidden: Tensor, number: int, layer: Any, kind: str | None, attention: Any) -> Tensor:
         if self.how in ("statistics", "kept statistics"):
@@ -116,8 +119,9 @@ def trained(comm: Communicator, loop: dict[str, Any]) -> str:
 
 def weights(comm: Communicator, net: str, tried: bool) -> list[str]:
     """Digests of what a loop has learnt, with and without a trial of its model."""
-    state = train(comm, net=net, tried=tried).state_dict()
-    return [sha256(one.numpy().tobytes()).hexdigest() for one in state.values()]
+    state = train(comm, net=net, tried=tried, reduces={"fsdp": "fsdp summed"}.get(net, "sums")).state_dict()
+    held = [one.full_tensor() if isinstance(one, DTensor) else one for one in state.values()]
+    return [sha256(one.numpy().tobytes()).hexdigest() for one in held]
 
 
 def train(
@@ -172,7 +176,8 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
             hidden = hidden + model.out(attention(q, k, v, None).flatten(1))
         return model.head(hidden)
     with torch.autocast("cpu", torch.bfloat16, net == "autocast"):
-        return model(b.tokens, b.position_ids, attention)
+        found = model(b.tokens, b.position_ids, attention)
+    return found[1] if isinstance(found, tuple) else found["logits"] if isinstance(found, dict) else found
 
 
 def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:

@@ -25,6 +25,8 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
         {"loss": "weights shifted"},
         {"loss": "weights of samples"},
         *({"net": net} for net in ("places", "places in closure", "checkpointed", "functional")),
+        {"net": "hidden states"},
+        {"net": "dict", "loss": "own"},
         {"net": "windows", "kinds": KINDS},
         {"kinds": MANY},
         {"net": "bf16", "loss": "own", "reduces": "fsdp summed"},
@@ -36,7 +38,7 @@ def test_right_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
     assert pool.run(jobs_own_loop.trained, 2, loop) == ["", ""]
 
 
-@pytest.mark.parametrize("net", ["dropout", "kept statistics"])
+@pytest.mark.parametrize("net", ["dropout", "kept statistics", "fsdp"])
 def test_trying_a_model_changes_nothing(pool: Pool, net: str) -> None:
     found, wanted = (
         pool.run(jobs_own_loop.weights, 2, net, True),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,8 +78,9 @@ class Rehearsal:
         dim = None if whole is None else _rows_dim(whole.shape, own.shape, self.whole.rows, self.rows)
         if whole is None or dim is None:
             return True
-        wanted = whole.index_select(dim, self.taken).movedim(dim, 0).flatten(1)
-        return close(own.movedim(dim, 0).flatten(1), wanted, self.exact)
+        wanted = whole.index_select(dim, self.taken)
+        rows, wanted_rows = (one.movedim(dim, 0)[..., None].flatten(1) for one in (own, wanted))
+        return close(rows, wanted_rows, self.exact)
 
 
 @contextmanager
@@ -129,6 +131,11 @@ def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Call
     finally:
         torch.set_float32_matmul_precision(precision)
         before()
+        for module in model.modules():
+            if isinstance(
+                module, FSDPModule
+            ):  # a root stays whole behind a forward: the step's values would not come
+                module.reshard()
 
 
 def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:

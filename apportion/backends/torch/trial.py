@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -51,7 +52,8 @@ class ModelTrial:
         self._last = id(given[1])
         new = module not in self._seen
         self._seen.add(module)
-        if {*module.modules()} & {*enabled}:
+        inner = {*module.modules()}
+        if inner & {*enabled} or any(isinstance(one, FullyShardedDataParallel) for one in inner):
             self.over = True
         elif module not in self.calls:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
