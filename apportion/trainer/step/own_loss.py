@@ -5,7 +5,6 @@ A cross entropy's gradient in a row is s · (softmax - one-hot of the label), wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -33,29 +32,20 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
     trial = wiring.watch.trial
     if trial is None or trial.part is not None or not torch.is_grad_enabled():
         return
-    logits, batch = _logits(output), wiring.watch.under(trial.handle())
+    batch = wiring.watch.under(trial.handle())
+    first = output[0] if isinstance(output, tuple | list) else output
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", first)
     if batch is None or not batch.is_last or not isinstance(logits, Tensor) or not logits.requires_grad:
         return
     rows = torch.nonzero(batch.labels != IGNORED).flatten()[:_ROWS].to(logits.device)
     shape = logits.shape[1:] if logits.dim() == 3 and len(logits) == 1 else logits.shape
-    if (
-        len(rows) < 2
-        or len(shape) != 2
-        or shape[0] != len(batch.labels)
-        or shape[1] <= int(batch.labels.max())
-    ):
+    if len(rows) < 2 or len(shape) != 2 or shape[0] != len(batch.labels) or shape[1] <= batch.labels.max():
         return
     hook.pop().remove()
     labels = batch.labels.to(logits.device)[rows]
     wanted = logits.detach().view(shape)[rows].float().softmax(-1)
     wanted.scatter_add_(1, labels[:, None], -torch.ones_like(wanted[:, :1]))
     logits.register_hook(partial(_check, batch, rows, wanted, module, tries))  # type: ignore[no-untyped-call]
-
-
-def _logits(output: Any) -> Any:
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output[0] if isinstance(output, tuple | list) and output else output)
 
 
 def _check(
