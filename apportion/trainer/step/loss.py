@@ -142,7 +142,8 @@ def check_scale(
     if microbatches > 1 and abs(scale * microbatches - 1) < 1e-6:
         warn(
             f"the loss is divided by {microbatches}, as many as the iteration has microbatches, and is a share of the "
-            "mean of all of them already: leave that out, unless it weighs a term of the loss (with accelerate, gradient_accumulation_steps=1)",
+            "mean of all of them already: leave that out (with accelerate, gradient_accumulation_steps=1), unless it "
+            "weighs a term of the loss",
             stacklevel=1,
         )
     if reduction is None or reduction.ranks == 1:
