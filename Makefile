@@ -220,7 +220,7 @@ sanitize:
 	@$(MAKE) --no-print-directory core STRICT=1 INTO=$(abspath build/sanitize)
 	cd build/sanitize && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$PWD $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) \
-	  -m pytest $(patsubst %,tests/ir/test_%.py,core tables table_bytes fusion messages verify) tests/planner/test_openers.py tests/planner/test_checks.py \
+	  -m pytest $(patsubst %,tests/ir/test_%.py,core tables_by_hand table_bytes fusion messages verify) tests/planner/test_openers.py tests/planner/test_checks.py \
 	    tests/planner/simulate/test_launches.py
 
 # Needs clang++ with libFuzzer. Findings are in build/fuzz; SECONDS=3600 for an hour.

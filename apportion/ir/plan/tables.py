@@ -44,10 +44,11 @@ class Table:
 
     def __post_init__(self) -> None:
         shape, ptr = self.values.shape, self.ptr
-        if len(shape) != 2 or shape[0] != len(self.names):
+        if self.values.ndim != 2 or shape[0] != len(self.names):
             rule = f"must be [columns, rows] with {len(self.names)} columns"
             raise ConfigError("values", shape, rule, "give one row of the matrix for each name")
-        if ptr.ndim != 1 or not len(ptr) or ptr[0] != 0 or ptr[-1] != shape[1] or (ptr[1:] < ptr[:-1]).any():
+        falls = ptr.ndim == 1 and np.count_nonzero(ptr[1:] < ptr[:-1])
+        if ptr.ndim != 1 or not ptr.size or ptr[0] != 0 or ptr[-1] != shape[1] or falls:
             rule = f"must rise from 0 to the {shape[1]} rows"
             raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
         if self.values.strides[1] != self.values.itemsize:
