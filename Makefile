@@ -229,7 +229,7 @@ fuzz-core:
 	@$(or $(CLANG),clang++) -std=c++20 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -DAPPORTION_CHECKED \
 	  -I core core/fuzz/program.cpp core/ir/tables.cpp core/ir/wellformed.cpp $(filter-out %/bind.cpp,$(wildcard core/ir/verify/*.cpp)) \
 	  -o build/fuzz/program
-	build/fuzz/program -max_total_time=$(or $(SECONDS),60) -max_len=4096 -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
+	build/fuzz/program -max_total_time=$(or $(SECONDS),60) -max_len=4096 -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 -print_funcs=0 \
 	  -verbosity=0 -artifact_prefix=build/fuzz/ build/fuzz/corpus core/fuzz/corpus
 
 suite: $(READY)
