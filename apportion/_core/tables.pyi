@@ -16,12 +16,12 @@ def decode(
 class Flaw(Enum):
     RANGE = 0
     SECOND_ARENA = 1
-    NONE_NAMED = 2
-    NONE_AGAIN = 3
+    OPERAND_ZERO = 2
+    EMPTY_OPERAND = 3
     FOREIGN_HEADS = 4
-    NO_OPERAND = 5
-    STRAY = 6
-    WAIT_LIST = 7
+    UNKNOWN_OPERAND = 5
+    STRAY_FIELD = 6
+    WAIT_WITH_ROWS = 7
     COUNT = 8
     SUM = 9
 

@@ -44,10 +44,10 @@ struct Heads {
 const Heads HEADS;
 
 // What the bytes say: the tables of all ranks, and the memory that they are about.
-class Given {
+class Input {
  public:
   // Throws Truncated, Malformed.
-  explicit Given(Reader bytes) {
+  explicit Input(Reader bytes) {
     ranks_ = bytes.byte() % MOST_RANKS + 1;
     flags_ = bytes.byte();
     const auto u16 = [&] { return int64_t{bytes.byte()} | int64_t{bytes.byte()} << 8; };
@@ -87,76 +87,76 @@ class Given {
   std::vector<std::vector<int64_t>> ptr_, values_;
 };
 
-bool is_wellformed(const Given& given) {
+bool is_wellformed(const Input& input) {
   const std::vector<int64_t> list_of_op = {4, 0, 4, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3};
   ProgramTables program{{},
                         {RANGES.data(), static_cast<int64_t>(RANGES.size()) / 2, 2, 2},
                         {HEADS.foreign, 3},
                         {list_of_op.data(), static_cast<int64_t>(list_of_op.size())}};
   for (std::size_t table = 0; table < COLUMNS.size(); ++table)
-    program.tables.push_back({given.offsets(table), given.rows(table)});
+    program.tables.push_back({input.offsets(table), input.rows(table)});
   if (refusal(program)) return false;
-  const IntRows transfers = given.rows(3);
+  const IntRows transfers = input.rows(3);
   for (int64_t row = 0; row < transfers.columns(); ++row)
-    if (transfers[1][row] >= given.ranks()) return false;
+    if (transfers[1][row] >= input.ranks()) return false;
   return true;
 }
 
 // As `_prepared` of apportion/ir/verify/walk/judge.py: what is too large, and what is of the other phase.
-bool is_followed(const Given& given, int64_t rounds) {
-  for (const std::size_t table : {1, 2, 3, given.is_backward() ? 5 : 4, 6}) {
-    const IntRows rows = given.rows(table);
+bool is_followed(const Input& input, int64_t rounds) {
+  for (const std::size_t table : {1, 2, 3, input.is_backward() ? 5 : 4, 6}) {
+    const IntRows rows = input.rows(table);
     for (int64_t column = 0; column < rows.rows(); ++column)
       for (int64_t row = 0; row < rows.columns(); ++row)
         if (std::abs(rows[column][row]) > FARTHEST) return false;
   }
-  const Ints op = given.rows(2)[0];
+  const Ints op = input.rows(2)[0];
   for (int64_t row = 0; row < op.size(); ++row) {
     const Op own = static_cast<Op>(op[row]);
-    if (given.is_backward() ? own == Op::ATTEND || own == Op::PROJECT || own == Op::FINISH
+    if (input.is_backward() ? own == Op::ATTEND || own == Op::PROJECT || own == Op::FINISH
                             : own == Op::ATTEND_GRAD || own == Op::DELTA || own == Op::PROJECT_GRAD)
       return false;
   }
-  return rounds <= 8 * op.size() + 1025 && given.rows(given.is_backward() ? 4 : 5).columns() == 0;
+  return rounds <= 8 * op.size() + 1025 && input.rows(input.is_backward() ? 4 : 5).columns() == 0;
 }
 
 // Rows or heads of each rank's arenas, [ranks, tensors].
-std::vector<int64_t> arenas(const Given& given, int64_t column) {
-  std::vector<int64_t> found(static_cast<std::size_t>(given.ranks() * TENSORS));
-  const IntRows rows = given.rows(0);
-  for (int64_t rank = 0; rank < given.ranks(); ++rank)
-    for (int64_t row = given.offsets(0)[rank]; row < given.offsets(0)[rank + 1]; ++row)
+std::vector<int64_t> arenas(const Input& input, int64_t column) {
+  std::vector<int64_t> found(static_cast<std::size_t>(input.ranks() * TENSORS));
+  const IntRows rows = input.rows(0);
+  for (int64_t rank = 0; rank < input.ranks(); ++rank)
+    for (int64_t row = input.offsets(0)[rank]; row < input.offsets(0)[rank + 1]; ++row)
       found[static_cast<std::size_t>(rank * TENSORS + rows[0][row])] = rows[column][row];
   return found;
 }
 
-void verify_program(const Given& given) {
+void verify_program(const Input& input) {
   int64_t rounds = 1;
-  const IntRows instructions = given.rows(2), transfers = given.rows(3), rowops = given.rows(6);
+  const IntRows instructions = input.rows(2), transfers = input.rows(3), rowops = input.rows(6);
   for (int64_t row = 0; row < instructions.columns(); ++row) rounds = std::max(rounds, instructions[1][row] + 1);
-  if (!is_followed(given, rounds)) return;
-  const std::vector<int64_t> arena_rows = arenas(given, 1), arena_heads = arenas(given, 2);
+  if (!is_followed(input, rounds)) return;
+  const std::vector<int64_t> arena_rows = arenas(input, 1), arena_heads = arenas(input, 2);
   const auto matrix = [&](const std::vector<int64_t>& of) {
-    return Matrix<const int64_t>(of.data(), given.ranks(), TENSORS, TENSORS);
+    return Matrix<const int64_t>(of.data(), input.ranks(), TENSORS, TENSORS);
   };
   verify::Program program;
-  program.operands = {given.rows(1), given.offsets(1)};
+  program.operands = {input.rows(1), input.offsets(1)};
   program.instructions = {instructions[0], instructions[1], instructions[2], instructions[3], instructions[4],
-                          given.offsets(2)};
-  program.transfers = {transfers[0], transfers[1], transfers[2], given.offsets(3)};
-  const IntRows tasks = given.rows(given.is_backward() ? 5 : 4);
-  program.tasks = given.is_backward()
+                          input.offsets(2)};
+  program.transfers = {transfers[0], transfers[1], transfers[2], input.offsets(3)};
+  const IntRows tasks = input.rows(input.is_backward() ? 5 : 4);
+  program.tasks = input.is_backward()
                       ? verify::Tasks{tasks[0], tasks[1], tasks[4], tasks[2], tasks[3], tasks[5], tasks[6], tasks[7],
-                                      tasks[8], given.offsets(5)}
+                                      tasks[8], input.offsets(5)}
                       : verify::Tasks{tasks[0], tasks[1], tasks[2], {}, {}, {}, tasks[3], tasks[4], tasks[5],
-                                      given.offsets(4)};
-  program.rowops = {rowops[0], rowops[1], rowops[2], rowops[3], rowops[4], given.offsets(6)};
-  program.memory = {given.home_rows(), given.first_address(), matrix(arena_rows), matrix(arena_heads)};
+                                      input.offsets(4)};
+  program.rowops = {rowops[0], rowops[1], rowops[2], rowops[3], rowops[4], input.offsets(6)};
+  program.memory = {input.home_rows(), input.first_address(), matrix(arena_rows), matrix(arena_heads)};
   program.heads = HEADS.sets();
-  const Tensors inputs = given.projects() ? Tensors::of(Tensor::X) : Tensors::of(Tensor::Q, Tensor::KV);
-  const Tensors gradients = given.projects() ? Tensors::of(Tensor::DX) : Tensors::of(Tensor::DQ, Tensor::DKV);
+  const Tensors inputs = input.projects() ? Tensors::of(Tensor::X) : Tensors::of(Tensor::Q, Tensor::KV);
+  const Tensors gradients = input.projects() ? Tensors::of(Tensor::DX) : Tensors::of(Tensor::DQ, Tensor::DKV);
   const Tensors of_backward = Tensors::of(Tensor::DX, Tensor::DQ, Tensor::DKV, Tensor::DO, Tensor::DELTA);
-  program.is_backward = given.is_backward();
+  program.is_backward = input.is_backward();
   program.given = program.is_backward ? Tensors(inputs.bits() | Tensors::of(Tensor::O, Tensor::DO).bits()) : inputs;
   program.owed = program.is_backward ? Tensors(gradients.bits() | Tensors::of(Tensor::DELTA).bits())
                                      : Tensors::of(Tensor::O);
@@ -166,7 +166,7 @@ void verify_program(const Given& given) {
   constexpr int64_t MOST_PIECES = 1 << 12;
   verify::Lists lists(3);
   lists.begin(tasks.columns());
-  const verify::Judged judged = judge(program, lists, given.is_together(), {1, 64, MOST_PIECES});
+  const verify::Judged judged = judge(program, lists, input.is_together(), {1, 64, MOST_PIECES});
   if (judged.verdict == verify::Verdict::RIGHT) lists.end();
   try {
     const verify::Trace trace = verify::trace(program, MOST_PIECES);
@@ -179,8 +179,8 @@ void verify_program(const Given& given) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
-    const Given given(Reader(data, static_cast<int64_t>(size)));
-    if (is_wellformed(given)) verify_program(given);
+    const Input given(Reader(data, static_cast<int64_t>(size)));
+    if (is_wellformed(input)) verify_program(input);
   } catch (const std::invalid_argument&) {  // Malformed
   } catch (const Truncated&) {
   }

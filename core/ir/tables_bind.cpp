@@ -99,7 +99,7 @@ void translate(const std::exception_ptr& thrown, void* type) {
   }
 }
 
-nb::object said(const Refused& found) {
+nb::object as_tuple(const Refused& found) {
   if (!found) return nb::none();
   return nb::make_tuple(found->flaw, found->table, found->row, found->column, found->consumed);
 }
@@ -108,22 +108,22 @@ void bind_flaws(nb::module_& m) {
   nb::enum_<Flaw>(m, "Flaw")
       .value("RANGE", Flaw::RANGE)
       .value("SECOND_ARENA", Flaw::SECOND_ARENA)
-      .value("NONE_NAMED", Flaw::NONE_NAMED)
-      .value("NONE_AGAIN", Flaw::NONE_AGAIN)
+      .value("OPERAND_ZERO", Flaw::OPERAND_ZERO)
+      .value("EMPTY_OPERAND", Flaw::EMPTY_OPERAND)
       .value("FOREIGN_HEADS", Flaw::FOREIGN_HEADS)
-      .value("NO_OPERAND", Flaw::NO_OPERAND)
-      .value("STRAY", Flaw::STRAY)
-      .value("WAIT_LIST", Flaw::WAIT_LIST)
+      .value("UNKNOWN_OPERAND", Flaw::UNKNOWN_OPERAND)
+      .value("STRAY_FIELD", Flaw::STRAY_FIELD)
+      .value("WAIT_WITH_ROWS", Flaw::WAIT_WITH_ROWS)
       .value("COUNT", Flaw::COUNT)
       .value("SUM", Flaw::SUM);
   m.def("out_of_range", [](In<int64_t, "ptr"> ptr, IntsIn2<"values"> values, In2<int64_t, "ranges"> ranges) {
-    return said(unlocked([&] { return out_of_range({ptr, values}, 0, ranges, 0); }));
+    return as_tuple(unlocked([&] { return out_of_range({ptr, values}, 0, ranges, 0); }));
   });
   m.def("refusal", [](nb::list tables, In2<int64_t, "ranges"> ranges, In<bool, "foreign"> foreign,
                       In<int64_t, "list_of_op"> list_of_op) {
     std::vector<Fields> fields;
     const ProgramTables program{views_of(tables, fields), ranges, foreign, list_of_op};
-    return said(unlocked([&] { return refusal(program); }));
+    return as_tuple(unlocked([&] { return refusal(program); }));
   });
 }
 

@@ -44,7 +44,7 @@ Refused second_arena(const RankedRows& arenas) {
 }
 
 // Operand 0 is none, the others name rows of a tensor; head sets of KV tensors hold KV heads.
-Refused unnamed(const RankedRows& operands, Column<const bool> foreign) {
+Refused bad_operand(const RankedRows& operands, Column<const bool> foreign) {
   return operands.values.visit([&](auto columns) -> Refused {
     Refused again, heads;
     for (int64_t rank = 0; rank + 1 < operands.ptr.size(); ++rank) {
@@ -53,9 +53,9 @@ Refused unnamed(const RankedRows& operands, Column<const bool> foreign) {
         const bool blank = columns[0][row] == 0 || columns[3][row] == 0;
         if (row == first) {
           for (int64_t column = 0; column < columns.rows(); ++column)
-            if (columns[column][row] != 0) return Refusal{Flaw::NONE_NAMED, OPERANDS, row};
+            if (columns[column][row] != 0) return Refusal{Flaw::OPERAND_ZERO, OPERANDS, row};
         } else if (blank && !again) {
-          again = Refusal{Flaw::NONE_AGAIN, OPERANDS, row};
+          again = Refusal{Flaw::EMPTY_OPERAND, OPERANDS, row};
         }
         if (!heads && KV_SIDE.has(static_cast<Tensor>(columns[0][row])) && foreign[columns[5][row]])
           heads = Refusal{Flaw::FOREIGN_HEADS, OPERANDS, row};
@@ -65,7 +65,7 @@ Refused unnamed(const RankedRows& operands, Column<const bool> foreign) {
   });
 }
 
-Refused no_operand(const RankedRows& list, int64_t number, Column<const int64_t> operands) {
+Refused unknown_operand(const RankedRows& list, int64_t number, Column<const int64_t> operands) {
   for (int64_t column = NAMING[number - LISTS][0]; column < NAMING[number - LISTS][1]; ++column) {
     const int64_t row = list.values[column].visit([&](auto own) {
       for (int64_t rank = 0; rank + 1 < list.ptr.size(); ++rank) {
@@ -75,7 +75,7 @@ Refused no_operand(const RankedRows& list, int64_t number, Column<const int64_t>
       }
       return int64_t{-1};
     });
-    if (row >= 0) return Refusal{Flaw::NO_OPERAND, number, row, column};
+    if (row >= 0) return Refusal{Flaw::UNKNOWN_OPERAND, number, row, column};
   }
   return {};
 }
@@ -97,13 +97,13 @@ Refused instruction(const RankedRows& table, Flaw flaw, Wrong&& wrong) {
   });
 }
 
-Refused stray_fields(const RankedRows& table) {
-  Refused found = instruction(table, Flaw::STRAY, [](const Instruction& one) {
+Refused stray_field(const RankedRows& table) {
+  Refused found = instruction(table, Flaw::STRAY_FIELD, [](const Instruction& one) {
     const bool stray = one.channel != 0 || one.mode != 0 || (one.op != Op::WAIT && one.round != 0);
     return one.op != Op::LAUNCH && stray;
   });
   if (found) return found;
-  return instruction(table, Flaw::WAIT_LIST, [](const Instruction& one) { return one.op == Op::WAIT && one.count != 0; });
+  return instruction(table, Flaw::WAIT_WITH_ROWS, [](const Instruction& one) { return one.op == Op::WAIT && one.count != 0; });
 }
 
 // Of each rank and list, the counts of the instructions add up to the rows.
@@ -142,10 +142,10 @@ Refused refusal(const ProgramTables& program) {
     column += table(number).values.rows();
   }
   if (Refused found = second_arena(table(ARENAS))) return found;
-  if (Refused found = unnamed(table(OPERANDS), program.foreign)) return found;
+  if (Refused found = bad_operand(table(OPERANDS), program.foreign)) return found;
   for (int64_t number = LISTS; number < TABLES; ++number)
-    if (Refused found = no_operand(table(number), number, table(OPERANDS).ptr)) return found;
-  if (Refused found = stray_fields(table(INSTRUCTIONS))) return found;
+    if (Refused found = unknown_operand(table(number), number, table(OPERANDS).ptr)) return found;
+  if (Refused found = stray_field(table(INSTRUCTIONS))) return found;
   return miscounted(program);
 }
 

@@ -16,17 +16,17 @@ namespace apportion {
 enum class Flaw : std::uint8_t {
   RANGE,
   SECOND_ARENA,
-  NONE_NAMED,
-  NONE_AGAIN,
+  OPERAND_ZERO,
+  EMPTY_OPERAND,
   FOREIGN_HEADS,
-  NO_OPERAND,
-  STRAY,
-  WAIT_LIST,
+  UNKNOWN_OPERAND,
+  STRAY_FIELD,
+  WAIT_WITH_ROWS,
   COUNT,
   SUM
 };
 
-// row: of the table, over all ranks; of SUM a rank, and `consumed` rows of its list. column: of RANGE and NO_OPERAND.
+// row: of the table, over all ranks; of SUM a rank, and `consumed` rows of its list. column: of RANGE and UNKNOWN_OPERAND.
 struct Refusal {
   Flaw flaw;
   std::int64_t table, row, column = 0, consumed = 0;

@@ -73,13 +73,13 @@ struct Traffic {
   Numbers bytes, tensor;
 };
 
-// Attention tasks and their instructions: `Tasks` of the same.
+// Attention tasks and their instructions: `PricedTasks` of the same.
 struct Tasks {
   Numbers rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated;
 };
 
-// What else there is to do: `Chores` of the same.
-struct Chores {
+// Work on rows besides attention: `RowWork` of the same.
+struct RowWork {
   Numbers moved, cast, kernels, messages, projection, projected, products;
 };
 
@@ -121,7 +121,7 @@ class Preparation {
   Script script;
   Traffic traffic;
   Tasks tasks;
-  Chores chores;
+  RowWork row_work;
   Faults faults;
 
   Preparation(const Programs& programs, const HeadCounts& heads, const Sizes& sizes, const Ops& ops, const Links& links,
@@ -129,8 +129,8 @@ class Preparation {
       : programs_(programs), heads_(heads), sizes_(sizes), ops_(ops), links_(links), is_backward_(is_backward) {}
 
   void prepare(const RowSizes& rows, Column<const int64_t> home_rows, double post_us) {
-    for (Numbers* one : {&chores.cast, &chores.kernels, &chores.messages}) one->fill(programs_.ranks(), 0);
-    chores.moved.fill(programs_.op.size(), 0);
+    for (Numbers* one : {&row_work.cast, &row_work.kernels, &row_work.messages}) one->fill(programs_.ranks(), 0);
+    row_work.moved.fill(programs_.op.size(), 0);
     done_.fill(programs_.lists[ROWOPS].size(), 0);
     for (const Complete& sum : fusion_.sums) subtract(sum.delivered, done_);
     subtract(fusion_.rowops, done_);
@@ -275,8 +275,8 @@ class Preparation {
     if (step.op == Op::LAUNCH || step.op == Op::WAIT) {
       const int64_t launch = script.launch[at];
       moved = step.op == Op::LAUNCH ? packed_[launch] : unpacked_[launch];
-      if (step.op == Op::LAUNCH) chores.messages[step.rank] += messages_[launch];
-      chores.kernels[step.rank] += moved > 0;
+      if (step.op == Op::LAUNCH) row_work.messages[step.rank] += messages_[launch];
+      row_work.kernels[step.rank] += moved > 0;
     } else if (step.list == ROWOPS) {
       const bool is_partly_done = step.op == Op::DELIVER || step.op == Op::FINISH || step.op == Op::DELTA;
       moved = is_partly_done ? left_bytes(step, starts) : passed_bytes(step);
@@ -284,8 +284,8 @@ class Preparation {
     } else if (starts) {
       attend(step);
     }
-    if (starts) chores.kernels[step.rank] += ops_.kernels[programs_.op[step.at]];
-    chores.moved[at] = moved;
+    if (starts) row_work.kernels[step.rank] += ops_.kernels[programs_.op[step.at]];
+    row_work.moved[at] = moved;
   }
 
   int64_t operand(const Step& step, int64_t column, int64_t row) const {
@@ -349,9 +349,9 @@ class Preparation {
       const int64_t q = operand(step, 1, row), kv = operand(step, 2, row);
       const int64_t width = (rows(q) > 0) * heads(q) * sizes_.narrow(Tensor::Q) +
                             (rows(kv) > 0) * heads(kv) * sizes_.narrow(Tensor::KV);
-      chores.projection.push_back(step.at);
-      chores.projected.push_back(rows(operand(step, 0, row)));
-      chores.products.push_back(ops_.products[programs_.op[step.at]] * width);
+      row_work.projection.push_back(step.at);
+      row_work.projected.push_back(rows(operand(step, 0, row)));
+      row_work.products.push_back(ops_.products[programs_.op[step.at]] * width);
     }
   }
 
@@ -430,12 +430,12 @@ class Preparation {
     programs_.each_step([&](const Step& step) { projects |= step.op == Op::PROJECT_GRAD; });
     for (int64_t rank = 0; rank < programs_.ranks(); ++rank) {
       const int64_t all = home_rows[rank];
-      int64_t& moved = chores.cast[rank];
+      int64_t& moved = row_work.cast[rank];
       if (projects) moved = all * sizes_.cast(Tensor::DX);
       for (std::size_t i = 0; i < SUMS.size(); ++i)
         if (!projects && SUMS[i].list == GRADS)
           moved += (all - rows_within(fusion_.sums[i].home, rank, 0, all)) * sizes_.cast(SUMS[i].tensor);
-      chores.kernels[rank] += moved > 0;
+      row_work.kernels[rank] += moved > 0;
     }
   }
 
@@ -447,7 +447,7 @@ class Preparation {
   const bool is_backward_;
   const Fusion fusion_ = fuse(programs_);
   Numbers launch_of_;                     // of each transfer
-  Growing<std::uint8_t> results_;     // of each launch: whether results travel
+  Growing<std::uint8_t> results_;         // of each launch: whether results travel
   Numbers messages_, packed_, unpacked_;  // of each launch
   Numbers done_;                          // of each row operation: less what tasks have done of it
   std::vector<Range> every_, fresh_;      // of the tasks of an instruction
@@ -468,10 +468,10 @@ void bind_script(nb::module_& m) {
                     of_ops.next<Matrix<const int64_t>>("passes")};
     const Sizes bytes{sizes};
     const Links links{given.ranks(), ranks_per_node, nics_per_node, rate, latency_us};
-    auto [script, traffic, tasks, chores, faults] = unlocked([&] {
+    auto [script, traffic, tasks, row_work, faults] = unlocked([&] {
       Preparation made(given, where.heads, bytes, by_op, links, is_backward);
       made.prepare(where, home_rows, post_us);
-      return std::tuple(std::move(made.script), std::move(made.traffic), std::move(made.tasks), std::move(made.chores),
+      return std::tuple(std::move(made.script), std::move(made.traffic), std::move(made.tasks), std::move(made.row_work),
                         std::move(made.faults));
     });
     return nb::make_tuple(
@@ -482,8 +482,8 @@ void bind_script(nb::module_& m) {
                   traffic.latency_us, traffic.bytes, traffic.tensor),
         arrays_of(tasks.rows, tasks.keys, tasks.pairs, tasks.heads, tasks.kv_heads, tasks.diagonals, tasks.first,
                   tasks.at, tasks.accumulated),
-        arrays_of(chores.moved, chores.cast, chores.kernels, chores.messages, chores.projection, chores.projected,
-                  chores.products));
+        arrays_of(row_work.moved, row_work.cast, row_work.kernels, row_work.messages, row_work.projection, row_work.projected,
+                  row_work.products));
   });
   m.def("link_channels", [](In<int64_t, "rank"> rank, In<int64_t, "channel"> channel) {
     Numbers before, after;

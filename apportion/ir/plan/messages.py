@@ -14,7 +14,7 @@ their way (`Header.narrows`). Executors and simulator go by this rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +78,7 @@ def find_messages(programs: ProgramSet, header: Header) -> Messages:
 
 
 def row_sizes(header: Header) -> RowSizes:
+    """Those of the plans of a header."""
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)
     ordered = [True, *([*members] == [*range(len(members))] for members in header.head_sets)]
     as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
@@ -85,7 +86,7 @@ def row_sizes(header: Header) -> RowSizes:
     return RowSizes(heads, np.array(ordered), number_bytes, (_IS_ONE & as_held[:, None]).reshape(-1))
 
 
-@cache
+@lru_cache(64)
 def _number_bytes(head_dim: int, v_head_dim: int, dtype: str) -> Ints:
     """int64 [tensors]: bytes of a row of one head; 1 for the headless, whose width a plan does not know."""
     model, wide = ELEMENT_BYTES[dtype], max(4, ELEMENT_BYTES[dtype])

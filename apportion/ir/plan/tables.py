@@ -47,8 +47,8 @@ class Table:
         if self.values.ndim != 2 or shape[0] != len(self.names):
             rule = f"must be [columns, rows] with {len(self.names)} columns"
             raise ConfigError("values", shape, rule, "give one row of the matrix for each name")
-        falls = ptr.ndim == 1 and np.count_nonzero(ptr[1:] < ptr[:-1])
-        if ptr.ndim != 1 or not ptr.size or ptr[0] != 0 or ptr[-1] != shape[1] or falls:
+        fits = ptr.ndim == 1 and ptr.size and ptr[0] == 0 and ptr[-1] == shape[1]
+        if not fits or np.count_nonzero(ptr[1:] < ptr[:-1]):
             rule = f"must rise from 0 to the {shape[1]} rows"
             raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
         if self.values.strides[1] != self.values.itemsize:

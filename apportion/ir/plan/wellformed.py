@@ -8,7 +8,7 @@ is for `ir.verify`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -180,7 +180,7 @@ def _ranges(table: str, more: Mapping[str, tuple[int, int]] = MappingProxyType({
     return np.array([more.get(name) or _RANGES.get((table, name), (0, LIMIT)) for name in columns])
 
 
-@cache
+@lru_cache(64)
 def _ranges_of_programs(ranks: int, head_sets: int) -> Ints:
     """int64 [columns of all tables, 2]."""
     more = {"peer": (0, ranks - 1), "heads": (0, head_sets)}
@@ -205,12 +205,12 @@ def _refuse_program(
         )
     words = {
         core.Flaw.SECOND_ARENA: "a second arena of one tensor",
-        core.Flaw.NONE_NAMED: "operand 0 must be none",
-        core.Flaw.NONE_AGAIN: "only operand 0 may be none or have no rows",
+        core.Flaw.OPERAND_ZERO: "operand 0 must be none",
+        core.Flaw.EMPTY_OPERAND: "only operand 0 may be none or have no rows",
         core.Flaw.FOREIGN_HEADS: f"its heads go beyond {header.kv_heads} KV heads",
-        core.Flaw.NO_OPERAND: f"{table.names[column]} is not among the rank's operands",
-        core.Flaw.STRAY: "round, channel and mode belong to launch (round to wait)",
-        core.Flaw.WAIT_LIST: f"{OP_NAMES[Op.WAIT]} takes no list",
+        core.Flaw.UNKNOWN_OPERAND: f"{table.names[column]} is not among the rank's operands",
+        core.Flaw.STRAY_FIELD: "round, channel and mode belong to launch (round to wait)",
+        core.Flaw.WAIT_WITH_ROWS: f"{OP_NAMES[Op.WAIT]} takes no list",
         core.Flaw.COUNT: "count exceeds its list",
     }
     place.refuse(row, words[flaw])

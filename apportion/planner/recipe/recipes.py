@@ -19,7 +19,7 @@ import msgspec
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import sequence
-from apportion.ir.request.policy import Recipe, Step
+from apportion.ir.request.policy import DEFAULT_RECIPE, Recipe, Step
 from apportion.planner import options, plugins
 from apportion.planner.inner.groups import InnerPass
 from apportion.planner.pack import PackPass
@@ -72,7 +72,7 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
         return given
     if not isinstance(recipe, str):
         rule = "must be a name, a Recipe or its data"
-        raise ConfigError("recipe", recipe, rule, "use fcp")
+        raise ConfigError("recipe", recipe, rule, f"use {DEFAULT_RECIPE}")
     known = BUILT_IN if recipe in BUILT_IN else entries()
     if recipe not in known:
         raise UnknownNameError(

@@ -164,14 +164,14 @@ def _zones(problem: Problem) -> list[Candidate]:
     """Sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut; none where a rank would have
     more above the mean than cut sequences take on their way. Where rounds take longer than ranks compute, also none cut
     but those that no rank has room for."""
-    mean, rounds = _busy_us(problem), _rounds_us(problem)
+    rounds = _rounds_us(problem)
     times = row_times(problem, problem.batch.starts) / 1e3
     heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())
     travel = rounds + _moved_bytes(problem) / (problem.cluster.intra_gbs * 1e3)
     if heaviest - float(times.sum() / problem.speeds.sum()) > travel:
         return []
     zones = Candidate(_recipe("zones", 1, "zeppelin", "matchings"), ROUNDS)
-    return [zones, _named("hybrid_dp")] if rounds > mean else [zones]
+    return [zones, _named("hybrid_dp")] if rounds > _busy_us(problem) else [zones]
 
 
 def _rounds_us(problem: Problem) -> float:

@@ -1,8 +1,8 @@
 """What a plan is worth on given hardware: its real programs, run by a discrete-event simulation.
 
-    Plan ──program──► PricedTasks, Chores ──durations──┐
-                └───► Traffic, Script ─────────────────┴─engine──► Times ──timeline──► Run ──► Simulation
-                                                                               └─ path, trace
+    Plan ──program──► PricedTasks, RowWork ──durations──┐
+                └───► Traffic, Script ──────────────────┴─engine──► Times ──timeline──► Run ──► Simulation
+                                                                                └─ path, trace
 
 Each rank has one compute stream, which takes its instructions in program order, and one stream for each channel, which
 takes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth (alpha-beta) and
@@ -30,7 +30,15 @@ from apportion.planner.cost import CostModel
 from apportion.planner.simulate import engine
 from apportion.planner.simulate.durations import Costs, Work, end_us, work_us
 from apportion.planner.simulate.path import PathStep
-from apportion.planner.simulate.program import WAIT, Chores, Script, Traffic, View, port_count, prepare_tables
+from apportion.planner.simulate.program import (
+    WAIT,
+    RowWork,
+    Script,
+    Traffic,
+    View,
+    port_count,
+    prepare_tables,
+)
 from apportion.planner.simulate.simulation import Simulation
 from apportion.planner.simulate.timeline import Run, Spans
 
@@ -77,7 +85,7 @@ class Prepared:
     view: View
     traffic: Traffic
     script: Script
-    chores: Chores
+    row_work: RowWork
     work: Work
     ideal_us: float
     contention: float
@@ -103,12 +111,12 @@ def prepare_program(
 ) -> Prepared:
     """As `prepare`, one of the programs."""
     view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
-    script, traffic, tasks, chores = prepare_tables(view, float(costs.post_us))
-    busy, work = work_us(view, costs, tasks, chores)
-    script = script._replace(work_us=busy, end_us=end_us(view, costs, chores.cast))
+    script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
+    busy, work = work_us(view, costs, tasks, row_work)
+    script = script._replace(work_us=busy, end_us=end_us(view, costs, row_work.cast))
     # all pairs at saturated throughput, spread over the ranks by their speeds
     ideal = float(costs.ideal_us(phase, int((tasks.pairs * tasks.heads).sum()), 1)) / float(view.speeds.sum())
-    return Prepared(kind, phase, view, traffic, script, chores, work, ideal, costs.contention)
+    return Prepared(kind, phase, view, traffic, script, row_work, work, ideal, costs.contention)
 
 
 def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
@@ -161,8 +169,8 @@ def _run(prepared: Prepared) -> Run:
         finish,
         *_traffic_bytes(script, traffic, view.ranks),
         int(traffic.bytes[traffic.out_port >= 2 * view.ranks].sum()),  # through a NIC
-        prepared.chores.kernels,
-        prepared.chores.messages,
+        prepared.row_work.kernels,
+        prepared.row_work.messages,
         np.bincount(script.rank, minlength=view.ranks),
         view.arena_rows,
         view.instructions["op"],

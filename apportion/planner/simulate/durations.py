@@ -19,7 +19,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.request.model import Model
 from apportion.planner.simulate.launches import KERNELS
-from apportion.planner.simulate.program import Chores, PricedTasks, View
+from apportion.planner.simulate.program import PricedTasks, RowWork, View
 
 
 class Costs(Protocol):
@@ -61,10 +61,10 @@ class Work(NamedTuple):
     rows: float
 
 
-def work_us(view: View, costs: Costs, tasks: PricedTasks, chores: Chores) -> tuple[Floats, Work]:
+def work_us(view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork) -> tuple[Floats, Work]:
     """float64 [instructions]; of a launch before it, of a wait after its round is complete. A rank of speed s takes 1/s
     of the time of one of speed 1. And what all of it is made of."""
-    kernels, launches, accumulated, moved = np.zeros((4, len(chores.moved)))
+    kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))
     in_all = 0.0
     if len(tasks.at):
         together = np.add.reduceat(costs.attention_us(view.phase, *tasks[:5]), tasks.first)
@@ -75,11 +75,11 @@ def work_us(view: View, costs: Costs, tasks: PricedTasks, chores: Chores) -> tup
         accumulated[tasks.at] = costs.moved_us(tasks.accumulated)
         in_all = float(together.sum())
     # the rows of an instruction are one kernel, as are the tiles that it packs or unpacks
-    at = np.flatnonzero(chores.moved)
-    moved[at] = costs.rowop_us(chores.moved[at])
+    at = np.flatnonzero(row_work.moved)
+    moved[at] = costs.rowop_us(row_work.moved[at])
     busy = kernels + launches + accumulated + moved
-    if len(chores.projection):
-        busy += _projection_us(view.model, costs, chores)
+    if len(row_work.projection):
+        busy += _projection_us(view.model, costs, row_work)
     parts = float(kernels.sum()), float(launches.sum())
     work = Work(in_all, *parts, float(busy.sum()) - parts[0] - parts[1])
     return busy / view.speeds[view.rank_of], work
@@ -91,8 +91,8 @@ def end_us(view: View, costs: Costs, moved: Ints) -> Floats:
     return casts / view.speeds
 
 
-def _projection_us(model: Model, costs: Costs, chores: Chores) -> Floats:
+def _projection_us(model: Model, costs: Costs, row_work: RowWork) -> Floats:
     """float64 [instructions]: the projection's share of a layer's linear work, by multiplications."""
-    share = chores.products // model.element_bytes * model.hidden / costs.linear_parameters
-    times = share * costs.linear_us(chores.rows)
-    return np.bincount(chores.projection, times, len(chores.moved)).astype(np.float64)
+    share = row_work.products // model.element_bytes * model.hidden / costs.linear_parameters
+    times = share * costs.linear_us(row_work.rows)
+    return np.bincount(row_work.projection, times, len(row_work.moved)).astype(np.float64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -93,9 +93,9 @@ class PricedTasks(NamedTuple):
     accumulated: Ints
 
 
-class Chores(NamedTuple):
-    """What else there is to do. moved: int64 [instructions], bytes that row operations read and write, but for rows
-    that are in place, and packing and unpacking. cast: int64 [ranks], the same of casting gradients after the last
+class RowWork(NamedTuple):
+    """Work on rows besides attention. moved: int64 [instructions], bytes that row operations, packing and unpacking read
+    and write, but for rows that are in place. cast: int64 [ranks], the same of casting gradients after the last
     instruction. kernels, messages: int64 [ranks], how many are started and posted. projection, rows, products: int64
     [projections], the instruction, rows of X, and multiplications for each number of a row, in bytes of the model's
     dtype."""
@@ -151,12 +151,12 @@ def product_table(rules: Mapping[int, Rule]) -> Ints:
 _OPS = (KERNELS, product_table(RULES), pass_table(RULES).reshape(-1, len(OPERAND_COLUMNS["rowops"])))
 
 
-def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedTasks, Chores]:
+def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedTasks, RowWork]:
     """What follows from the tables of a program, in the compiled core: `core/planner/simulate_script.cpp`. The script
     takes no time yet. post_us: what posting a message takes, added to the latency of the transfers of its launch, where
     sender and receiver differ the larger. Raises VerifyError for a program that cannot run."""
     plan, cluster = view.plan, view.cluster
-    (unmatched, unlaunched), script, traffic, tasks, chores = core.prepare(
+    (unmatched, unlaunched), script, traffic, tasks, row_work = core.prepare(
         view.source.arrays,
         row_sizes(plan.header),
         ALIGNMENT,
@@ -184,10 +184,10 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedT
     role, *launches = script
     nothing = np.zeros(len(role)), np.zeros(view.ranks)
     made = Script(view.instructions.ptr, role, *nothing, *launches)
-    return made, Traffic(*traffic), PricedTasks(*tasks), Chores(*chores)
+    return made, Traffic(*traffic), PricedTasks(*tasks), RowWork(*row_work)
 
 
-@cache
+@lru_cache(64)
 def _sizes(model: Model) -> Ints:
     """int64 [5, tensors], bytes: of a row of one head in memory, in the model's dtype, as it travels, and as a result
     (0 of what is no sum); of a row with all heads, read and written as it is cast."""
