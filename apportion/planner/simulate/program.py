@@ -94,8 +94,8 @@ class PricedTasks(NamedTuple):
 
 
 class RowWork(NamedTuple):
-    """Work on rows besides attention. moved: int64 [instructions], bytes that row operations, packing and unpacking read
-    and write, but for rows that are in place. cast: int64 [ranks], the same of casting gradients after the last
+    """Work on rows besides attention. moved: int64 [instructions], bytes that row operations, packing and unpacking
+    read and write, but for rows that are in place. cast: int64 [ranks], the same of casting gradients after the last
     instruction. kernels, messages: int64 [ranks], how many are started and posted. projection, rows, products: int64
     [projections], the instruction, rows of X, and multiplications for each number of a row, in bytes of the model's
     dtype."""
