@@ -88,11 +88,9 @@ class Input {
 };
 
 bool is_wellformed(const Input& input) {
-  const std::vector<int64_t> list_of_op = {4, 0, 4, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3};
   ProgramTables program{{},
                         {RANGES.data(), static_cast<int64_t>(RANGES.size()) / 2, 2, 2},
-                        {HEADS.foreign, 3},
-                        {list_of_op.data(), static_cast<int64_t>(list_of_op.size())}};
+                        {HEADS.foreign, 3}};
   for (std::size_t table = 0; table < COLUMNS.size(); ++table)
     program.tables.push_back({input.offsets(table), input.rows(table)});
   if (refusal(program)) return false;

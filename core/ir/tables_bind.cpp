@@ -119,10 +119,9 @@ void bind_flaws(nb::module_& m) {
   m.def("out_of_range", [](In<int64_t, "ptr"> ptr, IntsIn2<"values"> values, In2<int64_t, "ranges"> ranges) {
     return as_tuple(unlocked([&] { return out_of_range({ptr, values}, 0, ranges, 0); }));
   });
-  m.def("refusal", [](nb::list tables, In2<int64_t, "ranges"> ranges, In<bool, "foreign"> foreign,
-                      In<int64_t, "list_of_op"> list_of_op) {
+  m.def("refusal", [](nb::list tables, In2<int64_t, "ranges"> ranges, In<bool, "foreign"> foreign) {
     std::vector<Fields> fields;
-    const ProgramTables program{views_of(tables, fields), ranges, foreign, list_of_op};
+    const ProgramTables program{views_of(tables, fields), ranges, foreign};
     return as_tuple(unlocked([&] { return refusal(program); }));
   });
 }

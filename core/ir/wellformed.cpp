@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "ir/isa.hpp"
+#include "ir/programs.hpp"
 
 namespace apportion {
 
@@ -26,9 +26,6 @@ Refused out_of_range(const RankedRows& table, int64_t number, Matrix<const int64
 }
 
 namespace {
-
-// Of each list, from `transfers` on: the first column of operands, and the one behind them.
-constexpr int64_t NAMING[TABLES - LISTS][2] = {{2, 3}, {0, 3}, {0, 6}, {0, 4}};
 
 Refused second_arena(const RankedRows& arenas) {
   const Ints tensor = arenas.values[0];
@@ -66,7 +63,8 @@ Refused bad_operand(const RankedRows& operands, Column<const bool> foreign) {
 }
 
 Refused unknown_operand(const RankedRows& list, int64_t number, Column<const int64_t> operands) {
-  for (int64_t column = NAMING[number - LISTS][0]; column < NAMING[number - LISTS][1]; ++column) {
+  const auto naming = OPERAND_COLUMNS[number - LISTS];
+  for (int64_t column = naming.first; column < naming.end; ++column) {
     const int64_t row = list.values[column].visit([&](auto own) {
       for (int64_t rank = 0; rank + 1 < list.ptr.size(); ++rank) {
         const int64_t count = operands[rank + 1] - operands[rank];
@@ -119,7 +117,7 @@ Refused miscounted(const ProgramTables& program) {
   const Ints op = table.values[0], count = table.values[4];
   for (int64_t rank = 0; rank < program.ranks(); ++rank)
     for (int64_t row = table.ptr[rank]; row < table.ptr[rank + 1]; ++row)
-      sum[rank * (TABLES - LISTS + 1) + program.list_of_op[op[row]]] += count[row];
+      sum[rank * (TABLES - LISTS + 1) + list_of(static_cast<Op>(op[row]))] += count[row];
   for (int64_t list = LISTS; list < TABLES; ++list) {
     const RankedRows& own = program.tables[static_cast<std::size_t>(list)];
     for (int64_t rank = 0; rank < program.ranks(); ++rank) {

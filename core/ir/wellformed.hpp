@@ -39,8 +39,7 @@ inline constexpr std::int64_t ARENAS = 0, OPERANDS = 1, INSTRUCTIONS = 2, LISTS 
 struct ProgramTables {
   std::vector<RankedRows> tables;
   Matrix<const std::int64_t> ranges;
-  Column<const bool> foreign;             // of each head set, from 1 on: whether it goes beyond the KV heads
-  Column<const std::int64_t> list_of_op;  // 0 is `transfers`; beyond the last: none
+  Column<const bool> foreign;  // of each head set, from 1 on: whether it goes beyond the KV heads
 
   std::int64_t ranks() const { return tables[0].ptr.size() - 1; }
 };

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 import apportion._core as core
 from apportion._core import sorting, stages
-from apportion.ir.isa import ALL_TO_ALL, FIRST_DKV, FIRST_DQ, RESULTS, Op
+from apportion.ir.isa import ALL_TO_ALL, FIRST_DKV, FIRST_DQ, OPERAND_COLUMNS, RESULTS, TABLES, Op
 from apportion.ir.tensors import HEADLESS, KV_SIDE, PARTIALS, Space, Tensor
 
 STUBS = Path(core.__file__).parent / "_core"
@@ -87,3 +87,15 @@ def test_codes_are_those_of_the_instruction_set() -> None:
         assert {Tensor[one] for one in named} == set(tensors)
     assert f"ALL_TO_ALL = {ALL_TO_ALL}, RESULTS = {RESULTS};" in text
     assert f"FIRST_DQ = {FIRST_DQ}, FIRST_DKV = {FIRST_DKV};" in text
+
+
+def test_lists_and_operand_columns_are_those_of_the_instruction_set() -> None:
+    text = (Path(core.__file__).parents[1] / "core/ir/programs.hpp").read_text(encoding="utf-8")
+    cases = dict(re.findall(r"case Op::(\w+):\s+return (\w+);", text))
+    names = {None: "NO_LIST", **{name: name.upper() for name in OPERAND_COLUMNS}}
+    assert {op.name: cases.get(op.name, "ROWOPS") for op in Op} == {op.name: names[op.rule.list] for op in Op}
+    ranges = re.search(r"OPERAND_COLUMNS\[NO_LIST\] = {(.*)};", text).group(1)
+    for (name, columns), (first, end) in zip(
+        OPERAND_COLUMNS.items(), re.findall(r"{(\d+), (\d+)}", ranges), strict=True
+    ):
+        assert TABLES[name][int(first) : int(end)] == columns

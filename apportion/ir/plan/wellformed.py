@@ -29,7 +29,6 @@ from apportion.ir.isa import (
     Op,
 )
 from apportion.ir.masks.bands import INF, MAX_DIAGONALS
-from apportion.ir.plan.ops import LIST_OF_OP
 from apportion.ir.plan.tables import Header, Table
 from apportion.ir.request.model import MAX_HEADS
 from apportion.ir.tensors import PHASES, SENT_GRADIENTS, Space, Tensor
@@ -137,7 +136,7 @@ def check(
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     for (kind, phase), program in programs.items():
         tables = [program[name] for name in TABLES]
-        found = core.refusal([(table.ptr, table.values) for table in tables], ranges, foreign, LIST_OF_OP)
+        found = core.refusal([(table.ptr, table.values) for table in tables], ranges, foreign)
         if found is not None:
             _refuse_program(header, f"{kind} {phase}", tables, first_rank, found)
 
