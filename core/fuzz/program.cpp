@@ -177,7 +177,7 @@ void verify_program(const Input& input) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
-    const Input given(Reader(data, static_cast<int64_t>(size)));
+    const Input input(Reader(data, static_cast<int64_t>(size)));
     if (is_wellformed(input)) verify_program(input);
   } catch (const std::invalid_argument&) {  // Malformed
   } catch (const Truncated&) {
