@@ -81,11 +81,12 @@ class Statistics(NamedTuple):
     rowops: RowRanges
 
 
-def find_complete(programs: ProgramSet, phase: str) -> Mapping[str, Complete]:
-    """Column of the phase's list of tasks -> what is complete, of programs of any number of ranks."""
+def find_complete(programs: ProgramSet, phase: str | None = None) -> Mapping[str, Complete]:
+    """Column of the list of tasks -> what is complete, of programs of any number of ranks. phase: None for both."""
     columns = [column for each in PHASES for column in ADDED[each]]
     sums = dict(zip(columns, core.fuse(programs.arrays)[0], strict=True))
-    return {column: Complete(*(RowRanges(*ranges) for ranges in sums[column])) for column in ADDED[phase]}
+    wanted = columns if phase is None else ADDED[phase]
+    return {column: Complete(*(RowRanges(*ranges) for ranges in sums[column])) for column in wanted}
 
 
 def find_statistics(programs: ProgramSet) -> Statistics:

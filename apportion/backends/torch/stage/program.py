@@ -27,7 +27,7 @@ from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
 from apportion.ir.plan.fusion import find_complete
 from apportion.ir.plan.tables import ProgramSet
-from apportion.ir.tensors import PHASES, Tensor as Name
+from apportion.ir.tensors import Tensor as Name
 
 
 class Table:
@@ -93,7 +93,7 @@ def load(
     shapes: Variant | None = None,
 ) -> StageLoaded:
     """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
-    complete = {name: found for phase in PHASES for name, found in find_complete(columns, phase).items()}
+    complete = find_complete(columns)
     rounds = find_rounds(columns, program, hidden, written_from(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden)
     header = program.header
