@@ -104,6 +104,17 @@ def test_awkward_lengths(lengths: list[int], block: str | int, reshuffle: bool) 
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
 
 
+def test_reshuffling_is_what_it_adds_to_the_bytes_and_nothing_else() -> None:
+    batch = ap.Batch.from_lengths([200, 90])
+    home, moved = (ap.plan(batch, cluster(4), MODEL, recipe(16, reshuffle=given)) for given in (False, True))
+    assert home.header.home_layout == "attention"
+    assert moved.header.home_layout == "loader"
+    assert [set(plan.layouts) for plan in (home, moved)] == [{"attention"}, {"attention", "loader"}]
+    fetched = [sorted(e["bytes"] for e in plan.report["exchanges"]) for plan in (home, moved)]
+    assert len(fetched[0]) == 3  # keys, and their gradients back
+    assert [size for size in fetched[1] if size in fetched[0]] == fetched[0]
+
+
 def test_auto_halves_the_heaviest_piece_at_least() -> None:
     batch = ap.Batch.from_lengths(lognormal_lengths(1, 64 * 4096))
     plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe=recipe("auto"))
