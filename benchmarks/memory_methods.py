@@ -29,7 +29,7 @@ H100 = Hardware.load("h100")
 CHUNK_TOKENS = 65536
 #: bytes in float32 of a tile of logits and their log-softmax (ALST)
 LOGITS_TILE = 2**30
-RECIPES = {"plain": "ulysses", "alst": "ulysses", "fpdt": "ulysses", "upipe": "upipe"}
+RECIPES = {"plain": "ulysses", "alst": "ulysses", "fpdt": "ulysses", "upipe": "upipe", "both": "upipe"}
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Run:
 
     def training(self, method: str, tokens: int) -> Training:
         """How the method trains a sequence of so many tokens: all recompute layers, all but plain have their inputs on
-        the host, alst and upipe the FFN in tiles of the hidden size (UPipe, section 4), fpdt chunks."""
+        the host, alst and upipe the FFN in tiles of the hidden size (UPipe, section 4), fpdt and both chunks."""
         plain = Training(vocab=self.vocabulary, recompute="full", loss_tokens=tokens)
         if method == "plain":
             return plain
         offloaded = replace(plain, offload=True, loss_tokens=LOGITS_TILE // (8 * self.vocabulary))
-        if method == "fpdt":
+        if method in ("fpdt", "both"):
             return replace(offloaded, chunks=tokens // CHUNK_TOKENS)
         return replace(offloaded, mlp_tile=self.model.hidden)
 
@@ -64,7 +64,7 @@ class Run:
         same kind need it."""
         layers, own = self.layers(method, tokens), tokens // self.gpus
         rows = self._planned(method, tokens) if planned else self.attention(method, tokens) * own
-        return activations(layers, self.model.layers_of(""), own, rows, method == "upipe")
+        return activations(layers, self.model.layers_of(""), own, rows, RECIPES[method] == "upipe")
 
     def attention(self, method: str, tokens: int) -> float:
         """Bytes of a token in the kernel of the backward (UPipe, Table 6): Q, K, V, O and their gradients; in UPipe's
@@ -72,7 +72,7 @@ class Run:
         layers, m = self.layers(method, tokens), self.model
         every = 2 * (attention_row(layers) + output_row(layers) - 4 * m.q_heads)
         another = m.q_heads * m.head_dim * m.element_bytes
-        return (every + another) / self.stages if method == "upipe" else every
+        return (every + another) / self.stages if RECIPES[method] == "upipe" else every
 
     def _planned(self, method: str, tokens: int) -> int:
         return planned_bytes(self.model, self.gpus, RECIPES[method], tokens)
@@ -132,6 +132,7 @@ TOLD = {
     "alst": "ALST: Ulysses, tiles, offload",
     "upipe": "UPipe",
     "fpdt": "FPDT",
+    "both": "FPDT's chunks of UPipe's stages",
 }
 
 

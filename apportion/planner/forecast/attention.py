@@ -9,6 +9,7 @@ import numpy as np
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
+from apportion.ir.plan.tables import Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
@@ -30,8 +31,8 @@ class PlannedMicrobatch:
 
     pairs: that its masks allow, over all layers; tokens: of the fullest rank; busy: tokens over speed of the rank that
     takes longest, and even: the same in the layout of even tokens, where there is one; bytes: home and work rows of a
-    call on the rank that needs most; projects: whether its programs make Q, K and V; moves_us: of moves between the
-    layouts, a layer, both phases.
+    call on the rank that needs most; stages: in which its programs make Q, K and V of some heads at a time, 0 where the
+    layer makes them; moves_us: of moves between the layouts, a layer, both phases.
     """
 
     plan: Plan
@@ -40,8 +41,13 @@ class PlannedMicrobatch:
     busy: float
     even: float
     bytes: int
-    projects: bool
+    stages: int
     moves_us: float
+
+    @property
+    def projects(self) -> bool:
+        """Whether its programs make Q, K and V."""
+        return self.stages > 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,6 @@ def _microbatches(
 
 def _planned(made: Plan) -> PlannedMicrobatch:
     batch, model = made.request.batch, made.request.model
-    projects = any((program["instructions"]["op"] == Op.PROJECT).any() for program in made.programs.values())
     home, used = made.layouts[made.header.home_layout].rows_per_rank, LINEAR in made.layouts
     speeds = np.asarray(made.request.cluster.speeds or np.ones(len(home)))
     even = made.layouts[LINEAR].rows_per_rank if used else home
@@ -101,9 +106,14 @@ def _planned(made: Plan) -> PlannedMicrobatch:
         float((home / speeds).max()),
         float((even / speeds).max()),
         attention_bytes(made),
-        projects,
+        max(_stages(program["instructions"]) for program in made.programs.values()),
         float(made.report["remap"]["moves_us"]) if used else 0.0,
     )
+
+
+def _stages(instructions: Table) -> int:
+    """The most projections of a rank."""
+    return int(np.bincount(instructions.rank_of_row()[instructions["op"] == Op.PROJECT]).max(initial=0))
 
 
 def attend(planned: PlannedMicrobatch, hardware: Hardware, cluster: Cluster) -> Attended:

@@ -21,19 +21,19 @@ class Copies(NamedTuple):
         return max(self) / (host_gbs * 1e3)
 
 
-def copies(layers: Layers, tokens: int, phase: str) -> Copies:
-    """Of one layer of a microbatch with so many tokens on the rank. phase: forward or backward. Offloading sends what
-    the layer keeps, and brings it back."""
+def copies(layers: Layers, tokens: int, phase: str, stages: int = 0) -> Copies:
+    """Of one layer of a microbatch with so many tokens on the rank. phase: forward or backward; stages: see
+    `PlannedMicrobatch`. Offloading sends what the layer keeps, and brings it back."""
     training = layers.training
     if not training.offload:
         return Copies()
     if training.chunks > 1:
-        return _chunked(layers, tokens, phase)
+        return _chunked(layers, tokens, phase, max(stages - 1, 0))
     kept = kept_bytes(layers, training.recompute) * tokens
     return Copies(to_host=kept) if phase == "forward" else Copies(to_device=kept)
 
 
-def _chunked(layers: Layers, tokens: int, phase: str) -> Copies:
+def _chunked(layers: Layers, tokens: int, phase: str, again: int) -> Copies:
     """FPDT's copies for causal attention of one sequence: a rank has its share of the heads and all tokens of a chunk,
     which is as much as its share of the tokens with all heads, unless ranks share KV heads.
 
@@ -43,6 +43,9 @@ def _chunked(layers: Layers, tokens: int, phase: str) -> Copies:
     once, dO goes out once, and each chunk of K and V brings all chunks of queries that see it: Q, O, the LSE, dO (which
     the first chunk finds on the device) and dQ in float32, which goes back after each. For a chunk or two that happen
     to be on the device nothing is taken off.
+
+    again: head stages behind the first (UPipe), each over all chunks. Every one brings the norm again, for its own
+    projections, and in backward its gradient in float32, which the stage before has sent out.
     """
     m, chunks, row = layers.model, layers.training.chunks, hidden_row(layers)
     queries = float(m.q_heads * m.head_dim * m.element_bytes)
@@ -52,6 +55,9 @@ def _chunked(layers: Layers, tokens: int, phase: str) -> Copies:
     pairs = before + chunks
     out, back = (row + queries + keys + saved) * tokens, before * part * keys
     if phase == "forward":
-        return Copies(row * tokens + out, back)
+        return Copies(row * tokens + out, back + again * row * tokens)
     brought = (row + row + keys) * tokens + (pairs * (queries + saved + sums) + before * output) * part
+    gradient = row / m.element_bytes * _FLOAT32
+    out += again * gradient * tokens
+    back += again * (2 * row + gradient) * tokens
     return Copies(out + output * tokens + pairs * sums * part, back + brought)

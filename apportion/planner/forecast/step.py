@@ -76,9 +76,9 @@ class Setting:
         """Raises ConfigError where the recipe has no chunks, a sequence is not causal or not alone, or a rank has fewer
         tokens than chunks."""
         form, chunks = self.parallelism, self.training.chunks
-        if form.recipe.name != "ulysses":
+        if form.recipe.name not in ("ulysses", "upipe"):
             rule = f"are of heads that ranks share, which {form.recipe.name} is not"
-            raise ConfigError("training.chunks", chunks, rule, "use --recipes ulysses, or 1")
+            raise ConfigError("training.chunks", chunks, rule, "use --recipes ulysses or upipe, or 1")
         microbatches = form.steps() * form.groups(self.cluster)
         causal = all(isinstance(spec, Causal) for kind in batch.masks.values() for spec in kind.specs)
         if len(batch.lengths) > microbatches or not causal:
@@ -209,7 +209,7 @@ def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
 def _copied_us(setting: Setting, planned: PlannedMicrobatch, phase: str, work_us: float) -> float:
     """Copies to and from the host that are longer than the layers, which take `work_us` together."""
     count, host_gbs = setting.stage_layers(planned), setting.hardware.host_gbs.value
-    moved = copies(setting.layers, planned.tokens, phase)
+    moved = copies(setting.layers, planned.tokens, phase, planned.stages)
     return max(moved.us(host_gbs) * count - work_us, 0.0)
 
 

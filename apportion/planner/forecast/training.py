@@ -29,7 +29,7 @@ class Training:
     backward runs its forward once more (ALST's tiled MLP).
     offload: whether what layers keep for backward is in host memory (ALST); copies run beside the work of a layer.
     chunks: parts of the sequence that a layer is computed in, with all that is not at work on the host (FPDT); of one
-    long causal sequence under `ulysses`, with full recomputation and offloading.
+    long causal sequence under `ulysses` or `upipe`, with full recomputation and offloading.
     overlap: whether traffic of weights and gradients runs beside work of the layers, or while nothing else does, as in
     Megatron-LM where its overlapping is not switched on.
     Raises ConfigError.

@@ -413,6 +413,14 @@ def test_chunks_leave_one_chunk_of_a_layer_on_the_device() -> None:
     assert parts["host"] == pytest.approx(4 * sum(moved) - work)
 
 
+def test_chunks_of_head_stages_leave_a_chunk_of_a_stage_on_the_device() -> None:
+    """FPDT's chunks and UPipe's stages divide different axes."""
+    training = Training(vocab=1000, recompute="full", offload=True)
+    rows = [one(form("upipe"), replace(training, chunks=chunks), batch=LONG).rows[0] for chunks in (1, 4)]
+    staged, both = (row.memory().activations.attention for row in rows)
+    assert both == staged / 4
+
+
 def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
     with pytest.raises(ConfigError, match=r"training\.chunks = 2: .* write offload: true, recompute: full"):
         Training(chunks=2)

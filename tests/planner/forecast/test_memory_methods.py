@@ -94,8 +94,8 @@ def test_steps_are_within_a_tenth_of_what_was_measured() -> None:
             assert exposed == 0
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 7])
-def test_what_fpdt_moves_is_what_its_loops_move(chunks: int) -> None:
+@pytest.mark.parametrize(("chunks", "stages"), [(2, 0), (3, 1), (3, 4), (7, 2)])
+def test_what_fpdt_moves_is_what_its_loops_move(chunks: int, stages: int) -> None:
     """Walked through, chunk by chunk."""
     model, part = Model(4, 2, 8, v_head_dim=4, hidden=24, ffn=8, layers=1), 5
     training = Training(recompute="full", offload=True, chunks=chunks)
@@ -106,13 +106,16 @@ def test_what_fpdt_moves_is_what_its_loops_move(chunks: int) -> None:
     for chunk in range(chunks):
         out += row + q + k + o + lse
         back += chunk * k  # keys before
-    assert copies(layers, chunks * part, "forward") == (out + chunks * row, back)
+    again = chunks * max(stages - 1, 0)  # chunks of the norm for head stages behind the first
+    back += again * row
+    assert copies(layers, chunks * part, "forward", stages) == (out + chunks * row, back)
+    out, back = out + again * 2 * row, back + again * (row + 2 * row)  # and its gradient in float32
     back += chunks * row  # the layer's input
     for keys in range(chunks):
         out, back = out + o, back + k + row
         for _ in range(keys, chunks):
             out, back = out + sums, back + q + o + lse + sums + (o if keys else 0)
-    assert copies(layers, chunks * part, "backward") == (out, back)
+    assert copies(layers, chunks * part, "backward", stages) == (out, back)
 
 
 def test_the_page_has_the_tables_as_they_come_out() -> None:
