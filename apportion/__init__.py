@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from apportion.planner.simulate import simulate as simulate
     from apportion.planner.simulate.pair.run import simulate_pair as simulate_pair
     from apportion.service.client import Client as Client
-    from apportion.trainer import trees as trees
+    from apportion.trainer import memory as memory, trees as trees
     from apportion.trainer.loading.batch import PlannedBatch as PlannedBatch
     from apportion.trainer.loading.fetching import PlanTimeoutError as PlanTimeoutError
     from apportion.trainer.loading.loader import PlannedLoader as PlannedLoader
@@ -122,7 +122,11 @@ _HOMES = {
     "apportion.trainer.step.projection": ("HeadProjection",),
 }
 #: modules that have another name here, or none of their own
-_MODULES = {"masks": "apportion.ir.masks.specs", "trees": "apportion.trainer.trees"}
+_MODULES = {
+    "masks": "apportion.ir.masks.specs",
+    "memory": "apportion.trainer.memory",
+    "trees": "apportion.trainer.trees",
+}
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names} | _MODULES
 
 __all__ = ["__version__", *_HOME_OF]

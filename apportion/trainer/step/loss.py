@@ -36,6 +36,22 @@ def normalised_loss(
     than the batch has, and weights of its samples that are left out or not shifted; ExecutionError where no attention
     has used the batch's plan, and as `check_share`.
     """
+    logits = _rows("logits", logits)
+    batch, labels, weights = checked_labels(logits, labels, valid_tokens, weights)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if weights is None:
+        total = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
+    else:
+        losses = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
+        total = (losses * weights.to(losses.dtype)).sum()
+    return share_of(total, batch, valid_tokens, averaged_over)
+
+
+def checked_labels(
+    rows: Tensor, labels: Tensor, valid_tokens: float, weights: Tensor | None
+) -> tuple[Microbatch | None, Tensor, Tensor | None]:
+    """Labels and weights of a loss over `rows`, [rows] each, and the batch that they are of, where they are one's.
+    Errors: as in `normalised_loss`."""
     batch = batch_of(labels)
     if valid_tokens < 0:
         rule, remedy = "is what the sum is divided by", "give batch.valid_tokens, or batch.total_weight"
@@ -44,15 +60,11 @@ def normalised_loss(
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
         if weights is not None and weights.numel() == len(batch.labels) and not wiring.watch.settled:
             batch.check_weights(weights)
-    logits = _rows("logits", logits)
-    labels = _rows("labels", labels, logits)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if weights is None:
-        total = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
-    else:
-        weights = _rows("weights", weights, logits)
-        losses = cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
-        total = (losses * weights.to(losses.dtype)).sum()
+    return batch, _rows("labels", labels, rows), None if weights is None else _rows("weights", weights, rows)
+
+
+def share_of(total: Tensor, batch: Microbatch | None, valid_tokens: float, averaged_over: int) -> Tensor:
+    """This rank's share of the step's mean, of the sum over its rows. Errors: as in `normalised_loss`."""
     share = total * (averaged_over / (valid_tokens or 1))
     check_share(share, batch, averaged_over)
     return share

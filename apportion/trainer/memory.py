@@ -1,0 +1,124 @@
+"""Long contexts in less memory: feed-forward networks and the loss in tiles of rows, and checkpoints on the host.
+
+    ap.memory.tile(model, "mlp", tokens=4096)                           once, each submodule of that name
+    hidden = ap.memory.offloaded(layer, hidden, batch.handle)           instead of torch's checkpoint
+    loss = ap.memory.tiled_loss(hidden, head.weight, batch.labels, batch.valid_tokens)
+
+Row for row the numbers are those of the whole: what is tiled sees one row at a time. A forecast counts them as
+`mlp_tile`, `offload` and `loss_tokens` of its training. Tiles are those of ALST (Bekman et al., 2025), the loss is made as in
+Liger Kernel (Hsu et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer, name as name_of
+from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
+
+
+def tile(model: nn.Module, name: str, tokens: int = 4096) -> int:
+    """Every submodule whose own name is `name` computes `tokens` rows of its input [..., rows, width] at a time:
+    forward keeps the input alone, and backward runs them once more. Returns how many there are. Each must take one
+    tensor and give one with as many rows. Raises ConfigError where there is none."""
+    tokens, name = integer("tokens", tokens), name_of("name", name)
+    found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
+    if not found:
+        there = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
+        remedy = f"name one of {', '.join(there)}"
+        raise ConfigError("name", name, "is no submodule of the model", remedy)
+    for module in found:
+        module.forward = _Tiled(module.forward, tokens)
+    return len(found)
+
+
+class _Tiled:
+    """A row-wise function, `tokens` rows at a time."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], tokens: int) -> None:
+        self._forward, self._tokens = forward, tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([self._part(rows) for rows in torch.split(x, self._tokens, -2)], -2)
+
+    def _part(self, rows: Tensor) -> Tensor:
+        kept = torch.is_grad_enabled()
+        out = checkpoint(self._forward, rows, use_reentrant=False) if kept else self._forward(rows)
+        if not isinstance(out, Tensor) or out.shape[:-1] != rows.shape[:-1]:
+            given = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            rule = f"must be a tensor with the rows of its input, {tuple(rows.shape)}"
+            raise ConfigError("a tiled module's output", given, rule, "tile a module inside of it")
+        return out
+
+
+def offloaded(layer: Callable[..., Any], *given: Any) -> Any:
+    """`layer(*given)`, which backward runs once more; the tensors it needs for that wait in host memory, pinned where
+    there is a GPU. At least one of them must want a gradient; what the layer itself keeps is not kept."""
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(layer, *given, use_reentrant=True)
+
+
+def tiled_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    valid_tokens: float,
+    averaged_over: int = 1,
+    weights: Tensor | None = None,
+    tokens: int = 1024,
+) -> Tensor:
+    """`normalised_loss` of the logits `hidden @ head.T`, of which `tokens` rows are there at a time: forward makes the
+    gradients with them, those of the head added up in float32.
+
+    hidden [rows, E], head [vocabulary, E], the whole matrix: under FSDP2 call it inside of the module that gathers it.
+    The other arguments and what is raised: as in `normalised_loss`. Differentiable once.
+    """
+    tokens = integer("tokens", tokens)
+    if hidden.dim() == 3 and len(hidden) == 1:
+        hidden = hidden[0]
+    if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
+        rule, shapes = "must be [rows, E] and [vocabulary, E]", (tuple(hidden.shape), tuple(head.shape))
+        raise ConfigError("hidden and head", shapes, rule, "give this rank's rows, and the head's weight")
+    batch, labels, weights = checked_labels(hidden, labels, valid_tokens, weights)
+    total: Tensor = _TiledLoss.apply(hidden, head, labels, weights, tokens)  # type: ignore[no-untyped-call]
+    return share_of(total, batch, valid_tokens, averaged_over)
+
+
+class _TiledLoss(torch.autograd.Function):
+    """The sum of the rows' losses. hidden [rows, E], head [vocabulary, E], labels [rows], weights [rows] or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor | None, tokens: int
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        of_hidden, of_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=wide)
+        for first in range(0, len(hidden), tokens):
+            rows = slice(first, first + tokens)
+            with torch.enable_grad():
+                logits = (hidden[rows].detach() @ head.detach().T).requires_grad_()
+                losses = cross_entropy(logits.to(wide), labels[rows], ignore_index=IGNORED, reduction="none")
+                part = losses.sum() if weights is None else (losses * weights[rows].to(wide)).sum()
+            (grad,) = torch.autograd.grad(part, logits)
+            total += part.detach()
+            of_hidden[rows] = grad @ head
+            of_head += grad.T @ hidden[rows]
+        ctx.save_for_backward(of_hidden, of_head)
+        ctx.dtype = head.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_head = ctx.saved_tensors
+        return of_hidden * grad.to(of_hidden.dtype), (of_head * grad).to(ctx.dtype), None, None, None

@@ -1,0 +1,62 @@
+"""What ranks of the pool do with a small transformer, as it is and by tiles with checkpoints on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import apportion as ap
+from apportion.backends.torch.transport import Communicator
+from apportion.trainer.loading.loader import PlannedLoader
+from tests.ranks.loading import Recorded
+
+WIDTH = 24
+
+
+class Block(nn.Module):
+    """Attention of two heads over one, and a feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 32), nn.Linear(16, WIDTH)
+        self.norm, self.mlp = (
+            nn.LayerNorm(WIDTH),
+            nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)),
+        )
+
+    def forward(self, hidden: Tensor, handle: ap.PlanHandle) -> Tensor:
+        q, k, v = self.qkv(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
+        hidden = hidden + self.out(ap.planned_attention(q, k, v, handle).flatten(1))
+        return hidden + self.mlp(self.norm(hidden))
+
+
+def trained(
+    comm: Communicator, given: dict[str, Any], tokens: int | None, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a pass and the parameters' gradients, summed over ranks. tokens: of a tile; None: nothing is
+    tiled."""
+    torch.manual_seed(0)
+    table, head = nn.Embedding(800, WIDTH), nn.Linear(WIDTH, 800, bias=False)
+    layers = [Block(), Block()]
+    model = nn.ModuleList([table, *layers, head]).to(dtype)
+    if tokens is not None:
+        assert ap.memory.tile(model, "mlp", tokens) == 2
+    total = torch.zeros(())
+    for batch in PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False):
+        hidden, told = table(batch.tokens), (batch.labels, batch.valid_tokens)
+        for layer in layers:
+            given_layer = hidden, batch.handle
+            hidden = layer(*given_layer) if tokens is None else ap.memory.offloaded(layer, *given_layer)
+        if tokens is None:
+            loss = ap.normalised_loss(head(hidden), *told)
+        else:
+            loss = ap.memory.tiled_loss(hidden, head.weight, *told, tokens=tokens)
+        loss.backward()
+        total += loss.detach()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    for tensor in (total, *gradients.values()):
+        dist.all_reduce(tensor, group=comm._groups[0])
+    return total.item(), gradients
