@@ -5,8 +5,8 @@
     loss = ap.memory.tiled_loss(hidden, head.weight, batch.labels, batch.valid_tokens)
 
 Row for row the numbers are those of the whole: what is tiled sees one row at a time. A forecast counts them as
-`mlp_tile`, `offload` and `loss_tokens` of its training. Tiles are those of ALST (Bekman et al., 2025), the loss is made as in
-Liger Kernel (Hsu et al., 2024).
+`mlp_tile`, `offload` and `loss_tokens` of its training. Tiles are those of ALST (Bekman et al., 2025); the loss makes
+its gradients in forward, as that of Liger Kernel does (Hsu et al., 2024).
 """
 
 from __future__ import annotations
