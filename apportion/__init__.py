@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from apportion.ir.version import __version__
 
 if TYPE_CHECKING:
+    from apportion.backends.torch.envelope import Envelope as Envelope
     from apportion.backends.torch.remap import from_linear as from_linear, to_linear as to_linear
     from apportion.backends.torch.transport import Communicator as Communicator
     from apportion.comparison import compare as compare
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from apportion.trainer.step.projection import HeadProjection as HeadProjection
 
 _HOMES = {
+    "apportion.backends.torch.envelope": ("Envelope",),
     "apportion.backends.torch.remap": ("from_linear", "to_linear"),
     "apportion.backends.torch.transport": ("Communicator",),
     "apportion.comparison": ("compare",),

@@ -90,10 +90,10 @@ def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, .
 
 
 def padded(
-    comm: Communicator, given: dict[str, Any], multiple: int | None
+    comm: Communicator, given: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[int], float, NDArray[Any]]:
     """Loss and gradients of attention with a residual, summed over ranks, where rows are padded or not."""
-    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, rows_multiple=multiple)
+    loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, **options)
     torch.manual_seed(3)
     table = torch.randn(800, 8, requires_grad=True)
     counts, total = [], 0.0

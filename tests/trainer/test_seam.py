@@ -23,7 +23,7 @@ from apportion.trainer.step.loss import IGNORED
 from tests.ranks import jobs_seam
 from tests.ranks.jobs_seam import Broken
 from tests.ranks.loading import LENGTHS, Recorded, job, planning
-from tests.ranks.rank_pool import Pool
+from tests.ranks.rank_pool import Pool, RankError
 
 
 def loader_of(
@@ -171,10 +171,21 @@ def test_token_verbs_refuse_other_rows() -> None:
 
 def test_padding_changes_neither_loss_nor_gradients(pool: Pool) -> None:
     given = planning(job(4, 64))
-    plain, padded = (pool.run(jobs_seam.padded, 4, given, multiple) for multiple in (None, 8))
+    plain, padded, fixed = (
+        pool.run(jobs_seam.padded, 4, given, options)
+        for options in ({}, {"rows_multiple": 8}, {"envelope": ap.Envelope(rows=24)})
+    )
     assert all(rows % 8 == 0 and rows for counts, *_ in padded for rows in counts)
-    assert {loss for _, loss, _ in plain} == {loss for _, loss, _ in padded}
-    np.testing.assert_allclose(padded[0][2], plain[0][2], rtol=0, atol=1e-6)
+    assert {rows for counts, *_ in fixed for rows in counts} == {24}
+    assert {loss for _, loss, _ in plain} == {loss for _, loss, _ in padded} == {loss for _, loss, _ in fixed}
+    for found in (padded, fixed):
+        np.testing.assert_allclose(found[0][2], plain[0][2], rtol=0, atol=1e-6)
+
+
+def test_a_rank_whose_plan_is_beyond_the_envelope_ends_all(pool: Pool) -> None:
+    given = planning(job(4, 64))
+    with pytest.raises(RankError, match=r"envelope\.rows = 8: a plan needs"):
+        pool.run(jobs_seam.padded, 4, given, {"envelope": ap.Envelope(rows=8)})
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from apportion.backends.interp import Program
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.backends.torch.executor import Loaded, PlainMachine, TaskMachine, TorchMachine
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
@@ -41,9 +42,16 @@ class Engine(Protocol):
         """Why it does not serve plans of this header on a device."""
 
     def load(
-        self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
+        self,
+        columns: ProgramSet,
+        program: Program,
+        device: torch.device,
+        rows: int,
+        hidden: int,
+        envelope: Envelope = AS_THEY_COME,
     ) -> Loaded:
-        """What all calls of one rank's program share."""
+        """What all calls of one rank's program share, padded to the envelope. Raises ConfigError where that is too
+        small."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,18 @@ class TaskEngine:
         return None
 
     def load(
-        self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
+        self,
+        columns: ProgramSet,
+        program: Program,
+        device: torch.device,
+        rows: int,
+        hidden: int,
+        envelope: Envelope = AS_THEY_COME,
     ) -> Loaded:
         if self.newest:
             activate_newest(device)
         rounds = find_rounds(columns, program, hidden, early={})
-        return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden))
+        return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden, envelope))
 
 
 @dataclass(frozen=True)
@@ -83,11 +97,17 @@ class StageEngine:
         return obstacle(header, device)
 
     def load(
-        self, columns: ProgramSet, program: Program, device: torch.device, rows: int, hidden: int
+        self,
+        columns: ProgramSet,
+        program: Program,
+        device: torch.device,
+        rows: int,
+        hidden: int,
+        envelope: Envelope = AS_THEY_COME,
     ) -> Loaded:
         from apportion.backends.torch.stage.program import load
 
-        return load(columns, program, device, rows, hidden)
+        return load(columns, program, device, rows, hidden, envelope)
 
 
 #: in the order of preference

@@ -65,6 +65,11 @@ class Loaded:
     rounds: Rounds
     arenas: Arenas
 
+    @property
+    def table_numbers(self) -> int:
+        """Of the tables on the device, where there are some."""
+        return 0
+
 
 class TorchMachine(Machine[View]):
     """One execution of one program on this rank: what all engines share, which is rounds and projections.

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.transport import Communicator, Transport, different_plans
@@ -39,9 +40,10 @@ class PlanHandle:
     communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
     any number of layers and of microbatches in flight. padding: rows without tokens behind the others, in all that
-    layers are given and give back: their results and gradients are 0. calls: forward calls of attention so far,
-    recomputed ones too; called: of each kind. Raises ExecutionError where the slice is not this rank's,
-    UnknownNameError for another engine.
+    layers are given and give back: their results and gradients are 0. envelope: what rows, buffers and tables are
+    padded to. calls: forward calls of attention so far, recomputed ones too; called: of each kind.
+    Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine, ConfigError where the
+    plan is larger than the envelope.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class PlanHandle:
         communicator: Transport | None = None,
         engine: str | Engine = "auto",
         padding: int = 0,
+        envelope: Envelope = AS_THEY_COME,
     ) -> None:
-        self.slice, self.padding = piece, integer("padding", padding, 0)
+        self.slice, self._envelope = piece, envelope
+        self.padding = envelope.size("rows", self.rows + integer("padding", padding, 0)) - self.rows
         self.communicator = communicator if communicator is not None else Communicator.shared()
         self.engine = engine if not isinstance(engine, str) else choice("engine", engine, ("auto", *ENGINES))
         if (piece.rank, piece.ranks) != (self.communicator.rank, self.communicator.ranks):
@@ -177,8 +181,15 @@ class PlanHandle:
         key = kind, phase, device, hidden
         if key not in self._loaded:
             program, columns = self.program(kind, phase), self.slice.programs[kind, phase]
-            self._loaded[key] = self.engine_on(device).load(columns, program, device, self.rows, hidden)
+            given = columns, program, device, self.rows, hidden, self._envelope
+            self._loaded[key] = self.engine_on(device).load(*given)
         return self._loaded[key]
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows, and of the programs that were loaded the most bytes of a buffer and numbers of tables."""
+        found = [(one.arenas.size, one.table_numbers) for one in self._loaded.values()] or [(0, 0)]
+        buffers, tables = zip(*found, strict=True)
+        return self.padded_rows, max(buffers), max(tables)
 
     def prepare(self, device: torch.device | str) -> PlanHandle:
         """Loads all programs that attention on q, k and v runs, ahead of the first call; in any thread."""

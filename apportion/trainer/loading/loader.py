@@ -23,13 +23,14 @@ from torch.nn.functional import pad
 
 from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.engines import ENGINES
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.origin import origin
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.fields import choice, flag, integer, number
+from apportion.ir.fields import choice, flag, instance, integer, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
@@ -75,7 +76,8 @@ class PlannedLoader:
     the default order are dealt out to the groups in turn, and `valid_tokens` counts all.
 
     rows_multiple: every rank's rows are padded to a multiple of it, and are at least one; padding has no labels and
-    changes neither loss nor gradients. drop_last: leaves out an iteration of fewer microbatches than the others.
+    changes neither loss nor gradients. envelope: what rows, and buffers and tables of calls, are padded to,
+    so that they are the same in all steps. drop_last: leaves out an iteration of fewer microbatches than the others.
 
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
@@ -117,6 +119,7 @@ class PlannedLoader:
         device: torch.device | str | None = None,
         replicas: Transport | Any = None,
         rows_multiple: int | None = None,
+        envelope: Envelope = AS_THEY_COME,
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
     ) -> None:
@@ -142,7 +145,7 @@ class PlannedLoader:
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
-        self._form = Form(arguments.shifted_of(shifted), multiple)
+        self._form = Form(arguments.shifted_of(shifted), multiple, instance("envelope", envelope, Envelope))
         plans = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
         self._agreement = Agreement(self._communicator, plans)
         self._workers = integer("workers", workers, 0)
@@ -275,7 +278,8 @@ class PlannedLoader:
         handles = []
         for one in piece.slices:
             rows = int(one.layout(one.header.home_layout).rows_per_rank[0])
-            handle = PlanHandle(one, self._communicator, self._engine, self._form.padded(rows) - rows)
+            padding = self._form.padded(rows) - rows
+            handle = PlanHandle(one, self._communicator, self._engine, padding, self._form.envelope)
             handles.append(handle.prepare(self._device))
         return fetching.Fetched(piece, None, tuple(handles))
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.slices import Slice
@@ -69,14 +70,18 @@ class Dataset(Protocol):
 @dataclass(frozen=True)
 class Form:
     """How rows are laid out. shifted: fields that belong to the token that is predicted, as labels do. multiple: of
-    which the number of rows is one, at least one row; None: as many as there are."""
+    which the number of rows is one, at least one row; None: as many as there are. envelope: what rows, and buffers and
+    tables of handles, are padded to."""
 
     shifted: Collection[str] = SHIFTED
     multiple: int | None = None
+    envelope: Envelope = AS_THEY_COME
 
     def padded(self, rows: int) -> int:
         """The number of rows with padding."""
-        return rows if self.multiple is None else -(-max(rows, 1) // self.multiple) * self.multiple
+        if self.multiple is not None:
+            rows = -(-max(rows, 1) // self.multiple) * self.multiple
+        return self.envelope.size("rows", rows)
 
 
 class Rows(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Operand, Program, Step
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.backends.torch.memory.arrays import Array, arrays_of, part_views
 from apportion.backends.torch.memory.head_columns import Columns, pick, put
 from apportion.backends.torch.memory.rounds import PAGE, Message, Round, aligned, tile_arrays
@@ -108,9 +109,12 @@ class View:
 
 
 class Arenas:
-    """The work arenas and the staging of a program in one buffer: where each array begins, in bytes."""
+    """The work arenas and the staging of a program in one buffer: where each array begins, in bytes. envelope: what the
+    buffer is padded to."""
 
-    def __init__(self, program: Program, staging_bytes: int, hidden: int) -> None:
+    def __init__(
+        self, program: Program, staging_bytes: int, hidden: int, envelope: Envelope = AS_THEY_COME
+    ) -> None:
         self.header, self.hidden, self.staging_bytes = program.header, hidden, staging_bytes
         self.columns = {arena.tensor: arena.heads for arena in program.arenas}
         self.placed: dict[Name, list[tuple[int, Array, int]]] = {}
@@ -122,6 +126,7 @@ class Arenas:
             for array in self.arrays(arena.tensor, Space.WORK):
                 found.append((self.size, array, arena.rows))
                 self.size += aligned(arena.rows * array.row_bytes, PAGE)
+        self.size = envelope.size("buffer_bytes", self.size)
 
     def arrays(self, tensor: Name, space: Space) -> list[Array]:
         """The arrays of a tensor, at home or in this program's arena."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from apportion.backends.interp import Program
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.backends.torch.executor import Loaded
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
@@ -73,6 +74,10 @@ class StageLoaded(Loaded):
     in_place: Mapping[Name, list[Placed]]
 
     @property
+    def table_numbers(self) -> int:
+        return len(self.table.data)
+
+    @property
     def needs_views(self) -> bool:
         """Whether an op works on operands themselves, as projections do."""
         return any(op not in STEPS for op in self.program.ops)
@@ -90,18 +95,21 @@ def load(
     device: torch.device,
     rows: int,
     hidden: int,
+    envelope: Envelope = AS_THEY_COME,
     shapes: Variant | None = None,
 ) -> StageLoaded:
     """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
     complete = find_complete(columns)
     rounds = find_rounds(columns, program, hidden, written_from(columns, complete))
-    arenas = Arenas(program, rounds.staging_bytes, hidden)
+    arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
     header = program.header
     chosen = shapes or variant(header.dtype, header.head_dim, header.v_head_dim)
     drafts = Drafts(columns, program, arenas, rounds, chosen, complete)
     made = {step.index: tuple(drafts.step(step)) for step in program.steps}
     results = tuple(drafts.results(rows))
-    table = Table(np.concatenate([*drafts.tables, np.zeros(4, np.int32)]), device)
+    numbers = np.concatenate([*drafts.tables, np.zeros(4, np.int32)])
+    spare = envelope.size("table_numbers", len(numbers)) - len(numbers)
+    table = Table(np.pad(numbers, (0, spare)), device)
     launches = {
         index: tuple(draft.launch(table.data, drafts) for draft in listed) for index, listed in made.items()
     }
