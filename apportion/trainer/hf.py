@@ -240,6 +240,7 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     handle = kwargs.get(NAME)
     if torch.is_grad_enabled() and base.training and not is_compiling():
         base._ran.add(handle is not None)
+        wiring.watch.own_loss = True
     if handle is None:
         return None
     base._served.clear()

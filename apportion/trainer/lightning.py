@@ -28,6 +28,7 @@ from apportion.trainer.shared import Epochs
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
 from apportion.trainer.step.microbatch import require_calls
+from apportion.trainer.step.terms import MULTIPLIED, SHARE, holds, mark
 
 try:
     import lightning  # noqa: F401
@@ -81,6 +82,18 @@ class Arriving:
         return self._batch.to(device, **options)
 
 
+def _check_made(share: Tensor) -> None:
+    """Raises ConfigError for what `shared_loss` has multiplied already; notes what is made of no share."""
+    watch = wiring.watch
+    watch.accounted = True
+    if watch.settled or not share.requires_grad:
+        return
+    watch.unknown = not holds(share, SHARE)
+    if not watch.unknown and holds(share, MULTIPLIED):
+        rule = "is what shared_loss has returned, and would be multiplied by the ranks once more"
+        raise ConfigError("share", "multiplied", rule, "call shared_loss once, and return what it gives")
+
+
 class Planned:
     """Mixed into a LightningModule, before it."""
 
@@ -96,7 +109,7 @@ class Planned:
         has not used the batch's plan, in one layer or in all."""
         require_calls(batch.handle, 0, 1, "hand batch.handle on to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
-        wiring.watch.accounted = True
+        _check_made(share)
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and steps != batch.is_last:
@@ -106,6 +119,7 @@ class Planned:
         self._log(batch, share.detach(), name or f"{stage}_loss")
         averaged = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
         loss: Tensor = share * averaged * trainer.accumulate_grad_batches
+        mark(loss, MULTIPLIED)
         return loss
 
     def _log(self, batch: PlannedBatch, share: Tensor, name: str) -> None:

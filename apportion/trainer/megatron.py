@@ -97,11 +97,13 @@ def _check(module: Any) -> None:
     of_rows, leave = "it depends on how many rows, and which, a rank has", "leave it out"
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
+    ahead = config.window_size is not None and config.window_size[1] != 0
     balancing, capacity = "moe_router_load_balancing_type", experts and config.moe_expert_capacity_factor
     for name, refused, rule, remedy in (
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
         ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", leave),
+        ("window_size", ahead, "its plans look at no later token", "write (tokens before, 0)"),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", leave),
         ("moe_expert_capacity_factor", capacity, of_rows, leave),
         (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import Module
 
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
@@ -34,8 +35,14 @@ def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
 
 def count_planned(parts: Iterable[Any], attribute: str, planned: type, remedy: str) -> int:
     """How many layers of a model's parts on this stage have planned attention as `attribute`. Raises ConfigError where
-    one has another."""
-    found = 0
+    one has another, or none: a recurrent layer would see a rank's rows alone."""
+    found, parts = 0, [*parts]
+    for name, layer in (named for part in parts for named in _layers(part).named_children()):
+        if not any(hasattr(one, attribute) for one in layer.modules()):
+            rule = f"has no {attribute}, and may look at other rows, of which a rank has not all"
+            raise ConfigError(
+                f"layers.{name}", type(layer).__name__, rule, "plan models of attention layers alone"
+            )
     for name, module in (named for part in parts for named in part.named_modules()):
         if (own := getattr(module, attribute, None)) is None:
             continue
@@ -56,6 +63,11 @@ def endless(loader: PlannedLoader) -> Generator[PlannedBatch, None, None]:
         if (begun["iteration"], over["iteration"]) == (0, 0):
             raise ConfigError("sampler", "an empty pass", "a pass must have batches", "give more samples")
         loader.set_epoch(over["epoch"] + 1)
+
+
+def _layers(part: Any) -> Any:
+    """Of Megatron's and of Titan's models."""
+    return getattr(getattr(part, "decoder", part), "layers", Module())
 
 
 def require(field: str, value: Any, wanted: Any, rule: str) -> None:

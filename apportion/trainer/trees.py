@@ -31,7 +31,6 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.forest import Forest, Saving, fold
 from apportion.trainer.loading.batch import PlannedBatch, to_all
-from apportion.trainer.loading.metrics import as_bits, as_floats
 from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import check_share
 
@@ -90,7 +89,7 @@ class Predictions:
             raise ExecutionError(f"log_probs takes {wanted}, got {list(logits.shape)}")
         if self.batch is not None:
             check_share(logits, self.batch, None)
-            wiring.watch.shared = self.batch.handle
+            wiring.watch.shared, wiring.watch.own_loss = self.batch.handle, False
         scores = logits[self.predicting].to(torch.promote_types(logits.dtype, torch.float32))
         return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
 
@@ -166,8 +165,8 @@ def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:
     """A collective. Raises ConfigError where all ranks want the same of what was gathered, and none shares it."""
     if wiring.watch.divided is batch:
         return
-    own = as_bits([float(grad.norm())])
-    norms = [as_floats(row)[0] for row in batch.handle.communicator.all_gather(own, "gradients of samples")]
+    gathered = batch.handle.communicator.gather_floats([float(grad.norm())], "gradients of samples")
+    norms = [own for (own,) in gathered]
     if 0 < max(norms) <= min(norms) * (1 + 1e-5):
         rule = "is computed alike on every rank, and gradients of all ranks are added up"
         remedy = "give it whole to found.share(loss), and run backward of that"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -285,3 +286,20 @@ def trained(comm: Communicator, what: str) -> str:
     except ApportionError as error:
         return str(error)
     return ""
+
+
+def warned(comm: Communicator, what: str) -> list[str]:
+    """What two steps are warned of, with the model's loss, one of its logits, or a term beside it."""
+    wiring.watch = wiring.Watch()
+    model = hf.enable(made("llama"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        for batch in loader(model, comm.ranks, comm, tokens=120, drop_last=False):
+            output = model(**hf.inputs(batch))
+            term = output.logits.logsumexp(-1).square().mean()
+            loss = {"": output.loss, "own": term, "beside": output.loss + term}[what]
+            loss.backward()
+            ap.sum_gradients(model, comm._base)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in found]

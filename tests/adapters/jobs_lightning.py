@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from apportion.backends.torch.transport import Communicator
@@ -19,6 +19,7 @@ from apportion.ir.errors import ApportionError
 from apportion.trainer import hf
 from apportion.trainer.lightning import Planned, PlannedBatches
 from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.step import wiring
 from apportion.trainer.step.loss import normalised_loss
 from tests.adapters import jobs_hf as hf_jobs
 from tests.adapters.jobs_hf import LENGTHS, made, packed
@@ -52,6 +53,20 @@ class Deaf(Net):
         return self.shared_loss(batch, normalised_loss(logits, batch.labels, batch.valid_tokens))
 
     validation_step = training_step
+
+
+class Mean(Net):
+    """Its loss is a mean over the rank's rows."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.shared_loss(batch, cross_entropy(self.net(**hf.inputs(batch)).logits[0], batch.labels))
+
+
+class Twice(Net):
+    """Multiplies by the ranks once more."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.shared_loss(batch, super().training_step(batch, index))
 
 
 class Half(Net):
@@ -131,6 +146,7 @@ def fit(
 ) -> Any:
     """(losses, validation losses, gradient norms), samples of the microbatches, or why it does not train."""
     os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    wiring.watch = wiring.Watch()
     net, noting = kind(), Noting(dies)
     common = {"shuffle": shuffle, "tokens": 60}
     loader = hf_jobs.loader(net.net, comm.ranks, lengths=TRAINED, microbatches=2, **common)

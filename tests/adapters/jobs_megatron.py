@@ -61,7 +61,9 @@ class Case:
     longest: int = 256  # positions
     divided: bool = True  # gradients, by the tokens of all ranks
     options: dict = field(default_factory=dict)  # of the TransformerConfig
-    spec: str = "layer"  # or "block", of a spec for each layer; "own" is not planned
+    spec: str = (
+        "layer"  # or "block", of a spec for each layer; "own" is not planned, "recurrent" has none in a layer
+    )
     deaf: bool = False  # whether a layer passes its core attention by
     folder: str = ""  # where a run is saved, and goes on from
 
@@ -102,6 +104,7 @@ SPECS = {
     "layer": lambda config: get_gpt_layer_local_spec(),
     "own": lambda config: get_gpt_layer_local_spec(),
     "block": _block_spec,
+    "recurrent": lambda config: get_gpt_layer_local_spec(),
 }
 
 
@@ -227,6 +230,8 @@ def refused(comm: Communicator, case: Any) -> Any:
         config = config_of(case)
         try:
             model = model_from(case, config, own=False)
+            if case.spec == "recurrent":
+                model.module.decoder.layers[1].self_attention = torch.nn.Identity()
             if case.deaf:
                 core = model.module.decoder.layers[1].self_attention.core_attention
                 core.forward = lambda query, *_, **given: query.flatten(2)

@@ -179,3 +179,12 @@ class _Passes(IterableDataset):
 
     def load_state_dict(self, state: Any) -> None:
         self.loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"), [("", None), ("own", "loss is none that is checked"), ("beside", "has a term beside")]
+)
+def test_losses_of_ones_own_are_warned_of(pool: Any, what: str, says: str | None) -> None:
+    for found in pool.run(jobs.warned, 2, what):
+        assert len(found) == (says is not None)
+        assert says is None or says in found[0]

@@ -52,6 +52,14 @@ def test_attention_over_the_rows_of_a_rank_is_refused(pool: Any, tmp_path: Path)
         assert "rows of this rank alone" in why
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"), [(jobs.Mean, "is a mean over the"), (jobs.Twice, "is what shared_loss has returned")]
+)
+def test_losses_that_are_no_shares_are_refused(pool: Any, tmp_path: Path, kind: Any, says: str) -> None:
+    for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, kind):
+        assert says in why
+
+
 @pytest.mark.parametrize("given", [[1], None, lambda: [1]])
 def test_what_makes_no_loader_is_refused(given: Any) -> None:
     with pytest.raises(

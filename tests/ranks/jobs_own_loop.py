@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -87,7 +88,7 @@ class Weighted(Recorded):
         return {"input_ids": ids, "worth": worth.astype("float32")}
 
 
-def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int) -> Tensor:
+def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, model: Own) -> Tensor:
     valid, worth = b.valid_tokens, b.fields.get("worth")
     total = cross_entropy(logits, b.labels, reduction="sum")
     if what == "mean of rows":
@@ -102,8 +103,11 @@ def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int) -> 
         return mse_loss(logits, logits.detach() + 1, reduction="sum") / valid
     if what == "own weights":
         return (cross_entropy(logits, b.labels, reduction="none") * worth).sum() / valid
+    if what == "own and a term":
+        return total / valid + model.out.weight.square().sum()
     worth = worth.double() if what == "weights in double" else worth
-    return ap.normalised_loss(logits, b.labels, valid, averaged_over, worth)
+    share = ap.normalised_loss(logits, b.labels, valid, averaged_over, worth)
+    return share + logits.square().mean() if what == "and a term" else share
 
 
 def trained(comm: Communicator, loop: dict[str, Any]) -> str:
@@ -131,7 +135,9 @@ def train(
     reduces: str = "sums",
     kinds: tuple[str | None, ...] = (None, None),
     tried: bool = True,
+    scaled: float = 1.0,
 ) -> Own:
+    """reduces: with "apart", plans are of one rank each. scaled: by a GradScaler."""
     wiring.watch = wiring.Watch()
     wiring.watch.trial = wiring.watch.trial if tried else None
     model = Own(net, kinds)
@@ -141,23 +147,31 @@ def train(
     wrapped = _wrapped(model, comm, net, reduces)
     shape = MODEL if kinds[0] is None else replace(MODEL, layers={"far": 1, "near": len(kinds) - 1})
     shape = replace(shape, dtype="bf16") if net in ("bf16", "autocast") else shape
-    options = planning(replace(job(comm.ranks, 66, 2), model=shape))
+    planned = (
+        Communicator(dist.new_group([comm.rank], use_local_synchronization=True))
+        if reduces == "apart"
+        else comm
+    )
+    options = planning(replace(job(planned.ranks, 66, 2), model=shape))
     if kinds[0] is not None:
         options["masks"] = KINDS
     data = Weighted(loss == "weights of samples") if "weights" in loss else Recorded()
     if loss.endswith("shifted"):
         options["shifted"] = ("labels", "worth")
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scaled, enabled=scaled != 1)
+    averaged_over = {"over": comm.ranks, "more": comm.ranks + 1}.get(reduces[-4:], 1)
     torch.manual_seed(comm.rank)
     for _ in range(2):
-        for b in PlannedLoader(data, **options, communicator=comm, shuffle=False, rows_multiple=2):
-            _loss(
-                _logits(wrapped, net, b), b, loss, comm.ranks * reduces.endswith("over") or 1, comm.ranks
+        for b in PlannedLoader(data, **options, communicator=planned, shuffle=False, rows_multiple=2):
+            scaler.scale(
+                _loss(_logits(wrapped, net, b), b, loss, averaged_over, comm.ranks, model)
             ).backward()
             if b.is_last:
-                if reduces == "sums":
+                if reduces in ("sums", "apart"):
                     ap.sum_gradients(model, comm._base)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
     return model
 
@@ -176,7 +190,8 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
             hidden = hidden + model.out(attention(q, k, v, None).flatten(1))
         return model.head(hidden)
     with torch.autocast("cpu", torch.bfloat16, net == "autocast"):
-        found = model(b.tokens, b.position_ids, attention)
+        places = torch.arange(len(b.tokens)) if net == "places of rows" else b.position_ids
+        found = model(b.tokens, places, attention)
     return found[1] if isinstance(found, tuple) else found["logits"] if isinstance(found, dict) else found
 
 

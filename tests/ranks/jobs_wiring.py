@@ -106,7 +106,7 @@ def _trained(comm: Communicator, what: str) -> str:
                     ap.normalised_loss(logits[i : i + 8], labels[i : i + 8], valid)
                     for i in range(0, len(labels), 8)
                 )
-            scale = {"ddp scaled": 65536, "halves": 1 / 2}.get(what, comm.ranks if "by hand" in what else 1)
+            scale = 1 / 2 if what == "halves" else comm.ranks if "by hand" in what else 1
             (loss * scale).backward()
             if what == "twice":
                 ap.sum_gradients(model, comm._base)
@@ -129,12 +129,15 @@ def replicated(comm: Communicator, what: str) -> str:
         dist.new_group([comm.rank], use_local_synchronization=True),
         Net(seed=comm.rank * (what == "seeds")),
     )
+    if what == "fsdp of a group":
+        ap.sum_gradients(fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plans = planning(job(1, 66), communicator=Communicator(own), replicas=comm._base)
     try:
         for b in PlannedLoader(Recorded(), **plans):
             ap.normalised_loss(model(b), b.labels, b.valid_tokens).backward()
-            ap.sum_gradients(model, own if what == "own group" else comm._base)
+            if not what.startswith("fsdp"):
+                ap.sum_gradients(model, own if what == "own group" else comm._base)
             optimizer.step()
             optimizer.zero_grad()
     except ApportionError as error:

@@ -30,6 +30,7 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
         {"net": "windows", "kinds": KINDS},
         {"kinds": MANY},
         {"net": "bf16", "loss": "own", "reduces": "fsdp summed"},
+        {"reduces": "ddp averaged over", "scaled": 1024.0},
         {"net": "autocast", "loss": "own"},
     ],
     ids=str,
@@ -64,13 +65,29 @@ ROWS = "computes a row, or is given one, from other rows, their number or their 
         ({"loss": "own", "reduces": "fsdp"}, r"ConfigError: model = 'FSDP2': averages gradients"),
         (
             {"loss": "own times ranks"},
-            r"ConfigError: model = 'Own': is given sums.*multiplied by the 2 ranks",
+            r"ConfigError: model = 'Own': sums gradients.*multiplied by the 2 ranks",
         ),
         (
             {"loss": "own times ranks", "reduces": "ddp summed"},
             r"ConfigError: model = 'Distrib.*sums gradients",
         ),
-        ({"loss": "another"}, r"UserWarning: nothing is known of the loss"),
+        ({"loss": "another"}, r"UserWarning: the loss is none that is checked: nothing is known"),
+        *(
+            ({"loss": loss}, r"UserWarning: the loss has a term beside its cross entropy: nothing is known")
+            for loss in ("and a term", "own and a term")
+        ),
+        (
+            {"reduces": "ddp", "scaled": 1024.0},
+            r"ConfigError: model = 'Distrib.*averages gradients.*sum_gradients",
+        ),
+        (
+            {"reduces": "ddp averaged over more"},
+            r"ConfigError: averaged_over = 3: .*averages gradients; give 2",
+        ),
+        (
+            {"reduces": "apart"},
+            r"ConfigError: model = 'Own': adds gradients up over 2 ranks.*of 1; .*replicas=",
+        ),
         (
             {"loss": "weights"},
             r"ConfigError: weights = fields\['worth'\] = 'not shifted'.*shifted=\(\.\.\., 'worth'",
@@ -78,6 +95,10 @@ ROWS = "computes a row, or is given one, from other rows, their number or their 
         ({"loss": "weights in double"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
         ({"loss": "own weights"}, r"ConfigError: weights = fields\['worth'\] = 'not shifted'"),
         ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
+        (
+            {"net": "places of rows"},
+            r"ConfigError: model = 'Own': is given 0, 1, ... for this rank's rows.*position_ids",
+        ),
         ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
         ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
         (

@@ -51,7 +51,6 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
             r"ConfigError: model = 'Net': has gradients that were clipped.*clip or unscale behind it",
         ),
         ("frozen", r"ExecutionError: parameters differ between ranks, 1 of 9, first of shape \(800, 16\)"),
-        ("ddp scaled", r"ConfigError: model = 'DistributedDataParallel': averages gradients"),
         ("weights", r"ConfigError: weights = None: samples have loss_weights.*batch\.total_weight"),
         ("sdpa", r"ExecutionError: attention \(ScaledDotProduct.*rows of this rank alone"),
         (
@@ -60,7 +59,10 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ),
         ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
         ("early", r"ExecutionError: an optimizer stepped behind microbatch 0 of iteration 0"),
-        ("both averaged over", r"ConfigError: model = 'Net': is given sums.*leave out averaged_over"),
+        (
+            "both averaged over",
+            r"ConfigError: model = 'Net': sums gradients.*leave out sum_gradients, or averaged_over",
+        ),
         (
             "ddp both averaged over",
             r"ConfigError: model = 'Distributed.*sums gradients, and the loss is mult",
@@ -75,7 +77,13 @@ def test_wrong_loops_end_at_once(pool: Pool, what: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("", ""), ("own group", "gradients differ"), ("seeds", "parameters differ")]
+    ("what", "says"),
+    [
+        ("", ""),
+        ("own group", "gradients differ"),
+        ("fsdp of a group", "gradients differ"),
+        ("seeds", "parameters differ"),
+    ],
 )
 def test_groups_train_one_model(pool: Pool, what: str, says: str) -> None:
     for found in pool.run(jobs_wiring.replicated, 2, what):

@@ -32,6 +32,7 @@ from apportion.backends.torch.autograd import (
 )
 from apportion.backends.torch.calls import Attending
 from apportion.backends.torch.executor import Layer, Projection, TorchMachine
+from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Parts
@@ -227,12 +228,7 @@ def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
     what it was made from, would be lost without a word."""
     listed = list(known)
     leaves, seen = {id(tensor) for tensor in listed}, {tensor.grad_fn for tensor in listed}
-    nodes = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes((output.grad_fn for output in outputs), seen.__contains__):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in leaves:
             raise ConfigError(
@@ -241,7 +237,6 @@ def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
                 f"pre or post uses one of shape {tuple(leaf.shape)} that wants a gradient and is not among them",
                 "list the parameters of all that pre and post call",
             )
-        nodes += [before for before, _ in node.next_functions]
 
 
 class PairedLayers(torch.autograd.Function):

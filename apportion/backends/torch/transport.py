@@ -73,6 +73,20 @@ class Transport(ABC):
         """The text of every rank, a collective among hosts."""
         return [_text(row) for row in self.all_gather(_numbers(text), about)]
 
+    def gather_floats(self, values: Sequence[float], about: str) -> list[list[float]]:
+        """float64 numbers of every rank, a collective among hosts."""
+        return [as_floats(row) for row in self.all_gather(as_bits(values), about)]
+
+
+def as_bits(values: Sequence[float]) -> list[int]:
+    """float64 as int64."""
+    return np.array(values, np.float64).view(np.int64).tolist()  # type: ignore[no-any-return]
+
+
+def as_floats(bits: Sequence[int]) -> list[float]:
+    """The inverse of `as_bits`."""
+    return np.array(bits, np.int64).view(np.float64).tolist()  # type: ignore[no-any-return]
+
 
 def _numbers(text: str) -> list[int]:
     """Its length in bytes, and these as integers of 8."""

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.rerun import Call, Part, Results, kept_rows
 from apportion.backends.torch.transport import Transport
+from apportion.ir.errors import ConfigError
 
 _ROWS, _LEAST = 64, 4  # that a module is run on again
 
@@ -59,6 +60,7 @@ class ModelTrial:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
             rows = torch.randperm(handle.rows, generator=torch.Generator().manual_seed(1))[:count]
             own = held()
+            _check_places(module, given, handle, {*map(id, own)})
             kept = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, own)}), given)
             self.calls[module] = Call(module, kept, handle, rows, own)
             last = self._last
@@ -84,6 +86,21 @@ class ModelTrial:
             if not getattr(call.module, "mixes_rows", False):
                 call.check(partial(setattr, self, "part"))
         return True
+
+
+def _check_places(module: nn.Module, given: Any, handle: PlanHandle, known: Collection[int]) -> None:
+    """Raises ConfigError for an argument that numbers this rank's rows in a line, which are of other places."""
+    line = torch.arange(handle.rows)
+    for one in tree_leaves(given) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ():
+        if not isinstance(one, Tensor) or one.is_floating_point() or id(one) in known:
+            continue
+        found = one.detach().flatten().cpu()[: handle.rows]
+        if one.numel() != handle.padded_rows or not torch.equal(found - found[0], line):
+            continue
+        if not torch.equal(found, handle.position_ids):
+            rule = f"is given {found[0]}, {found[1]}, ... for this rank's rows, whose places in their texts are others"
+            remedy = "give batch.position_ids; where you know better, set its attribute mixes_rows = True"
+            raise ConfigError("model", type(module).__name__, rule, remedy)
 
 
 _CALL = nn.Module._wrapped_call_impl.__code__

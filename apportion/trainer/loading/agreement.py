@@ -16,7 +16,6 @@ from apportion.backends.torch.transport import Communicator, Transport, differen
 from apportion.ir.errors import ExecutionError
 from apportion.ir.hashing import SIZE
 from apportion.trainer.loading.fetching import Fetched
-from apportion.trainer.loading.metrics import as_bits, as_floats
 
 HELD, MISSING, FAILED = 0, 1, 2
 
@@ -91,8 +90,8 @@ def totals(
     """Labels and their weight, of all groups of ranks on the job (data parallel over context parallel); a collective of
     theirs. replicas: the ranks that have this rank's place in each group, None where there is one group; place: epoch,
     iteration, microbatches. Raises `error`, which ends the other groups too, ExecutionError where they are apart."""
-    given = [*place, valid, *as_bits([weight]), int(error is not None)]
-    groups = [given] if replicas is None else replicas.all_gather(given, "totals of groups")
+    given = [*place, valid, weight, error is not None]
+    groups = [given] if replicas is None else replicas.gather_floats(given, "totals of groups")
     failed = [group for group, row in enumerate(groups) if row[-1]]
     if failed and replicas is not None:
         errors = replicas.gather_texts(shown(error), "errors of groups")
@@ -102,8 +101,8 @@ def totals(
         says = by_value({group: errors[group] for group in failed}, "group")
         raise ExecutionError(f"iteration {place[1]}: groups {failed} failed: {says}")
     if any(row[:3] != [*place] for row in groups):
-        told = "; ".join(f"group {group}: {row[:3]}" for group, row in enumerate(groups))
+        told = "; ".join(f"group {group}: {[*map(int, row[:3])]}" for group, row in enumerate(groups))
         what = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"
         remedy = "Give their samplers equally many, and begin in the same place"
         raise ExecutionError(f"{what}: {told}. {remedy}")
-    return sum(row[3] for row in groups), sum(as_floats([row[4] for row in groups]))
+    return int(sum(row[3] for row in groups)), sum(row[4] for row in groups)

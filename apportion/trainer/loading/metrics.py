@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
-
+from apportion.backends.torch.transport import as_bits, as_floats
 from apportion.ir.arrays import Ints
 from apportion.trainer.loading.rows import Rows
 
@@ -82,13 +81,3 @@ class Meters:
         rate = self.tokens / self._spent_s if self._spent_s else 0.0
         counts = {"iterations": self.iterations, "tokens": self.tokens}
         return {**counts, "tokens_per_s": rate, "waited_s": self.waited_s}
-
-
-def as_bits(values: Sequence[float]) -> list[int]:
-    """float64 as int64."""
-    return [int(bits) for bits in np.array(values, np.float64).view(np.int64)]
-
-
-def as_floats(bits: Sequence[int]) -> list[float]:
-    """The inverse of `as_bits`."""
-    return [float(value) for value in np.array(bits, np.int64).view(np.float64)]

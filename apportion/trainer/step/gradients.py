@@ -6,6 +6,7 @@ DDP and FSDP average instead, which makes every gradient too small by the number
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step import wiring
+from apportion.trainer.step.reduction import Reduction, check_reduction
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
@@ -86,9 +88,8 @@ def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> No
     once = "call sum_gradients once, after the last backward of a step, and zero_grad behind it"
     if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):
         raise ConfigError("model", type(model).__name__, "has gradients that are sums already", once)
-    if wiring.watch.scale == (ranks := dist.get_world_size(group)) > 1:
-        rule = f"is given sums of gradients, and the loss was multiplied by the {ranks} ranks as well"
-        raise ConfigError("model", type(model).__name__, rule, "leave out averaged_over")
+    own = Reduction(type(model).__name__, dist.get_world_size(group), True)
+    wiring.watch.check_scaled(partial(check_reduction, own, counted=wiring.watch.ranks))
 
 
 def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import IGNORED as IGNORED, Microbatch
+from apportion.trainer.step.reduction import Reduction, check_reduction, reduction_of
+from apportion.trainer.step.terms import SHARE, mark, passes_by
 
-SCALED = 65536  # by torch's GradScaler, to begin with
 _ATTENTION = ("ScaledDotProduct", "FlashAtt", "FlexAtt", "SoftmaxBackward")  # in names of autograd's nodes
 
 
@@ -123,10 +124,13 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     for node in watch.graph(loss):
         if batch is not None and batch.handle.communicator.ranks > 1:
             _check_attention(node, batch.handle.padded_rows)
-    if factor is not None and (len(watch.scanned) > known or not watch.settled):
+    if factor is None:
+        return
+    mark(loss)
+    if len(watch.scanned) > known or not watch.settled:
         wrapper, params = None if batch is None else batch.handle.wrapper, {*map(id, watch.owners)}
         count = batch.microbatch + 1 if batch is not None and batch.is_last else 1
-        loss.register_hook(partial(check_scale, wiring.reduction_of(wrapper, params), factor, count))  # type: ignore[no-untyped-call]
+        loss.register_hook(partial(check_scale, reduction_of(wrapper, params), factor, count))  # type: ignore[no-untyped-call]
 
 
 def _check_attention(node: Any, rows: int) -> None:
@@ -141,16 +145,20 @@ def _check_attention(node: Any, rows: int) -> None:
 
 
 def check_scale(
-    reduction: wiring.Reduction | None, factor: float, microbatches: int, grad: Tensor | None
+    reduction: Reduction | None, factor: float, microbatches: int, grad: Tensor | None, known: str = SHARE
 ) -> None:
-    """Raises ConfigError where the share goes into a loss as it is, or over a number of microbatches, and gradients are
-    averaged; or times the ranks, and they are summed. Warns of a division by microbatches: a share may be half of a
-    loss on purpose."""
+    """Raises as `check_reduction`, here or before the step of a GradScaler. Warns of a division by microbatches, since
+    a share may be half of a loss on purpose, and of terms beside what is known."""
     if grad is None:
         return
-    scale = float(grad) * factor
-    scale = wiring.watch.scale = scale / SCALED if scale % SCALED == 0 else scale
-    wiring.watch.accounted = True
+    watch = wiring.watch
+    watch.accounted, watch.unknown, watch.scale = True, False, float(grad) * factor
+    if passes_by(known):
+        warn(f"the loss has a term beside its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
+    watch.check_scaled(partial(_check_scale, reduction, factor, microbatches))
+
+
+def _check_scale(reduction: Reduction | None, factor: float, microbatches: int, scale: float) -> None:
     if microbatches > 1 and abs(scale * microbatches - 1) < 1e-6:
         warn(
             f"the loss is divided by {microbatches}, as many as the iteration has microbatches, and is a share of the "
@@ -158,10 +166,5 @@ def check_scale(
             "weighs a term of the loss",
             stacklevel=1,
         )
-    if reduction is None or reduction.ranks == 1:
-        return
-    if not reduction.sums and scale > 0 and abs(1 / scale - round(1 / scale)) < 1e-6:
-        raise wiring.averaged(reduction)
-    if reduction.sums and scale == reduction.ranks:
-        rule = f"sums gradients, and the loss is multiplied by the {reduction.ranks} ranks as well"
-        raise ConfigError("model", reduction.name, rule, "leave out sum_gradients, or averaged_over")
+    if reduction is not None:
+        check_reduction(reduction, scale, wiring.watch.ranks, factor)

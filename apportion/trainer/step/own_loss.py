@@ -6,6 +6,7 @@ A cross entropy's gradient in a row is s · (softmax - one-hot of the label), wh
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ from torch import Tensor, nn
 
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step import wiring
-from apportion.trainer.step.loss import SCALED, check_scale
+from apportion.trainer.step.loss import check_scale
 from apportion.trainer.step.microbatch import IGNORED, Microbatch
+from apportion.trainer.step.reduction import Reduction, reduction_of
+from apportion.trainer.step.terms import LOGITS, mark
 
 _ROWS = 64  # that are looked at
 _FITS = 0.02  # of a gradient's norm, of 16 bits
 _CLOSE = 5e-3  # of a scale
 _TRIES = 8
+_SCALED = 65536  # by torch's GradScaler, to begin with
 
 
 def follow(module: nn.Module, tries: int = _TRIES) -> None:
@@ -45,6 +49,7 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
     labels = batch.labels.to(logits.device)[rows]
     wanted = logits.detach().view(shape)[rows].float().softmax(-1)
     wanted.scatter_add_(1, labels[:, None], -torch.ones_like(wanted[:, :1]))
+    mark(logits, LOGITS)
     logits.register_hook(partial(_check, batch, rows, wanted, module, tries))  # type: ignore[no-untyped-call]
 
 
@@ -59,25 +64,27 @@ def _check(
     scale = float(scales.mean())
     if not (scales / scale - 1).abs().max() < _CLOSE:
         batch.check_weights(scales, rows)
-    elif scale > 0 and (tries < _TRIES or not wiring.watch.accounted):
-        reduction = wiring.reduction_of(batch.handle.wrapper, {*map(id, module.parameters())})
+    elif scale > 0 and (tries < _TRIES or not wiring.watch.accounted or wiring.watch.unknown):
+        reduction = reduction_of(batch.handle.wrapper, {*map(id, module.parameters())})
         exact = 1e-5 if grad.dtype.itemsize > 2 else 2e-3
         if not _knows_divisor(batch, scale, exact, reduction) and tries > 1:
             follow(module, tries - 1)
 
 
-def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: wiring.Reduction | None) -> bool:
+def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: Reduction | None) -> bool:
     """Whether it is another one than the labels of this rank would be. exact: how well a scale is known."""
     ranks = batch.handle.communicator.ranks if reduction is None else reduction.ranks
     here, share = int((batch.labels != IGNORED).sum()), scale * batch.valid_tokens
-    share, scale = (one / SCALED if share > SCALED / 2 else one for one in (share, scale))
+    scaled = _SCALED if share > _SCALED / 2 else 1
+    share, scale = share / scaled, scale / scaled
     factor = min((1, ranks), key=lambda one: abs(share / one - 1))
     apart = abs(share / factor - 1)
-    alone = min(abs(scale * here * count - 1) for count in (1, batch.microbatch + 1))
+    factors = product((1, batch.microbatch + 1), (1, ranks))
+    alone = min(abs(scale * here * count / times - 1) for count, times in factors)
     if alone < _CLOSE and 4 * alone + exact < apart:
         rule = f"is a mean over the {here} labels of this rank, whose tokens would weigh other than those of others"
         remedy = "give ap.normalised_loss(logits, batch.labels, batch.valid_tokens), or its sum over batch.valid_tokens"
         raise ConfigError("loss", "cross entropy", rule, remedy)
     if apart < _CLOSE:
-        check_scale(reduction, float(factor), 1, torch.ones(()))
+        check_scale(reduction, float(factor), 1, torch.tensor(float(scaled)), LOGITS)
     return 4 * apart + exact < alone

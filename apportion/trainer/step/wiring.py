@@ -6,61 +6,33 @@ PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 from warnings import warn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.trial import ModelTrial
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ExecutionError
 from apportion.trainer.step.microbatch import Microbatch
+from apportion.trainer.step.reduction import SUMS, averaged, reduction_of, shards_of
+from apportion.trainer.step.terms import scaled_by
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
-SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
-
-
-_UNKNOWN = (
-    "nothing is known of the loss: on each rank it must be a share of one sum over all, so divide by "
-    "batch.valid_tokens, not by what a rank has, and sum gradients; ap.normalised_loss is checked"
+UNKNOWN = (
+    "nothing is known of it, and on each rank it must be a share of one sum over all, so divide by batch.valid_tokens, "
+    "not by what a rank has, or by the ranks where all have the same, and sum gradients; ap.normalised_loss is checked"
 )
-
-
-class Reduction(NamedTuple):
-    """What reduces gradients, over how many ranks, to sums or to averages."""
-
-    name: str
-    ranks: int
-    sums: bool
-
-
-def reduction_of(wrapper: DistributedDataParallel | None, params: set[int]) -> Reduction | None:
-    """DDP's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
-    communication hooks but torch's own, which average, and for other factors than those of an average and a sum."""
-    if wrapper is not None:
-        own = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
-        ranks = dist.get_world_size(wrapper.process_group)
-        return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if own else None
-    found = None
-    states: Any = (state() for state in [*_module_state_mapping.values()] if params)
-    for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
-        forms = "_unsharded_param", "sharded_param"
-        held = [vars(one).get(name) for one in group.fsdp_params for name in forms]
-        if params & {*map(id, held)} and group.gradient_divide_factor in (None, 1):
-            found = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
-            if not found.sums:
-                return found
-    return found
 
 
 class Watch:
@@ -79,7 +51,10 @@ class Watch:
         self.settled = False  # an optimizer's first step was found to be right
         self.behind: Microbatch | None = None  # the loss that was computed last is of
         self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
+        self.own_loss = False  # of an enabled model, perhaps: its forward ran eagerly
+        self.unknown = False  # a trainer's loss is made of no share
         self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
+        self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
         self._given: list[PlanHandle] = []
         self._unused = False  # kwargs were given since the last step
         self._reached = False
@@ -112,6 +87,17 @@ class Watch:
         if self.trial is not None and self.trial.part is not None:
             raise ExecutionError(f"{verb} needs all rows of a rank")
 
+    @property
+    def ranks(self) -> int:
+        """Over whose tokens means are: of a plan, times groups."""
+        return prod(one.ranks for one in self._transports)
+
+    def check_scaled(self, check: Callable[[float], None]) -> None:
+        """Has `scale` checked: now, and before the step of a GradScaler, which is known then, without what it is."""
+        check(self.scale)
+        if not self.settled:
+            self._scaled.append(check)
+
     def under(self, handle: PlanHandle | None) -> Microbatch | None:
         """The batch of a handle."""
         return next((one for one in self.batches if one.handle is handle), None)
@@ -123,19 +109,13 @@ class Watch:
 
     def graph(self, loss: Tensor) -> Iterator[Any]:
         """The nodes of its graph, up to the first parameter that is known from another loss; marks parameters."""
-        pending, seen = [loss.grad_fn], set[Any]()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes([loss.grad_fn]):
             if (leaf := getattr(node, "variable", None)) is not None:
                 if leaf in self.scanned:
                     return
                 self.scanned[leaf] = None
                 self.own([leaf])
             yield node
-            pending += [one for one, _ in node.next_functions]
 
     # ---- around an optimizer's step
 
@@ -151,6 +131,10 @@ class Watch:
             what = "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer"
             hf = "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
             raise ExecutionError(f"{what}; {hf}")
+        checks, self._scaled = self._scaled, []
+        if checks and (scaled := scaled_by()) != 1:
+            for check in checks:
+                check(self.scale / scaled)
         self._check_models(_parameters(optimizer))
         if self is watch and self.trial is not None:
             tried = self.trial.run(_parameters(optimizer), self._transports)
@@ -167,6 +151,8 @@ class Watch:
             reduction = reduction_of(self.shared.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
                 raise averaged(reduction)
+        if any(isinstance(one, DTensor) and one not in self.owners for one in params):
+            self.own([*shards_of(self.owners)])
         known = [one for one in params if one in self.owners]
         owner = self.owners[known[0]] if known else None
         if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
@@ -178,8 +164,10 @@ class Watch:
             if steps & (steps - 1) == 0:  # ever less often
                 self._compare(params)
                 self.settled = True
-            if steps == 2 and not self.accounted and self.shared is None:
-                warn(_UNKNOWN, stacklevel=1)
+            if steps == 2 and (
+                self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
+            ):
+                warn(f"the loss is none that is checked: {UNKNOWN}", stacklevel=1)
 
     def _check_place(self) -> None:
         """Raises ExecutionError where the loss was not the last of an iteration."""
@@ -207,21 +195,20 @@ class Watch:
         for model in {*self.models, *self.summed}:
             own = {id(one): one for one in model.parameters()}
             held |= own if own.keys() & held.keys() else {}  # frozen ones too
-        compared = [one for one in held.values() if _is_replicated(one)]
         remedies = {"gradients": SUMS, "parameters": "give all ranks the same ones, before the first step"}
         for transport, (what, remedy) in product(self._transports, remedies.items()):
+            compared = [one for one in held.values() if _is_replicated(one, transport)]
             values = [one if what == "parameters" else one.grad for one in compared]
-            rows = transport.all_gather(_norms(values), f"norms of {what}")
-            bits = [torch.tensor(row, dtype=torch.int64).view(torch.float64) for row in rows]
-            if len({len(row) for row in bits}) > 1:
-                counts = [len(row) for row in bits]
+            rows = transport.gather_floats(_norms(values), f"norms of {what}")
+            if len({*(counts := [*map(len, rows)])}) > 1:
                 raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
-            apart = ~torch.isclose(bits[0], torch.stack(bits), rtol=_CLOSE, atol=0, equal_nan=True).all(0)
+            norms = torch.tensor(rows, dtype=torch.float64)
+            apart = ~torch.isclose(norms[0], norms, rtol=_CLOSE, atol=0, equal_nan=True).all(0)
             if apart.any():
                 first = int(apart.nonzero()[0])
                 raise ExecutionError(
                     f"{what} differ between ranks, {int(apart.sum())} of {len(apart)}, first of shape "
-                    f"{tuple(compared[first].shape)}: norms {[float(row[first]) for row in bits]}. Remedy: {remedy}; "
+                    f"{tuple(compared[first].shape)}: norms {norms[:, first].tolist()}. Remedy: {remedy}; "
                     "where a parameter is another one on each rank, as an expert's, set its attribute `rank_local`"
                 )
 
@@ -233,22 +220,18 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
-def _is_replicated(param: Tensor) -> bool:
-    """Whether all ranks hold the whole parameter."""
-    elsewhere = isinstance(param, DTensor) or hasattr(param, "_fsdp_flattened") or param.is_meta
+def _is_replicated(param: Tensor, transport: Any) -> bool:
+    """Whether these ranks hold the same of the parameter: a shard, where others than they share it out."""
+    elsewhere = hasattr(param, "_fsdp_flattened") or param.is_meta
+    if isinstance(param, DTensor):
+        others = {*dist.get_process_group_ranks(transport._base)} - {dist.get_rank()}
+        elsewhere |= not others.isdisjoint(param.device_mesh.mesh.flatten().tolist())
     expert = getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's word
     return param.is_floating_point() and not elsewhere and not expert
 
 
-def _norms(values: list[Tensor | None]) -> list[int]:
-    """Of each the norm, as bits of float64; -1.0 for None."""
+def _norms(values: list[Tensor | None]) -> list[float]:
+    """Of each the norm; -1.0 for None."""
     with torch.no_grad():
-        norms = [-1.0 if one is None else float(one.float().norm()) for one in values]
-    return torch.tensor(norms, dtype=torch.float64).view(torch.int64).tolist()
-
-
-def averaged(reduction: Reduction) -> ConfigError:
-    """Why gradients are too small."""
-    name, ranks, _ = reduction
-    rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
-    return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
+        held = [one.to_local() if isinstance(one, DTensor) else one for one in values]
+        return [-1.0 if one is None else float(one.float().norm()) for one in held]

@@ -1,0 +1,81 @@
+"""What reduces gradients, over how many ranks, to sums or averages; held against what a loss is multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed._composable_state import _module_state_mapping
+from torch.nn.parallel import DistributedDataParallel
+
+from apportion.ir.errors import ConfigError
+
+_CLOSE = 1e-6  # of a scale
+SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
+
+
+class Reduction(NamedTuple):
+    """What reduces gradients, over how many ranks, to sums or to averages."""
+
+    name: str
+    ranks: int
+    sums: bool
+
+
+def reduction_of(wrapper: DistributedDataParallel | None, params: set[int]) -> Reduction | None:
+    """DDP's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
+    communication hooks but torch's own, which average, and for other factors than those of an average and a sum."""
+    if wrapper is not None:
+        own = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
+        ranks = dist.get_world_size(wrapper.process_group)
+        return Reduction(type(wrapper).__name__, ranks, hasattr(wrapper, "_summed")) if own else None
+    found = None
+    for group, forms in _sharded() if params else ():
+        if params & {id(one) for form in forms for one in form} and group.gradient_divide_factor in (None, 1):
+            found = Reduction("FSDP2", group.mesh_info.mesh.size(), group.gradient_divide_factor == 1)
+            if not found.sums:
+                return found
+    return found
+
+
+def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
+    """FSDP2's groups of parameters, and of each parameter what is whole in forward and backward (None before), and the
+    shard."""
+    states: Any = (state() for state in [*_module_state_mapping.values()])
+    for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
+        yield group, [(vars(one).get("_unsharded_param"), one.sharded_param) for one in group.fsdp_params]
+
+
+def shards_of(whole: Container[Any]) -> Iterator[Any]:
+    """FSDP2's shards of the parameters that are whole in forward and backward."""
+    forms = (form for _, forms in _sharded() for form in forms)
+    return (shard for one, shard in forms if one is not None and one in whole)
+
+
+def averaged(reduction: Reduction) -> ConfigError:
+    """Why gradients are too small."""
+    name, ranks, _ = reduction
+    rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
+    return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
+
+
+def check_reduction(reduction: Reduction, scale: float, counted: int, factor: float = 1.0) -> None:
+    """Holds a share of a mean that is multiplied by `scale`, by its own loss by `factor` of these, against what adds
+    shares up. counted: ranks whose tokens the mean is over. Raises ConfigError."""
+    name, ranks, sums = reduction
+    if ranks == 1:
+        return
+    if not sums and 0 < scale < 1 + _CLOSE and abs(1 / scale - round(1 / scale)) < _CLOSE:
+        raise averaged(reduction)
+    if sums and scale == ranks:
+        rule = f"sums gradients, and the loss is multiplied by the {ranks} ranks as well"
+        raise ConfigError("model", name, rule, "leave out sum_gradients, or averaged_over")
+    total = scale / (1 if sums else ranks)
+    if ranks > counted and abs(total - 1) < _CLOSE:
+        rule = f"adds gradients up over {ranks} ranks, and losses are shares of a mean over the tokens of {counted}"
+        remedy = "give the loader the other groups, replicas=, or reduce over the ranks of its plans alone"
+        raise ConfigError("model", name, rule, remedy)
+    if not sums and factor not in (1, ranks, counted):
+        rule = f"is not the number of ranks over which {name} averages gradients"
+        raise ConfigError("averaged_over", factor, rule, f"give {ranks}")
