@@ -28,6 +28,7 @@ from apportion.ir.masks.bands import area, tighten
 from apportion.ir.request.figures import Grid
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.planner.congestion import Congestion
 
 Count = int | Ints
 
@@ -169,6 +170,11 @@ class CostModel:
     def contention(self) -> float:
         """By how much longer kernels take while a transfer of their rank is on the wire."""
         return self.hardware.contention.value
+
+    @property
+    def congestion(self) -> Congestion | None:
+        """What transfers between nodes take beyond bytes over rate; None: nothing."""
+        return Congestion.of(self.hardware)
 
     def linear_us(self, tokens: Count) -> Floats:
         """float64: the linear layers of one layer, forward, of that many tokens: 2 FLOPs a parameter and token."""

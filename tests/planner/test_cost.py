@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.figures import Figure
+from apportion.ir.request.figures import Figure, MessageRates
 from apportion.ir.request.hardware import MAX_FILE_BYTES, Hardware, Measured
 from apportion.ir.request.model import Model
 from apportion.planner.cost import PHASES, CostModel, causal_pairs
@@ -480,6 +480,9 @@ REFUSED = [
     (in_figures("contention", value=11), "hardware.figures.contention.value"),
     (in_figures("peak_tflops", value=0), "hardware.figures.peak_tflops.value"),
     (in_figures("rows_gbs", value=0, source="x"), "hardware.figures.rows_gbs.value"),
+    (in_figures("incast", value=11, source="x"), "hardware.figures.incast.value"),
+    (in_figures("one_peer", value=1.5, source="x"), "hardware.figures.one_peer.value"),
+    (in_figures("one_peer", value=0.5, source="x", interval=[0.6, 1]), "hardware.figures.interval"),
     (in_figures("adam_gbs", value=1, source="x"), "hardware.figures.adam_gbs"),
     (in_grid(window_us=-1), "hardware.forward.window_us"),
     (in_grid(window_us=1e300), "hardware.forward.window_us"),
@@ -570,7 +573,10 @@ def schema_accepts(data: Any) -> bool:
 
 def test_the_schema_accepts_what_is_read() -> None:
     taken = replace(SMALL, measured=Measured("a machine", {"torch": "2.13"}, "2026-01-31"))
-    for hardware in (SMALL, taken, *map(Hardware.load, BUILTIN)):
+    rates = MessageRates((64,), (0.5,), (0.4,), (0.6,), "made up")
+    figure = Figure(0.5, "made up", interval=(0, 1))
+    busy = replace(SMALL, incast=figure, incast_peers=figure, one_peer=figure, message_rates=rates)
+    for hardware in (SMALL, taken, busy, *map(Hardware.load, BUILTIN)):
         assert schema_accepts(hardware.to_data())
 
 

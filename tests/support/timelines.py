@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from apportion.ir.bytes.codec import Plan
+from apportion.planner.congestion import Congestion
 from apportion.planner.simulate import Run, simulate_with
 from apportion.planner.simulate.program import WAIT
 from tests.support.parse import parse
@@ -41,6 +42,7 @@ class Unit:
     a_row: float = 0.0
     post_us: float = 0.0
     contention: float = 0.0
+    congestion: Congestion | None = None
     linear_parameters: int = 8 * (2 * 4 + 2 * 4 + 3 * 10)
 
     def attention_us(self, phase: str, rows: Any, keys: Any, pairs: Any, heads: Any, kv_heads: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
 
+from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.structs import Amount, Text, to_data
 
@@ -15,20 +17,71 @@ LEAST, MOST = 1e-6, 1e12  # of times and figures that must be above 0: sums of p
 #: a causal task's time over the full one's, at most: kernels without a mask of their own cut it into three calls
 MOST_CAUSAL = 3.0
 
+Share = Annotated[float, Meta(ge=LEAST, le=1)]
 Time = Annotated[float, Meta(ge=0, le=MOST)]
 Rows = tuple[tuple[Annotated[float, Meta(ge=LEAST, le=MOST)], ...], ...]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number with where it comes from; `assumed`: nobody measured or published it for this hardware."""
+    """One number with where it comes from; `assumed`: nobody measured or published it for this hardware. interval: the
+    least and the most that it may be, where that is known. Raises ConfigError."""
 
     value: Amount
     source: Text
     assumed: bool = False
+    interval: tuple[Amount, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", float(self.value))  # 8 and 8.0 have one digest
+        if self.interval is None:
+            return
+        object.__setattr__(self, "interval", tuple(map(float, self.interval)))
+        if len(self.interval) != 2 or not self.interval[0] <= self.value <= self.interval[1]:
+            rule = f"must be two numbers around the value {self.value:g}"
+            raise ConfigError(
+                "hardware.figures.interval", list(self.interval), rule, "name the least and the most"
+            )
+
+    def to_data(self) -> dict[str, Any]:
+        data = to_data(self)
+        if self.interval is None:
+            del data["interval"]
+        return data
+
+
+@dataclass(frozen=True)
+class MessageRates:
+    """Share of the rate between nodes that a message reaches by its size, latency left out of account.
+
+    bytes: sizes, rising. share: of each, with low and high, its interval. Between sizes shares lie on straight lines
+    over the logarithm of the size; smaller and larger messages have those of the ends. Raises ConfigError."""
+
+    bytes: tuple[Annotated[int, Meta(ge=1, le=2**40)], ...]
+    share: tuple[Share, ...]
+    low: tuple[Share, ...]
+    high: tuple[Share, ...]
+    source: Text
+    assumed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bytes or any(size >= larger for size, larger in pairwise(self.bytes)):
+            rule = "must be sizes that rise, one at least"
+            raise ConfigError("hardware.message_rates.bytes", list(self.bytes), rule, "sort them, each once")
+        for name in ("share", "low", "high"):
+            if len(getattr(self, name)) != len(self.bytes):
+                rule = f"must have {len(self.bytes)} numbers, as bytes has"
+                where = f"hardware.message_rates.{name}"
+                raise ConfigError(where, len(getattr(self, name)), rule, "add or drop numbers")
+        for at, (low, share, high) in enumerate(zip(self.low, self.share, self.high, strict=True)):
+            if not low <= share <= high:
+                rule = f"must be between low, {low:g}, and high, {high:g}"
+                raise ConfigError(f"hardware.message_rates.share[{at}]", share, rule, "widen the interval")
+
+    def of(self, message_bytes: Ints) -> Floats:
+        """float64, shaped like `message_bytes`: the share of each."""
+        sizes = np.log2(np.maximum(message_bytes, 1))
+        return np.interp(sizes, np.log2(self.bytes), self.share)
 
 
 #: of hardware files that do not say what lies between a rank and its host's memory

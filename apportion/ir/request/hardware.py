@@ -27,7 +27,7 @@ from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import amount, choice, integer, known, load, sequence, suggestion
 from apportion.ir.hashing import digest
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.figures import HOST, LEAST, MOST, Figure, Grid
+from apportion.ir.request.figures import HOST, LEAST, MOST, Figure, Grid, MessageRates
 from apportion.ir.request.model import ELEMENT_BYTES
 from apportion.ir.structs import Name, Text, one_of, read, to_data, values
 
@@ -81,6 +81,9 @@ class Hardware:
     multiprocessors: 0.1 is a tenth, 0 none.
     rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, of the bytes that `apportion.ir.layer_work` counts, at which row
     work of layers, the loss, and Adam go; None: not measured, they are taken to be bound by memory_gbs.
+    incast: by how much longer a transfer between nodes takes for each further NIC that sends to its receiver's in a
+    round, of `incast_peers` at most; one_peer: share of the rate that a NIC gets from a single peer; message_rates: of
+    messages by their size. None: not known, the rate is `inter_gbs` whoever sends (see `planner.congestion`).
     Make one with `load`, `from_data` or a profile: these check it.
     """
 
@@ -112,6 +115,10 @@ class Hardware:
     rows_gbs: Figure | None = None
     loss_gbs: Figure | None = None
     optimizer_gbs: Figure | None = None
+    incast: Figure | None = None
+    incast_peers: Figure | None = None
+    one_peer: Figure | None = None
+    message_rates: MessageRates | None = None
 
     def figures(self) -> dict[str, Figure]:
         """The single numbers, by name; optional ones where there are some."""
@@ -120,7 +127,7 @@ class Hardware:
 
     def rate_gbs(self, name: str) -> float:
         """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`, that of memory where it was not measured."""
-        figure: Figure | None = getattr(self, choice("figure", name, _OPTIONAL))
+        figure: Figure | None = getattr(self, choice("figure", name, _RATES))
         return self.memory_gbs.value if figure is None else figure.value
 
     def grid(self, phase: str) -> Grid:
@@ -153,6 +160,8 @@ class Hardware:
         data = to_data(self)
         figures = {name: data.pop(name) for name in (*_FIGURES, *_OPTIONAL)}
         figures = {name: figure for name, figure in figures.items() if figure is not None}
+        if self.message_rates is None:
+            del data["message_rates"]
         plain = {name: data[name] for name in (*_PLAIN, "axis")}
         return {"version": VERSION, **plain, "figures": figures, **data}
 
@@ -160,7 +169,7 @@ class Hardware:
     def from_data(data: Any) -> Hardware:
         """The hardware of plain data. Raises ConfigError, which names field, value, rule and remedy."""
         keys = ("version", *_PLAIN, "axis", "figures", "forward", "backward")
-        data = dict(known("hardware", data, (*keys, "measured"), keys))
+        data = dict(known("hardware", data, (*keys, "measured", "message_rates"), keys))
         integer("hardware.version", data.pop("version"), VERSION, VERSION)
         figures = known("hardware.figures", data.pop("figures"), (*_FIGURES, *_OPTIONAL), _NEEDED)
         if (
@@ -212,11 +221,16 @@ _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure"
 #: those that every file has; the others have defaults
 _NEEDED = tuple(item.name for item in fields(Hardware) if item.name in _FIGURES and item.default is MISSING)
 _OPTIONAL = tuple(item.name for item in fields(Hardware) if item.type == "Figure | None")
+_RATES = ("rows_gbs", "loss_gbs", "optimizer_gbs")
 _PLAIN = ("name", "device", "engine", "dtype", "tile", "q_heads", "kv_heads", "head_dim")
-_MAY_BE_0 = ("rowop_us", "post_us", "contention", "nics_per_node", "intra_latency_us", "inter_latency_us")
+_MAY_BE_0 = (
+    *("rowop_us", "post_us", "contention", "nics_per_node", "intra_latency_us", "inter_latency_us"),
+    *("incast", "incast_peers"),
+)
 MOST_CONTENTION = (
     10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
 )
+_MOST = {"contention": MOST_CONTENTION, "incast": 10.0, "incast_peers": 2.0**16, "one_peer": 1.0}
 
 
 @cache
@@ -234,7 +248,7 @@ def _loaded(path: Path) -> Any:
 
 def _figure(key: str, data: Any) -> Figure:
     figure = read(Figure, f"hardware.figures.{key}", data)
-    least, most = 0.0 if key in _MAY_BE_0 else LEAST, MOST_CONTENTION if key == "contention" else MOST
+    least, most = 0.0 if key in _MAY_BE_0 else LEAST, _MOST.get(key, MOST)
     amount(f"hardware.figures.{key}.value", figure.value, least, most)
     if key == "nics_per_node":
         value = int(figure.value) if figure.value.is_integer() else figure.value

@@ -9,8 +9,9 @@ takes the rank's rounds in the order of their launches. A transfer costs latency
 occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks' own links, between
 nodes the NICs, which the ranks of a node share; directions are separate. A launch packs what is staged before its
 transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round are complete, and
-unpacks them. Where a hardware has `contention`, kernels are slower while a transfer of their rank is on the wire. What
-the executor starts for a program is in `launches`, what that takes in `durations`.
+unpacks them. Where a hardware has `contention`, kernels are slower while a transfer of their rank is on the wire; where
+it has figures of `congestion`, transfers between nodes take longer by how many meet in a round. What the executor
+starts for a program is in `launches`, what that takes in `durations`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from apportion.planner.simulate.program import (
     Script,
     Traffic,
     View,
+    congested,
     port_count,
     prepare_tables,
 )
@@ -112,6 +114,7 @@ def prepare_program(
     """As `prepare`, one of the programs."""
     view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
+    traffic = congested(traffic, script, costs.congestion, view.ranks)
     busy, work = work_us(view, costs, tasks, row_work)
     script = script._replace(work_us=busy, end_us=end_us(view, costs, row_work.cast))
     # all pairs at saturated throughput, spread over the ranks by their speeds

@@ -18,6 +18,7 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.request.model import Model
+from apportion.planner.congestion import Congestion
 from apportion.planner.simulate.launches import KERNELS
 from apportion.planner.simulate.program import PricedTasks, RowWork, View
 
@@ -44,6 +45,9 @@ class Costs(Protocol):
 
     @property
     def contention(self) -> float: ...
+
+    @property
+    def congestion(self) -> Congestion | None: ...
 
     def linear_us(self, tokens: Ints, /) -> Floats: ...
 

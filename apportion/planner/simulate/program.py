@@ -27,6 +27,7 @@ from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor
+from apportion.planner.congestion import Congestion
 from apportion.planner.simulate.launches import KERNELS
 
 #: bytes that 1 GB/s moves in a microsecond
@@ -198,6 +199,19 @@ def _sizes(model: Model) -> Ints:
         sent = model.sent_bytes(t, 1), model.sent_result_bytes(t)
         rows[:, t] = model.row_bytes(t, 1), model.result_bytes(t), *sent, cast
     return rows
+
+
+def congested(traffic: Traffic, script: Script, congestion: Congestion | None, ranks: int) -> Traffic:
+    """The traffic with what the network between nodes takes beyond bytes over rate."""
+    far = np.flatnonzero(traffic.in_port >= 2 * ranks)
+    if congestion is None or not len(far):
+        return traffic
+    sender, receiver = traffic.sender[far], traffic.receiver[far]
+    message = np.unique(sender * len(script.rank) + receiver, return_inverse=True)[1]
+    ports = traffic.out_port[far], traffic.in_port[far]
+    wire = traffic.wire_us.copy()
+    wire[far] *= congestion.factors(script.round[receiver], *ports, message, traffic.bytes[far])
+    return traffic._replace(wire_us=wire)
 
 
 def launch_instructions(script: Script) -> Ints:

@@ -12,34 +12,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from apportion.ir.fields import keep, name, number
+from apportion.ir.fields import amount, keep, name, number
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.figures import Figure, Grid, Rows
+from apportion.ir.request.figures import LEAST, Figure, Grid, Rows
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.structs import MAX_TEXT
 
 #: kernels have 124 of an H100's 132 multiprocessors beside transfers: FCP (section 6.1) sets 6 and 8 aside for
 #: communication, MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 to be enough for all-to-all-v
 SET_ASIDE = round(8 / (132 - 8), 3)
+#: senders of one receiver in a round, assumed: with these figures the steps of FCP's Table 2 are closest to what is
+#: simulated (docs/papers.md); a NIC's eighth sender and those beyond wait for the others
+INCAST, INCAST_PEERS = 0.17, 7
+#: share of a NIC's rate that one peer gets, assumed: NCCL's send and receive reach 60 to 70 % of the link over the few
+#: channels of a single pair
+ONE_PEER = 0.65
 
 
 @dataclass(frozen=True)
 class Scenario:
     """bandwidth, latency: factors of the rates and of the latencies of links, inside nodes and between them. compute: a
     factor of the times of attention kernels and linear layers, above 1 where they are slower. contention: what the
-    hardware's is raised to (see `Hardware`). Raises ConfigError."""
+    hardware's is raised to, incast likewise, one_peer: what it is lowered to (see `Hardware`). Raises ConfigError."""
 
     name: str
     bandwidth: float = 1.0
     latency: float = 1.0
     compute: float = 1.0
     contention: float = 0.0
+    incast: float = 0.0
+    one_peer: float = 1.0
 
     def __post_init__(self) -> None:
         name("scenario.name", self.name)
         for field in ("bandwidth", "latency", "compute"):
             keep(self, f"scenario.{field}", number, 0.0, True)
-        keep(self, "scenario.contention", number)
+        for field in ("contention", "incast"):
+            keep(self, f"scenario.{field}", number)
+        keep(self, "scenario.one_peer", amount, LEAST, 1.0)
 
 
 SCENARIOS = (
@@ -48,7 +58,9 @@ SCENARIOS = (
     Scenario("latency-x4", latency=4.0),
     Scenario("slow-kernels", compute=1.1),
     Scenario("contention", contention=SET_ASIDE),
-    Scenario("all", bandwidth=0.5, latency=4.0, compute=1.1, contention=SET_ASIDE),
+    Scenario("incast", incast=INCAST),
+    Scenario("one-peer", one_peer=ONE_PEER),
+    Scenario("all", 0.5, 4.0, 1.1, SET_ASIDE, INCAST, ONE_PEER),
 )
 
 
@@ -71,14 +83,24 @@ def _hardware(scenario: Scenario, hardware: Hardware, factors: Mapping[str, floa
     changed: dict[str, Any] = {
         field: _scaled(figures[field], factor, scenario.name) for field, factor in factors.items()
     }
+    source = f"scenario {scenario.name}"
     if scenario.contention > hardware.contention.value:
-        changed["contention"] = Figure(scenario.contention, f"scenario {scenario.name}", True)
+        changed["contention"] = Figure(scenario.contention, source, True)
+    if scenario.incast > _value(hardware.incast, 0.0):
+        changed["incast"] = Figure(scenario.incast, source, True)
+        changed["incast_peers"] = hardware.incast_peers or Figure(INCAST_PEERS, source, True)
+    if scenario.one_peer < _value(hardware.one_peer, 1.0):
+        changed["one_peer"] = Figure(scenario.one_peer, source, True)
     if not changed:
         return hardware
     forward, backward = (_slower(grid, scenario) for grid in (hardware.forward, hardware.backward))
     name = f"{hardware.name}-{scenario.name}"[:64]
     found = replace(hardware, name=name, forward=forward, backward=backward, **changed)
     return Hardware.from_data(found.to_data())
+
+
+def _value(figure: Figure | None, default: float) -> float:
+    return default if figure is None else figure.value
 
 
 def _slower(grid: Grid, scenario: Scenario) -> Grid:

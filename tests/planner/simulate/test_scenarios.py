@@ -14,6 +14,7 @@ from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner import api
+from apportion.planner.congestion import Congestion
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import simulate, simulate_with
 from apportion.planner.simulate.scenarios import SCENARIOS, SET_ASIDE, Scenario, applied
@@ -64,6 +65,9 @@ def test_nothing_changes_where_nothing_is_said() -> None:
     assert links is cluster
     measured = replace(H100, contention=Figure(0.2, "measured"))
     assert applied(BY_NAME["contention"], measured, cluster)[0] is measured
+    measured = replace(H100, incast=Figure(0.2, "measured"), one_peer=Figure(0.5, "measured"))
+    assert applied(BY_NAME["incast"], measured, cluster)[0] is measured
+    assert applied(BY_NAME["one-peer"], measured, cluster)[0] is measured
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -73,8 +77,10 @@ def test_figures_and_grids_follow(scenario: Scenario) -> None:
     assert cluster.inter_gbs == 50 * scenario.bandwidth
     assert cluster.intra_latency_us == 5 * scenario.latency
     assert hardware.contention.value == scenario.contention
+    congestion = CostModel(hardware, Model()).congestion or Congestion()
+    assert (congestion.incast, congestion.one_peer) == (scenario.incast, scenario.one_peer)
     assert Hardware.from_data(hardware.to_data()) == hardware
-    changed = [name for name, figure in hardware.figures().items() if figure != H100.figures()[name]]
+    changed = [name for name, figure in hardware.figures().items() if figure != H100.figures().get(name)]
     assert all(hardware.figures()[name].assumed for name in changed)
     assert all("scenario" in hardware.figures()[name].source for name in changed)
     assert (hardware.digest() == H100.digest()) == (scenario.name == "nominal")
@@ -130,7 +136,13 @@ def test_plans_of_recipes_are_no_faster_under_any(recipe: str) -> None:
 def test_names_and_factors_are_checked() -> None:
     assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
     assert round(132 / 124 - 1, 3) == SET_ASIDE
-    for field, value in (("bandwidth", 0), ("latency", -1), ("compute", "1"), ("contention", float("nan"))):
+    for field, value in (
+        ("bandwidth", 0),
+        ("latency", -1),
+        ("compute", "1"),
+        ("contention", float("nan")),
+        ("one_peer", 0),
+    ):
         with pytest.raises(ConfigError, match=f"scenario.{field}"):
             Scenario("mine", **{field: value})
     with pytest.raises(ConfigError, match=r"scenario\.name"):

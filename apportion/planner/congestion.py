@@ -1,0 +1,63 @@
+"""What the network between nodes takes beyond bytes over rate, by what a round puts on it at once.
+
+    NICs that send to the receiver's in the round     k: 1 + incast * min(k - 1, incast_peers) times as long
+    one sender, whose NIC has no other receiver       1 / one_peer times as long
+    a message of few bytes                            1 / its share of the rate, where `message_rates` are known
+
+Only what the hardware file knows counts, so that rates of files without these figures are those of the link. A round is
+posted as a whole, and its messages share the wire; rounds that overlap on two channels are not held against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from apportion.ir.arrays import Floats, Ints
+from apportion.ir.request.figures import MessageRates
+from apportion.ir.request.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Congestion:
+    """Figures of a hardware file, see `Hardware`. peers: `incast_peers`, infinite where it is not said."""
+
+    incast: float = 0.0
+    peers: float = np.inf
+    one_peer: float = 1.0
+    rates: MessageRates | None = None
+
+    @staticmethod
+    def of(hardware: Hardware) -> Congestion | None:
+        """None where transfers take bytes over rate, whoever sends."""
+        given = {
+            "incast": hardware.incast,
+            "peers": hardware.incast_peers,
+            "one_peer": hardware.one_peer,
+        }
+        figures = {name: figure.value for name, figure in given.items() if figure is not None}
+        found = Congestion(**figures, rates=hardware.message_rates)
+        return found if found.incast > 0 or found.one_peer < 1 or found.rates is not None else None
+
+    def factors(self, round_: Ints, out_port: Ints, in_port: Ints, message: Ints, sent_bytes: Ints) -> Floats:
+        """float64 [transfers]: how many times as long each takes as bytes over rate.
+
+        int64 [transfers] each, all between nodes: the round, the NICs of sender and receiver, which message it is part
+        of, numbered from 0, and its bytes."""
+        senders = _others(round_, in_port, out_port)
+        receivers = _others(round_, out_port, in_port)
+        slow = 1.0 + self.incast * np.minimum(senders - 1, self.peers)
+        slow[(senders == 1) & (receivers == 1)] = 1.0 / self.one_peer
+        if self.rates is not None:
+            slow /= self.rates.of(np.bincount(message, sent_bytes)[message])
+        return slow
+
+
+def _others(round_: Ints, port: Ints, other: Ints) -> Ints:
+    """int64 [transfers]: how many different ports those of the same round and port have at their other end."""
+    span = 1 + int(max(port.max(initial=0), other.max(initial=0)))
+    places, of = np.unique(round_ * span + port, return_inverse=True)
+    pairs = np.unique(of * span + other)
+    found: Ints = np.bincount(pairs // span, minlength=len(places))[of]
+    return found
