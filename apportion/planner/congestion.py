@@ -11,6 +11,7 @@ posted as a whole, and its messages share the wire; rounds that overlap on two c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,3 +62,18 @@ def _others(round_: Ints, port: Ints, other: Ints) -> Ints:
     pairs = np.unique(of * span + other)
     found: Ints = np.bincount(pairs // span, minlength=len(places))[of]
     return found
+
+
+class Network(NamedTuple):
+    """Between nodes, as the core reads it. sent: int64 [tensors], bytes of a row and head; first: the number of the
+    first rank; byte_us, round_us: microseconds of a byte, and of one round more; else see `Congestion`."""
+
+    sent: Ints
+    first: int
+    ranks_per_node: int
+    nics_per_node: int
+    byte_us: float
+    round_us: float
+    incast: float
+    peers: float
+    one_peer: float

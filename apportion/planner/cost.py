@@ -25,10 +25,12 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.fields import choice
 from apportion.ir.layer_work import linear_parameters
 from apportion.ir.masks.bands import area, tighten
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Grid
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.planner.congestion import Congestion
+from apportion.ir.tensors import Tensor
+from apportion.planner.congestion import Congestion, Network
 
 Count = int | Ints
 
@@ -175,6 +177,18 @@ class CostModel:
     def congestion(self) -> Congestion | None:
         """What transfers between nodes take beyond bytes over rate; None: nothing."""
         return Congestion.of(self.hardware)
+
+    def network(self, cluster: Cluster) -> Network | None:
+        """Where senders that meet at a receiver are slower: what splits rounds; None where nothing is gained by it."""
+        found = self.congestion
+        if found is None or not found.incast or cluster.nodes == 1:
+            return None
+        sent = np.array([self.model.sent_bytes(tensor, 1) for tensor in Tensor], np.int64)
+        shape = (0, cluster.ranks_per_node, cluster.nics_per_node)
+        # latency, and a kernel on either side
+        round_us = cluster.inter_latency_us + 2 * float(self.rowop_us(0))
+        figures = (found.incast, found.peers, found.one_peer)
+        return Network(sent, *shape, 1 / (cluster.inter_gbs * 1e3), round_us, *figures)
 
     def linear_us(self, tokens: Count) -> Floats:
         """float64: the linear layers of one layer, forward, of that many tokens: 2 FLOPs a parameter and token."""

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "bind.hpp"
+#include "planner/matching.hpp"
 #include "planner/scratch.hpp"
 
 namespace apportion {
@@ -82,8 +83,12 @@ void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> 
   }
 }
 
+}  // namespace
+
 // Looking through all colours for one free at both ends costs less than the swaps that it saves.
-void colour_edges(Column<const Edge> edges, int64_t ranks, int64_t count, Column<std::int32_t> colour) {
+void colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count, Column<std::int32_t> colour) {
+  Scratch<Edge> edges(src.size());
+  for (int64_t edge = 0; edge < src.size(); ++edge) edges[edge] = {src[edge], ranks + dst[edge]};
   Colours colours(2 * ranks, count);
   for (int64_t edge = 0; edge < edges.size(); ++edge) {
     const auto [u, v] = edges[edge];
@@ -99,8 +104,6 @@ void colour_edges(Column<const Edge> edges, int64_t ranks, int64_t count, Column
   }
 }
 
-}  // namespace
-
 void bind_matching(nb::module_& m) {
   m.def("max_degree", [](IntsIn<"src"> src, IntsIn<"dst"> dst, int64_t ranks) {
     return unlocked([&] {
@@ -114,11 +117,7 @@ void bind_matching(nb::module_& m) {
   });
   m.def("colours", [](IntsIn<"src"> src, IntsIn<"dst"> dst, int64_t ranks, int64_t count) {
     New<std::int32_t> colour(src.size());
-    unlocked([&] {
-      Scratch<Edge> edges(src.size());
-      for (int64_t edge = 0; edge < src.size(); ++edge) edges[edge] = {src[edge], ranks + dst[edge]};
-      colour_edges(edges, ranks, count, colour);
-    });
+    unlocked([&] { colour_edges(src, dst, ranks, count, colour); });
     return colour.array();
   });
 }

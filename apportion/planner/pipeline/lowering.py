@@ -12,22 +12,25 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.plan.tables import ProgramSet, Table, joined
 from apportion.ir.threads import spread
+from apportion.planner.congestion import Network
 from apportion.planner.lower.inputs import Lowered, Lowering
 
 
 def lower_parts(
-    first: Sequence[int], parts: Sequence[Lowered], threads: int
+    first: Sequence[int], parts: Sequence[Lowered], threads: int, network: Network | None = None
 ) -> dict[tuple[str, str], ProgramSet]:
-    """first: the first rank of each part."""
+    """first: the first rank of each part. network: rounds are split where fewer senders at a time are faster on it;
+    None: they stay as they are."""
     keys, each = list(parts[0]), len(parts)
-    items = [(part[key], key[1]) for key in keys for part in parts]
+    behind = [network and network._replace(first=rank) for rank in first]
+    items = [(part[key], key[1], own) for key in keys for part, own in zip(parts, behind, strict=True)]
     made = spread(lambda item: _lower_phase(*item), items, threads)
     return {key: _side_by_side(first, made[at * each : (at + 1) * each]) for at, key in enumerate(keys)}
 
 
-def _lower_phase(low: Lowering, phase: str) -> ProgramSet:
+def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramSet:
     """The programs of all ranks. Raises CapacityError."""
-    rows, steps, tables = core.tables(low, phase)
+    rows, steps, tables = core.tables(low, phase, network)
     if rows:
         raise CapacityError(f"{rows} rows on one rank: at most {2**31 - 1}")
     if steps:

@@ -87,7 +87,8 @@ def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads:
             check_tasks(sum(len(part[key].tasks) for part in every))
     problem = _with_kept_cap(placed.problem, placed.passes, every)
     with watch("lower"):
-        programs = lower_parts([first for first, _ in parts], every, threads)
+        network = problem.cost.network(problem.cluster)
+        programs = lower_parts([first for first, _ in parts], every, threads, network)
         layouts = build_layouts(problem, placed, every)
     if placed.passes.remap is None:
         return Draft(problem, placed, tuple(every), programs, layouts)

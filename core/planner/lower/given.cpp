@@ -12,6 +12,7 @@ class Fields {
   Fields at(const char* name) const { return {of_.attr(name), buffers_}; }
   bool there(const char* name) const { return !of_.attr(name).is_none(); }
   int64_t number(const char* name) const { return nb::cast<int64_t>(of_.attr(name)); }
+  double real(const char* name) const { return nb::cast<double>(of_.attr(name)); }
   bool flag(const char* name) const { return nb::cast<bool>(of_.attr(name)); }
   operator Ints() const { return view<Ints>(); }
   operator IntRows() const { return view<IntRows>(); }
@@ -95,6 +96,21 @@ Lowering open(nb::handle given, nb::str phase) {
     low.early = own.at("beside").at("early");
   }
   return low;
+}
+
+std::unique_ptr<Network> open_network(nb::handle given) {
+  auto made = std::make_unique<Network>();
+  const Fields own(nb::borrow(given), made->buffers);
+  made->sent = own.at("sent");
+  made->first = own.number("first");
+  made->ranks_per_node = own.number("ranks_per_node");
+  made->nics_per_node = own.number("nics_per_node");
+  made->byte_us = own.real("byte_us");
+  made->round_us = own.real("round_us");
+  made->incast = own.real("incast");
+  made->peers = own.real("peers");
+  made->one_peer = own.real("one_peer");
+  return made;
 }
 
 }  // namespace apportion::lower

@@ -165,7 +165,22 @@ struct Lowering {
   int64_t key_row(const Task& task) const { return block_row[task.k] + task.k0 - block_start[task.k]; }
 };
 
-// Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Needs the GIL.
+// The network between nodes: `Network` of apportion/planner/congestion.py. sent: bytes of a row and head, by tensor;
+// first: number of the first rank in the cluster; round_us: what one round more takes.
+struct Network {
+  Ints sent;
+  int64_t first, ranks_per_node, nics_per_node;
+  double byte_us, round_us, incast, peers, one_peer;
+  std::deque<Buffer> buffers;
+
+  int64_t node(int64_t rank) const { return (first + rank) / ranks_per_node; }
+  int64_t nic(int64_t rank) const {
+    return node(rank) * nics_per_node + (first + rank) % ranks_per_node * nics_per_node / ranks_per_node;
+  }
+};
+
+// Opens the arrays of a `Lowering`, by the names of its fields, for one phase. Needs the GIL, as does the other.
 Lowering open(nb::handle given, nb::str phase);
+std::unique_ptr<Network> open_network(nb::handle given);
 
 }  // namespace apportion::lower

@@ -13,6 +13,7 @@
 
 #include "bind.hpp"
 #include "planner/lower/phase.hpp"
+#include "planner/lower/senders.hpp"
 
 namespace apportion {
 
@@ -279,15 +280,17 @@ class Writer {
 };
 
 // (rows, steps, tables): the tables as (ptr, values), none where there are more work rows of one rank, or steps of all
-// ranks, than they can number, which are told.
-nb::object tables_of(nb::handle given, nb::str phase) {
+// ranks, than they can number, which are told. network: None where rounds stay as they are.
+nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
   const Lowering low = open(given, phase);
+  const std::unique_ptr<Network> between = network.is_none() ? nullptr : open_network(network);
   const bool backward = std::string_view(phase.c_str()) == "backward";
   Program program;
   std::unique_ptr<Writer> writer;
   try {
     unlocked([&] {
       program = lower_phase(low, backward);
+      if (between) bound_senders(program, low, *between);
       if (const int64_t all = low.groups.ranks() * program.steps.count(); all >= MOST) throw Beyond{0, all};
       writer = std::make_unique<Writer>(program, low, backward);
     });
@@ -321,6 +324,6 @@ nb::object tables_of(nb::handle given, nb::str phase) {
 
 }  // namespace lower
 
-void bind_lower(nb::module_& m) { m.def("tables", &lower::tables_of); }
+void bind_lower(nb::module_& m) { m.def("tables", &lower::tables_of, nb::arg("lowering"), nb::arg("phase"), nb::arg("network").none()); }
 
 }  // namespace apportion

@@ -1,0 +1,232 @@
+// A round that would take longer because NICs meet at a receiver becomes a row of rounds, launched and waited for where
+// it was:
+//
+//   launch r: from a, b, c      pieces, the longest first, coloured: in a colour each NIC sends one and receives one
+//        ▼                                      0: a        1: b        2: c
+//   launch r: from a, b         so many colours together as are fastest by the figures of the network
+//   launch r + 1: from c
+//
+// Pieces are tiles, or all tiles of a pair of NICs, whichever is faster; tiles inside a node go with the first round.
+#include "planner/lower/senders.hpp"
+
+#include <algorithm>
+#include <tuple>
+
+#include "planner/matching.hpp"
+
+namespace apportion::lower {
+
+namespace {
+
+// A tile that a NIC sends to another. send, receive: its transfers.
+struct Tile {
+  int64_t out, in, send, receive;
+  double us;
+
+  std::pair<int64_t, int64_t> pair() const { return {out, in}; }
+};
+
+// Tiles that lie side by side, from one NIC to another.
+struct Piece {
+  int64_t out, in, first, tiles;
+  double us;
+  int32_t colour;
+
+  std::pair<int64_t, int64_t> pair() const { return {out, in}; }
+};
+
+// How the pieces of a round go: `together` colours in each of some rounds, which take so long one after another.
+struct Way {
+  Growing<Piece> pieces;
+  int64_t colours = 1, together = 1;
+  double us = 0;
+
+  int64_t rounds() const { return (colours - 1) / together + 1; }
+};
+
+class Ways {
+ public:
+  Ways(const Network& network, int64_t ranks) : network_(network), nics_(network.nic(ranks - 1) + 1) {}
+
+  // The fastest way of tiles, which are sorted by pair.
+  Way fastest(const Growing<Tile>& tiles) const {
+    Way best = in_pieces(tiles, true);
+    if (best.colours < 2) return best;
+    const Way pairs = best;
+    best.together = best.colours;
+    best.us = time_us(best.pieces, best.together);
+    try_all(pairs, best);
+    if (pairs.pieces.count() < tiles.count()) try_all(in_pieces(tiles, false), best);
+    return best;
+  }
+
+ private:
+  struct Nic {
+    int64_t others = 0;
+    double us = 0;
+  };
+
+  // Coloured, rising by colour.
+  Way in_pieces(const Growing<Tile>& tiles, bool pairs) const {
+    Way way;
+    for (int64_t at = 0; at < tiles.count(); ++at) {
+      const Tile& tile = tiles[at];
+      if (pairs && !way.pieces.empty() && way.pieces.back().pair() == tile.pair()) {
+        ++way.pieces.back().tiles;
+        way.pieces.back().us += tile.us;
+      } else {
+        way.pieces.push_back({tile.out, tile.in, at, 1, tile.us, 0});
+      }
+    }
+    const auto longer = [](const Piece& a, const Piece& b) { return a.us > b.us; };
+    std::stable_sort(way.pieces.begin(), way.pieces.end(), longer);
+    Growing<int64_t> out, in, sent(nics_), received(nics_);
+    for (const Piece& piece : way.pieces) {
+      out.push_back(piece.out);
+      in.push_back(piece.in);
+      way.colours = std::max({way.colours, ++sent[piece.out], ++received[piece.in]});
+    }
+    Growing<int32_t> colour(out.count());
+    colour_edges({out.data(), false, out.count()}, {in.data(), false, in.count()}, nics_, way.colours,
+                 {colour.data(), colour.count()});
+    for (int64_t at = 0; at < out.count(); ++at) way.pieces[at].colour = colour[at];
+    const auto before = [](const Piece& a, const Piece& b) { return a.colour < b.colour; };
+    std::stable_sort(way.pieces.begin(), way.pieces.end(), before);
+    return way;
+  }
+
+  void try_all(Way way, Way& best) const {
+    for (way.together = 1; way.together < way.colours; way.together *= 2) {
+      way.us = time_us(way.pieces, way.together) + real(way.rounds() - 1) * network_.round_us;
+      if (way.us < best.us) best = way;
+    }
+  }
+
+  // Rounds of `together` colours one after another, each as long as its busiest NIC.
+  double time_us(const Growing<Piece>& pieces, int64_t together) const {
+    double total = 0;
+    Growing<Piece> round;
+    for (int64_t at = 0; at < pieces.count(); ++at) {
+      round.push_back(pieces[at]);
+      if (at + 1 < pieces.count() && pieces[at + 1].colour / together == pieces[at].colour / together) continue;
+      total += round_us(round);
+      round.clear();
+    }
+    return total;
+  }
+
+  double round_us(Growing<Piece>& pieces) const {
+    std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.pair() < b.pair(); });
+    Growing<Nic> out(nics_), in(nics_);
+    for (int64_t at = 0; at < pieces.count(); ++at) {
+      if (at > 0 && pieces[at].pair() == pieces[at - 1].pair()) continue;
+      ++out[pieces[at].out].others;
+      ++in[pieces[at].in].others;
+    }
+    double longest = 0;
+    for (const Piece& piece : pieces) {
+      Nic &from = out[piece.out], &to = in[piece.in];
+      const double us = piece.us * factor(from.others, to.others);
+      longest = std::max({longest, from.us += us, to.us += us});
+    }
+    return longest;
+  }
+
+  double factor(int64_t receivers, int64_t senders) const {
+    if (receivers == 1 && senders == 1) return 1 / network_.one_peer;
+    return 1 + network_.incast * std::min(real(senders - 1), network_.peers);
+  }
+
+  const Network& network_;
+  int64_t nics_;
+};
+
+// Tiles between nodes of each step, sorted by pair of NICs and of ranks.
+class Tiles {
+ public:
+  Tiles(const Program& program, const Lowering& low, const Network& network)
+      : transfers_(program.transfers), low_(low), network_(network), sent_(program.steps.count()), received_(sent_) {
+    for (int64_t at = 0; at < transfers_.count(); ++at) {
+      const Transfer& one = transfers_[at];
+      if (network.node(one.rank) != network.node(one.peer)) (one.send ? sent_ : received_)[one.step].push_back(at);
+    }
+  }
+
+  Growing<Tile> of(int64_t step) {
+    // the k-th tile that one rank sends to another is the k-th that this receives from it
+    sort(sent_[step]);
+    sort(received_[step]);
+    Growing<Tile> tiles;
+    for (int64_t at = 0; at < sent_[step].count(); ++at) {
+      const int64_t send = sent_[step][at];
+      const Transfer& one = transfers_[send];
+      tiles.push_back({network_.nic(one.rank), network_.nic(one.peer), send, received_[step][at], us(one)});
+    }
+    const auto before = [](const Tile& a, const Tile& b) { return a.pair() < b.pair(); };
+    std::stable_sort(tiles.begin(), tiles.end(), before);
+    return tiles;
+  }
+
+ private:
+  std::pair<int32_t, int32_t> ends(int64_t at) const {
+    const Transfer& one = transfers_[at];
+    return one.send ? std::pair(one.rank, one.peer) : std::pair(one.peer, one.rank);
+  }
+  void sort(Growing<int64_t>& some) const {
+    std::stable_sort(some.begin(), some.end(), [&](int64_t a, int64_t b) { return ends(a) < ends(b); });
+  }
+  double us(const Transfer& one) const {
+    const Tensor tensor = one.operand.tensor();
+    int64_t heads = (KV_SIDE.has(tensor) ? low_.sets.key_columns : low_.sets.query_heads)[one.rank];
+    if (HEADLESS.has(tensor)) heads = 1;
+    return real(one.operand.rows() * heads * network_.sent[static_cast<int64_t>(tensor)]) * network_.byte_us;
+  }
+
+  const Growing<Transfer>& transfers_;
+  const Lowering& low_;
+  const Network& network_;
+  Growing<Growing<int64_t>> sent_, received_;
+};
+
+}  // namespace
+
+void bound_senders(Program& program, const Lowering& low, const Network& network) {
+  Tiles tiles(program, low, network);
+  const Ways ways(network, low.groups.ranks());
+  Growing<int32_t> part(program.transfers.count());  // of each transfer, which of the rounds of its step
+  const auto split = [&](int64_t step) {
+    const Growing<Tile> own = tiles.of(step);
+    const Way way = ways.fastest(own);
+    for (const Piece& piece : way.pieces)
+      for (int64_t at = piece.first; at < piece.first + piece.tiles; ++at)
+        part[own[at].send] = part[own[at].receive] = narrow(piece.colour / way.together);
+    return way.rounds();
+  };
+  Growing<Step> steps;
+  Growing<int64_t> first, times;  // of each step as it was: where it begins, and in how many
+  program.rounds = 0;
+  for (const Step& step : program.steps) {
+    const int64_t own = first.count();
+    first.push_back(steps.count());
+    times.push_back(step.op == Op::LAUNCH ? split(own) : step.op == Op::WAIT ? times[step.launch] : 1);
+    for (int64_t at = 0; at < times[own]; ++at) {
+      Step made = step;
+      if (step.op == Op::LAUNCH) made.round = program.rounds++;
+      if (step.op == Op::LAUNCH && times[own] > 1) made.mode &= ~ALL_TO_ALL;
+      if (step.op == Op::WAIT) {
+        made.launch = first[step.launch] + at;
+        made.round = steps[made.launch].round;
+      }
+      steps.push_back(made);
+    }
+  }
+  program.steps = std::move(steps);
+  for (int64_t at = 0; at < part.count(); ++at) {
+    Transfer& one = program.transfers[at];
+    one.step = narrow(first[one.step] + part[at]);
+  }
+  for (Attention& one : program.attention) one.step = narrow(first[one.step]);
+  for (RowOp& one : program.rowops) one.step = narrow(first[one.step]);
+}
+
+}  // namespace apportion::lower

@@ -1,0 +1,11 @@
+// Edge colouring of a bipartite multigraph: in each colour a vertex has one edge at most.
+#pragma once
+
+#include "array.hpp"
+
+namespace apportion {
+
+// The colours of the edges src -> dst, both in [0, ranks), of which there are `count`, at least the largest degree.
+void colour_edges(Ints src, Ints dst, std::int64_t ranks, std::int64_t count, Column<std::int32_t> colour);
+
+}  // namespace apportion

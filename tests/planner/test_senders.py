@@ -1,0 +1,105 @@
+"""Rounds in which NICs would meet at a receiver, as rounds with fewer senders: the same numbers, sooner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apportion.backends import numpy as executor
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.isa import TABLES, Op
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.tensors import PHASES
+from apportion.planner import api
+from apportion.planner.cost import CostModel
+from apportion.planner.simulate import prepare, simulate
+from apportion.planner.simulate.scenarios import SCENARIOS, applied
+
+H100 = Hardware.load("h100")
+MODEL = Model(q_heads=8, kv_heads=4, head_dim=8, dtype="fp64")
+#: where several senders at a time cost so much, and a round so little, that no two ever meet
+ALONE = replace(H100, incast=Figure(10, "made up"), rowop_us=Figure(0, "made up"))
+RECIPES = ("fcp_paper", "fcp", "distca", "dcp", "blend", "ulysses", "usp", "zeppelin", "allgather", "mixed")
+UPIPE = {
+    "name": "upipe",
+    "steps": {
+        "inner": {"upipe": {"degree": "auto", "heads": "auto", "project": False}},
+        "shard": {"sequences": {}},
+        "place": {"whole": {}},
+        "schedule": {"gather": {}},
+    },
+}
+
+
+def planned(recipe: Any, hardware: Hardware, cluster: Cluster) -> Plan:
+    batch = Batch.from_lengths([900, 420, 200, 90, 40, 300, 77, 21])
+    return api.plan(batch, replace(cluster, inter_latency_us=0.0), MODEL, recipe=recipe, hardware=hardware)
+
+
+def most_senders(plan: Plan) -> int:
+    """The most NICs that send to one in a round."""
+    most, ranks = 0, plan.header.ranks
+    for item in prepare(plan, CostModel(H100, MODEL)):
+        traffic, script = item.traffic, item.script
+        far = np.flatnonzero(traffic.in_port >= 2 * ranks)
+        columns = script.round[traffic.receiver], traffic.in_port, traffic.out_port
+        pairs = np.unique(np.stack([column[far] for column in columns]), axis=1)
+        most = max(most, *np.unique(pairs[:2], axis=1, return_counts=True)[1].tolist(), 0)
+    return most
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 2), (4, 2, 1), (8, 1, 1)])
+@pytest.mark.parametrize("recipe", [*RECIPES, UPIPE], ids=[*RECIPES, "upipe"])
+def test_the_same_numbers_from_one_sender_at_a_time(recipe: Any, shape: tuple[int, int, int]) -> None:
+    cluster = Cluster(shape[0], shape[1], nics_per_node=shape[2])
+    before, after = (planned(recipe, hardware, cluster) for hardware in (H100, ALONE))
+    assert most_senders(after) <= 1
+    draw = np.random.default_rng(0)
+    heads = (MODEL.q_heads, MODEL.kv_heads, MODEL.kv_heads, MODEL.q_heads)
+    q, k, v, do = (draw.normal(size=(before.request.batch.tokens, count, 8)) for count in heads)
+    for one, other in zip(
+        *(executor.run(plan, "default", q, k, v, do)[:5] for plan in (before, after)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    for phase in PHASES:  # whatever else they do
+        tables = [plan.programs["default", phase] for plan in (before, after)]
+        for name in ("operands", "transfers", "tasks", "grads", "rowops"):
+            assert len(tables[0][name]) == len(tables[1][name])
+        ops = [table["instructions"]["op"] for table in tables]
+        kept = [op[(op != Op.LAUNCH) & (op != Op.WAIT)].tolist() for op in ops]
+        assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("recipe", ["fcp_paper", "distca", "ulysses", "blend"])
+def test_robust_to_incast(recipe: str) -> None:
+    """A plan that knows of it is faster under it than one that does not."""
+    batch, cluster = (
+        Batch.from_lengths([40_000, 9000, 20_000, 3000, 30_000, 8000, 11_000] * 4),
+        Cluster(16, 2),
+    )
+    model = Model(32, 8, 128)
+    told, links = applied(next(one for one in SCENARIOS if one.name == "incast"), H100, cluster)
+    plans = [
+        api.plan(batch, links, model, recipe=recipe, hardware=known, verify=False) for known in (H100, told)
+    ]
+    blind, aware = (simulate(plan, told) for plan in plans)
+    assert aware.forward_ms + aware.backward_ms < blind.forward_ms + blind.backward_ms
+
+
+def test_rounds_stay_whole_where_splitting_gains_nothing() -> None:
+    for cluster, figures in (
+        (Cluster(4, 2), {"incast": Figure(1e-6, "made up")}),
+        (Cluster(4, 2), {"one_peer": Figure(0.65, "made up")}),
+        (Cluster(1, 8), {"incast": Figure(10, "made up")}),
+    ):
+        before, after = (planned("fcp_paper", known, cluster) for known in (H100, replace(H100, **figures)))
+        for key, tables in before.programs.items():
+            for name in TABLES:
+                np.testing.assert_array_equal(tables[name].values, after.programs[key][name].values)
