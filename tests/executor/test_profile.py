@@ -27,6 +27,7 @@ from apportion.backends.torch.profile.device import (
     profile,
 )
 from apportion.backends.torch.profile.links import Line, Links, fit, profile_links, with_links
+from apportion.backends.torch.profile.peers import Measured, Pattern, congestion, patterns
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
@@ -272,6 +273,52 @@ def test_all_ranks_of_two_nodes_are_at_work_at_once(pool: Pool) -> None:
         *("intra_gbs", "intra_latency_us", "inter_gbs", "inter_latency_us"),
     }
     assert Hardware.from_data(hardware.to_data()) == hardware
+
+
+def test_peers_are_swept_where_there_are_several_nodes(pool: Pool) -> None:
+    """Four nodes of a rank: one or two peers; a line through several numbers of senders needs more."""
+    links, *others = pool.run(jobs_profile.links, 4, SIZES, each=[3, 1, 2, 5])
+    assert all(other == links for other in others)
+    hardware = with_links(Hardware.load("h100"), jobs_profile.from_data(links))
+    assert hardware.one_peer is not None
+    assert hardware.one_peer.interval is not None
+    assert hardware.incast is None
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 2), (9, 3)])
+def test_patterns_meet(shape: tuple[int, int]) -> None:
+    """Whoever sends is received from, over other nodes alone."""
+    nodes = np.arange(shape[0] * shape[1]).reshape(shape).tolist()
+    found = patterns(nodes)
+    assert {one.peers for one in found} == {peers for peers in (1, 2, 4, 8) if peers < shape[0]}
+    assert {one.rails for one in found} == ({True} if shape[1] == 1 else {True, False})
+    for pattern in found:
+        ends = [pattern.ends(nodes, rank) for rank in range(shape[0] * shape[1])]
+        sent = {(rank, to) for rank, (ahead, _) in enumerate(ends) for to in ahead}
+        assert sent == {(of, rank) for rank, (_, behind) in enumerate(ends) for of in behind}
+        assert all(a // shape[1] != b // shape[1] for a, b in sent)
+        assert all((a % shape[1] == b % shape[1]) == pattern.rails for a, b in sent)
+        assert max(len(behind) for _, behind in ends) == pattern.peers
+    assert patterns([[0, 1], [2]]) == patterns([[0, 1]]) == []
+
+
+def test_figures_of_peers_are_those_that_rates_were_made_of() -> None:
+    """Shares are of what a crowd of eight senders reaches, which incast slows down itself."""
+    incast, one_peer, crowd = 0.2, 0.6, 8
+    base = 1 + incast * 7
+    sweep = [
+        Measured(
+            Pattern(peers, True, balanced),
+            tuple(share * base for share in ([one_peer] if peers == 1 else [1 / (1 + incast * (peers - 1))]))
+            * 3,
+        )
+        for balanced in (True, False)
+        for peers in (1, 2, 4, 8)
+    ]
+    found = congestion(sweep, crowd, "gloo")
+    assert (found["incast"].value, found["incast_peers"].value) == (0.2, 7)
+    assert found["one_peer"].value == pytest.approx(one_peer, abs=1e-3)
+    assert congestion([one for one in sweep if one.pattern.peers == 1], 1, "gloo") == {}
 
 
 def test_one_rank_has_no_links() -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from apportion.backends.torch.profile.clock import Runs
 from apportion.backends.torch.profile.device import Effort, profile
 from apportion.backends.torch.profile.links import Line, Links, profile_links
+from apportion.backends.torch.profile.peers import Measured, Pattern
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor as Name
@@ -23,10 +24,11 @@ def links(
     return asdict(profile_links(comm._groups[0], node, sizes, runs=2))
 
 
-def from_data(data: dict[str, dict[str, float] | float | str]) -> Links:
+def from_data(data: dict[str, Any]) -> Links:
     """The links of plain data."""
     lines = {name: data[name] and Line(**data[name]) for name in ("intra", "inter")}
-    return Links(**data | lines)
+    sweep = [Measured(Pattern(**one["pattern"]), tuple(one["shares"])) for one in data["sweep"]]
+    return Links(**data | lines | {"sweep": tuple(sweep)})
 
 
 def lone_task(comm: Communicator) -> list[float]:

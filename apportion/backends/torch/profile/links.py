@@ -3,6 +3,7 @@
 pair      ping-pong of two ranks, one message at a time                     latency
 crowd     every rank sends to all peers of its node at once, or to its       bandwidth as rounds of plans have it;
           counterparts on all other nodes, and receives from them            NICs: crowd over pair
+peers     one, two, four and eight peers on other nodes, evenly or to one     incast, one_peer
 posting   rounds of many short messages                                      post_us
 beside    a matrix product while a round is on the wire                      contention
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from apportion.backends.torch.memory.arenas import Post
 from apportion.backends.torch.profile.clock import beside_us, wall_us
+from apportion.backends.torch.profile.peers import Measured, congestion, patterns
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ExecutionError
 from apportion.ir.request.figures import Figure
@@ -46,7 +48,8 @@ class Line:
 class Links:
     """Between ranks of a node and of different nodes; None where the group has no such pair. latency: of a pair alone;
     gbs: with all peers at once, inside a node of one rank, between nodes of one of `nics`. post_us: of a message of a
-    round; contention: of kernels beside transfers, see `Hardware`."""
+    round; contention: of kernels beside transfers, see `Hardware`. sweep: rates by peers; crowd: senders of a rank in
+    what inter was measured with."""
 
     intra: Line | None
     inter: Line | None
@@ -54,6 +57,8 @@ class Links:
     nics: int
     post_us: float
     contention: float
+    sweep: tuple[Measured, ...] = ()
+    crowd: int = 0
 
 
 def profile_links(
@@ -85,7 +90,9 @@ def profile_links(
     if intra is not None and inside is not None:
         intra = replace(intra, gbs=inside)
     backend = str(dist.get_backend(group))
-    return Links(intra, inter, backend, nics, job.post_us(), job.contention())
+    sweep = () if inter is None or between is None else job.sweep(between, inter.gbs)
+    crowd = len(set(nodes)) - 1
+    return Links(intra, inter, backend, nics, job.post_us(), job.contention(), sweep, crowd)
 
 
 def with_links(hardware: Hardware, links: Links) -> Hardware:
@@ -106,6 +113,10 @@ def with_links(hardware: Hardware, links: Links) -> Hardware:
             changed[f"{scope}_latency_us"] = Figure(line.latency_us, pair)
     if links.inter is not None:
         changed["nics_per_node"] = Figure(links.nics, f"{crowd}, over what a pair reaches alone")
+        changed |= congestion(links.sweep, links.crowd, links.backend)
+        if "incast" in changed:  # the rate of a sender alone, so that crowds take what they took
+            slow = 1 + changed["incast"].value * min(links.crowd - 1, changed["incast_peers"].value)
+            changed["inter_gbs"] = Figure(round(slow * links.inter.gbs, 4), f"{crowd}, without incast")
     return replace(hardware, **changed)
 
 
@@ -194,6 +205,30 @@ class _LinkJob:
     def _round_us(self, posts: Sequence[Post]) -> float:
         """The best of `runs`."""
         return min(self._each(lambda: self.comm.batch(0, posts).wait()))
+
+    # --- few peers
+
+    def sweep(self, between: float, nic: float) -> tuple[Measured, ...]:
+        """Rates by peers, as shares of those of crowds. between, nic: 1e9 bytes/s that crowds reach of a rank, and of
+        a NIC, which one receiver has for itself."""
+        rank, size = self.comm.rank, max(self.messages)
+        nodes = [
+            [other for other, of in enumerate(self.nodes) if of == node] for node in sorted(set(self.nodes))
+        ]
+        sent, received = self._bytes(size), self._bytes(size)
+        found = []
+        for pattern in patterns(nodes):
+            ends = pattern.ends(nodes, rank)
+            part = size // pattern.peers
+            posts = [
+                Post(sends, peer, memory[at * part : (at + 1) * part])
+                for sends, peers, memory in ((True, ends[0], sent), (False, ends[1], received))
+                for at, peer in enumerate(peers)
+            ]
+            took = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
+            best = between if pattern.balanced else nic
+            found.append(Measured(pattern, tuple(part * pattern.peers / us / 1e3 / best for us in took)))
+        return tuple(found)
 
     # --- posting
 

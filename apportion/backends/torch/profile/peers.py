@@ -1,0 +1,113 @@
+"""How the rate between nodes depends on who talks to whom: patterns of messages, and figures from what they take.
+
+    balanced       every rank sends to k ranks on the next k nodes, and receives from k on those before
+    many-to-one    k ranks on k nodes send to one rank of another
+
+Each with ranks at the same place of their nodes (rail-aligned), and from one place to the next (across rails). A rank's
+bytes are the same whatever k is. Rates are shares of what crowds of all ranks reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.ir.request.figures import LEAST, Figure
+
+PEERS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """peers: k; rails: whether ranks are at the same place; balanced: else many-to-one."""
+
+    peers: int
+    rails: bool
+    balanced: bool
+
+    def ends(self, nodes: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
+        """(to, from): the ranks that a rank sends to and receives from. nodes: ranks of each, equally many."""
+        at = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+        place, count, on_node = nodes[at].index(rank), len(nodes), len(nodes[at])
+        step = 0 if self.rails else 1
+        if self.balanced:
+            ahead = [nodes[(at + by) % count][(place + step) % on_node] for by in range(1, self.peers + 1)]
+            behind = [nodes[(at - by) % count][(place - step) % on_node] for by in range(1, self.peers + 1)]
+            return ahead, behind
+        senders = [nodes[by][step] for by in range(1, self.peers + 1)]
+        receiver = nodes[0][0]
+        return [receiver] if rank in senders else [], senders if rank == receiver else []
+
+
+@dataclass(frozen=True)
+class Measured:
+    """shares: of each run, what a receiver gets of the rate that crowds reach."""
+
+    pattern: Pattern
+    shares: tuple[float, ...]
+
+
+def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
+    """All that there are ranks for; none where nodes differ in size."""
+    if len(nodes) < 2 or len({len(ranks) for ranks in nodes}) > 1:
+        return []
+    rails = (True, False) if len(nodes[0]) > 1 else (True,)
+    return [
+        Pattern(peers, aligned, balanced)
+        for balanced in (True, False)
+        for aligned in rails
+        for peers in PEERS
+        if peers < len(nodes)
+    ]
+
+
+def congestion(sweep: Sequence[Measured], crowd: int, backend: str) -> dict[str, Figure]:
+    """The figures `incast`, `incast_peers`, `one_peer` of a hardware that the sweep tells, with the range over runs.
+    crowd: how many senders a receiver had in the crowds."""
+    many = _by_peers(sweep, balanced=False)
+    found: dict[str, Figure] = {}
+    if len([peers for peers in many if peers > 1]) > 1:
+        each = [_slope({peers: shares[run] for peers, shares in many.items()}) for run in range(_runs(many))]
+        source = f"measured: one rank receives from {_words(many)} over {backend}, a line fitted"
+        found["incast"] = _figure(each, source, 0.0, 10.0)
+        found["incast_peers"] = Figure(max(many) - 1, source)
+    single = _by_peers(sweep, balanced=True).get(1)
+    if single is not None and crowd > 1:
+        incast = found["incast"].value if found else 0.0
+        most = found["incast_peers"].value if found else 0.0
+        # of what one sender would get in a crowd that nothing slows down
+        base = 1 + incast * min(crowd - 1, most)
+        source = f"measured: pairs of ranks over {backend}, over all ranks to all peers"
+        found["one_peer"] = _figure([share / base for share in single], source, LEAST, 1.0)
+    return found
+
+
+def _by_peers(sweep: Sequence[Measured], balanced: bool) -> dict[int, tuple[float, ...]]:
+    """Peers -> shares, rail-aligned, as plans send where they can."""
+    chosen = [one for one in sweep if one.pattern.balanced == balanced and one.pattern.rails]
+    return {one.pattern.peers: one.shares for one in chosen}
+
+
+def _runs(many: dict[int, tuple[float, ...]]) -> int:
+    return min(map(len, many.values()))
+
+
+def _slope(shares: dict[int, float]) -> float:
+    """By how much longer each further sender makes a byte, over what it takes with one: 1 / share is a line."""
+    further = np.array([peers - 1 for peers in shares if peers > 1])
+    slope, base = np.polyfit(further, [1 / shares[peers] for peers in shares if peers > 1], 1)
+    return float(slope / base) if base > 0 else 0.0
+
+
+def _figure(runs: Sequence[float], source: str, least: float, most: float) -> Figure:
+    """The median of the runs."""
+    inside = np.clip(runs, least, most).round(3)
+    low, value, high = inside.min(), np.median(inside), inside.max()
+    return Figure(float(value), source, interval=(float(low), float(high)))
+
+
+def _words(many: dict[int, Any]) -> str:
+    return ", ".join(map(str, many))
