@@ -1,0 +1,305 @@
+"""What congestion between nodes explains of three papers' figures: FCP's Table 2, Zeppelin's Figure 11 and
+MagiAttention's benchmark on H100s, with today's figures and with those that fit best.
+
+Run: python -m benchmarks.congestion (a few minutes on one core). Writes all rows to benchmarks/results/congestion.json
+and the tables between the markers of docs/papers.md; `--only NAME,...` measures some anew, `--only none` writes the
+tables alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from apportion.bench import cluster_of
+from apportion.cli.environment import versions
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.policy import Recipe
+from apportion.planner import api
+from apportion.planner.cost import CostModel
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.planner.schedule.rounds import Matchings
+from apportion.planner.simulate import simulate
+from apportion.planner.simulate.scenarios import INCAST_PEERS
+from benchmarks.comparison import FCP_TRACES, LLAMA_3B, LLAMA_70B, zeppelin
+from benchmarks.published import FLOPS, PUBLISHED
+from benchmarks.targets import line
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/congestion.json"
+PAGE = ROOT / "docs/papers.md"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is assumed of the network between nodes. rate: share of the hardware's bandwidth of a NIC."""
+
+    rate: float = 1.0
+    incast: float = 0.0
+    one_peer: float = 1.0
+
+    def hardware(self, hardware: Hardware) -> Hardware:
+        made = {"incast": self.incast, "incast_peers": INCAST_PEERS, "one_peer": self.one_peer}
+        rate = Figure(self.rate * hardware.inter_gbs.value, "fitted", True)
+        figures = {name: Figure(value, "fitted", True) for name, value in made.items()}
+        return replace(hardware, inter_gbs=rate, **figures)
+
+
+TODAY = Figures()
+TRIED = [Figures(*one) for one in product((1.0, 0.5, 0.32, 0.16), (0.0, 0.085, 0.17, 0.34), (1.0, 0.65))]
+
+#: step -> figures that were published, and the same as they are simulated under some figures
+Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]]]]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """name: of the marker; figures: what the columns are; steps: see `Pairs`."""
+
+    name: str
+    title: str
+    figures: tuple[str, ...]
+    steps: Callable[[], Pairs]
+
+
+# --- FCP, Table 2
+
+FCP_RANKS, FCP_BATCHES = 128, 1
+FCP_BLOCKS = {"blocks": {"block": 4096, "zigzag": True}}
+SINGLE = {"matchings": {"coalesce": 1, "buffers": 3}}
+COALESCED = {"matchings": {"coalesce": 16, "buffers": 3}}
+
+
+def _pulled(self: Matchings, src: Ints, dst: Ints, ranks: int) -> Ints:
+    """Slots without matchings: every receiver pulls its tiles one after another, in an order of its own."""
+    order = np.random.default_rng(1).permutation(len(dst))
+    order = order[np.argsort(dst[order], kind="stable")]
+    first = np.searchsorted(dst[order], np.arange(ranks))
+    slot = np.empty(len(dst), np.int32)
+    slot[order] = np.arange(len(dst)) - first[dst[order]]
+    return slot
+
+
+def fcp() -> Pairs:
+    """Attention of Llama 70B on 128 H20s, MFU over that of a single GPU: base gathers everything, #1 pipelines blocks,
+    #2 matches them, #3 coalesces 16 slots to a round."""
+    hardware = Hardware.load("h20")
+    batch = FCP_TRACES["long"](FCP_RANKS * 32768, 0)
+    cluster = cluster_of(FCP_RANKS, None, hardware)
+    steps: dict[str, tuple[tuple[float, ...], Any, AbstractContextManager[Any]]] = {
+        "base": ((0.29, 0.37), {"gather": {}}, nullcontext()),
+        "#1, pipelined": ((0.48, 0.46), SINGLE, patch.object(Matchings, "_colour", _pulled)),
+        "#2, matchings": ((0.62, 0.59), SINGLE, nullcontext()),
+        "#3, coalesced": ((0.70, 0.69), COALESCED, nullcontext()),
+    }
+
+    def efficiency(figures: Figures, schedule: Any, how: AbstractContextManager[Any]) -> tuple[float, ...]:
+        known = figures.hardware(hardware)
+        links = replace(cluster, inter_gbs=known.inter_gbs.value)
+        recipe = Recipe("fcp", {"shard": FCP_BLOCKS, "place": {"lpt": {}}, "schedule": schedule})
+        # only what is coalesced keeps the order of the matchings: a gather is posted as a whole
+        planned_for = known if schedule is COALESCED else hardware
+        with how:
+            plan = _planned(batch, links, LLAMA_70B, recipe, planned_for)
+        runs = simulate(plan, known, links).runs
+        found = []
+        for phase in FLOPS:
+            mine = [run for (_, own), run in runs.items() if own == phase]
+            found.append(sum(run.ideal_us for run in mine) / sum(run.makespan_us for run in mine))
+        return tuple(found)
+
+    return {
+        name: (published, lambda figures, s=schedule, h=how: efficiency(figures, s, h))  # type: ignore[misc]
+        for name, (published, schedule, how) in steps.items()
+    }
+
+
+# --- Zeppelin, Figure 11
+
+
+def _zeppelin(place: Any, schedule: Any, **more: Any) -> Recipe:
+    steps = {"shard": {"sequences": {}}, "place": place, "schedule": schedule}
+    return Recipe("zeppelin", steps | more)
+
+
+def zeppelin_ablation() -> Pairs:
+    """Throughput of a 3B model's layers on 32 A800s over that of a ring, arXiv lengths: routing over all NICs, zones
+    and queues, both, and tokens evened for linear layers."""
+    hardware, ranks, batches = Hardware.load("a800"), 32, 4
+    cluster = cluster_of(ranks, None, hardware)
+    ring, plain, routed = find_recipe("ring"), {"queues": {}}, {"queues": {"proxies": 8}}
+    parts = {"zeppelin": {"parts": 8}}
+    recipes = {
+        "routing": (1.6, _zeppelin({"zigzag": {"over": "sequence"}}, routed)),
+        "engine": (3.2, _zeppelin({"zeppelin": {}}, plain)),
+        "both": (3.51, _zeppelin(parts, routed)),
+        "all": (3.64, _zeppelin(parts, routed, remap={"flow": {}})),
+    }
+    drawn = [zeppelin("arxiv")(ranks * 4096, seed) for seed in range(batches)]
+
+    def layer_ms(figures: Figures, recipe: Recipe) -> float:
+        known = figures.hardware(hardware)
+        links, total = replace(cluster, inter_gbs=known.inter_gbs.value), 0.0
+        costs = CostModel(known, LLAMA_3B)
+        for batch in drawn:
+            plan = _planned(batch, links, LLAMA_3B, recipe, hardware)
+            run = simulate(plan, known, links)
+            fullest = batch.tokens / ranks * (1 + plan.report["imbalance"]["tokens"])
+            if recipe.step("remap") is not None:
+                fullest = batch.tokens / ranks
+            total += run.forward_ms + run.backward_ms + 3 * float(costs.linear_us(round(fullest))) / 1e3
+        return total
+
+    return {
+        name: ((gain,), lambda figures, r=recipe: (layer_ms(figures, ring) / layer_ms(figures, r),))  # type: ignore[misc]
+        for name, (gain, recipe) in recipes.items()
+    }
+
+
+# --- MagiAttention, H100
+
+
+def magi() -> Pairs:
+    """TFLOP/s a GPU, forward and backward, of its native collective and of its all-to-all-v, 3 packs."""
+    (case,) = (one for one in PUBLISHED if one.name == "magi-h100")
+    hardware = Hardware.load(case.hardware)
+
+    def tflops(figures: Figures, recipe: Recipe, ranks: int) -> tuple[float, ...]:
+        known, found = figures.hardware(hardware), []
+        cluster = cluster_of(ranks, None, hardware)
+        links = replace(cluster, inter_gbs=known.inter_gbs.value)
+        for seed in range(3):
+            batch = case.draw(ranks * case.tokens_per_rank, seed)
+            run = simulate(_planned(batch, links, case.model, recipe, hardware), known, links)
+            pairs = int((batch.lengths * (batch.lengths + 1) // 2).sum())
+            flops = pairs * case.model.q_heads * case.model.head_dim / ranks / 1e9
+            times = run.forward_ms, run.backward_ms
+            found.append([each * flops / ms for each, ms in zip(FLOPS.values(), times, strict=True)])
+        return tuple(np.mean(found, axis=0).tolist())
+
+    return {
+        f"{system.name.split(', ')[1]}, {ranks}": (
+            system.tflops[ranks],
+            lambda figures, r=system.recipe, n=ranks: tflops(figures, r, n),  # type: ignore[misc]
+        )
+        for system in case.systems
+        if system.name.startswith("MagiAttention")
+        for ranks in system.tflops
+    }
+
+
+_PLANS: dict[str, Plan] = {}
+
+
+def _planned(batch: Any, cluster: Any, model: Any, recipe: Recipe, hardware: Hardware) -> Plan:
+    """The plan, which is made once: links change no plan of these recipes but by `Figures.incast`."""
+    told = hardware.digest() if hardware.incast is not None else hardware.name
+    colour = Matchings._colour.__name__
+    key = repr((batch.lengths.tolist(), cluster.ranks, recipe.to_data(), told, colour))
+    if key not in _PLANS:
+        _PLANS[key] = api.plan(batch, cluster, model, recipe=recipe, hardware=hardware, verify=False)
+    return _PLANS[key]
+
+
+PAPERS = (
+    Paper("fcp-table-2", "FCP, Table 2", ("forward", "backward"), fcp),
+    Paper("zeppelin-figure-11", "Zeppelin, Figure 11", ("over the ring",), zeppelin_ablation),
+    Paper("magi-h100", "MagiAttention, H100", ("forward", "backward"), magi),
+)
+
+
+# --- measuring
+
+
+def measure(paper: Paper) -> dict[str, Any]:
+    """Every step under all figures that are tried, and the mean error of each."""
+    steps = paper.steps()
+    published = {name: list(theirs) for name, (theirs, _) in steps.items()}
+    tried = []
+    for figures in TRIED:
+        ours = {name: [round(one, 4) for one in simulated(figures)] for name, (_, simulated) in steps.items()}
+        tried.append({"figures": figures.__dict__, "ours": ours, "error": _error(published, ours)})
+    return {"name": paper.name, "columns": list(paper.figures), "published": published, "tried": tried}
+
+
+def _error(published: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence[float]]) -> float:
+    """The mean of |ours / theirs - 1|, where larger ones count as their inverse does."""
+    ratios = np.concatenate([np.log(np.array(ours[name]) / np.array(published[name])) for name in published])
+    return round(float(np.exp(np.abs(ratios).mean()) - 1), 4)
+
+
+# --- the page
+
+
+def table(paper: Mapping[str, Any]) -> str:
+    """A step a row: theirs, and ours with its error under today's figures and under the best of those that were tried,
+    and of the best at today's rate."""
+    tried = paper["tried"]
+    today = next(one for one in tried if one["figures"] == TODAY.__dict__)
+    rated = min((one for one in tried if one["figures"]["rate"] == 1.0), key=lambda one: one["error"])
+    best = min(tried, key=lambda one: one["error"])
+    shown = {"today": today, "best at today's rate": rated, "best": best}
+    names = [f"{name}{_words(one['figures'])}" for name, one in shown.items()]
+    lines = [line(["step", "theirs", *names]), line(["---", *["--:"] * (1 + len(names))])]
+    for step, theirs in paper["published"].items():
+        lines.append(line([step, *_cells(theirs, [one["ours"][step] for one in shown.values()])]))
+    lines.append(line(["mean error", "", *(f"{one['error']:.0%}" for one in shown.values())]))
+    return "\n".join([f"{' / '.join(paper['columns'])}; in brackets ours over theirs", "", *lines])
+
+
+def _words(figures: Mapping[str, float]) -> str:
+    named = {"rate": "rate x", "incast": "incast ", "one_peer": "one peer "}
+    changed = [f"{named[key]}{value:g}" for key, value in figures.items() if value != TODAY.__dict__[key]]
+    return f": {', '.join(changed)}" if changed else ""
+
+
+def _cells(theirs: Sequence[float], ours: Sequence[Sequence[float]]) -> Iterator[str]:
+    yield " / ".join(f"{one:.3g}" for one in theirs)
+    for each in ours:
+        ratios = " / ".join(f"{one / other:.2f}" for one, other in zip(each, theirs, strict=True))
+        yield f"{' / '.join(f'{one:.3g}' for one in each)} ({ratios})"
+
+
+def write_tables(papers: Sequence[Mapping[str, Any]]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for paper in papers:
+        marker = f"<!-- congestion: {paper['name']} -->\n"
+        made = f"{marker}{table(paper)}\n<!-- end -->"
+        text = re.sub(re.escape(marker) + r".*?<!-- end -->", lambda _: made, text, flags=re.DOTALL)  # noqa: B023
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", help="names of papers, separated by commas; none writes the tables alone")
+    only = parser.parse_args().only
+    known = {paper.name: paper for paper in PAPERS}
+    names = list(known) if only is None else [] if only == "none" else only.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no paper {', '.join(unknown)}: there is {', '.join(known)}")
+    rows = {
+        one["name"]: one for one in (json.loads(RESULTS.read_text())["papers"] if RESULTS.exists() else [])
+    }
+    for name in names:
+        rows[name] = measure(known[name]) | {"versions": versions()}
+        papers = [rows[one] for one in known if one in rows]
+        RESULTS.write_text(json.dumps({"papers": papers}, indent=1) + "\n", encoding="utf-8")
+    write_tables([rows[name] for name in known if name in rows])
+    print(f"rows are in {RESULTS}, tables in {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
