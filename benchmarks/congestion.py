@@ -54,7 +54,7 @@ class Figures:
     def hardware(self, hardware: Hardware) -> Hardware:
         made = {"incast": self.incast, "incast_peers": INCAST_PEERS, "one_peer": self.one_peer}
         rate = Figure(self.rate * hardware.inter_gbs.value, "fitted", True)
-        figures = {name: Figure(value, "fitted", True) for name, value in made.items()}
+        figures: dict[str, Any] = {name: Figure(value, "fitted", True) for name, value in made.items()}
         return replace(hardware, inter_gbs=rate, **figures)
 
 
@@ -140,11 +140,11 @@ def zeppelin_ablation() -> Pairs:
     and queues, both, and tokens evened for linear layers."""
     hardware, ranks, batches = Hardware.load("a800"), 32, 4
     cluster = cluster_of(ranks, None, hardware)
-    ring, plain, routed = find_recipe("ring"), {"queues": {}}, {"queues": {"proxies": 8}}
-    parts = {"zeppelin": {"parts": 8}}
+    ring = find_recipe("ring")
+    routed, parts = {"queues": {"proxies": 8}}, {"zeppelin": {"parts": 8}}
     recipes = {
         "routing": (1.6, _zeppelin({"zigzag": {"over": "sequence"}}, routed)),
-        "engine": (3.2, _zeppelin({"zeppelin": {}}, plain)),
+        "engine": (3.2, _zeppelin({"zeppelin": {}}, {"queues": {}})),
         "both": (3.51, _zeppelin(parts, routed)),
         "all": (3.64, _zeppelin(parts, routed, remap={"flow": {}})),
     }

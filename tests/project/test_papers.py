@@ -1,7 +1,11 @@
-"""The settings of benchmarks/paper_distca.py: sequences are full, and every group gets as many, evenly."""
+"""The settings of benchmarks/paper_distca.py: sequences are full, and every group gets as many, evenly. And the page of
+benchmarks/congestion.py."""
+
+import json
 
 import pytest
 
+from benchmarks import congestion
 from benchmarks.paper_distca import dealt, packed
 
 
@@ -19,3 +23,10 @@ def test_groups_get_as_many_sequences_and_the_heaviest_apart() -> None:
     assert sorted(map(len, groups)) == [2, 2]
     assert [[8], [2] * 4] in groups
     assert sorted([first, second, third, fourth]) == sorted(sequences)
+
+
+def test_what_congestion_explains_is_on_the_page() -> None:
+    page = congestion.PAGE.read_text(encoding="utf-8")
+    measured = json.loads(congestion.RESULTS.read_text())["papers"]
+    assert [one["name"] for one in measured] == [one.name for one in congestion.PAPERS]
+    assert all(congestion.table(one) in page for one in measured)

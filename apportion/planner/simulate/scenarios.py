@@ -21,8 +21,8 @@ from apportion.ir.structs import MAX_TEXT
 #: kernels have 124 of an H100's 132 multiprocessors beside transfers: FCP (section 6.1) sets 6 and 8 aside for
 #: communication, MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 to be enough for all-to-all-v
 SET_ASIDE = round(8 / (132 - 8), 3)
-#: how much each further sender of a receiver's NIC costs in a round, of seven at most, assumed: of .085, .17 and .34
-#: the first fits MagiAttention's figures best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
+#: how much each further sender of a receiver's NIC costs in a round, of seven at most, assumed: of .085, .17, .34 the
+#: first fits MagiAttention best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
 INCAST, INCAST_PEERS = 0.17, 7
 #: share of a NIC's rate that one peer gets, assumed, as of a pair of ranks that has some of the NIC's channels
 ONE_PEER = 0.65
