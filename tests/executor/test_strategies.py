@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.figures import Figure
+from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
@@ -111,3 +114,17 @@ def test_every_strategy_with_gradients_that_are_rounded_on_their_way(pool: Pool,
     cases.assert_good(after, problem, cases.allowed(batch), "bf16")
     if plans[0].programs == plans[1].programs:
         np.testing.assert_array_equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("recipe", ["fcp_paper", "distca", "ulysses"])
+def test_rounds_of_few_senders_on_real_ranks(pool: Pool, recipe: str) -> None:
+    """Four nodes of a rank, between which several senders at a time cost much and a round nothing."""
+    batch, model = cases.batch_of(MASKS[0]), cases.model(2, "fp32", (8, 12), kv_heads=4)
+    nodes = Cluster(4, 1, inter_latency_us=0.0)
+    known = replace(Hardware.load("h100"), incast=Figure(10, "made up"), rowop_us=Figure(0, "made up"))
+    whole, split = (api.plan(batch, nodes, model, recipe=recipe, hardware=each) for each in (None, known))
+    assert split.report["rounds"] > whole.report["rounds"]
+    problem = cases.problem_of(split, 0)
+    before, after = (cases.run(pool, plan, problem) for plan in (whole, split))
+    cases.assert_good(after, problem, cases.allowed(batch), "fp32")
+    np.testing.assert_array_equal(before[0], after[0])
