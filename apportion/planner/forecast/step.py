@@ -23,6 +23,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.planner.congestion import Congestion
 from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, even_share, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.host import copies
@@ -283,7 +284,8 @@ def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
     inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
     if inside:
         return moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us
-    return moved / (cluster.inter_gbs_per_rank * 1e3) + cluster.inter_latency_us
+    known = Congestion.of(setting.hardware) or Congestion()  # a stage has one peer
+    return moved / (cluster.inter_gbs_per_rank * known.one_peer * 1e3) + cluster.inter_latency_us
 
 
 def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
