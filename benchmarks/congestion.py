@@ -296,7 +296,8 @@ def main() -> None:
     for name in names:
         rows[name] = measure(known[name]) | {"versions": versions()}
         papers = [rows[one] for one in known if one in rows]
-        RESULTS.write_text(json.dumps({"papers": papers}, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n".join(json.dumps(one) for one in papers)
+        RESULTS.write_text(f'{{"papers": [\n{lines}\n]}}\n', encoding="utf-8")
     write_tables([rows[name] for name in known if name in rows])
     print(f"rows are in {RESULTS}, tables in {PAGE}")
 
