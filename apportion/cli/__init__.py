@@ -11,6 +11,7 @@ Heavy imports (numpy, torch) happen inside the commands, so that `--help` is ins
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -34,7 +35,7 @@ from apportion.cli.commands import (
     simulate,
     store,
 )
-from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, refuse
+from apportion.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, drop_stdout, note, refuse
 from apportion.ir.errors import ApportionError, VerifyError
 
 __all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "OK", "app", "main"]
@@ -88,6 +89,12 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. The console script `apportion`."""
     args = sys.argv[1:] if args is None else list(args)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: note(f"warning: {message}")
+        return _run(args)
+
+
+def _run(args: list[str]) -> int:
     try:
         code = int(app(args=args, prog_name="apportion", standalone_mode=False) or OK)
         print(end="", flush=True)

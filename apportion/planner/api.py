@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from warnings import warn
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import flag, instance
+from apportion.ir.plan.summary import departure
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
@@ -20,6 +22,7 @@ from apportion.planner.pipeline.pipeline import Made, draft, seal
 from apportion.planner.pipeline.placing import place
 from apportion.planner.pipeline.watch import Watch
 from apportion.planner.problem import Problem
+from apportion.planner.recipe.built_in import BUILT_IN
 from apportion.planner.recipe.recipes import find_recipe, passes_of, search_of
 
 
@@ -57,7 +60,8 @@ def plan(
 
 
 def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
-    """Runs all passes of the problem's recipe; a search on one core. Raises ConfigError, CapacityError."""
+    """Runs all passes of the problem's recipe; a search on one core. Warns where a recipe
+    that does not search asks for something and its passes did something else. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
     if recipe.step("search") is not None:
         search = search_of(recipe)
@@ -66,7 +70,20 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
     passes = passes_of(recipe)
     check_request(problem)
     placed = place(problem, passes, watch, threads)
-    return Made(seal(draft(placed, watch, threads=threads), watch, threads=threads), placed)
+    plan = seal(draft(placed, watch, threads=threads), watch, threads=threads)
+    for told in plan.report.get("departures", ()):
+        if _is_wanted(recipe, told):
+            warn(f"recipe {recipe.name}: {departure(told)}", stacklevel=3)
+    return Made(plan, placed)
+
+
+def _is_wanted(recipe: Recipe, told: Mapping[str, Any]) -> bool:
+    """Whether the recipe asks for what the plan departs from: groups of ranks, or a value that is not a built-in's."""
+    _, step, _, name = told["field"].split(".")
+    given, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
+    if name == "degree" or given is None or told["asked"] == "auto":
+        return name == "degree"
+    return name in given.params and (built_in is None or built_in.recipe != recipe)
 
 
 def policy_of(

@@ -23,7 +23,16 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import PHASES
 from apportion.ir.threads import spread
 from apportion.planner.options import Count
-from apportion.planner.problem import Execution, Pass, Placement, PlacePass, Problem, ShardPass, Shards
+from apportion.planner.problem import (
+    Departure,
+    Execution,
+    Pass,
+    Placement,
+    PlacePass,
+    Problem,
+    ShardPass,
+    Shards,
+)
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
@@ -84,11 +93,21 @@ class Documents(PodsPass):
             if of is None:
                 continue
             try:
-                return _together(problem, first, of, shard, place, threads)
+                shards, placement = _together(problem, first, of, shard, place, threads)
             except CapacityError:  # larger pods have more room
                 continue
+            return shards, self._told(problem, placement, int(np.diff(first).max()), members)
         shards = shard(problem)
-        return shards, place(problem, shards)
+        return shards, self._told(problem, place(problem, shards), problem.ranks, members)
+
+    def _told(self, problem: Problem, placement: Placement, largest: int, members: int) -> Placement:
+        """The placement with what it departs from; largest: ranks of the largest pod."""
+        most = max(self._most, problem.cluster.ranks_per_node * members)
+        if largest * members <= most or next(self._pods(problem, members), None) is None:
+            return placement
+        why = "whole sequences fit no pods so small, or are too few"
+        joined = Departure("recipe.pods.documents.ranks", most, largest * members, why)
+        return replace(placement, departures=(*placement.departures, joined))
 
     def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
         """By the smallest pods, where no sequence is in two of them."""
@@ -105,11 +124,14 @@ class Documents(PodsPass):
             return []
         return _apart(problem, placement, first, of)
 
+    @property
+    def _most(self) -> int:
+        return POD_RANKS if self.ranks == "auto" else self.ranks
+
     def _pods(self, problem: Problem, members: int) -> Iterator[Ints]:
         """int64 [pods + 1], the first rank of each and the end: ever fewer pods, more than one."""
-        most = POD_RANKS if self.ranks == "auto" else self.ranks
         cluster = problem.cluster
-        pods = -(-cluster.nodes // max(1, most // (cluster.ranks_per_node * members)))
+        pods = -(-cluster.nodes // max(1, self._most // (cluster.ranks_per_node * members)))
         while pods > 1:
             yield _joined(problem, np.arange(pods + 1) * cluster.nodes // pods * cluster.ranks_per_node)
             pods //= 2
@@ -254,6 +276,7 @@ def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
         groups=np.concatenate(groups) if len(groups) > 1 else None,
         execution=_all_executions(pods),
         head_groups=pods[0].placement.head_groups,
+        departures=tuple(dict.fromkeys(one for pod in pods for one in pod.placement.departures)),
     )
 
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -145,6 +145,17 @@ class Problem:
         return {kind: self.model.layers_of(kind) for kind in self.batch.kinds}
 
 
+@dataclass(frozen=True)
+class Departure:
+    """What a pass did instead of what its recipe asks for. field: the parameter, as errors name it; asked, used: its
+    values, plain data; why: in words."""
+
+    field: str
+    asked: Any
+    used: Any
+    why: str
+
+
 class Pass(Protocol):
     """What the passes of all steps say of themselves: frozen dataclasses, whose fields are parameters. A subclass of
     its step's contract has the defaults; `registry` checks whatever is a pass."""
@@ -205,7 +216,8 @@ class Placement:
     counts groups, whose ranks share its tokens and split the heads (Ulysses).
     termination: why the solver stopped that chose the homes, in its own units; None: a heuristic ran to its end.
     execution: (kind, phase) -> who computes the cells that `cut_cells` makes of the kind's bands and `starts`; None:
-    every rank computes what its queries see. head_groups: contiguous shares of the query heads in it.
+    every rank computes what its queries see. head_groups: contiguous shares of the query heads in it. departures: from
+    what was asked for.
     """
 
     starts: Ints
@@ -216,6 +228,7 @@ class Placement:
     termination: Termination | None = None
     execution: Mapping[tuple[str, str], Execution] | None = None
     head_groups: int = 1
+    departures: tuple[Departure, ...] = ()
 
     @cached_property
     def lengths(self) -> Ints:

@@ -37,7 +37,7 @@ enum class Given { ROWS, NO_CUT, CAPPED };
 
 // What passes come to: `Ended` of distca/parts.py.
 struct Ended {
-  int64_t passes = 0, moves = 0, forbidden = 0, below = 0;
+  int64_t passes = 0, moves = 0, forbidden = 0, below = 0, grain = 0;
 };
 
 class Migration {
@@ -85,6 +85,7 @@ class Migration {
     while (true) {
       const int64_t before = ended.moves;
       ended.forbidden = ended.below = 0;
+      ended.grain = rules_.grain;
       pass(ended);
       ++ended.passes;
       rules_.excess = asked;
@@ -470,7 +471,8 @@ void bind_distca(nb::module_& m) {
     const auto high = [](const Share& one) { return one.rows.high; };
     return nb::make_tuple(as_columns(made->shares, &Share::pair, low, high, &Share::at),
                           as_columns(made->servers, &Server::load, &Server::sent, &Server::received, &Server::held),
-                          nb::make_tuple(ended.passes, ended.moves, ended.forbidden, ended.below, made->imbalance()));
+                          nb::make_tuple(ended.passes, ended.moves, ended.forbidden, ended.below, made->imbalance(),
+                                         ended.grain));
   });
 }
 

@@ -92,7 +92,7 @@ def plan(
         "id": row.plan.id.hex(),
         "skipped_samples": skipped,
         "file": None if output is None else str(output),
-        **({"search": row.plan.report["search"]} if "search" in row.plan.report else {}),
+        **{key: row.plan.report[key] for key in ("departures", "search") if key in row.plan.report},
     }
     title = f"plan {record['id'][:16]}, verified"
     emit(record, as_json, lambda: printed.summary(title, plan_rows(record)))

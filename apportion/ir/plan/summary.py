@@ -53,7 +53,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
     ]
-    return rows + _search_rows(record) + _time_rows(record)
+    return rows + _departure_rows(record) + _search_rows(record) + _time_rows(record)
 
 
 def _bytes_bound(record: Record) -> str:
@@ -67,6 +67,16 @@ def _bytes_bound(record: Record) -> str:
 
 def _heaviest(record: Record) -> str:
     return f"heaviest piece {record['heaviest_piece_over_mean']:.3f} of the mean load"
+
+
+def _departure_rows(record: Record) -> list[tuple[str, str]]:
+    """What passes did instead of what was asked for."""
+    return [("instead", departure(one)) for one in record.get("departures", ())]
+
+
+def departure(told: Record) -> str:
+    """What a pass did instead of what was asked for, of a report's `departures`."""
+    return f"{told['field']}: {told['used']} instead of {told['asked']}, as {told['why']}"
 
 
 def _search_rows(record: Record) -> list[tuple[str, str]]:

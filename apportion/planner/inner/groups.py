@@ -27,7 +27,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.inner.lone import Lone, find_lone
 from apportion.planner.options import Count, Share
-from apportion.planner.problem import Pass, Problem
+from apportion.planner.problem import Departure, Pass, Problem
 from apportion.planner.tasks.rows import Rows
 
 # A kind whose queries see fewer keys than this share of a rank's tokens is computed where its rows live.
@@ -36,9 +36,10 @@ NEAR = 0.2
 
 @dataclass(frozen=True)
 class Groups:
-    """first: int64 [groups + 1], the first rank of each group, and the end."""
+    """first: int64 [groups + 1], the first rank of each group, and the end; departures: from what was asked for."""
 
     first: Ints
+    departures: tuple[Departure, ...] = ()
 
     @staticmethod
     def single(ranks: int) -> Groups:
@@ -301,24 +302,29 @@ class Ulysses(InnerPass):
 
     def groups(self, problem: Problem) -> Groups:
         """The groups of the cluster's ranks. Raises ConfigError where the degree does not divide."""
-        degree, ranks, heads = self._degree(problem), problem.ranks, problem.model.q_heads
+        ranks, heads = problem.ranks, problem.model.q_heads
+        most = self._most(problem)
+        degree = most if isinstance(self.degree, int) else gcd(most, heads)
         for what, whole in (("ranks", ranks), ("query heads", heads)):
             if whole % degree:
                 rule = f"must divide the {whole} {what}"
                 raise ConfigError(
                     self._field("degree"), degree, rule, f"use {gcd(gcd(degree, ranks), heads)}"
                 )
-        return Groups(np.arange(0, ranks + 1, degree))
+        why = f"no larger number divides {most} ranks and {heads} query heads"
+        less = Departure(self._field("degree"), min(most, heads), degree, why)
+        return Groups(np.arange(0, ranks + 1, degree), (less,) if degree < less.asked else ())
 
-    def _degree(self, problem: Problem) -> int:
+    def _most(self, problem: Problem) -> int:
+        """Ranks of a group, if the heads allow it."""
+        if isinstance(self.degree, int):
+            return self.degree
         if self.degree == "auto":
-            return gcd(problem.ranks, problem.model.q_heads)
+            return problem.ranks
+        per_node = problem.cluster.ranks_per_node
         if self.degree == "node":
-            return gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
-        if self.degree == "half_node":
-            per_node = problem.cluster.ranks_per_node
-            return gcd(per_node // 2 if per_node % 2 == 0 else 1, problem.model.q_heads)
-        return self.degree
+            return per_node
+        return per_node // 2 if per_node % 2 == 0 else 1
 
 
 def virtual_problem(problem: Problem, groups: Groups, lone: Lone | None = None) -> Problem:

@@ -24,7 +24,7 @@ from apportion.planner.pipeline.feasibility import check_promises
 from apportion.planner.pipeline.headers import build_header, build_layouts, home_layout
 from apportion.planner.pipeline.lowering import lower_parts
 from apportion.planner.pipeline.placing import Placed
-from apportion.planner.pipeline.report import build_report
+from apportion.planner.pipeline.report import build_report, departures
 from apportion.planner.pipeline.scheduling import schedule
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.pipeline.watch import Watch
@@ -117,6 +117,8 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
         )
         if placed.passes.pods is not None:
             report |= {"pods": len(draft.lowered)}
+        if told := departures(placed, draft.lowered):
+            report |= {"departures": [dict(vars(one)) for one in told]}
         if draft.remapping is not None:
             report |= {"remap": draft.remapping.said}
         if search is not None:

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.planner.inner.groups import Groups, virtual_problem
+from apportion.planner.inner.groups import Groups, Ulysses, virtual_problem
 from apportion.planner.inner.lone import Lone
 from apportion.planner.pipeline.checks import Checks
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.pipeline.watch import Watch
-from apportion.planner.problem import Placement, Problem, Shards
+from apportion.planner.problem import Departure, Placement, Problem, Shards
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`, without `lone` sequences."""
+    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`, without `lone` sequences.
+    departures: of the passes up to here from what was asked for."""
 
     problem: Problem
     passes: Passes
@@ -27,6 +28,7 @@ class Placed:
     shards: Shards
     placement: Placement
     lone: Lone | None = None
+    departures: tuple[Departure, ...] = ()
 
     def apart(self) -> list[tuple[int, Placed]]:
         """The first ranks and the placements of parts between which nothing moves; where there are none, of all."""
@@ -59,9 +61,19 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
             placement = passes.place(inner, shards)
     checks.shards(inner, shards)
     checks.placement(inner, shards, placement)
+    departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
-    return Placed(problem, passes, groups, inner, shards, placement, lone)
+    return Placed(problem, passes, groups, inner, shards, placement, lone, departures)
+
+
+def _without_lone(passes: Passes, groups: Groups, lone: Lone | None) -> list[Departure]:
+    """That no sequences are lone though some were asked for."""
+    inner = passes.inner
+    if lone is not None or not groups.split or not isinstance(inner, Ulysses) or inner.lone is None:
+        return []
+    why = "ranks would be uneven, or all sequences are too long"
+    return [Departure("recipe.inner.ulysses.lone", inner.lone, None, why)]
 
 
 def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | None]:

@@ -17,7 +17,8 @@ from apportion.planner import bounds
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone
 from apportion.planner.lower.inputs import Lowered, Lowering, held_tokens, leading
-from apportion.planner.problem import Placement, Problem, Shards, exact_sums
+from apportion.planner.pipeline.placing import Placed
+from apportion.planner.problem import Departure, Placement, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_areas
 from apportion.planner.solvers.colouring.matching import max_degree
 from apportion.planner.solvers.status import Status
@@ -99,6 +100,12 @@ def build_report(
         "plan_bytes": {"largest_rank": max(sizes), "total": sum(sizes)},
         "termination": _termination(placement, makespan),
     }
+
+
+def departures(placed: Placed, lowered: Sequence[Lowered]) -> tuple[Departure, ...]:
+    """What all passes did instead of what was asked for, each once."""
+    routed = (low.schedule.routed for part in lowered for low in part.values())
+    return tuple(dict.fromkeys([*placed.departures, *(one for each in routed for one in each.departures)]))
 
 
 def compute_imbalance(problem: Problem, lowered: Sequence[Lowered]) -> float:

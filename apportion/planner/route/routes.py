@@ -13,7 +13,7 @@ from apportion._core import routes as core
 from apportion.ir.arrays import Ints
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
-from apportion.planner.problem import Pass
+from apportion.planner.problem import Departure, Pass
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges, hulls
 
@@ -33,7 +33,7 @@ class Routed:
     brings its rows. carry: gradients go on along the ring. ring: int32 [edges] members of each edge's ring, where it
     is one. division: int32 [edges], the first part of the phase that needs each edge's rows, where placement has parts.
     onward: int32 [edges], where gradients go on and a tile branches: the edge to whose tile's those of each edge's tile
-    are added, -1: to its home rows.
+    are added, -1: to its home rows. departures: from what was asked for.
     """
 
     edges: Edges
@@ -42,6 +42,7 @@ class Routed:
     ring: Ints | None = None
     division: Ints | None = None
     onward: Ints | None = None
+    departures: tuple[Departure, ...] = ()
 
     @cached_property
     def returns_to(self) -> Ints:
@@ -62,7 +63,8 @@ class Routed:
         onward = self.onward
         if onward is not None:
             onward = np.append(place, np.int32(-1))[onward[order]]  # -1 is the last
-        return Routed(self.edges.take(order), place[self.arrives], self.carry, ring, division, onward)
+        edges, arrives = self.edges.take(order), place[self.arrives]
+        return Routed(edges, arrives, self.carry, ring, division, onward, self.departures)
 
 
 def join(edges: Edges, whole: bool) -> Routed:

@@ -11,7 +11,7 @@ around the inner ring of a window; the sum is added to the next window's where t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import ClassVar, Literal
 
@@ -20,6 +20,7 @@ import numpy as np
 from apportion._core import routes as core
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
+from apportion.planner.problem import Departure
 from apportion.planner.route.rings import Over, Rings, on_rings
 from apportion.planner.route.routes import Routed, RoutePass, Site
 from apportion.planner.tasks.tasks import Edges, hulls
@@ -58,7 +59,13 @@ class DoubleRing(RoutePass):
         if not len(edges):
             none = np.zeros(0, np.int32)
             return Windowed(edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0)
-        return _spread(edges, tile, rings, windows)
+        routed, narrow = _spread(edges, tile, rings, windows), windows[sizes > windows].min(initial=per_node)
+        if self.window != "node" or narrow == per_node:
+            return routed
+        less = Departure(
+            "recipe.schedule.ring.window", per_node, int(narrow), "no larger number divides all rings"
+        )
+        return replace(routed, departures=(less,))
 
     def _window(self, size: int, ranks_per_node: int) -> int:
         """Ranks of an inner ring of a ring of so many; all of them where it is a single ring."""

@@ -31,7 +31,7 @@ from apportion.planner.cost import bands_us
 from apportion.planner.options import Count, Natural, Share
 from apportion.planner.place.blend.profile import profile
 from apportion.planner.place.lpt import lightest
-from apportion.planner.problem import Placement, PlacePass, Problem, Shards
+from apportion.planner.problem import Departure, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import refuse_home_ranks
 
@@ -82,10 +82,12 @@ class Blend(PlacePass):
         widest, wanted = float(pairs * speeds.max() / speed), pairs * (speeds / speed)
         pieces = core.mix(documents, *rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
         starts, home = _joined(documents, pieces)
-        starts, home = _aligned(documents, starts, home, self.align, problem.token_caps)
+        starts, home, grid = _aligned(documents, starts, home, self.align, problem.token_caps)
+        less = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")
         starts, home = _ground(starts, home, self.grain)
         weight = np.diff(rows.upto(starts))
-        return Placement(starts, home, weight, float(weight.sum() / speeds.sum()))
+        bound = float(weight.sum() / speeds.sum())
+        return Placement(starts, home, weight, bound, departures=(less,) if grid < self.align else ())
 
 
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
@@ -127,17 +129,18 @@ def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
     return np.append(low[fresh], high[-1]), rank[fresh]
 
 
-def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints]:
-    """The blocks with every cut moved to the nearest multiple of `rows` within its document, if ranks have room."""
+def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
+    """The blocks with every cut moved to the nearest multiple of `rows` within its document, or of half as many and so
+    on where ranks have no room, and how many these are."""
     of = np.searchsorted(documents, starts, "right") - 1
     inside, end = starts - documents[of], np.append(documents, documents[-1])[of + 1]
     while rows > 1:
         moved = np.minimum(starts + (inside + rows // 2) // rows * rows - inside, end)
         lengths = np.diff(moved)
         if (np.bincount(home, lengths, len(caps)) <= caps).all():
-            return np.append(moved[:-1][lengths > 0], moved[-1]), home[lengths > 0]
+            return np.append(moved[:-1][lengths > 0], moved[-1]), home[lengths > 0], rows
         rows //= 2
-    return starts, home
+    return starts, home, 1
 
 
 def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:

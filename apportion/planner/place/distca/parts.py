@@ -89,13 +89,15 @@ class Servers(NamedTuple):
 
 class MigrationSummary(NamedTuple):
     """Outcome of a migration. forbidden: shares that caps held back in the last pass; below: servers still short in the
-    last pass because E fell below the threshold; imbalance: load of the busiest server over its target, less 1."""
+    last pass because E fell below the threshold; imbalance: load of the busiest server over its target, less 1;
+    granularity: rows that cuts were multiples of in the last pass."""
 
     passes: int
     moves: int
     forbidden: int
     below: int
     imbalance: float
+    granularity: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.options import Amount, Bytes, Positive
 from apportion.planner.place.distca.homes import causal_sequences, sequential_homes, token_ranges
 from apportion.planner.place.distca.parts import Balance, Limits, MigrationSummary, Site, balance
-from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards, exact_sums
+from apportion.planner.problem import Departure, Execution, Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import obey_token_cap
 from apportion.planner.solvers.status import Status, Termination
@@ -31,8 +31,8 @@ from apportion.planner.tasks.tasks import hulls
 
 #: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
 Map = tuple[Ints, Ints, Ints]
-#: starts, home, load of each rank, execution
-Solved = tuple[Ints, Ints, Ints, dict[tuple[str, str], Execution] | None]
+#: starts, home, who computes the rows of each kind, execution
+Solved = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution] | None]
 
 WHERE = "recipe.place.distca"
 NO_CAP = 2**62
@@ -118,11 +118,16 @@ class Distca(PlacePass):
         return found[1] if len(found) == 2 and crowded[0] > CROWDED * crowded[1] else found[0]
 
     def _placed(self, problem: Problem, solve: Callable[[Problem], Solved]) -> Placement:
-        starts, home, load, execution = solve(problem)
-        weight = row_weights(problem, starts)
+        starts, home, computed, execution = solve(problem)
+        load, weight = _load(problem, computed), row_weights(problem, starts)
         bound = float(weight.sum() / problem.speeds.sum())
         ended = Termination(Status.FEASIBLE, bound, float((load / problem.speeds).max()))
-        return Placement(starts, home, weight, bound, termination=ended, execution=execution)
+        rows = min(found.ended.granularity for found in computed.values())
+        less = Departure(f"{WHERE}.granularity", self.granularity, rows, "coarser cuts leave ranks uneven")
+        departures = (less,) if rows < self.granularity else ()
+        return Placement(
+            starts, home, weight, bound, termination=ended, execution=execution, departures=departures
+        )
 
     def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
         """The home of every token, and who computes the rows of each kind: against all their keys (whole), or against
@@ -152,7 +157,7 @@ class Distca(PlacePass):
         for kind, server in zip(computed, servers, strict=True) if moved else ():
             block = cut_columns(problem.bands[kind], starts)[0]
             execution |= _both_phases(kind, server.astype(np.int32)[block])
-        return starts, owner, _load(problem, computed), execution or None
+        return starts, owner, computed, execution or None
 
     def _by_keys(self, problem: Problem) -> Solved:
         home, computed = self.solve(problem, whole=False)
@@ -162,7 +167,7 @@ class Distca(PlacePass):
         execution: dict[tuple[str, str], Execution] = {}
         for kind, found in computed.items() if moved else ():
             execution |= _both_phases(kind, found.ranks(cut_cells(problem.bands[kind], starts)))
-        return starts, owner, _load(problem, computed), execution or None
+        return starts, owner, computed, execution or None
 
     def _limits(self, problem: Problem, whole: bool) -> Limits:
         q, kv = (problem.model.row_bytes(tensor) for tensor in (Tensor.Q, Tensor.KV))
