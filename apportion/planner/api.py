@@ -79,7 +79,7 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
 
 def _is_wanted(recipe: Recipe, told: Mapping[str, Any]) -> bool:
     """Whether the recipe asks for what the plan departs from: groups of ranks, or a value that is not a built-in's."""
-    _, step, _, name = told["field"].split(".")
+    step, name = str(told["field"]).split(".")[1::2]
     given, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
     if name == "degree" or given is None or told["asked"] == "auto":
         return name == "degree"

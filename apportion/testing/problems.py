@@ -111,22 +111,19 @@ class Colourings(Problems):
 
 
 class Transports(Problems):
-    """Random surpluses under two-level and random costs, for the sum and for the worst rank."""
+    """Random surpluses under two-level costs, for the sum and for the worst rank."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
         rows = draw.integers(-1000, 1001, 24) if large else draw.integers(-2, 3, 4)
         rows[0 if large else int(draw.integers(4))] -= rows.sum()
         objective: Any = str(draw.choice(["sum", "minmax", "senders"]))
-        levels = contracts.TwoLevelCost(8 if large else 2, 1.0, float(draw.integers(1, 10)))
-        cost = levels if draw.random() < 0.5 else draw.uniform(0, 9, (len(rows), len(rows)))
+        cost = contracts.TwoLevelCost(8 if large else 2, 1.0, float(draw.integers(1, 10)))
         return contracts.TransportProblem(rows, cost, objective)
 
     def permuted(self, problem: Any, draw: Draw) -> Any:
-        levels = isinstance(problem.cost, contracts.TwoLevelCost)
-        nodes = np.arange(len(problem.surplus)).reshape(-1, problem.cost.ranks_per_node if levels else 1)
+        nodes = np.arange(len(problem.surplus)).reshape(-1, problem.cost.ranks_per_node)
         order = draw.permuted(nodes[draw.permutation(len(nodes))], axis=1).ravel()
-        cost = problem.cost if levels else problem.cost[np.ix_(order, order)]
-        return replace(problem, surplus=problem.surplus[order], cost=cost)
+        return replace(problem, surplus=problem.surplus[order])
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
         ends = ((result.src, 1), (result.dst, -1))
@@ -137,11 +134,11 @@ class Transports(Problems):
             yield "a rank without surplus sends, or one without deficit receives"
 
     def value(self, problem: Any, result: Any) -> float:
-        prices = np.zeros(problem.matrix.shape)
-        prices[result.src, result.dst] = result.rows * problem.matrix[result.src, result.dst]
+        prices = problem.prices(result.src, result.dst) * result.rows
         if problem.objective == "sum":
             return float(prices.sum())
-        return float(max(prices.sum(side).max() for side in (0, 1) if side or problem.objective == "minmax"))
+        sides = (result.src, result.dst) if problem.objective == "minmax" else (result.src,)
+        return max(float(np.bincount(side, prices).max(initial=0.0)) for side in sides)
 
     def answers(self, problem: Any) -> Iterator[Any]:
         ranks, rows = np.arange(len(problem.surplus)), problem.surplus

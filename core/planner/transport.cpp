@@ -144,11 +144,6 @@ void bind_transport(nb::module_& m) {
     const Price price{inter, inter - intra};
     return columns_of(unlocked([&] { return two_level(surplus, width, price, level_givers, level_takers); }));
   });
-  m.def("north_west", [](In<int64_t, "surplus"> surplus) {
-    std::vector<Flow> flows;
-    unlocked([&] { north_west(surplus, surplus.size(), flows); });
-    return columns_of(flows);
-  });
 }
 
 }  // namespace apportion

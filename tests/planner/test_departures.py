@@ -33,6 +33,15 @@ def pods(ranks: int) -> dict[str, Any]:
     return {"name": "pods", "steps": {"pods": {"documents": {"ranks": ranks}}, **steps}}
 
 
+def proxies(count: int) -> dict[str, Any]:
+    steps = {
+        "shard": {"sequences": {}},
+        "place": {"zeppelin": {}},
+        "schedule": {"queues": {"proxies": count}},
+    }
+    return {"name": "routed", "steps": steps}
+
+
 @pytest.mark.parametrize("recipe", ["ulysses", "upipe"])
 @pytest.mark.parametrize(("heads", "ranks", "used"), [(7, 4, 1), (6, 4, 2), (12, 8, 4)])
 def test_heads_that_ranks_do_not_divide(recipe: str, heads: int, ranks: int, used: int) -> None:
@@ -48,6 +57,7 @@ def test_heads_that_ranks_do_not_divide(recipe: str, heads: int, ranks: int, use
         ("mixed", ap.Cluster(1, 2), [4096], ("inner.ulysses.lone", "auto", None)),
         (blend(1024), ap.Cluster(1, 4), LONG, ("place.blend.align", 1024, 64)),
         (pods(2), ap.Cluster(4, 2), LONG, ("pods.documents.ranks", 2, 8)),
+        (proxies(4), ap.Cluster(2, 2), [4096], ("schedule.queues.proxies", 4, 2)),
     ],
 )
 def test_what_a_pass_did_instead(

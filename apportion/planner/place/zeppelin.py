@@ -11,6 +11,7 @@ above, and the level starts over. What has several ranks is cut zig-zag in the o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -19,10 +20,14 @@ import numpy as np
 from apportion._core import zeppelin as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
+from apportion.ir.tensors import Tensor
 from apportion.planner.options import Count
 from apportion.planner.place.zigzag import placed
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.refusals import refuse_home_ranks
+
+#: tokens up to which a sequence is sought whose attention hides its transfer
+LONGEST = 2**24
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Zeppelin(PlacePass):
     the shards are ignored. Relative speeds count by the capacities that follow them: a sequence's fragments are in
     proportion to the capacities of their ranks, and the least loaded rank is the one that is least full.
 
-    cap: "paper", as printed: of the ranks' tokens only those of whole sequences are held against the capacity, so that
+    cap: "auto", "enforce" where the policy has a token cap, else "paper".
+    "paper", as printed: of the ranks' tokens only those of whole sequences are held against the capacity, so that
     fragments may overload a rank (sequences of 5 and 2 times the capacity on 8 ranks put 1.71 times of it on one).
     "enforce": where a fragment would not fit, the sequence goes to more ranks, the emptiest first, and where that does
     not help it levels their tokens; else as printed.
@@ -39,22 +45,27 @@ class Zeppelin(PlacePass):
     the least loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or raising it never ends.
 
     capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: lengths from
-    which sequences are inter-node and intra-node at first, default the largest capacity of a node and of a rank.
+    which sequences are inter-node and intra-node at first; where they are not given, zones says them. "capacity": the
+    largest capacity of a node and of a rank, as in the algorithms; "cost": these, or less where attention to a whole
+    sequence takes as long as sending its keys and values between nodes, and inside one, as in Figure 5.
     parts: in how many blocks a rank's share of an inter-node sequence is cut, one for each rank that relays it (see the
-    schedule `queues`). Raises ConfigError, CapacityError.
+    schedule `queues`); "auto": the ranks of a node. Raises ConfigError, CapacityError.
     """
 
-    cap: Literal["enforce", "paper"] = "enforce"
+    cap: Literal["auto", "enforce", "paper"] = "auto"
     capacity: Count | None = None
     inter_tokens: Count | None = None
     intra_tokens: Count | None = None
-    parts: Count = 1
+    zones: Literal["capacity", "cost"] = "capacity"
+    parts: Count | Literal["auto"] = "auto"
     own_cap: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "zeppelin")
         shares = self.shares(problem)
-        starts, home = core.blocks(problem.batch.starts, shares, problem.cluster.ranks_per_node, self.parts)
+        per_node = problem.cluster.ranks_per_node
+        parts = per_node if self.parts == "auto" else self.parts
+        starts, home = core.blocks(problem.batch.starts, shares, per_node, parts)
         return placed(problem, starts, home, "zeppelin")
 
     def shares(self, problem: Problem) -> Ints:
@@ -62,9 +73,15 @@ class Zeppelin(PlacePass):
         caps = self._capacities(problem)
         by_node = caps.reshape(problem.cluster.nodes, problem.cluster.ranks_per_node)
         of_nodes = by_node.sum(1)
-        inter, intra = self.inter_tokens or int(of_nodes.max()), self.intra_tokens or int(caps.max())
+        inter, intra = int(of_nodes.max()), int(caps.max())
+        if self.zones == "cost":
+            cluster = problem.cluster
+            inter = min(inter, hidden_from(problem, cluster.inter_gbs_per_rank, cluster.inter_latency_us))
+            intra = min(intra, hidden_from(problem, cluster.intra_gbs, cluster.intra_latency_us))
+        enforce = self.cap == "enforce" or (self.cap == "auto" and problem.policy.token_cap is not None)
         most = np.minimum(of_nodes, MOST_TOKENS)
-        return core.shares(problem.batch.lengths, most, by_node, inter, intra, self.cap == "enforce")
+        inter, intra = self.inter_tokens or inter, self.intra_tokens or intra
+        return core.shares(problem.batch.lengths, most, by_node, inter, intra, enforce)
 
     def _capacities(self, problem: Problem) -> Ints:
         """int64 [ranks]: the most tokens of each. Raises CapacityError."""
@@ -77,3 +94,18 @@ class Zeppelin(PlacePass):
                 f"recipe.place.zeppelin.capacity to at least {-(-tokens // ranks)} or leave it out"
             )
         return np.full(ranks, min(cap, MOST_TOKENS), np.int64)
+
+
+def hidden_from(problem: Problem, gbs: float, latency_us: float) -> int:
+    """The shortest sequence whose forward attention, causal and whole on one rank, takes as long as its keys and values
+    on a link of so many GB/s: the intersection of two curves of Figure 5."""
+    model, cost = problem.model, problem.cost
+    a_token_us = model.sent_bytes(Tensor.KV) / (gbs * 1e3)
+
+    def is_hidden(tokens: int) -> bool:
+        one = np.array([tokens])
+        pairs = one * (one + 1) // 2
+        attends = cost.attention_us("forward", one, one, pairs, model.q_heads, model.kv_heads)
+        return float(attends[0]) >= latency_us + tokens * a_token_us
+
+    return 1 + bisect_left(range(1, LONGEST), True, key=is_hidden)

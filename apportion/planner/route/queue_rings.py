@@ -11,12 +11,13 @@ their tile, through the same proxies, and home from its last rank, as in ring at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from apportion._core import routes as core
 from apportion.ir.arrays import Ints, changes
+from apportion.planner.problem import Departure
 from apportion.planner.route.rings import Rings, find_rings
 from apportion.planner.route.routes import Routed, RoutePass, Site
 from apportion.planner.tasks.rows import Rows
@@ -38,9 +39,9 @@ class Queued(Routed):
 
 @dataclass(frozen=True)
 class QueueRings(RoutePass):
-    """proxies: how many ranks of a node share what one sends to another node."""
+    """proxies: how many ranks of a node share what one sends to another node; "auto": all."""
 
-    proxies: int = 1
+    proxies: int | Literal["auto"] = "auto"
     rings: ClassVar[bool] = True
 
     @property
@@ -48,18 +49,32 @@ class QueueRings(RoutePass):
         return True
 
     def __call__(self, edges: Edges, site: Site) -> Queued:
-        rings, parts = find_rings(site), min(self.proxies, site.cluster.ranks_per_node)
+        rings, per_node = find_rings(site), site.cluster.ranks_per_node
+        parts = per_node if self.proxies == "auto" else min(self.proxies, per_node)
         queues = _queues(rings, site)
         held = queues[rings.of].astype(np.int32)
         if not len(edges):
             none = np.zeros(0, np.int32)
             return Queued(edges, none, True, none, queue=none, depth=none, held=held)
-        tile, ring = _tiles(site.rows, rings, queues, parts)[edges.tile], rings.of[edges.tile]
+        tiles = _tiles(site.rows, rings, queues, parts)
+        departures = self._departures(tiles[queues[rings.of] == INTER], parts)
+        tile, ring = tiles[edges.tile], rings.of[edges.tile]
         (*columns, depth, ring), arrives = core.chains(
             edges.star, tile, ring, parts, rings.flat, rings.first, site.cluster.ranks_per_node
         )
         size, queue = (values.astype(np.int32)[ring] for values in (rings.sizes, queues))
-        return Queued(Edges(*columns), arrives, True, size, queue=queue, depth=depth, held=held)
+        return Queued(
+            Edges(*columns), arrives, True, size, queue=queue, depth=depth, held=held, departures=departures
+        )
+
+    def _departures(self, tiles: Ints, parts: int) -> tuple[Departure, ...]:
+        """tiles: int64 [blocks], of those that cross nodes."""
+        if self.proxies == "auto" or not len(tiles):
+            return ()
+        used = len(np.unique(tiles % parts))
+        why = "nodes have no more ranks, or blocks are too coarse"
+        less = Departure("recipe.schedule.queues.proxies", self.proxies, used, why)
+        return (less,) if used < self.proxies else ()
 
 
 def _queues(rings: Rings, site: Site) -> Ints:

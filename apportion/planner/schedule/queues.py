@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -21,12 +22,13 @@ class Queues(SchedulePass):
     proxies: in how many parts a hop between nodes is cut, each sent by another rank of the node, over all NICs: to
     these in a round before, and from their like to the receiver in a round after (section 3.3). All tiles are on their
     way at once, so a tile that crosses comes two rounds later and its followers come behind it, round by round.
-    1: no proxies. A part is at least a block, so the placement must cut finely enough (`zeppelin` has `parts`).
+    "auto": the GPUs of a node, the paper's x1 = x2, the smaller number of both nodes, which are alike; 1: no proxies. A
+    part is at least a block, so the placement must cut finely enough (`zeppelin` has `parts`).
     local: when tasks run that need nothing from others: "last", in the order of the queues; or as in `matchings`, which
     hides rounds behind whole sequences.
     """
 
-    proxies: Count = 1
+    proxies: Count | Literal["auto"] = "auto"
     local: Local = "last"
 
     @property

@@ -227,8 +227,12 @@ def _recipe(
     near = {"solver": "lpt_near"}
     shard = {"sequences": {}} if blocks is None else {"blocks": {"block": blocks, "zigzag": True, **near}}
     how = {"buffers": BUFFERS} if schedule == "matchings" else {}
-    placed = {"align": ALIGN} if place == "blend" else near if blocks is not None else {}
-    data: dict[str, Any] = {"shard": shard, "place": {place: placed}, "schedule": {schedule: how}}
+    placed: Mapping[str, Mapping[str, Any]] = {
+        "blend": {"align": ALIGN},
+        "zeppelin": {"cap": "enforce", "parts": 1},
+    }
+    params = near if blocks is not None else placed.get(place, {})
+    data: dict[str, Any] = {"shard": shard, "place": {place: params}, "schedule": {schedule: how}}
     if degree > 1:
         data["inner"] = {"ulysses": {"degree": degree, "overlap": True}}
     if route != "star":

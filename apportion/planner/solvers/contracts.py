@@ -115,12 +115,7 @@ class TwoLevelCost:
         positive("cost.ranks_per_node", self.ranks_per_node)
         if not 0 <= self.intra <= self.inter < np.inf:
             rule = "must be costs with 0 <= intra <= inter"
-            raise ConfigError("cost", (self.intra, self.inter), rule, "give any other cost as a matrix")
-
-    def matrix(self, ranks: int) -> Floats:
-        """float64 [ranks, ranks]"""
-        node = np.arange(ranks) // self.ranks_per_node
-        return np.where(node[:, None] == node[None, :], self.intra, self.inter).astype(np.float64)
+            raise ConfigError("cost", (self.intra, self.inter), rule, "swap them")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +123,12 @@ class TransportProblem:
     """Move rows from ranks that have too many to ranks that have too few.
 
     surplus: int64 [ranks], adds up to 0; positive sends, negative receives.
-    cost: of one row from rank to rank, float64 [ranks, ranks] >= 0, or two levels.
     objective: "sum" of all costs; "minmax": the rank that pays most, for what it sends or for what it receives;
     "senders": for what it sends.
     """
 
     surplus: Ints
-    cost: Floats | TwoLevelCost
+    cost: TwoLevelCost
     objective: Literal["sum", "minmax", "senders"] = "sum"
 
     def __post_init__(self) -> None:
@@ -144,17 +138,9 @@ class TransportProblem:
             )
         if self.objective not in ("sum", "minmax", "senders"):
             raise ConfigError("objective", self.objective, "must be sum, minmax or senders", "write minmax")
-        _check_cost(self.cost, len(self.surplus))
-
-    @property
-    def matrix(self) -> Floats:
-        """float64 [ranks, ranks]: cost of one row."""
-        return self.cost.matrix(len(self.surplus)) if isinstance(self.cost, TwoLevelCost) else self.cost
 
     def prices(self, src: Ints, dst: Ints) -> Floats:
         """float64 [flows]: cost of one row of each flow."""
-        if not isinstance(self.cost, TwoLevelCost):
-            return self.cost[src, dst]
         near = src // self.cost.ranks_per_node == dst // self.cost.ranks_per_node
         return np.where(near, self.cost.intra, self.cost.inter)
 
@@ -337,12 +323,3 @@ def positive(name: str, value: int) -> None:
     """Raises ConfigError for a count below 1."""
     if value < 1:
         raise ConfigError(name, value, "must be at least 1", "use 1 or more")
-
-
-def _check_cost(cost: Floats | TwoLevelCost, ranks: int) -> None:
-    if isinstance(cost, TwoLevelCost):
-        return
-    if cost.shape != (ranks, ranks):
-        raise ConfigError("cost", cost.shape, f"must be [{ranks}, {ranks}]", "write a cost for each pair")
-    if not np.isfinite(cost).all() or (cost < 0).any():
-        raise ConfigError("cost", float(cost.min()), "must be finite and not negative", "price every pair")

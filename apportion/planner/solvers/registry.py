@@ -126,8 +126,8 @@ _BUILT_IN = (
         "flow",
         "transport",
         f"{_HERE}.transport:solve",
-        "Zeppelin, section 3 (remapping); Huangfu and Hall 2018 (HiGHS)",
-        "surplus rows to deficit rows: closed form for two-level costs, HiGHS LP for any other",
+        "Zeppelin, section 3 (remapping)",
+        "surplus rows to deficit rows: the closed form for two-level costs",
         limits=(),
     ),
     Entry(

@@ -20,7 +20,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import PHASES
-from apportion.planner.place.zeppelin import Zeppelin
+from apportion.planner.place.zeppelin import Zeppelin, hidden_from
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build
 from apportion.planner.route.queue_rings import INTER, INTRA, LOCAL, QueueRings
@@ -101,7 +101,7 @@ def test_the_printed_algorithm_overloads_a_rank_with_fragments() -> None:
 
 
 def test_enforce_sends_what_does_not_fit_to_emptier_ranks() -> None:
-    held = per_rank(Zeppelin(capacity=1000), problem([5000, 2000], 1, 8))
+    held = per_rank(Zeppelin(cap="enforce", capacity=1000), problem([5000, 2000], 1, 8))
     assert sum(held) == 7000
     assert max(held) <= 1000
 
@@ -130,7 +130,25 @@ def test_whole_sequences_that_do_not_fit_lower_the_threshold() -> None:
     made = problem([60, 60, 60], 1, 2)
     # each is two thirds of the square budget of a rank: one fragment, and the printed round-robin overloads the first
     assert per_rank(Zeppelin(cap="paper", capacity=100), made) == [120, 60]
-    assert per_rank(Zeppelin(capacity=100), made) == [90, 90]
+    assert per_rank(Zeppelin(cap="enforce", capacity=100), made) == [90, 90]
+
+
+def test_caps_are_as_printed_unless_the_policy_has_one() -> None:
+    for policy, cap in (({}, "paper"), ({"token_cap": 1000}, "enforce")):
+        made = problem([5000, 2000], 1, 8, **policy)
+        assert per_rank(Zeppelin(), made) == per_rank(Zeppelin(cap=cap), made)
+
+
+def test_zones_begin_where_attention_hides_what_is_sent() -> None:
+    """Slower links, higher thresholds; and none above the capacities, which the algorithms begin with."""
+    made = problem([100_000, 40_000, 3000, 200], 2, 2)
+    near, far = (hidden_from(made, gbs, latency) for gbs, latency in ((450.0, 5.0), (25.0, 10.0)))
+    assert 1 < near < far
+    wide = replace(
+        made, cluster=ap.Cluster(2, 2, inter_gbs=1e6, intra_gbs=1e6, inter_latency_us=0, intra_latency_us=0)
+    )
+    split = [sum(map(len, shares(Zeppelin(zones=zones), wide).values())) for zones in ("capacity", "cost")]
+    assert split[0] < split[1]
 
 
 def test_thresholds_can_start_lower() -> None:
@@ -270,10 +288,10 @@ MASKS = {
     "prefix": ap.masks.prefix_lm(1),
 }
 WAYS = {
-    "enforce": ({}, {}),
-    "paper": ({"cap": "paper"}, {}),
-    "proxies": ({"parts": 2}, {"proxies": 2}),
-    "coarse_proxies": ({}, {"proxies": 4}),
+    "paper": ({}, {}),
+    "direct": ({"cap": "enforce", "parts": 1}, {"proxies": 1}),
+    "proxies": ({"cap": "enforce", "parts": 2}, {"proxies": 2}),
+    "coarse_proxies": ({"cap": "enforce", "parts": 1}, {"proxies": 4}),
 }
 
 

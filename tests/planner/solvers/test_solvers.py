@@ -70,23 +70,6 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
         SOLVERS["grouping", "ilp"].load()
 
 
-def test_flow_without_scipy_still_has_its_closed_form() -> None:
-    code = (
-        "import sys; sys.modules['scipy'] = None\n"
-        "import numpy as np\n"
-        "from apportion.planner.solvers.contracts import TransportProblem, TwoLevelCost\n"
-        "from apportion.planner.solvers.transport import solve\n"
-        "from apportion.planner.solvers.status import Budget\n"
-        "cost = TwoLevelCost(2, 1.0, 3.0)\n"
-        "print(solve(TransportProblem(np.array([2, -1, -1, 0]), cost), Budget()).termination.value)\n"
-        "try:\n    solve(TransportProblem(np.array([2, -1, -1, 0]), cost.matrix(4)), Budget())\n"
-        "except ImportError as error:\n    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "4.0"
-    assert "pip install 'apportion[solvers]'" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("status", "bound", "value", "limit", "words", "gap"),
     [
