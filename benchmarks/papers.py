@@ -191,7 +191,7 @@ NOTHING_HIDDEN = with_steps(
 DCP_MASKS = ("causal", "lambda", "causal blockwise", "shared question")
 
 
-def _masked(lengths: Sequence[int], name: str) -> Batch:
+def masked(lengths: Sequence[int], name: str) -> Batch:
     """The masks of its section 7.1."""
     if name == "shared question":
         return Batch.from_sequences(
@@ -212,7 +212,7 @@ def dcp() -> Iterator[Row]:
     for data, (median, sigma) in DCP_DATA.items():
         for name in DCP_MASKS:
             drawn = tuple(
-                _masked(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name) for seed in range(2)
+                masked(lognormal_lengths(seed, 128 * K, median, sigma).tolist(), name) for seed in range(2)
             )
             run = Run("a100", 8, model, training, drawn, Degrees(tensor=4))
             gain = seconds(run.whole(TE)) / seconds(run.whole("dcp"))

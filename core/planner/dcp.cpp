@@ -103,9 +103,9 @@ class Homes {
     int64_t one = -1, other = -1;
   };
 
-  // A hyperedge goes from its block's home to all other ranks that it spans.
+  // A hyperedge goes from its block's home once to each other node that it spans, and to all ranks there and at home.
   void add(const Placed& given) {
-    const Scratch<int64_t> seen(caps_.size(), -1);
+    const Scratch<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
     for (int64_t edge = 0; edge < given.price.size(); ++edge) {
       const int64_t number = given.pins[given.ptr[edge]], home = given.rank[number], price = given.price[edge];
       Block& block = blocks_[number];
@@ -114,6 +114,8 @@ class Homes {
         if (seen[to] == edge) continue;
         seen[to] = edge;
         const bool leaves = to / per_node_ != home / per_node_;
+        if (leaves && entered[to / per_node_] == edge) continue;
+        entered[to / per_node_] = edge;
         (leaves ? block.away : block.near) += price;
         if (!leaves) here_[number][to % per_node_] += price;
         if (to == home) continue;

@@ -180,6 +180,7 @@ _ENTRIES = (
         "solver mtkahypar needs pip install 'apportion[solvers]'",
         shard={"blocks": {"block": 1024, "zigzag": False}},
         place={"dcp": {"solver": "greedy", "divisions": 4}},
+        route={"node": {}},
         schedule={"divisions": {"count": 4}},
     ),
     _entry(
