@@ -36,11 +36,17 @@ SCALES = (0.5, 1.0, 2.0, 4.0)
 MEDIAN, SIGMA = DCP_DATA["LongDataCollections"]
 #: RingFlashAttention, LoongTrain with its heads in two shares, TransformerEngine likewise
 LOONGTRAIN = Recipe(
-    "loongtrain-heads-2", {**find_recipe("loongtrain").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}}
+    "loongtrain-heads-2",
+    {**find_recipe("loongtrain").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},
 )
 SYSTEMS = (find_recipe("dcp"), find_recipe("ring"), LOONGTRAIN, TE)
 #: theirs at scales 0.5 to 4: over the next best baseline with a causal mask, the most with each sparse one
-THEIRS = {"causal": "1.19 to 2.45", "lambda": "up to 3.77", "causal blockwise": "up to 3.77", "shared question": "2.15 and more"}
+THEIRS = {
+    "causal": "1.19 to 2.45",
+    "lambda": "up to 3.77",
+    "causal blockwise": "up to 3.77",
+    "shared question": "2.15 and more",
+}
 
 
 def draw(scale: float, mask: str, seed: int) -> Batch:
@@ -80,7 +86,9 @@ def measure(seeds: int) -> Iterator[dict[str, Any]]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(args)

@@ -19,6 +19,20 @@ def spread(
 def polish(
     graph: tuple[Any, ...], part: Ints, base: Ints, movable: Bools, flops: Ints, cap: Ints, span: int, /
 ) -> Ints: ...
+def refine_together(
+    graph: tuple[Any, ...],
+    part: Ints,
+    movable: Bools,
+    flops: Ints,
+    tokens: Ints,
+    flops_cap: Ints,
+    tokens_cap: Ints,
+    node_flops_cap: Ints,
+    node_tokens_cap: Ints,
+    per_node: int,
+    far: int,
+    /,
+) -> Ints: ...
 def clusters(
     ptr: Ints, pins: Ints, price: Ints, flops: Ints, of: Ints, count: int, /
 ) -> tuple[Ints, Ints, Ints, Ints]: ...

@@ -103,7 +103,8 @@ class Homes {
     int64_t one = -1, other = -1;
   };
 
-  // A hyperedge goes from its block's home once to each other node that it spans, and to all ranks there and at home.
+  // A hyperedge goes from its block's home once to each other node that it spans, whose ranks share what
+  // arrives, and to all other ranks that it spans at home.
   void add(const Placed& given) {
     const Scratch<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
     for (int64_t edge = 0; edge < given.price.size(); ++edge) {
@@ -120,7 +121,12 @@ class Homes {
         if (!leaves) here_[number][to % per_node_] += price;
         if (to == home) continue;
         ranks_[home].sent[leaves] += price;
-        ranks_[to].received[leaves] += price;
+        if (!leaves) {
+          ranks_[to].received[0] += price;
+          continue;
+        }
+        const int64_t first = to / per_node_ * per_node_;
+        for (int64_t rank = first; rank < first + per_node_; ++rank) ranks_[rank].received[1] += price / per_node_;
       }
     }
   }

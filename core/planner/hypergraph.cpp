@@ -83,6 +83,17 @@ void bind_hypergraph(nb::module_& m) {
     });
   });
 
+  m.def("refine_together", [](nb::tuple graph, In<int64_t, "part"> part, In<bool, "movable"> movable,
+                              In<int64_t, "flops"> flops, In<int64_t, "tokens"> tokens,
+                              In<int64_t, "flops_cap"> flops_cap, In<int64_t, "tokens_cap"> tokens_cap,
+                              In<int64_t, "node_flops_cap"> node_flops_cap,
+                              In<int64_t, "node_tokens_cap"> node_tokens_cap, int64_t per_node, int64_t far) {
+    return moved(graph, part, [&](const Graph& edges, Column<int64_t> found) {
+      refine_together(
+          edges, {movable, flops, tokens, flops_cap, tokens_cap, node_flops_cap, node_tokens_cap, per_node, far}, found);
+    });
+  });
+
   m.def("clusters", [](In<int64_t, "ptr"> ptr, In<int64_t, "pins"> pins, In<int64_t, "price"> price,
                        In<int64_t, "flops"> flops, In<int64_t, "of"> of, int64_t count) {
     Clusters found = unlocked([&] { return clusters(ptr, pins, price, flops, of, count); });

@@ -54,6 +54,21 @@ void spread(const Graph& graph, const Movable& given, bool thorough, Column<std:
 // Moves what gains, where no part is above its cap.
 void polish(const Graph& graph, const Movable& given, Column<std::int64_t> part);
 
+// Two weights of vertices, all of which have a rank, and what ranks and nodes of `per_node` may have at most. far: what
+// one more node costs beside one more rank.
+struct Both {
+  Column<const bool> movable;
+  Column<const std::int64_t> flops, tokens, flops_cap, tokens_cap, node_flops_cap, node_tokens_cap;
+  std::int64_t per_node, far;
+};
+
+// Moves homes and compute where that gains and the caps allow it.
+void refine_together(const Graph& graph, const Both& given, Column<std::int64_t> part);
+
+// The cluster of each vertex, by its dearest hyperedge that has one; -1: none. of: that of those that are in one.
+Scratch<std::int64_t> anchors(Column<const std::int64_t> ptr, Column<const std::int64_t> pins,
+                              Column<const std::int64_t> price, Column<const std::int64_t> of);
+
 // Clusters of a vertex with tokens each and those without that are tied to it, with hyperedges of several clusters.
 struct Clusters {
   std::vector<std::int64_t> ptr{0}, pins, price, flops;

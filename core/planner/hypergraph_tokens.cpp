@@ -12,23 +12,6 @@ namespace {
 // What hangs together is placed as one where it takes at most this share of a part's cap, in both weights.
 constexpr double WHOLE_SHARE = 0.5;
 
-// The cluster of each vertex, by the dearest hyperedge that has one; -1: none.
-Scratch<int64_t> anchors(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
-                         Column<const int64_t> of) {
-  Scratch<int64_t> anchor = Scratch<int64_t>::of(of), best(of.size(), -1);
-  for (int64_t edge = 0; edge < price.size(); ++edge) {
-    const Column<const int64_t> own = pins.slice(ptr[edge], ptr[edge + 1]);
-    const auto first = std::find_if(own.begin(), own.end(), [&](int64_t v) { return of[v] >= 0; });
-    if (first == own.end()) continue;
-    for (const int64_t v : own) {
-      if (of[v] >= 0 || price[edge] <= best[v]) continue;
-      anchor[v] = of[*first];
-      best[v] = price[edge];
-    }
-  }
-  return anchor;
-}
-
 class Parts {
  public:
   Parts(const Graph& graph, const Homeless& given, double rate, Column<int64_t> part)
@@ -146,6 +129,22 @@ Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> 
 }
 
 }  // namespace
+
+Scratch<int64_t> anchors(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
+                         Column<const int64_t> of) {
+  Scratch<int64_t> anchor = Scratch<int64_t>::of(of), best(of.size(), -1);
+  for (int64_t edge = 0; edge < price.size(); ++edge) {
+    const Column<const int64_t> own = pins.slice(ptr[edge], ptr[edge + 1]);
+    const auto first = std::find_if(own.begin(), own.end(), [&](int64_t v) { return of[v] >= 0; });
+    if (first == own.end()) continue;
+    for (const int64_t v : own) {
+      if (of[v] >= 0 || price[edge] <= best[v]) continue;
+      anchor[v] = of[*first];
+      best[v] = price[edge];
+    }
+  }
+  return anchor;
+}
 
 Clusters clusters(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
                   Column<const int64_t> flops, Column<const int64_t> of, int64_t count) {

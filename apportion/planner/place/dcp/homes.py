@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 
@@ -13,13 +14,16 @@ from apportion.ir.errors import CapacityError
 from apportion.planner.place.dcp.cells import Heads, Pairs, hyperedges
 from apportion.planner.place.dcp.links import exchanged, link_gbs
 from apportion.planner.problem import Problem, Shards, exact_sums
-from apportion.planner.solvers.contracts import HypergraphProblem, caps_of
+from apportion.planner.shard.blocks import row_weights
+from apportion.planner.solvers.contracts import HypergraphProblem, PartitionProblem, caps_of
 from apportion.planner.solvers.hypergraph import solver as hypergraph
 from apportion.planner.solvers.hypergraph.tokens import SPREAD, place_tokens
+from apportion.planner.solvers.partition.lpt import solve_near
+from apportion.planner.solvers.status import Budget
 from apportion.planner.tasks.cells import cut_cells
 
 #: weights of compute against bytes that are tried, see `place_tokens`
-SPREADS = (SPREAD, SPREAD / 2, SPREAD * 2)
+SPREADS = (SPREAD, SPREAD * 2, SPREAD / 2)
 # Pairs of blocks that a rank has about at most, and a plan, whatever its ranks, may have in any case; more are joined.
 # Of 32 to 256 a rank, it moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms for a thousand.
 PAIRS, FEW_PAIRS = 64, 5120
@@ -113,20 +117,35 @@ def homes(
 
     start, count = case(blocks), len(blocks.home)
     placed = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
+    placed.append(_dealt(problem, blocks, room))
     found = [_filled(Blocks(blocks.starts, home), room, None) for home in placed]
-    if len(found) == 1:
-        return found[0]
-    return min(found, key=lambda each: _merit(problem, case(each), movable(problem, each.starts)))
+    return min((_refined(problem, each, case(each)) for each in found), key=itemgetter(0))[1]
 
 
-def _merit(problem: Problem, case: HypergraphProblem, free: Bools) -> float:
-    """Time on the links of the rank that takes longest, and of the mean, once the greedy has placed compute and blocks
-    were exchanged; the less the better. free: bool [blocks], those that may be. Infinite where compute is not even."""
-    rank = hypergraph.quick(case)
+def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
+    """int64 [blocks]: homes by LPT, with which ranks are even without any query on its way; -1 where none has room."""
+    sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
+    weights, zones = (
+        row_weights(problem, blocks.starts),
+        np.arange(problem.ranks) // problem.cluster.ranks_per_node,
+    )
+    case = PartitionProblem(
+        weights, blocks.lengths, room.ranks, problem.speeds, families=sequence, zones=zones
+    )
+    return np.where(blocks.home < 0, solve_near(case, Budget()).bin, blocks.home)
+
+
+def _refined(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
+    """Homes refined together with compute, and what they are worth, the less the better: time on the links of the rank
+    that takes longest, and of the mean, once blocks were exchanged; infinite where compute is not even."""
+    rank, free = hypergraph.quick(case), movable(problem, blocks.starts)
     if not hypergraph.holds(case, rank):
-        return float("inf")
+        return float("inf"), blocks
+    fixed = case.bound_to.copy()
+    fixed[: len(free)][free] = -1
+    rank = hypergraph.together(replace(case, fixed=fixed), rank)
     _, times = exchanged([(case, rank)], free, link_gbs(problem))
-    return float(times.max() + times.mean())
+    return float(times.max() + times.mean()), Blocks(blocks.starts, rank[: len(free)])
 
 
 def movable(problem: Problem, starts: Ints) -> Bools:

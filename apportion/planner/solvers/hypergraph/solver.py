@@ -1,7 +1,8 @@
 """Balanced k-way partitioning of hypergraphs under two constraints, nodes before ranks (DCP, section 4.2).
 
-Vertices with tokens are placed first (`tokens`), the others follow and both balances are repaired (the compiled core's
-`hypergraph_moves.cpp`), first over nodes, then over the ranks of each. An engine may take the place of the second step.
+Vertices with tokens are placed with those that are tied to them (`tokens`), then the others by themselves, and both
+balances are repaired (the compiled core's `hypergraph_moves.cpp`), first over nodes, then over the ranks of each. In the
+end both change ranks together (`hypergraph_joint.cpp`). An engine may take the place of either of the first two steps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
 
 # Free vertices are merged to about so many a rank, where there are more (of 4 to 128, for log-normal batches).
 PIECES = 16
+# One more node costs so many times what one more rank does: links between nodes are about so much slower.
+FAR = 10
 # rounds of hashing that tell vertices apart by what is around them
 _ROUNDS = 3
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -42,8 +45,12 @@ def quick(problem: HypergraphProblem) -> Ints:
     return spread(problem, problem.bound_to, thorough=False)
 
 
-def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
-    """Homes by our greedy, the rest by an engine, the answer checked.
+def partition(
+    problem: HypergraphProblem,
+    engine: Engine,
+    place_homes: Callable[[HypergraphProblem], Ints] = place_tokens,
+) -> Sides:
+    """Homes for vertices with tokens (-1 where none has room), the rest by an engine, both refined together, checked.
 
     FEASIBLE where both constraints hold at both levels, OPTIMAL where the value is the bound, else NO_SOLUTION, or
     INFEASIBLE where a fixed vertex or a single one is too much."""
@@ -51,14 +58,14 @@ def partition(problem: HypergraphProblem, engine: Engine) -> Sides:
     if _hopeless(problem):
         return _without(problem, Termination(Status.INFEASIBLE, bound))
     order, case = canonical(problem)
-    homes = place_tokens(case)
+    homes = place_homes(case)
     if (homes[case.tokens > 0] < 0).any():
         return _without(problem, Termination(Status.NO_SOLUTION, bound))
     found, limit = engine(case, homes)
-    rank = np.empty(len(order), np.int64)
-    rank[order] = found
-    if not holds(problem, rank):
+    if not holds(case, found):
         return _without(problem, Termination(Status.NO_SOLUTION, bound, limit=limit))
+    rank = np.empty(len(order), np.int64)
+    rank[order] = together(case, found)
     return answer(problem, rank, bound, limit)
 
 
@@ -118,6 +125,16 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     np.add.at(weight, merged, flops)
     coarse = contract(graph, merged, count)
     return core.spread(coarse, held, of_base, movable, weight, cap, span, True)[merged]
+
+
+def together(problem: HypergraphProblem, rank: Ints) -> Ints:
+    """int64 [V]: the ranks of an answer after moves of homes and compute that gain, one more node a hyperedge being as
+    dear as FAR more ranks."""
+    graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.bound_to < 0
+    caps = (problem.flops_caps[1], problem.tokens_caps[1], problem.flops_caps[0], problem.tokens_caps[0])
+    return core.refine_together(
+        graph, rank, movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
+    )
 
 
 def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
