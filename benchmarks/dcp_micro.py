@@ -1,11 +1,10 @@
 """DCP's micro-benchmark (its Figures 13 and 14): attention of one layer on 32 A100s under four masks and four scales of
 lengths, simulated forward and backward.
 
-    python -m benchmarks.dcp_micro --seeds 8 --json results.json
-    python -m benchmarks.dcp_micro --write              the tables of docs/papers.md from the results
+    python -m benchmarks.dcp_micro --seeds 8 --json benchmarks/results/dcp_micro.json
 
-Batches are the same for all systems: 131,072 tokens of log-normal documents, median 2K and sigma 1.5 (assumed: the paper's
-lengths are in a figure only), times the scale.
+Batches are the same for all systems: 131,072 tokens of log-normal documents, median 2K and sigma 1.5 (assumed: the
+paper's lengths are in a figure only), times the scale.
 """
 
 from __future__ import annotations
@@ -40,13 +39,6 @@ LOONGTRAIN = Recipe(
     {**find_recipe("loongtrain").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},
 )
 SYSTEMS = (find_recipe("dcp"), find_recipe("ring"), LOONGTRAIN, TE)
-#: theirs at scales 0.5 to 4: over the next best baseline with a causal mask, the most with each sparse one
-THEIRS = {
-    "causal": "1.19 to 2.45",
-    "lambda": "up to 3.77",
-    "causal blockwise": "up to 3.77",
-    "shared question": "2.15 and more",
-}
 
 
 def draw(scale: float, mask: str, seed: int) -> Batch:
@@ -96,8 +88,8 @@ def main(args: Sequence[str] | None = None) -> int:
     for row in measure(given.seeds):
         rows.append(row)
         print(
-            f"{row['mask']:17} {row['scale']:4} {row['system']:19} {row['forward_ms']:7.2f} {row['backward_ms']:7.2f} ms"
-            f" {row['bytes'] / 1e9:6.2f} {row['between_nodes'] / 1e9:6.2f} GB {row['most_of_ring']:5.2f}",
+            f"{row['mask']:17} {row['scale']:4} {row['system']:19} {row['forward_ms']:7.2f} {row['backward_ms']:7.2f}"
+            f" ms {row['bytes'] / 1e9:6.2f} {row['between_nodes'] / 1e9:6.2f} GB {row['most_of_ring']:5.2f}",
             flush=True,
         )
     if given.json is not None:

@@ -20,6 +20,7 @@ from apportion.planner.solvers.hypergraph import solver as hypergraph
 from apportion.planner.solvers.hypergraph.tokens import SPREAD, place_tokens
 from apportion.planner.solvers.partition.lpt import solve_near
 from apportion.planner.solvers.status import Budget
+from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
 
 #: weights of compute against bytes that are tried, see `place_tokens`
@@ -99,10 +100,12 @@ def homes(
     tokens: tuple[float, float],
     tries: int,
     groups: int,
+    solver: HypergraphSolver,
 ) -> Blocks:
     """A home for every block of the shards, cut where no rank has room for a whole one: the best of so many ways to
-    weigh compute against bytes. compute, tokens: what nodes and ranks may have above their
-    share; groups: of heads. Raises CapacityError."""
+    weigh compute against bytes, of LPT, and of what a solver other than the greedy finds, each refined together with
+    compute. compute, tokens: what nodes and ranks may have above their share; groups: of heads.
+    Raises CapacityError."""
     kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
     starts = joined(problem, shards.starts, groups)
     blocks, room = Blocks(starts, np.full(len(starts) - 1, -1, np.int64)), _Room(problem, tokens)
@@ -118,6 +121,8 @@ def homes(
     start, count = case(blocks), len(blocks.home)
     placed = [place_tokens(start, spread)[:count] for spread in SPREADS[:tries]]
     placed.append(_dealt(problem, blocks, room))
+    if solver.name != "greedy":
+        placed.append(solver(start).rank[:count])
     found = [_filled(Blocks(blocks.starts, home), room, None) for home in placed]
     return min((_refined(problem, each, case(each)) for each in found), key=itemgetter(0))[1]
 

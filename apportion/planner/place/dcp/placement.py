@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Annotated, ClassVar, Literal
@@ -14,13 +14,13 @@ from apportion.ir.errors import CapacityError
 from apportion.ir.tensors import PHASES
 from apportion.planner.options import Amount, Count
 from apportion.planner.place.dcp.cells import Heads, Pairs, divide
-from apportion.planner.place.dcp.homes import SPREADS, Blocks, homes, movable
+from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, SPREADS, Blocks, homes, movable
 from apportion.planner.place.dcp.links import exchanged, link_gbs
-from apportion.planner.problem import Execution, Placement, PlacePass, Problem, Shards
+from apportion.planner.problem import Departure, Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph.solver import polished
-from apportion.planner.solvers.status import Status, Termination
+from apportion.planner.solvers.status import Limit, Status, Termination
 from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
 
@@ -57,19 +57,33 @@ class Dcp(PlacePass):
         groups = problem.model.kv_heads if self.head_groups == "kv" else self.head_groups
         heads = Heads.of(problem.model, groups, "recipe.place.dcp.head_groups")
         slack = (self.epsilon_compute, self.epsilon_tokens)
-        blocks = homes(problem, shards, *slack, self.tries, groups)
+        blocks = homes(problem, shards, *slack, self.tries, groups, self.solver)
         blocks, pairs, sides = self._balanced(problem, blocks, heads)
         blocks, sides = self._exchanged(problem, blocks, pairs, heads, sides)
-        weight = row_weights(problem, blocks.starts)
+        weight, termination = (
+            row_weights(problem, blocks.starts),
+            _together([one.termination for one in sides.values()]),
+        )
         return Placement(
             blocks.starts,
             blocks.home,
             weight,
             float(weight.sum() / problem.speeds.sum()),
-            termination=_together([side.termination for side in sides.values()]),
+            termination=termination,
+            departures=tuple(self._departures(shards, blocks, termination)),
             execution={key: self._execution(problem, blocks, pairs, heads, key, sides[key]) for key in sides},
             head_groups=groups,
         )
+
+    def _departures(self, shards: Shards, blocks: Blocks, ended: Termination) -> Iterator[Departure]:
+        largest = int(blocks.lengths.max())
+        if shards.block_tokens and largest > shards.block_tokens:
+            why = f"solving takes too long for more than about {PAIRS} pairs of blocks a rank, {FEW_PAIRS} in all"
+            yield Departure("recipe.shard.blocks.block", shards.block_tokens, largest, why)
+        if ended.limit is Limit.ENGINE:
+            yield Departure(
+                "recipe.place.dcp.solver", self.solver.name, "greedy", "the engine died or was wrong"
+            )
 
     def _balanced(
         self, problem: Problem, blocks: Blocks, heads: Heads

@@ -1,9 +1,11 @@
-"""Mt-KaHyPar (Gottesbüren et al., 2022) for the vertices without tokens, where those with tokens have their homes.
+"""Mt-KaHyPar (Gottesbüren et al., 2022): homes and compute at once, then compute again where tokens have their homes.
 
-It knows one weight a vertex and one bound: tokens are placed before and fixed, with a weight of 1, for 0 makes it hang
-or die. It is asked for nodes first and for the ranks of all nodes then, each time in a child process
-with one thread; what it says is checked and repaired, for it also returns partitions that are out of balance. Where it
-has no answer, or dies, the greedy's moves decide, and the result's limit says so (engine).
+It knows one weight a vertex and one bound. So first a vertex weighs what it has of both, and parts are about even in
+the sum; vertices with tokens for which their part has no room go where our greedy puts them. Then these are fixed, with
+a weight of 1, for 0 makes it hang or die, and the others weigh their compute. It is asked for nodes first and for the
+ranks of all nodes then, each time in a child process with one thread; what it says is checked and repaired, for it also
+returns partitions that are out of balance. Where it has no answer, or dies, the greedy's moves decide, and the result's
+limit says so (engine).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from io import BytesIO
 
@@ -24,6 +27,7 @@ from apportion.planner.solvers.hypergraph.coarse import merge
 from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 from apportion.planner.solvers.hypergraph.mtkahypar_child import Job, read, write
 from apportion.planner.solvers.hypergraph.solver import better, level, partition
+from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.status import Budget, Limit
 
 # More free vertices of a job are merged to about so many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
@@ -31,6 +35,8 @@ from apportion.planner.solvers.status import Budget, Limit
 MOST_VERTICES = 1_000
 # its weights and the sum of its prices are 32-bit
 _LARGEST = 2**30
+# of a rank's share, in the weight of both
+_UNITS = 1e6
 # by path, and without its folder to import from: it needs nothing of ours
 _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
 
@@ -39,7 +45,58 @@ def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
     """Raises MissingDependencyError."""
     if find_spec("mtkahypar") is None:
         raise MissingDependencyError("mtkahypar", "solvers", "solver mtkahypar")
-    return partition(problem, _spread)
+    return partition(problem, _spread, _homes)
+
+
+def _homes(problem: HypergraphProblem) -> Ints:
+    """int64 [V]: ranks of vertices with tokens, -1 of others and of those that no rank has room for."""
+    fixed, held = problem.bound_to, problem.tokens > 0
+    if not (held & (fixed < 0)).any():
+        return place_tokens(problem)
+    both = _of_both(problem)
+    part, limit = _parts(both, fixed)
+    if limit is not None:
+        return place_tokens(problem)
+    asked = np.where(held, part, -1)
+    used = np.zeros(problem.ranks, np.int64)
+    np.add.at(used, fixed[fixed >= 0], problem.tokens[fixed >= 0])
+    for v in np.flatnonzero(held & (fixed < 0)).tolist():
+        used[asked[v]] += problem.tokens[v]
+        if used[asked[v]] > problem.tokens_caps[1][asked[v]]:
+            used[asked[v]] -= problem.tokens[v]
+            asked[v] = -1
+    return place_tokens(replace(problem, fixed=np.where(held, asked, fixed)))
+
+
+def _of_both(problem: HypergraphProblem) -> HypergraphProblem:
+    """The problem with one weight: a vertex's share of all compute, and of all tokens, in millionths of a rank's."""
+    weights = np.zeros(len(problem.flops))
+    for own in (problem.flops, problem.tokens):
+        weights += own * (_UNITS * problem.ranks / max(1, int(own.sum())))
+    slack = (
+        max(problem.flops_slack[0], problem.tokens_slack[0]),
+        max(problem.flops_slack[1], problem.tokens_slack[1]),
+    )
+    none = np.zeros_like(problem.tokens)
+    return replace(problem, flops=np.rint(weights).astype(np.int64), tokens=none, flops_slack=slack)
+
+
+def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
+    """Ranks by the engine alone, nodes first, and why there are none."""
+    graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
+    per_node, none = problem.ranks_per_node, np.zeros(len(homes), np.int64)
+    node, limit = np.where(homes < 0, -1, homes // per_node), None
+    if problem.nodes > 1:
+        everything = [(np.arange(len(homes)), 0)]
+        limit = _asked(graph, problem, everything, node, none, problem.flops_caps[0], problem.nodes)
+        if limit is not None:
+            return homes, limit
+    else:
+        node = none
+    rank = homes.copy()
+    members = [(np.flatnonzero(node == n), n * per_node) for n in range(problem.nodes)]
+    limit = _asked(graph, problem, members, rank, node * per_node, problem.flops_caps[1], per_node)
+    return np.where(rank < 0, node * per_node, rank), limit
 
 
 def _spread(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:

@@ -1,8 +1,8 @@
 """Balanced k-way partitioning of hypergraphs under two constraints, nodes before ranks (DCP, section 4.2).
 
 Vertices with tokens are placed with those that are tied to them (`tokens`), then the others by themselves, and both
-balances are repaired (the compiled core's `hypergraph_moves.cpp`), first over nodes, then over the ranks of each. In the
-end both change ranks together (`hypergraph_joint.cpp`). An engine may take the place of either of the first two steps.
+balances are repaired (the compiled core's `hypergraph_moves.cpp`), first over nodes, then over the ranks of each. In
+the end both change ranks together (`hypergraph_joint.cpp`). An engine may take the place of the first two steps.
 """
 
 from __future__ import annotations
