@@ -205,7 +205,7 @@ def distca(setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool 
             continue
         degrees = Degrees(TENSOR, stages, microbatches=count // stages)
         run = replace(setting.run(drawn, degrees), hidden=hidden)
-        table = tick_table(stages, count)
+        table = tick_table(stages, count, cap=2 * stages - 1)
         try:
             steps = run.whole("distca")
             attention = [_ticks_seconds(setting, run, table, one) for one in drawn]

@@ -97,6 +97,17 @@ def test_every_strategy_on_real_ranks(pool: Pool, at: int) -> None:
     cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), dtype)
 
 
+def test_ranks_that_hold_no_tokens_serve_attention(pool: Pool) -> None:
+    """Four ranks, two of them dedicated attention servers: their empty homes are no imbalance of tokens."""
+    batch = Batch.from_lengths([300, 90, 40], home_ranks=[(0, 1)] * 3)
+    recipe = Recipe("servers", {**MATRIX["distca"], "place": {"distca": {"granularity": 16}}})
+    plan = api.plan(batch, cluster(4), cases.model(2, "fp64", (8, 12), kv_heads=2), policy=Policy(recipe))
+    assert plan.layouts[plan.header.home_layout].rows_per_rank[2:].tolist() == [0, 0]
+    assert max(plan.report["imbalance"].values()) < 0.1
+    problem = cases.problem_of(plan, 1)
+    cases.assert_good(cases.run(pool, plan, problem), problem, cases.allowed(batch), "fp64")
+
+
 @pytest.mark.parametrize("turn", sparse(range(len(MATRIX)), 4), ids=tuple(MATRIX))
 def test_every_strategy_with_gradients_that_are_rounded_on_their_way(pool: Pool, turn: int) -> None:
     """Four ranks, bfloat16; equal to a run in which they are not, but for those gradients."""

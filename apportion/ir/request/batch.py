@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from apportion.ir.arrays import Ints, offsets
+from apportion.ir.arrays import Floats, Ints, offsets
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import instances, integer, integers, known, load, sequence, suggestion
 from apportion.ir.masks import bands as algebra, specs as masks
@@ -283,6 +283,14 @@ class Batch:
             part = own[max(first - start, 0) : max(stop - start, 0)]
             labels[here] = np.where(part < 0, -1, part + start)
         return labels
+
+    def most_over(self, rows: Ints, shares: Floats) -> float:
+        """Rows of the fullest rank over its share, less 1. rows: int64 [ranks]; shares: float64 [ranks], of all tokens.
+        Ranks that `home_ranks` of all sequences leave out have none: they are dedicated attention servers."""
+        if len(self.home_ranks) == len(self.lengths):
+            homes = sorted({rank for own in self.home_ranks.values() for rank in own})
+            rows, shares = rows[homes], shares[homes] * (self.tokens / shares[homes].sum())
+        return float((rows / shares).max()) - 1
 
     @property
     def labelled(self) -> int:

@@ -104,20 +104,21 @@ class TickTable:
 def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None = None) -> TickTable:
     """The table with the fewest ticks found under the memory cap; of those the one with the lowest peak.
 
-    cap: the most chunks of microbatches in flight on a stage (None: no cap). Plain tables need min(m, 2 stages - 1) to
-    have as few ticks as 1F1B, which itself holds at most `stages`; with less room stages wait for their backwards.
-    Forward ticks go on for up to r in a row where backwards could run, and the other way round, for every r: 1 is
-    enough where there is room. Interleaved stages take their chunks in the order of Megatron-LM (groups of `stages`
-    microbatches chunk after chunk). Raises ConfigError; CapacityError where the cap is below `virtual`.
+    cap: the most chunks of microbatches in flight on a stage (None: on each stage as many as 1F1B holds there, plain or
+    interleaved). Plain tables need min(m, 2 stages - 1) to have as few ticks as 1F1B, which itself holds at most
+    `stages`; with less room stages wait for their backwards. Forward ticks go on for up to r in a row where backwards
+    could run, and the other way round, for every r: 1 is enough where there is room. Interleaved stages take their
+    chunks in the order of Megatron-LM (groups of `stages` microbatches chunk after chunk). Raises ConfigError;
+    CapacityError where the cap is below `virtual`.
     """
     stages = integer("ticks.stages", stages)
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
     most = virtual * microbatches
     integer("ticks.stages x ticks.microbatches x ticks.virtual", stages * most, 1, MOST_PLACES)
-    room = most if cap is None else min(integer("ticks.cap", cap), most)
-    if room < virtual:
+    room = _of_1f1b(stages, virtual) if cap is None else [integer("ticks.cap", cap)] * stages
+    if min(room) < virtual:
         raise CapacityError(
-            f"a microbatch has {virtual} chunks on every stage, all in flight before its backward; the cap is {room}: "
+            f"a microbatch has {virtual} chunks on every stage, all in flight before its backward; the cap is {cap}: "
             f"raise it to {virtual} or use fewer virtual stages"
         )
     runs = range(1, min(most, 2 * stages * virtual) + 1)
@@ -125,14 +126,21 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
     return min(tables, key=lambda table: (table.ticks, int(table.peak.max()), int(table.peak.sum())))
 
 
+def _of_1f1b(stages: int, virtual: int) -> list[int]:
+    """The most chunks in flight on each stage of 1F1B: those of its warm-up, as Megatron-LM has it, and one."""
+    later = [stages - 1 - stage for stage in range(stages)]
+    return [after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1 for after in later]
+
+
 @dataclass
 class _Pipeline:
-    """Stages on their way. done: microbatches finished by each virtual stage, [phase][virtual stage]."""
+    """Stages on their way. room: the most chunks in flight on each stage. done: microbatches finished by each virtual
+    stage, [phase][virtual stage]."""
 
     stages: int
     microbatches: int
     virtual: int
-    cap: int
+    room: list[int]
     done: list[list[int]] = field(init=False)
     held: list[int] = field(init=False)
 
@@ -170,7 +178,7 @@ class _Pipeline:
         """Room is left for the later chunks of the same microbatch, without which nothing could ever go back."""
         begun, later = self.done[FORWARD][v], self.virtual - 1 - v // self.stages
         arrived = self.microbatches if v == 0 else self.done[FORWARD][v - 1]
-        return begun < arrived and self.held[v % self.stages] + 1 + later <= self.cap
+        return begun < arrived and self.held[v % self.stages] + 1 + later <= self.room[v % self.stages]
 
     def _can_backward(self, v: int) -> bool:
         ended, last = self.done[BACKWARD], len(self.done[BACKWARD]) - 1

@@ -80,7 +80,7 @@ def build_report(
         "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
             "compute": _over_mean(load, problem.speeds),
-            "tokens": float((held_tokens(lowered) / problem.token_shares).max()) - 1,
+            "tokens": problem.batch.most_over(held_tokens(lowered), problem.token_shares),
         },
         "area": {kind: int(held.sum()) for kind, held in pairs.items()},
         "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),

@@ -109,7 +109,7 @@ def test_as_few_ticks_as_1f1b_need_up_to_two_stages_less_one_in_flight(
 
 @pytest.mark.parametrize(("stages", "microbatches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 2)])
 def test_interleaved_tables_match_interleaved_1f1b(stages: int, microbatches: int, virtual: int) -> None:
-    table = tick_table(stages, microbatches, virtual)
+    table = tick_table(stages, microbatches, virtual, cap=microbatches * virtual)
     assert table.ticks == ticks_of_1f1b(stages, microbatches, virtual)
     assert table.peak.max() <= 2 * stages * virtual - 1
     assert tick_table(stages, microbatches, virtual, cap=virtual).ticks > table.ticks
@@ -147,8 +147,17 @@ def test_with_little_room_tables_are_within_a_tick_of_the_best(
     assert tick_table(stages, microbatches, cap=cap).ticks <= fewest_ticks(stages, microbatches, cap) + 1
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_without_a_cap_no_stage_holds_more_than_in_1f1b(stages: int, microbatches: int) -> None:
+    peak = tick_table(stages, microbatches).peak
+    assert peak.tolist() == [min(stages - stage, microbatches) for stage in range(stages)]
+    interleaved = tick_table(stages, microbatches, 2).peak  # Megatron-LM's warm-up, and one more
+    assert (interleaved <= 2 * (stages - 1 - np.arange(stages)) + stages + 1).all()
+
+
 def test_a_table_as_text() -> None:
-    assert str(tick_table(2, 3)).splitlines() == [
+    assert str(tick_table(2, 3, cap=3)).splitlines() == [
         "stage 0  F0 F1 .  F2 B0 .  B1 B2",
         "stage 1  .  F0 B0 F1 B1 F2 B2 .",
     ]

@@ -18,7 +18,12 @@ from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import Tensor
 from apportion.planner.place.distca.parts import balance
-from apportion.planner.place.distca.placement import CROWDED, Distca, forward_bytes, sending_seconds
+from apportion.planner.place.distca.placement import (
+    CROWDED,
+    Distca,
+    forward_bytes,
+    sending_seconds,
+)
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.recipe.registry import build
@@ -163,6 +168,11 @@ def test_the_benchmarks_workload_is_balanced(ranks: int, tolerance: float) -> No
     assert imbalance(made, placement) <= tolerance
     held = placement.rank_sums(placement.lengths, ranks)
     assert held.max() / held.mean() - 1 <= 0.02
+
+
+def test_without_tolerance_ranks_are_as_even_as_rows_allow() -> None:
+    made = workload(0, 8)
+    assert imbalance(made, place(Distca(tolerance=0.0), made)) < 1e-3
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -382,7 +392,7 @@ def test_caps_that_homes_alone_break_are_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [
-        ("tolerance", 0, ConfigError),
+        ("tolerance", -0.1, ConfigError),
         ("granularity", 0, ConfigError),
         ("threshold", -1, ConfigError),
         ("form", "printed", UnknownNameError),

@@ -164,7 +164,7 @@ def _balance(subject: Subject) -> Iterator[Fact]:
     plan = subject.plan
     request = plan.request
     rows = subject.attention.rows_per_rank
-    yield ("imbalance", "tokens"), float((rows / subject.token_shares).max()) - 1
+    yield ("imbalance", "tokens"), request.batch.most_over(rows, subject.token_shares)
     speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
     found = [totals.loads(plan.programs, plan.header, request.model, phase) for phase in PHASES]
     time: Floats = max((load / speeds for load in found), key=lambda times: float(times.max()))

@@ -19,7 +19,7 @@ from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.orders import ranked, stable_order
 from apportion.ir.tensors import PHASES, Tensor
-from apportion.planner.options import Amount, Bytes, Positive
+from apportion.planner.options import Amount, Bytes
 from apportion.planner.place.distca.homes import causal_sequences, sequential_homes, token_ranges
 from apportion.planner.place.distca.parts import Balance, Limits, MigrationSummary, Site, balance
 from apportion.planner.problem import Departure, Execution, Placement, PlacePass, Problem, Shards, exact_sums
@@ -72,7 +72,7 @@ class Distca(PlacePass):
     loads from the tolerance, or are broken before anything moves.
     """
 
-    tolerance: Positive = 0.05
+    tolerance: Amount = 0.05
     granularity: Annotated[int, Meta(ge=1, le=2**20)] = 128
     threshold: Amount = 0.0
     two_sided: bool = True
@@ -192,7 +192,8 @@ class Distca(PlacePass):
 
     def _tolerance(self, problem: Problem) -> float:
         asked = problem.policy.tolerance
-        return self.tolerance if asked is None else max(min(self.tolerance, asked), LEAST_TOLERANCE)
+        wanted = self.tolerance if asked is None else min(self.tolerance, asked)
+        return max(wanted, LEAST_TOLERANCE)
 
     def _check(self, kind: str, ended: MigrationSummary, limits: Limits) -> None:
         if not (self.two_sided and ended.forbidden and ended.imbalance > limits.tolerance):
