@@ -128,6 +128,15 @@ def test_the_budget_is_obeyed(steps: int) -> None:
     assert search["stopped"] == "steps"
 
 
+def test_exact_solvers_are_tried_in_the_end_where_a_recipe_asks_for_them() -> None:
+    batch, cluster = ap.Batch.from_lengths(lognormal_lengths(1, 16 * 2048, longest=16_384)), ap.Cluster(2, 8)
+    usual, exact = (ap.plan(batch, cluster, ap.Model(), auto(solvers=wanted)) for wanted in (False, True))
+    tried = exact.report["search"]["tried"]
+    assert tried[: usual.report["search"]["steps"]] == usual.report["search"]["tried"]
+    assert tried[-1]["recipe"]["steps"]["schedule"]["matchings"]["solver"] == "flow"
+    assert exact.report["search"]["ms"] <= usual.report["search"]["ms"]
+
+
 def test_the_budget_of_the_policy_comes_first() -> None:
     policy = Policy(auto(steps=9), budget=2)
     found = ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, policy=policy)

@@ -41,6 +41,10 @@ LONE = (0.05, 0.12, 0.25)
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 
 
+#: what `with_solvers` takes, by kind and name
+EXACT = (("colouring", "flow"), ("partition", "ilp"))
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A recipe to try. rounds: about how many its matchings make, which `coalesce` follows from once their number is
@@ -265,6 +269,16 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
     if inner == "auto" and near:
         moves.append(_split(best, problem))
     return moves
+
+
+def with_solvers(best: Candidate) -> Iterator[Candidate]:
+    """With exact solvers, where its passes take one."""
+    place = best.recipe.step("place")
+    if best.rounds is not None:
+        yield best.with_schedule(solver="flow")
+    if place is not None and place.name == "lpt":
+        value = {"lpt": {**place.params, "solver": "ilp"}}
+        yield best.with_step("place", value, best.recipe.name, best.rounds)
 
 
 def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:

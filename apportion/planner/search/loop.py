@@ -26,14 +26,17 @@ from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.schedule.rounds import Matchings
 from apportion.planner.search.candidates import (
+    EXACT,
     Candidate,
     in_more_rounds,
     last_resort,
     neighbours,
     portfolio,
+    with_solvers,
 )
 from apportion.planner.search.price import Price, least_placed_us, least_scheduled_us, price
 from apportion.planner.simulate.losses import whole_us
+from apportion.planner.solvers.registry import find_solver
 from apportion.planner.solvers.status import Limit
 
 # Candidates whose times are no further apart than this share are told apart by compute imbalance, where that differs by
@@ -52,13 +55,16 @@ class Portfolio(SearchPass):
 
     candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
     best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most, "auto": 10
-    (policy.budget comes first); one at least is planned, whatever the budget. Raises ConfigError.
+    (policy.budget comes first); one at least is planned, whatever the budget. solvers: whether the best is in the end
+    also tried with exact solvers, colouring by flows and placement by an integer program; they are parts of an
+    installation, so a recipe has to ask for them. Raises ConfigError, MissingDependencyError.
     """
 
     candidates: Literal["auto"] | Annotated[tuple[str | dict[str, Any], ...], Meta(min_length=1)] = "auto"
     inner: Literal["auto", "none"] = "auto"
     improve: bool = True
     steps: Count | Literal["auto"] = "auto"
+    solvers: bool = False
 
     def __post_init__(self) -> None:
         where = "recipe.search.portfolio.candidates"
@@ -73,6 +79,8 @@ class Portfolio(SearchPass):
 
     def __call__(self, problem: Problem, watch: Watch) -> Made:
         """The best candidate; the report of its plan has `search`. Raises ConfigError, CapacityError."""
+        for kind, solver in EXACT if self.solvers else ():
+            find_solver(kind, solver).load()
         search = _Search(problem, self, self.budget(problem))
         with watch("search"):
             search.run()
@@ -140,10 +148,14 @@ class _Search:
 
     def run(self) -> None:
         """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
-        their neighbours where they are better."""
+        their neighbours where they are better; in the end, beyond the budget, exact solvers where they are wanted."""
         for some in self.settings.start(self.problem):
             if self._try_all(some) and self.settings.improve:
                 self._improve()
+        if self.settings.solvers and self.best is not None:
+            ended, self.steps = self.stopped, self.steps + len(EXACT)
+            self._try_all(with_solvers(self.best.candidate))
+            self.stopped = ended
 
     def _improve(self) -> None:
         """One parameter after another, round and round, until none helps."""
