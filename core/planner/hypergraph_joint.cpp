@@ -4,9 +4,6 @@
 //   cluster   a vertex with tokens, and those without that its dearest hyperedge ties to it and that are on its rank
 //   cells     single vertices without tokens move
 //   homes     clusters change places, or move where there is room; or vertices with tokens alone
-#include <array>
-#include <numeric>
-
 #include "planner/hypergraph.hpp"
 #include "planner/numbers.hpp"
 
@@ -107,8 +104,7 @@ class Joint {
       leave(v);
       int64_t best = from, least = cost_of(v, from);
       for (int64_t p = 0; p < ranks_ && least > 0; ++p) {
-        if (p == from || !touches(v, p) || !has_room(p, p, given_.flops[v], 0)) continue;
-        if (node_flops_[node_of(p)] + given_.flops[v] > given_.node_flops_cap[node_of(p)]) continue;
+        if (p == from || !touches(v, p) || !takes(p, given_.flops[v])) continue;
         const int64_t cost = cost_of(v, p);
         if (cost >= least) continue;
         best = p;
@@ -120,6 +116,12 @@ class Joint {
       moved = true;
     }
     return moved;
+  }
+
+  // Whether rank p and its node have room for what left its own.
+  bool takes(int64_t p, int64_t flops) const {
+    return flops_[p] + flops <= given_.flops_cap[p] &&
+           node_flops_[node_of(p)] + flops <= given_.node_flops_cap[node_of(p)];
   }
 
   bool touches(int64_t v, int64_t p) const {
