@@ -25,6 +25,7 @@ constexpr int64_t TURNS = 2;  // exchanges a block, at most
 // A case whose hyperedges begin with the block that they come from, the first vertices, and ranks of all vertices.
 struct Placed {
   Column<const int64_t> ptr, pins, price, rank;
+  int64_t queries;  // hyperedges of queries, the first
 };
 
 // GB/s of a rank's links inside its node, and of its share of the NICs.
@@ -103,8 +104,8 @@ class Homes {
     int64_t one = -1, other = -1;
   };
 
-  // A hyperedge goes from its block's home once to each other node that it spans, whose ranks share what
-  // arrives, and to all other ranks that it spans at home.
+  // A hyperedge goes from its block's home to all other ranks that it spans. Keys go once to each other node, whose
+  // ranks share what arrives.
   void add(const Placed& given) {
     const Scratch<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
     for (int64_t edge = 0; edge < given.price.size(); ++edge) {
@@ -115,14 +116,14 @@ class Homes {
         if (seen[to] == edge) continue;
         seen[to] = edge;
         const bool leaves = to / per_node_ != home / per_node_;
-        if (leaves && entered[to / per_node_] == edge) continue;
+        if (leaves && edge >= given.queries && entered[to / per_node_] == edge) continue;
         entered[to / per_node_] = edge;
         (leaves ? block.away : block.near) += price;
         if (!leaves) here_[number][to % per_node_] += price;
         if (to == home) continue;
         ranks_[home].sent[leaves] += price;
-        if (!leaves) {
-          ranks_[to].received[0] += price;
+        if (!leaves || edge < given.queries) {
+          ranks_[to].received[leaves] += price;
           continue;
         }
         const int64_t first = to / per_node_ * per_node_;
@@ -261,9 +262,11 @@ void bind_dcp(nb::module_& m) {
     std::vector<Fields> fields;
     std::vector<Placed> placed;
     for (const nb::handle one : given) {
-      Fields& own = fields.emplace_back(nb::cast<nb::tuple>(one));
+      const auto columns = nb::cast<nb::tuple>(one);
+      Fields& own = fields.emplace_back(columns);
       placed.push_back({own.next<Column<const int64_t>>("ptr"), own.next<Column<const int64_t>>("pins"),
-                        own.next<Column<const int64_t>>("price"), own.next<Column<const int64_t>>("rank")});
+                        own.next<Column<const int64_t>>("price"), own.next<Column<const int64_t>>("rank"),
+                       nb::cast<int64_t>(columns[4])});
     }
     New<int64_t> home(free.size());
     New<double> time(caps.size());

@@ -141,15 +141,17 @@ def test_compute_that_cannot_be_even_is_refused_with_numbers(monkeypatch: pytest
 def link_times(
     edges: Hyperedges | HypergraphProblem, rank: Ints, ranks: int, per_node: int, gbs: tuple[float, float]
 ) -> Floats:
-    """float64 [ranks]: time on links, where a hyperedge goes from the rank of its first vertex to all others in its
-    node that it spans, and once to each other node, whose ranks share what comes."""
+    """float64 [ranks]: time on links, where a hyperedge goes from the rank of its first vertex to all others that it
+    spans; of keys, the second half, once to each other node, whose ranks share what comes."""
     sent, received = np.zeros((2, 2, ranks), np.int64)
-    for begin, end, price in zip(edges.ptr[:-1], edges.ptr[1:], edges.price, strict=True):
+    for edge, (begin, end, price) in enumerate(zip(edges.ptr[:-1], edges.ptr[1:], edges.price, strict=True)):
         home, *others = rank[edges.pins[begin:end]].tolist()
-        for to in {one for one in others if one // per_node == home // per_node} - {home}:
-            sent[0, home] += price
-            received[0, to] += price
-        for node in {one // per_node for one in others} - {home // per_node}:
+        is_query = edge < len(edges.price) // 2
+        for to in {one for one in others if is_query or one // per_node == home // per_node} - {home}:
+            away = int(to // per_node != home // per_node)
+            sent[away, home] += price
+            received[away, to] += price
+        for node in set() if is_query else {one // per_node for one in others} - {home // per_node}:
             sent[1, home] += price
             received[1, node * per_node : (node + 1) * per_node] += price // per_node
     within, between = np.maximum(sent, received)
@@ -232,13 +234,13 @@ def test_exchanges_shorten_the_time_on_links_and_keep_caps() -> None:
     rank = np.concatenate([placement.home, rng.integers(0, 16, len(pairs))])
     free = movable(problem, placement.starts)
     assert 0 < (~free).sum() < len(free)
-    home, times = exchanged([(case, rank)], free, gbs)
+    home, times = exchanged([(case, rank, len(free))], free, gbs)
     assert (home != placement.home).any()
     assert (home == placement.home)[~free].all()
     assert (home // 4 == placement.home // 4).all()
     assert (np.bincount(home, placement.lengths, 16) <= case.tokens_caps[1]).all()
     before = link_times(case, rank, 16, 4, gbs)
-    np.testing.assert_array_equal(exchanged([(case, rank)], np.zeros_like(free), gbs)[1], before)
+    np.testing.assert_array_equal(exchanged([(case, rank, len(free))], np.zeros_like(free), gbs)[1], before)
     np.testing.assert_array_equal(
         times, link_times(case, np.concatenate([home, rank[len(home) :]]), 16, 4, gbs)
     )

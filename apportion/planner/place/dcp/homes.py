@@ -149,7 +149,7 @@ def _refined(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple
     fixed = case.bound_to.copy()
     fixed[: len(free)][free] = -1
     rank = hypergraph.together(replace(case, fixed=fixed), rank)
-    _, times = exchanged([(case, rank)], free, link_gbs(problem))
+    _, times = exchanged([(case, rank, len(free))], free, link_gbs(problem))
     return float(times.max() + times.mean()), Blocks(blocks.starts, rank[: len(free)])
 
 

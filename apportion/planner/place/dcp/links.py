@@ -13,8 +13,9 @@ from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.planner.problem import Problem
 from apportion.planner.solvers.contracts import HypergraphProblem
 
-#: a case whose hyperedges begin with the block that they come from, the first vertices, and ranks of all vertices
-Placed = tuple[HypergraphProblem, Ints]
+#: a case whose hyperedges begin with the block that they come from, the first vertices; ranks of all vertices; and how
+#: many hyperedges are of queries, the first
+Placed = tuple[HypergraphProblem, Ints, int]
 
 
 def link_gbs(problem: Problem) -> tuple[float, float]:
@@ -26,7 +27,7 @@ def link_gbs(problem: Problem) -> tuple[float, float]:
 def exchanged(placed: Sequence[Placed], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
     """(int64 [blocks], float64 [ranks]): the homes of blocks, free ones exchanged inside nodes within the caps of
     tokens, and the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
-    case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank) for one, rank in placed]
+    case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank, count) for one, rank, count in placed]
     return core.exchange(
         cases, free, case.tokens[: len(free)], case.tokens_caps[1], case.ranks_per_node, *map(float, gbs)
     )

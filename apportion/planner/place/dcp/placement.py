@@ -106,10 +106,10 @@ class Dcp(PlacePass):
     ) -> tuple[Blocks, Answers]:
         """Homes that keep no rank's links busy for long, for the same compute, and the answers with them."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
-        placed = [(cases[key], sides[key].rank) for key in sides]
+        placed = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
         home, _ = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
         found = {}
-        for key, (case, rank) in zip(sides, placed, strict=True):
+        for key, (case, rank, _) in zip(sides, placed, strict=True):
             fixed, now = case.bound_to.copy(), rank.copy()
             fixed[: len(home)] = now[: len(home)] = home
             found[key] = polished(replace(case, fixed=fixed), now, sides[key].termination.limit)
