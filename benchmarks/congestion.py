@@ -8,12 +8,10 @@ tables alone.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from unittest.mock import patch
 import numpy as np
 
 from apportion.bench import cluster_of
-from apportion.cli.environment import versions
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.request.figures import Figure
@@ -35,6 +32,7 @@ from apportion.planner.schedule.rounds import Matchings
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.scenarios import INCAST_PEERS
 from benchmarks.comparison import FCP_TRACES, LLAMA_3B, LLAMA_70B, zeppelin
+from benchmarks.papers import run
 from benchmarks.published import FLOPS, PUBLISHED
 from benchmarks.targets import line
 
@@ -273,33 +271,8 @@ def _cells(theirs: Sequence[float], ours: Sequence[Sequence[float]]) -> Iterator
         yield f"{' / '.join(f'{one:.3g}' for one in each)} ({ratios})"
 
 
-def write_tables(papers: Sequence[Mapping[str, Any]]) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for paper in papers:
-        marker = f"<!-- congestion: {paper['name']} -->\n"
-        made = f"{marker}{table(paper)}\n<!-- end -->"
-        text = re.sub(re.escape(marker) + r".*?<!-- end -->", lambda _: made, text, flags=re.DOTALL)  # noqa: B023
-    PAGE.write_text(text, encoding="utf-8")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", help="names of papers, separated by commas; none writes the tables alone")
-    only = parser.parse_args().only
-    known = {paper.name: paper for paper in PAPERS}
-    names = list(known) if only is None else [] if only == "none" else only.split(",")
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"no paper {', '.join(unknown)}: there is {', '.join(known)}")
-    rows = {
-        one["name"]: one for one in (json.loads(RESULTS.read_text())["papers"] if RESULTS.exists() else [])
-    }
-    for name in names:
-        rows[name] = measure(known[name]) | {"versions": versions()}
-        papers = [rows[one] for one in known if one in rows]
-        lines = ",\n".join(json.dumps(one) for one in papers)
-        RESULTS.write_text(f'{{"papers": [\n{lines}\n]}}\n', encoding="utf-8")
-    write_tables([rows[name] for name in known if name in rows])
-    print(f"rows are in {RESULTS}, tables in {PAGE}")
+    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, PAGE, "congestion", table)
 
 
 if __name__ == "__main__":
