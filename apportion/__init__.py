@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from apportion.planner.forecast.run import forecast as forecast
     from apportion.planner.forecast.training import Training as Training
     from apportion.planner.iteration.iterate import plan_iteration as plan_iteration
-    from apportion.planner.iteration.nano import nano_batches as nano_batches
     from apportion.planner.iteration.ticks import (
         plan_tick as plan_tick,
         tick_batch as tick_batch,
@@ -73,6 +72,7 @@ if TYPE_CHECKING:
         ping_pong_attention as ping_pong_attention,
     )
     from apportion.trainer.step.projection import HeadProjection as HeadProjection
+    from apportion.trainer.ticks import TickPipeline as TickPipeline
 
 _HOMES = {
     "apportion.backends.torch.envelope": ("Envelope",),
@@ -108,7 +108,6 @@ _HOMES = {
     "apportion.planner.forecast.run": ("forecast",),
     "apportion.planner.forecast.training": ("Training",),
     "apportion.planner.iteration.iterate": ("plan_iteration",),
-    "apportion.planner.iteration.nano": ("nano_batches",),
     "apportion.planner.simulate": ("simulate",),
     "apportion.planner.simulate.pair.run": ("simulate_pair",),
     "apportion.planner.iteration.ticks": ("plan_tick", "tick_batch", "tick_table"),
@@ -122,6 +121,7 @@ _HOMES = {
     "apportion.trainer.step.loss": ("normalised_loss",),
     "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
     "apportion.trainer.step.projection": ("HeadProjection",),
+    "apportion.trainer.ticks": ("TickPipeline",),
 }
 #: modules that have another name here, or none of their own
 _MODULES = {

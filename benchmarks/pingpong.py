@@ -17,24 +17,29 @@ from typing import Any
 from apportion.bench import Source, cluster_of
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
-from apportion.planner.iteration.nano import nano_batches
+from apportion.planner.iteration.iterate import pack
+from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate.pair.result import Pair
 from apportion.planner.simulate.pair.run import simulate_pair
 
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)
 TOKENS_PER_RANK = 32_768
+#: even in the predicted time of attention and linear layers
+HALVES = {**find_recipe("distca").to_data()["steps"], "pack": {"wlb": {"microbatches": 2}}}
 GAINS = ("gain", "serial_gain", "whole_gain")  # over a single stream, one half after the other, the undivided
 
 
 def pair_of(recipe: str, ranks: int, seed: int, layers: int) -> Pair:
     batch, _ = Source().batch(ranks * TOKENS_PER_RANK, seed)
-    halves = nano_batches(batch)
+    packing = pack(batch, cluster_of(ranks), MODEL, Policy(Recipe("halves", HALVES)))
+    ping, pong = (batch.take(indexes) for indexes in packing.microbatches)
 
     def planned(part: Batch) -> Any:
         return api.plan(part, cluster_of(ranks), MODEL, recipe, verify=False)
 
-    return simulate_pair(planned(halves.ping), planned(halves.pong), layers=layers, whole=planned(batch))
+    return simulate_pair(planned(ping), planned(pong), layers=layers, whole=planned(batch))
 
 
 def rows(

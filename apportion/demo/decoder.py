@@ -49,11 +49,18 @@ class Layer(nn.Module):
         self.down = nn.Linear(model.ffn, model.hidden, bias=False)
 
     def forward(self, hidden: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
+        return self.post(hidden, attention(*self.pre(hidden, position_ids), kind=self.kind))
+
+    def pre(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v."""
         rows, heads = len(hidden), sum(self.heads)
         # not -1: a rank may hold no rows
         qkv = self.qkv(self.norms[0](hidden)).view(rows, heads, self.qkv.out_features // heads)
         q, k, v = qkv.split(self.heads, dim=1)
-        out = attention(rotate(q, position_ids), rotate(k, position_ids), v, kind=self.kind)
+        return rotate(q, position_ids), rotate(k, position_ids), v
+
+    def post(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The layer's output, of its input and of attention's output."""
         hidden = hidden + self.out(out.flatten(1))
         gate, value = self.up(self.norms[1](hidden)).chunk(2, dim=-1)
         mixed: Tensor = hidden + self.down(nn.functional.silu(gate) * value)

@@ -21,11 +21,10 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
-from apportion.planner.iteration.nano import nano_batches
 from tests.ranks import cases, jobs_pingpong as jobs
 from tests.ranks.rank_pool import Pool
 from tests.support.sparse import sparse
-from tests.support.strategies import STRATEGIES as OTHERS, cluster, has_own_cap, steps
+from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, has_own_cap, steps
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
 MASKS = tuple(cases.BATCHES)
@@ -84,8 +83,7 @@ def halves_of(plans: list[Plan], seed: int = 0) -> list[tuple[tuple[Any, Any], t
 
 
 def pair_of_plans(batch: Batch, name: str, ranks: int, model: Model) -> list[Plan]:
-    halves = nano_batches(batch)
-    return [plan_of(half, name, ranks, model) for half in (halves.ping, halves.pong)]
+    return [plan_of(half, name, ranks, model) for half in alternating(batch)]
 
 
 @pytest.mark.parametrize("ranks", sparse([2, 4], 2))
@@ -116,10 +114,10 @@ def test_plans_that_project_heads_themselves(
     """Head stages with the projection inside: the hidden states are dispatched, and the projection's gradients come
     back from the program."""
     model = cases.model(2, "fp64", kv_heads=2)
-    halves = nano_batches(sequences("causal", "window", "documents"))
+    halves = alternating(sequences("causal", "window", "documents"))
     plans = [
         api.plan(half, Cluster(1, 4), model, policy=Policy(Recipe("own", steps), token_cap=half.tokens))
-        for half, steps in ((halves.ping, UPIPE), (halves.pong, second))
+        for half, steps in zip(halves, (UPIPE, second), strict=True)
     ]
     results = pool.run(jobs.stack_pair, 4, model, (None, None), "project", each=halves_of(plans))
     for together, alone in results:

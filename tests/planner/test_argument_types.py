@@ -17,7 +17,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: ap.verify(None), "plan = None: must be a Plan"),
     (lambda: ap.simulate(None), "plan = None: must be a Plan"),
     (lambda: ap.simulate_pair(None, None), "ping = None: must be a Plan"),
-    (lambda: ap.nano_batches(None), "batch = None: must be a Batch"),
     (lambda: ap.compare(None, CLUSTER, MODEL), "batches = None: must be a list, each a Batch"),
     (lambda: ap.compare([None], CLUSTER, MODEL, ["fcp"]), r"batches\[0\] = None: must be a Batch"),
     (lambda: ap.compare(BATCH, None, MODEL), "cluster = None: must be a Cluster"),

@@ -111,7 +111,6 @@ CALLS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "compare": (ap.compare, {"batches": BATCH, "cluster": CLUSTER, "model": MODEL, "recipes": ["ring"]}),
-    "nano_batches": (ap.nano_batches, {"batch": BATCH}),
     "simulate": (ap.simulate, {"plan": PLAN}),
     "simulate_pair": (ap.simulate_pair, {"ping": PLAN, "pong": PLAN}),
     "tick_table": (ap.tick_table, {"stages": 2, "microbatches": 4}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,12 @@ def test_a_picture_is_drawn_again_as_it_is() -> None:
     assert pictures.picture("contiguous") == (ROOT / "docs/pictures/contiguous.svg").read_text(
         encoding="utf-8"
     )
+
+
+@pytest.mark.parametrize("name", ["Ping-pong"])
+def test_python_of_a_section_trains(name: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[name], re.DOTALL)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_links_and_files_of_the_page_are_there() -> None:

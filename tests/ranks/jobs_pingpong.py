@@ -14,7 +14,7 @@ from torch import nn
 from apportion.backends.interp import Step
 from apportion.backends.torch.executor import TaskMachine, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
-from apportion.demo.decoder import Layer, rotate
+from apportion.demo.decoder import Layer
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.model import Model
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_attention_block
@@ -85,28 +85,15 @@ class Stack(nn.Module):
         return ping, pong
 
     def _piece(self, layer: Layer, sinks: torch.Tensor) -> PingPongLayer:
-        return PingPongLayer(
-            Pre(layer), Post(layer), layer.parameters(), layer.kind, softcap=3.0, sinks=sinks
-        )
+        return PingPongLayer(layer.pre, layer.post, layer.parameters(), layer.kind, softcap=3.0, sinks=sinks)
 
     def _projecting(self, layer: Layer, sinks: torch.Tensor) -> PingPongLayer:
         return replace(self._piece(layer, sinks), pre=None, project=Project(layer))
 
 
-class Pre:
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-
-    def __call__(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        layer, (rows, heads) = self.layer, (len(hidden), sum(self.layer.heads))
-        qkv = layer.qkv(layer.norms[0](hidden)).view(rows, heads, layer.qkv.out_features // heads)
-        q, k, v = qkv.split(layer.heads, dim=1)
-        return rotate(q, position_ids), rotate(k, position_ids), v
-
-
 class Project:
     def __init__(self, layer: Layer) -> None:
-        self.all = Pre(layer)
+        self.all = layer.pre
 
     def __call__(
         self,
@@ -117,17 +104,6 @@ class Project:
     ) -> tuple[torch.Tensor, ...]:
         q, k, v = self.all(hidden, position_ids)
         return q[:, list(q_heads)], k[:, list(kv_heads)], v[:, list(kv_heads)]
-
-
-class Post:
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-
-    def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
-        layer = self.layer
-        hidden = hidden + layer.out(out.flatten(1))
-        gate, value = layer.up(layer.norms[1](hidden)).chunk(2, dim=-1)
-        return hidden + layer.down(nn.functional.silu(gate) * value)
 
 
 def one_half(pieces: list[PingPongLayer], hidden: torch.Tensor, handle: PlanHandle) -> torch.Tensor:
@@ -214,16 +190,16 @@ def pair_error(
     params = list(layer.parameters())
     try:
         if case == "unlisted":
-            ping_pong([PingPongLayer(Pre(layer), Post(layer), params[:-1])], *inputs, *handles)
+            ping_pong([PingPongLayer(layer.pre, layer.post, params[:-1])], *inputs, *handles)
         elif case == "swapped":
             order = 1 if comm.rank else -1
-            ping_pong([PingPongLayer(Pre(layer), Post(layer), params)], *inputs[::order], *handles[::order])
+            ping_pong([PingPongLayer(layer.pre, layer.post, params)], *inputs[::order], *handles[::order])
         elif case == "twice":
-            outs = ping_pong([PingPongLayer(Pre(layer), Post(layer), params)], *inputs, *handles)
+            outs = ping_pong([PingPongLayer(layer.pre, layer.post, params)], *inputs, *handles)
             for _ in range(2):
                 outs[0].sum().backward(retain_graph=True)
         else:
-            ping_pong([PingPongLayer(Pre(layer), Post(layer), params)], inputs[0][:-1], inputs[1], *handles)
+            ping_pong([PingPongLayer(layer.pre, layer.post, params)], inputs[0][:-1], inputs[1], *handles)
     except ApportionError as error:
         return type(error).__name__, str(error)
     return "none", ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Recipe
 from apportion.planner.recipe.recipes import find_recipe, passes_of
@@ -104,3 +107,8 @@ def cluster(ranks: int) -> Cluster:
 def has_own_cap(recipe: Recipe) -> bool:
     """Whether its placement has no token cap but its own."""
     return recipe.step("search") is None and passes_of(recipe).place.own_cap
+
+
+def alternating(batch: Batch) -> tuple[Batch, Batch]:
+    """Every other sequence."""
+    return batch.take(np.arange(0, len(batch.lengths), 2)), batch.take(np.arange(1, len(batch.lengths), 2))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from apportion.backends.torch.autograd import (
     Home,
@@ -28,6 +29,7 @@ from apportion.backends.torch.autograd import (
     check_qkv,
     or_zeros,
     prepare,
+    run,
     sink_gradient,
 )
 from apportion.backends.torch.calls import Attending
@@ -43,6 +45,8 @@ from apportion.ir.tensors import PHASES, Tensor as Name
 Pre = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (the layer's hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]
 Post = Callable[[Tensor, Tensor], Tensor]
+#: one execution of one program, as `_turns`
+Execute = Callable[[PlanHandle, str, str, Home, Layer], Generator[None, None, TorchMachine]]
 
 
 def _turns(
@@ -57,6 +61,14 @@ def _turns(
     machine.execute(segments.collect)
     machine.close()
     return machine
+
+
+def _whole(
+    handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer
+) -> Generator[None, None, TorchMachine]:
+    """The same without turns."""
+    yield from ()
+    return run(handle, kind, phase, home, layer)
 
 
 def take_turns(halves: Iterable[Iterator[None]]) -> None:
@@ -158,16 +170,20 @@ class BothGradients:
 
 
 def forward_turns(
-    handle: PlanHandle, pieces: Sequence[Piece], hidden: list[Tensor], kept: list[Kept] | None
+    handle: PlanHandle,
+    pieces: Sequence[Piece],
+    hidden: list[Tensor],
+    kept: list[Kept] | None,
+    execute: Execute = _turns,
 ) -> Iterator[None]:
     """One half's forward. hidden: one tensor, replaced layer by layer; kept: filled, unless there is no backward."""
-    positions = handle.position_ids.to(hidden[0].device)
+    positions = pad(handle.position_ids, (0, handle.padding)).to(hidden[0].device)
     keep = kept is not None
     for piece in pieces:
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
         qkv: tuple[Tensor, ...] = () if projects else _traced(piece.pre, (x, positions), piece.params, keep)
         given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, qkv)
-        machine = yield from _turns(handle, piece.kind, "forward", given, piece.layer(projects))
+        machine = yield from execute(handle, piece.kind, "forward", given, piece.layer(projects))
         out, lse = machine.output(x.dtype if projects else qkv[0].dtype)
         y = _traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)
         hidden[0] = y.detach()
@@ -187,7 +203,12 @@ def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[
 
 
 def backward_turns(
-    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Kept], dhidden: list[Tensor], sums: BothGradients
+    handle: PlanHandle,
+    pieces: Sequence[Piece],
+    kept: list[Kept],
+    dhidden: list[Tensor],
+    sums: BothGradients,
+    execute: Execute = _turns,
 ) -> Iterator[None]:
     """One half's backward. dhidden: one tensor, replaced layer by layer, last layer first; kept: emptied."""
     for piece in reversed(pieces):
@@ -196,7 +217,7 @@ def backward_turns(
         sums.add(wanted, grads)
         home = backward_home(half.given, half.out, half.lse, or_zeros(do, half.out))
         layer = piece.layer(projects=not half.qkv)
-        machine = yield from _turns(handle, piece.kind, "backward", home, layer)
+        machine = yield from execute(handle, piece.kind, "backward", home, layer)
         dx_before, *grads = _pull_before(machine, half, wanted)
         sums.add(wanted, grads)
         sums.add((piece.sinks,), (sink_gradient(layer, machine.gradients),))
@@ -237,6 +258,45 @@ def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
                 f"pre or post uses one of shape {tuple(leaf.shape)} that wants a gradient and is not among them",
                 "list the parameters of all that pre and post call",
             )
+
+
+def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: list[Kept] | None) -> Tensor:
+    """One batch through the layers; kept: as in `forward_turns`. Backward may come under another plan of the same rows,
+    in `backward_alone`."""
+    hidden = [x]
+    with paired((handle,), "forward", pieces):
+        take_turns([forward_turns(handle, pieces, hidden, kept, _whole)])
+    return hidden[0]
+
+
+def backward_alone(
+    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Kept], dy: Tensor
+) -> tuple[Tensor, dict[Tensor, Tensor]]:
+    """The gradient of the layers' input, and those of params. kept: what forward left, emptied."""
+    params = params_of(pieces)
+    sums, dhidden = BothGradients(params), [dy]
+    with paired((handle,), "backward", pieces):
+        take_turns([backward_turns(handle, pieces, kept, dhidden, sums, _whole)])
+    found = zip(params, sums.of(params), strict=True)
+    return dhidden[0], {param: grad for param, grad in found if grad is not None}
+
+
+def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch.device) -> None:
+    """The part of a rank without tokens in `forward_alone` or `backward_alone` of others. pieces: of a rank that has
+    some, which say how attention is scored."""
+    header, rows = handle.slice.header, handle.padded_rows
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(rows, *shape, dtype=handle.dtype, device=device)
+
+    q, k = zeros(header.q_heads, header.head_dim), zeros(header.kv_heads, header.head_dim)
+    home: Home = {Name.Q: (q,), Name.KV: (k, zeros(header.kv_heads, header.v_head_dim))}
+    if phase == "backward":
+        out = zeros(header.q_heads, header.v_head_dim)
+        home = backward_home(home, out, zeros(header.q_heads).double(), out)
+    with paired((handle,), phase, pieces):
+        for piece in pieces if phase == "forward" else reversed(pieces):
+            run(handle, piece.kind, phase, home, piece.layer(projects=False))
 
 
 class PairedLayers(torch.autograd.Function):
@@ -291,6 +351,12 @@ def attend_pair(
     return run_pair(handles, ([piece(qkv[0])], [piece(qkv[1])]), ping, pong)
 
 
+def params_of(pieces: Iterable[Piece]) -> tuple[Tensor, ...]:
+    """Params and sinks, each once."""
+    listed = (tensor for piece in pieces for tensor in (*piece.params, piece.sinks))
+    return tuple({id(tensor): tensor for tensor in listed if tensor is not None}.values())
+
+
 def run_pair(
     handles: tuple[PlanHandle, PlanHandle],
     pieces: tuple[Sequence[Piece], Sequence[Piece]],
@@ -299,7 +365,6 @@ def run_pair(
 ) -> tuple[Tensor, Tensor]:
     """Both halves through their layers, differentiable in both hidden states, the layers' params and their sinks."""
     agree(handles, pieces[0][0].kind)
-    listed = ((*piece.params, piece.sinks) for half in pieces for piece in half)
-    params = tuple({id(tensor): tensor for some in listed for tensor in some if tensor is not None}.values())
+    params = params_of([*pieces[0], *pieces[1]])
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (ping, pong, *params))
     return PairedLayers.apply(handles, pieces, keep, ping, pong, *params)  # type: ignore[no-untyped-call,no-any-return]

@@ -258,6 +258,13 @@ def tick_batch(
     return TickBatch(_joined(pieces), PHASES[table.phase[tick]], tuple(parts))
 
 
+def tick_batches(
+    table: TickTable, microbatches: Sequence[Batch], replicas: int, kinds: Sequence[str] | None = None
+) -> tuple[TickBatch, ...]:
+    """Those of all ticks. Raises ConfigError."""
+    return tuple(tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks))
+
+
 def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str] | None) -> Sequence[str]:
     if len(microbatches) != table.microbatches:
         rule = f"the table has {table.microbatches} microbatches"

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from reprlib import Repr
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from apportion.ir.fields import integer, integers
 from apportion.ir.isa import VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
+
+if TYPE_CHECKING:
+    from apportion.planner.iteration.ticks import TickTable
 
 STATE = 2  # version of a state
 _SHORT = Repr()
@@ -86,23 +89,40 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Asked:
-    """How an iteration's samples become batches. lengths: int64 [n] of all samples; masks: one for all, or of each."""
+    """How an iteration's samples become batches. lengths: int64 [n] of all samples; masks: one for all, or of each;
+    table: of a pipeline, whose ticks are planned in the microbatches' place; kinds: as in `tick_batch`."""
 
     job: Job
     lengths: Ints
     masks: Masks
+    table: TickTable | None = None
+    kinds: Sequence[str] | None = None
 
     def of(self, number: int, drawn: Any) -> Wanted:
         """The iteration of what a sampler gave: a list of microbatches of sample numbers, or one flat list. Raises
         ConfigError, CapacityError."""
         samples = self.samples(number, drawn)
         batches = batches_of(samples, self.lengths, self.masks, self.job.packs)
+        if self.table is not None:
+            samples, batches = self._ticks(self.table, samples, batches)
         self.job.check(batches)
         return Wanted(self.job, number, samples, batches)
+
+    def _ticks(
+        self, table: TickTable, samples: tuple[Ints, ...], batches: tuple[Batch, ...]
+    ) -> tuple[tuple[Ints, ...], tuple[Batch, ...]]:
+        """Of microbatches (samples, batches) those of the ticks."""
+        from apportion.planner.iteration.ticks import tick_batches
+
+        made = tick_batches(table, batches, self.job.ranks // table.stages, self.kinds)
+        held = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in made)
+        return tuple(held), tuple(tick.batch for tick in made)
 
     def microbatches(self, number: int, drawn: Any) -> int:
         """How many an iteration has. Raises ConfigError."""
         samples = self.samples(number, drawn)
+        if self.table is not None:
+            return self.table.ticks
         return min(self.job.microbatches, sum(map(len, samples))) if self.job.packs else len(samples)
 
     def samples(self, number: int, drawn: Any) -> tuple[Ints, ...]:

@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import ArrayLike
@@ -34,7 +34,7 @@ from apportion.ir.fields import choice, flag, instance, integer, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
+from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
@@ -44,6 +44,9 @@ from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Place,
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
+
+if TYPE_CHECKING:
+    from apportion.planner.iteration.ticks import TickTable
 
 
 class PlannedLoader:
@@ -79,6 +82,11 @@ class PlannedLoader:
     changes neither loss nor gradients. envelope: what rows, and buffers and tables of calls, are padded to,
     so that they are the same in all steps. drop_last: leaves out an iteration of fewer microbatches than the others.
 
+    ticks: the table of a pipeline (`tick_table`), for `TickPipeline`: the cluster has the ranks of all stages, and what
+    is planned and handed out are its ticks in the place of its microbatches, each of `tokens_per_rank` on the ranks of
+    a stage. kinds: the attention kind of each virtual stage's layers, where there are several, as in `tick_batch`.
+    recipe: by default that of `plan_tick`.
+
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
 
@@ -106,7 +114,7 @@ class PlannedLoader:
         masks: Masks = None,
         sampler: Iterable[Any] | None = None,
         microbatches: int = 1,
-        recipe: str | Mapping[str, Any] | Recipe | Policy = DEFAULT_RECIPE,
+        recipe: str | Mapping[str, Any] | Recipe | Policy | None = None,
         seed: int | None = None,
         hardware: Hardware | str | None = None,
         shuffle: bool | None = None,
@@ -122,18 +130,27 @@ class PlannedLoader:
         envelope: Envelope = AS_THEY_COME,
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
+        ticks: TickTable | None = None,
+        kinds: Sequence[str] | None = None,
     ) -> None:
         self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
+        stages, self._times = (1, 1) if ticks is None else (ticks.stages, 2 * ticks.stages * ticks.virtual)
+        filled = microbatches if ticks is None else ticks.microbatches
+        recipe = arguments.recipe_of(recipe, ticks)
         policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
         policy = policy if seed is None else replace(policy, seed=seed)
+        microbatches = filled if ticks is None else ticks.ticks
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
         masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
-        self._asked = Asked(self.job, lengths, masks)
+        arguments.check_ticks(self.job, ticks)
+        if ticks is not None:
+            self.job = replace(self.job, model=replace(model, layers=1))
+        self._asked = Asked(self.job, lengths, masks, ticks, kinds)
         self._sampling = None
         if sampler is None:
             order = self.job.policy.seed, shuffle is None or flag("shuffle", shuffle)
-            self._sampling = Sampling(lengths, self.job.tokens, self.job.microbatches, *order)
+            self._sampling = Sampling(lengths, self.job.tokens // stages, filled, *order)
         self._timeout_s = number("timeout_s", timeout_s, above=True)
         made = origin(self.job, lengths, masks, self._sampling)
         self._source = open_source(source, token, ca, self._timeout_s, made, self.job.digest)
@@ -143,7 +160,7 @@ class PlannedLoader:
         self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
         self._facts = {**made, "groups": self._dealt[1]}  # of a state
         packs = sampler is not None and self.job.packs  # then every iteration is filled
-        self._least = self.job.microbatches if flag("drop_last", drop_last) and not packs else 0
+        self._least = filled if (flag("drop_last", drop_last) and not packs) or ticks is not None else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
         self._form = Form(arguments.shifted_of(shifted), multiple, instance("envelope", envelope, Envelope))
         plans = choice("on_timeout", on_timeout, ("raise", "local")) == "local"
@@ -205,6 +222,35 @@ class PlannedLoader:
                 ahead.reach(wanted.number + 1)
         self._communicator.all_gather([], "the end of a pass")
         totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
+
+    def pairs(self) -> Generator[tuple[PlannedBatch, PlannedBatch], None, None]:
+        """A pass, two microbatches of an iteration at a time: halves for `ping_pong`, of `tokens_per_rank` each.
+
+        `pack: {wlb: {}}` of a recipe makes them even in time. A state goes on behind the last pair. Raises ConfigError
+        where an iteration has, or the last one may have, an odd number of microbatches."""
+        rule = "halves are two microbatches of an iteration, of which there must be an even number"
+        if self.job.microbatches % 2:
+            raise ConfigError("microbatches", self.job.microbatches, rule, "give twice as many as pairs")
+        if self._sampling is not None and not self._least:
+            raise ConfigError(
+                "drop_last", False, f"{rule}, also in the last iteration", "give drop_last=True"
+            )
+        with closing(iter(self)) as batches:
+            for ping in batches:
+                if ping.microbatch % 2 or ping.is_last:
+                    where, remedy = f"iteration {ping.iteration}", "begin between pairs, with an even number"
+                    raise ConfigError(where, f"a half alone, microbatch {ping.microbatch}", rule, remedy)
+                yield ping, next(batches)
+
+    def iterations(self) -> Generator[tuple[PlannedBatch, ...], None, None]:
+        """A pass, all microbatches of an iteration, or ticks, at a time. A state goes on behind the last iteration."""
+        held: tuple[PlannedBatch, ...] = ()
+        with closing(iter(self)) as batches:
+            for batch in batches:
+                held = (*held, batch)
+                if batch.is_last:
+                    yield held
+                    held = ()
 
     def _draw(self) -> Draw:
         return Draw(self._sampling, self._sampler, self._begin.epoch, *self._dealt, self._least)
@@ -289,6 +335,7 @@ class PlannedLoader:
         parts = wanted.parts(fetched.piece.indexes)
         shared: dict[str, Any] = {"iteration": wanted.number, "_replicas": self._replicas}
         shared |= {"valid_tokens": valid, "total_weight": weight, "_shifted": self._form.shifted}
+        shared |= {"_staged": self._asked.table is not None}
         layers = self.job.model.layers
         shared["_layers"] = layers if isinstance(layers, Mapping) else {}
         for place, (handle, own, (batch, samples)) in enumerate(zip(handles, rows, parts, strict=True)):
@@ -325,7 +372,8 @@ class PlannedLoader:
             error = self._apart(wanted, rows, ranks)
         except ExecutionError as unequal:
             ranks, error = [], unequal
-        valid, weight = sum(one.valid for one in ranks), sum(one.weight for one in ranks)
+        valid = sum(one.valid for one in ranks) // self._times
+        weight = sum(one.weight for one in ranks) / self._times
         place = self._place.epoch, wanted.number, len(handles)
         found = totals(self._replicas, place, valid, weight, error)
         assert not isinstance(rows, Exception)

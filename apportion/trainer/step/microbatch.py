@@ -34,6 +34,7 @@ class Microbatch:
     total_weight: float  # their loss weights; as many where samples have none
     fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
     _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
+    _staged: bool = False  # ranks of the plan hold different layers: those of their pipeline stages
     _shifted: Collection[str] = ()  # fields that lie in the row that predicts their token
     _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
 

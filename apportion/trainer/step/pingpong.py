@@ -1,15 +1,15 @@
 """Two halves of a microbatch through the same layers, so that one computes while the other communicates.
 
-    ping, pong, _ = nano_batches(batch)                       each planned by itself, for the same ranks
     layer = PingPongLayer(pre, post, params=block.parameters())
-    hidden_a, hidden_b = ping_pong([layer, ...], hidden_a, hidden_b, handle_a, handle_b)
+    for ping, pong in loader.pairs():                            each planned by itself, for the same ranks
+        hidden_a, hidden_b = ping_pong([layer, ...], hidden_a, hidden_b, ping.handle, pong.handle)
 
 Results and gradients are those of the halves one after the other; backward takes turns too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -80,11 +80,11 @@ def ping_pong(
 ) -> tuple[Tensor, Tensor]:
     """Both halves through the layers; every rank calls it, also without tokens.
 
-    hidden_a, hidden_b [rows of that half's plan, E], each in its plan's home layout. Returns their hidden states after
-    the last layer. Differentiable once in both, and in the layers' params and sinks: one autograd function, whose
-    backward frees what forward kept. It holds the gradients of all params until its end; where that is too much, or
-    where layers are checkpointed, call it for a few layers at a time. Under data parallel wrappers (DDP, FSDP2) wrap
-    the module that makes this call.
+    hidden_a, hidden_b [rows of that half, E], each in its plan's home layout, with its padding. Returns their hidden
+    states after the last layer. Differentiable once in both, and in the layers' params and sinks: one autograd
+    function, whose backward frees what forward kept. It holds the gradients of all params until its end; where that is
+    too much, or where layers are checkpointed, call it for a few layers at a time. Under data parallel wrappers (DDP,
+    FSDP2) wrap the module that makes this call.
 
     Raises ExecutionError for wrong shapes or dtypes and for halves of other ranks, ConfigError for a parameter that is
     not listed and for plans that project heads where a layer has no `project`, UnknownNameError for a kind that a plan
@@ -92,9 +92,8 @@ def ping_pong(
     """
     handles = _same_ranks(handle_a, handle_b)
     for name, hidden, handle in (("hidden_a", hidden_a, handle_a), ("hidden_b", hidden_b, handle_b)):
-        handle.require_unpadded("ping-pong runs")
-        check_shape(name, hidden, (handle.rows, *hidden.shape[1:]))
-    pieces = [_piece(layer, handles) for layer in layers]
+        check_shape(name, hidden, (handle.padded_rows, *hidden.shape[1:]))
+    pieces = [piece_of(layer, handles) for layer in layers]
     return backend.run_pair(handles, (pieces, pieces), hidden_a, hidden_b) if pieces else (hidden_a, hidden_b)
 
 
@@ -118,7 +117,8 @@ def ping_pong_attention(
     return backend.attend_pair(handles, name, (a, b), sinks, score)
 
 
-def _piece(layer: PingPongLayer, handles: tuple[PlanHandle, PlanHandle]) -> backend.Piece:
+def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle]) -> backend.Piece:
+    """The layer under plans that have its kind."""
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
         rule = "the plan of a half projects a few heads at a time, which `pre` cannot"
@@ -136,8 +136,8 @@ def _pre(layer: PingPongLayer, header: Header) -> Pre:
     return lambda hidden, position_ids: project(hidden, position_ids, *heads)
 
 
-def _kind(handles: tuple[PlanHandle, PlanHandle], name: str | None) -> str:
-    first, second = (handle.kind(name) for handle in handles)
+def _kind(handles: Sequence[PlanHandle], name: str | None) -> str:
+    first, second = (handle.kind(name) for handle in (handles[0], handles[-1]))
     if first != second:
         rule = f"is {first!r} of one half and {second!r} of the other"
         raise ConfigError("kind", name, rule, "plan both with the same kinds")

@@ -68,8 +68,9 @@ class Watch:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
-        self.batches.add(batch)
-        transports = batch.handle.communicator, batch._replicas
+        if not batch._staged:  # of a tick: `TickPipeline` adds those of microbatches
+            self.batches.add(batch)
+        transports = None if batch._staged else batch.handle.communicator, batch._replicas
         self._transports = [one for one in transports if one is not None and one.ranks > 1]
 
     def expect(self, handle: PlanHandle) -> None:

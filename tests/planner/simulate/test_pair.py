@@ -27,14 +27,13 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
 from apportion.planner import api
 from apportion.planner.cost import CostModel
-from apportion.planner.iteration.nano import nano_batches
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair import result as pair_result, run as pair
 from apportion.planner.simulate.pair.result import Pair
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
 from tests.support.sparse import marked
-from tests.support.strategies import STRATEGIES as OTHERS, cluster, has_own_cap, steps
+from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, has_own_cap, steps
 from tests.support.timelines import Unit, plan_of, work
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
@@ -58,9 +57,9 @@ def halves_of(
     name: str, ranks: int = 4, kinds: dict[str, Causal | SlidingWindow] | None = None
 ) -> list[Plan]:
     model = Model(2, 1, 8, dtype="fp32", hidden=16, ffn=32, layers=dict.fromkeys(kinds, 1) if kinds else 1)
-    halves = nano_batches(Batch.from_lengths([40, 33, 25, 9, 7, 1], kinds))
+    halves = alternating(Batch.from_lengths([40, 33, 25, 9, 7, 1], kinds))
     recipe = Recipe(name, STRATEGIES[name])
-    return [plan_with(half, recipe, ranks, model) for half in (halves.ping, halves.pong)]
+    return [plan_with(half, recipe, ranks, model) for half in halves]
 
 
 # --- timelines by hand
@@ -239,9 +238,9 @@ LLAMA = Model(32, 8, 128, dtype="bf16", hidden=4096, ffn=14336)
 
 def long_halves(name: str, ranks: int = 16) -> list[Plan]:
     lengths = [65536, 65536, 40000, 40000, *[16384] * 8, *[4096] * 24, *[1000] * 50]
-    halves = nano_batches(Batch.from_lengths(lengths))
+    halves = alternating(Batch.from_lengths(lengths))
     here = Cluster(nodes=ranks // 8, ranks_per_node=8)
-    return [api.plan(half, here, LLAMA, find_recipe(name)) for half in (halves.ping, halves.pong)]
+    return [api.plan(half, here, LLAMA, find_recipe(name)) for half in halves]
 
 
 @pytest.mark.parametrize(

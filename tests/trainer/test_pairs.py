@@ -1,0 +1,55 @@
+"""Halves of a loader's iterations that take turns train the model that the same microbatches train one by one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apportion.ir.request.model import Model
+from apportion.service.http.serve import serving
+from tests.ranks import jobs_pairs
+from tests.ranks.loading import job, planning
+from tests.ranks.rank_pool import Pool
+
+MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=2)
+
+
+def given(source: Any = None, recipe: str = "distca", microbatches: int = 2) -> dict[str, Any]:
+    return planning(replace(job(2, 66, microbatches, recipe), model=MODEL), source)
+
+
+@pytest.mark.parametrize(
+    ("source", "recipe", "multiple"),
+    [("local", "distca", None), ("service", "wlb", 4)],
+    ids=["local", "a server, packed and padded"],
+)
+def test_halves_train_as_one_microbatch_after_the_other(
+    pool: Pool, tmp_path: Path, source: str, recipe: str, multiple: int | None
+) -> None:
+    with serving(tmp_path) as server:
+        asked = given(server.url if source == "service" else source, recipe)
+        asked["rows_multiple"] = multiple
+        turns, plain = (pool.run(jobs_pairs.trained, 2, asked, pairs) for pairs in (True, False))
+    for (losses, gradients, states), (wanted, others, same) in zip(turns, plain, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+        assert len(losses) >= 2
+        assert states == same
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, others[name], rtol=1e-10, atol=1e-13)
+
+
+def test_a_half_alone_is_refused(pool: Pool) -> None:
+    samples = [[[0], [1, 2]], [[3], [4], [5]]]
+    for asked, options, begin, says in (
+        (given(microbatches=3), {"drop_last": True}, 0, r"microbatches = 3: halves are two microbatches of"),
+        (given(), {}, 0, "drop_last = False: halves are .*also in the last iteration; give drop_last=True"),
+        (given(), {"drop_last": True}, 1, "iteration 0 = 'a half alone, microbatch 1'.*begin between pairs"),
+        (given(microbatches=4), {"sampler": samples}, 0, "iteration 1 = 'a half alone, microbatch 2'"),
+    ):
+        for told in pool.run(jobs_pairs.refused, 2, asked, options, begin):
+            assert re.match(says, told), told

@@ -1,0 +1,88 @@
+"""Pipelines of ticks on real ranks over gloo train the model that the same microbatches train without a pipeline."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.model import Model
+from apportion.service.http.serve import serving
+from tests.ranks import jobs_ticks
+from tests.ranks.loading import job, planning
+from tests.ranks.rank_pool import Pool
+
+MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=4)
+KINDS = {"full": masks.causal(), "near": masks.sliding_window(6), "sink": masks.sink_window(2, 4)}
+
+
+def given(tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **options: Any) -> dict[str, Any]:
+    """tokens: of all ranks in a microbatch."""
+    asked = planning(replace(job(ranks, tokens), model=replace(MODEL, layers=layers)))
+    return {**asked, "recipe": recipe, **options}
+
+
+@pytest.mark.parametrize(
+    ("stages", "replicas", "microbatches", "virtual", "kinds", "options"),
+    [
+        (2, 2, 4, 1, None, {"rows_multiple": 4}),
+        (2, 2, 2, 1, ["near", "sink"], {}),
+        (4, 1, 4, 1, ["full", "full", "near", "sink"], {}),
+        (2, 2, 2, 2, ["full", "near", "sink", "sink"], {}),
+    ],
+)
+def test_ticks_train_as_no_pipeline(
+    pool: Pool,
+    stages: int,
+    replicas: int,
+    microbatches: int,
+    virtual: int,
+    kinds: list[str] | None,
+    options: dict[str, Any],
+) -> None:
+    ranks = stages * replicas
+    layers: Any = 4
+    if kinds is not None:
+        layers = {kind: 4 // len(kinds) * kinds.count(kind) for kind in kinds}
+        options |= {"masks": {kind: KINDS[kind] for kind in kinds}}
+    pipeline = stages, microbatches, virtual
+    plain = given(64, ranks, "fcp", layers, microbatches=microbatches, **options)
+    ticks = given(64 * stages, ranks, None, layers, **options)
+    wanted = pool.run(jobs_ticks.trained, ranks, plain, None, None)
+    found = pool.run(jobs_ticks.trained, ranks, ticks, pipeline, kinds)
+    for (losses, gradients), (others, same) in zip(found, wanted, strict=True):
+        assert losses == pytest.approx(others, rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, same[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_server_plans_ticks(pool: Pool, tmp_path: Path) -> None:
+    asked = given(128, 4, None)
+    with serving(tmp_path) as server:
+        here, there = (
+            pool.run(jobs_ticks.trained, 4, {**asked, "source": source}, (2, 4), None)
+            for source in (asked["source"], server.url)
+        )
+    for (losses, gradients), (others, same) in zip(here, there, strict=True):
+        assert losses == others
+        assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "chunks", "says"),
+    [
+        (3, None, 1, r"cluster.ranks = 3: must be a multiple of the 2 stages"),
+        (2, "wlb", 1, r"recipe.pack = 'wlb': would put sequences of several ticks into one"),
+        (2, None, 2, r"chunks = \[0, 0\]: must be 1 lists, as the table has chunks on a stage, equally long"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    pool: Pool, ranks: int, recipe: str | None, chunks: int, says: str
+) -> None:
+    told = pool.run(jobs_ticks.refused, ranks, given(64 * ranks, ranks, recipe), (2, 2), chunks)
+    assert re.match(says, told[0]), told
