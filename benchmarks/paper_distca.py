@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,16 @@ from apportion.ir.errors import ApportionError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.ir.tensors import PHASES
+from apportion.planner.cost import CostModel
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.step import around_us
 from apportion.planner.forecast.training import Training
 from apportion.planner.iteration.ticks import TickTable, plan_tick, tick_table
+from apportion.planner.pack import Wlb
 from apportion.planner.simulate import simulate
+from apportion.planner.simulate.pair.run import turns_us
 from benchmarks.comparison import LLAMA_8B, with_steps
 from benchmarks.paper_runs import ENOUGH, GROUP, K, Row, Run, Theirs, part, row, seconds
 
@@ -196,9 +203,12 @@ def _divisors(number: int) -> list[int]:
 # --- DistCA
 
 
-def distca(setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool = False) -> list[Found]:
+def distca(
+    setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
+) -> list[Found]:
     """Under pipeline ticks, attention of a tick over the ranks of all stages, for every number of microbatches that
-    fits. All other work of a tick is that of one microbatch. hidden: as of `Run`."""
+    fits. All other work of a tick is that of one microbatch. hidden: as of `Run`; ping_pong: whether microbatches are
+    halves that take turns, in each tick."""
     found = []
     for count in _divisors(setting.sequences):
         if count < stages:
@@ -208,30 +218,45 @@ def distca(setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool 
         table = tick_table(stages, count, cap=2 * stages - 1)
         try:
             steps = run.whole("distca")
-            attention = [_ticks_seconds(setting, run, table, one) for one in drawn]
+            attention = [_ticks_seconds(run, table, one, ping_pong) for one in drawn]
         except ApportionError:
             continue
         held = min(count, 2 * stages - 1) / min(count, stages)  # in flight, beside 1F1B
         memory = max(one.memory.total + (held - 1) * one.memory.activations.kept for one in steps)
         if memory <= run.memory_gib * 2**30:
-            busy = sum(part(steps, name) for name in ("linear", "rows", "head", "tensor_parallel"))
+            work = ("head",) if ping_pong else ("linear", "rows", "head", "tensor_parallel")
+            busy = sum(part(steps, name) for name in work)
             once = part(steps, "data_parallel") + part(steps, "optimizer")
             took = float(np.mean(attention)) + busy * table.ticks / (2 * count) + once
-            found.append(Found(took, f"distca, PP {stages}, {count} microbatches"))
+            name = f"distca, PP {stages}, {count} microbatches" + ", ping-pong" * ping_pong
+            found.append(Found(took, name))
     return found
 
 
-def _ticks_seconds(setting: Setting, run: Run, table: TickTable, sequences: Packed) -> float:
-    """Attention of all ticks of a step."""
+def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: bool) -> float:
+    """Attention of all ticks of a step; with ping_pong, all of their layers."""
     each = len(sequences) // table.microbatches
     microbatches = [joined(sequences[i * each : (i + 1) * each]) for i in range(table.microbatches)]
     form = Parallelism(PER_SEQUENCE, FLAT)
-    cluster, model = form.stage(run.cluster), form.rank_model(run.model)
+    cluster, model, links = form.stage(run.cluster), form.rank_model(run.model), form.stage(run.links)
+    halves = [microbatches]
+    if ping_pong:
+        policy, pack = Policy(PER_SEQUENCE), Wlb(microbatches=2)
+        packings = [pack(one, cluster, model, policy, run.hardware).microbatches for one in microbatches]
+        halves = [
+            [one.take(packing[half]) for one, packing in zip(microbatches, packings, strict=True)]
+            for half in range(2)
+        ]
+    around, costs = around_us(run.setting(form), projects=False), CostModel(run.hardware, model)
     total = 0.0
     for tick in range(table.ticks):
-        made, held = plan_tick(table, tick, microbatches, cluster, model, hardware=run.hardware, verify=False)
-        runs = simulate(made, run.hardware, form.stage(run.links)).runs
-        total += sum(one.makespan_us for (_, phase), one in runs.items() if phase == held.phase)
+        options: Any = {"hardware": run.hardware, "verify": False}
+        made = [plan_tick(table, tick, one, cluster, model, **options)[0] for one in halves]
+        phase = PHASES[table.phase[tick]]
+        if ping_pong:
+            total += turns_us(made[0], made[1], costs, around, links)["default", phase]
+        else:
+            total += simulate(made[0], run.hardware, links).runs["default", phase].makespan_us
     return total * run.model.layers_of("default") / table.stages / 1e6
 
 
@@ -270,17 +295,16 @@ def _flat() -> Iterator[Row]:
 def _pipelined() -> Iterator[Row]:
     for setting in _settings(BATCHES_4D):
         drawn = setting.drawn()
-        mine, ideal = (
-            min(one for count in STAGES for one in distca(setting, drawn, count, hidden))
-            for hidden in (False, True)
-        )
+        systems = {
+            case: min(one for count in STAGES for one in distca(setting, drawn, count, *how))
+            for case, how in (("", ()), (", traffic hidden", (True,)), (", ping-pong", (False, True)))
+        }
         for name, of in {"Megatron-LM": megatron, "WLB-ideal": wlb}.items():
             if best := [one for count in STAGES for one in of(setting, drawn, count)]:
                 told, one = (1.0, MOST_4D[setting.size][name]), min(best)
-                case, gain = f"4D: {setting.case}", one.seconds / mine.seconds
-                yield _row(case, mine.name, one.name, name, told, gain)
-                gain = one.seconds / ideal.seconds
-                yield _row(f"{case}, traffic hidden", ideal.name, one.name, name, told, gain)
+                for case, mine in systems.items():
+                    gain = one.seconds / mine.seconds
+                    yield _row(f"4D: {setting.case}{case}", mine.name, one.name, name, told, gain)
 
 
 def _settings(batches: Mapping[str, Mapping[int, Mapping[int, int]]]) -> Iterator[Setting]:

@@ -88,9 +88,9 @@ class Run:
             for batch in self.batches
         )
 
-    def whole(self, recipe: Recipe | str) -> tuple[StepForecast, ...]:
-        """One plan over all ranks."""
-        return self.steps(Parallelism(find_recipe(recipe), self.degrees))
+    def whole(self, recipe: Recipe | str, ping_pong: bool = False) -> tuple[StepForecast, ...]:
+        """One plan over all ranks, or of each half one."""
+        return self.steps(Parallelism(find_recipe(recipe), self.degrees, ping_pong=ping_pong))
 
     def best_grid(self, recipe: str) -> tuple[str, tuple[StepForecast, ...]]:
         """The fastest static grid of a recipe that fits and cuts next to nothing, and its name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +52,14 @@ Virtual = Annotated[int, Option("--virtual", help="Chunks of layers of a stage: 
 Microbatches = Annotated[
     int, Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1)
 ]
+PingPong = Annotated[
+    bool,
+    Option(
+        "--ping-pong",
+        help="Plan each microbatch of the recipes' rows as two halves, whose layers take turns: messages of one travel "
+        "beside the work of the other.",
+    ),
+]
 Search = Annotated[
     bool,
     Option("--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."),
@@ -86,6 +95,7 @@ def forecast(
     pipeline: Annotated[int, Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
     virtual: Virtual = 1,
     microbatches: Microbatches = 1,
+    ping_pong: PingPong = False,
     search: Search = False,
     training: TrainingOption = None,
     batches: Batches = None,
@@ -125,7 +135,10 @@ def forecast(
     degrees = Degrees(tensor, pipeline, virtual, microbatches)
     planned = [] if recipes == "none" else inputs.recipes_of(recipes)
     chosen = [
-        *_planned(planned, search, degrees, the_cluster, the_model, drawn[0].kinds),
+        *(
+            replace(form, ping_pong=ping_pong)
+            for form in _planned(planned, search, degrees, the_cluster, the_model, drawn[0].kinds)
+        ),
         *_grids(grids, degrees, the_cluster),
     ]
     with progress("forecasting", len(chosen)) as report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,19 +16,22 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.tensors import PHASES
 from apportion.planner.api import plan
+from apportion.planner.cost import CostModel
 from apportion.planner.forecast.grids import groups_of
 from apportion.planner.forecast.parallelism import Parallelism
-from apportion.planner.pack import Sequential
+from apportion.planner.pack import Sequential, Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.recipe.recipes import pack_of
 from apportion.planner.remap import LINEAR, even_parameters
 from apportion.planner.simulate import simulate
+from apportion.planner.simulate.pair.run import turns_us
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedMicrobatch:
-    """The plan of one microbatch in one group.
+    """The plan of one microbatch in one group, or of its halves, plan and pong, which take turns.
 
     pairs: that its masks allow, over all layers; tokens: of the fullest rank; busy: tokens over speed of the rank that
     takes longest, and even: the same in the layout of even tokens, where there is one; bytes: home and work rows of a
@@ -43,6 +47,12 @@ class PlannedMicrobatch:
     bytes: int
     stages: int
     moves_us: float
+    pong: Plan | None = None
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of all ranks."""
+        return sum(one.request.batch.tokens for one in (self.plan, self.pong) if one is not None)
 
     @property
     def projects(self) -> bool:
@@ -75,9 +85,18 @@ def plan_attention(
         for held, own in zip(
             groups, groups_of(part, len(groups), parallelism.packing or "order"), strict=True
         ):
-            made = plan(own, group, rank_model, policy=policy, hardware=hardware, verify=False)
-            held.append(_planned(made))
+            parts = _halves(own, group, rank_model, policy, hardware) if parallelism.ping_pong else [own]
+            made = (
+                plan(one, group, rank_model, policy=policy, hardware=hardware, verify=False) for one in parts
+            )
+            held.append(_planned(*made))
     return groups
+
+
+def _halves(batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware) -> list[Batch]:
+    """Even in predicted time. Raises CapacityError for a single sequence."""
+    packing = Wlb(microbatches=2)(batch, cluster, model, policy, hardware)
+    return [batch.take(indexes) for indexes in packing.microbatches]
 
 
 def _microbatches(
@@ -94,21 +113,28 @@ def _microbatches(
     return [batch.take(indexes) for indexes in packing.microbatches]
 
 
-def _planned(made: Plan) -> PlannedMicrobatch:
-    batch, model = made.request.batch, made.request.model
-    home, used = made.layouts[made.header.home_layout].rows_per_rank, LINEAR in made.layouts
+def _planned(made: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
+    plans, model = [made] if pong is None else [made, pong], made.request.model
+    home = np.sum([one.layouts[one.header.home_layout].rows_per_rank for one in plans], 0)
     speeds = np.asarray(made.request.cluster.speeds or np.ones(len(home)))
-    even = made.layouts[LINEAR].rows_per_rank if used else home
+    even = np.sum([one.layouts[_even_layout(one)].rows_per_rank for one in plans], 0)
+    batches = [one.request.batch for one in plans]
+    programs = [program for one in plans for program in one.programs.values()]
     return PlannedMicrobatch(
         made,
-        sum(model.layers_of(kind) * batch.area(kind) for kind in batch.kinds),
+        sum(model.layers_of(kind) * batch.area(kind) for batch in batches for kind in batch.kinds),
         int(home.max()),
         float((home / speeds).max()),
         float((even / speeds).max()),
-        attention_bytes(made),
-        max(_stages(program["instructions"]) for program in made.programs.values()),
-        float(made.report["remap"]["moves_us"]) if used else 0.0,
+        sum(attention_bytes(one) for one in plans),
+        max(_stages(program["instructions"]) for program in programs),
+        sum(float(one.report["remap"]["moves_us"]) for one in plans if LINEAR in one.layouts),
+        pong,
     )
+
+
+def _even_layout(made: Plan) -> str:
+    return LINEAR if LINEAR in made.layouts else made.header.home_layout
 
 
 def _stages(instructions: Table) -> int:
@@ -116,13 +142,24 @@ def _stages(instructions: Table) -> int:
     return int(np.bincount(instructions.rank_of_row()[instructions["op"] == Op.PROJECT]).max(initial=0))
 
 
-def attend(planned: PlannedMicrobatch, hardware: Hardware, cluster: Cluster) -> Attended:
-    """The simulated calls, on the cluster of one group."""
+def attend(
+    planned: PlannedMicrobatch,
+    hardware: Hardware,
+    cluster: Cluster,
+    around: Mapping[str, tuple[float, float]],
+) -> Attended:
+    """The simulated calls, on the cluster of one group; of halves what they take beyond the work around attention, as
+    `turns_us` has it, of the rank that has most of it."""
     model = planned.plan.request.model
-    runs = simulate(planned.plan, hardware, cluster).runs
+    if planned.pong is None:
+        runs = simulate(planned.plan, hardware, cluster).runs
+        layer = {key: run.makespan_us for key, run in runs.items()}
+    else:
+        turns = turns_us(planned.plan, planned.pong, CostModel(hardware, model), around, cluster)
+        layer = {key: max(us - sum(around[key[1]]) * planned.busy, 0.0) for key, us in turns.items()}
     times = {
-        phase: sum(model.layers_of(kind) * run.makespan_us for (kind, of), run in runs.items() if of == phase)
-        for phase in ("forward", "backward")
+        phase: sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
+        for phase in PHASES
     }
     return Attended(times["forward"], times["backward"])
 

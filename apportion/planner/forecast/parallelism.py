@@ -50,13 +50,16 @@ class Degrees:
 class Parallelism:
     """recipe: of the attention plans. context: ranks of a group of a static grid, None where one plan holds all.
     packing: of static grids, how their groups get sequences: in the order of the data, cut where a group is full, or
-    longest first to the group with the least work. Raises ConfigError.
+    longest first to the group with the least work. ping_pong: whether each microbatch is planned as two halves, whose
+    layers take turns: messages of one travel beside the other's attention, products, row work and traffic of tensor
+    parallelism. Raises ConfigError.
     """
 
     recipe: Recipe
     degrees: Degrees = Degrees()
     context: int | None = None
     packing: Literal["order", "balanced"] | None = None
+    ping_pong: bool = False
 
     def __post_init__(self) -> None:
         instance("parallelism.recipe", self.recipe, Recipe)
@@ -175,6 +178,7 @@ class Parallelism:
             "recipe": self.recipe.name,
             "context": self.context,
             "packing": self.packing,
+            "ping_pong": self.ping_pong,
             **asdict(self.degrees),
             "microbatches": self.steps(),
         }
@@ -186,6 +190,8 @@ class Parallelism:
             degrees.append(f"{self.virtual} chunks")
         if self.context is not None:
             degrees.insert(0, f"CP {self.context}, {self.packing}")
+        if self.ping_pong:
+            degrees.append("ping-pong")
         return name + "".join(f", {degree}" for degree in degrees)
 
     def _speeds(self, cluster: Cluster) -> tuple[float, ...] | None:

@@ -123,19 +123,37 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
 def step(setting: Setting, planned: list[list[PlannedMicrobatch]], batch: Batch) -> StepForecast:
     """The step of one batch, planned. Raises ConfigError."""
     group = setting.parallelism.group(setting.cluster)
+    around = around_us(setting, planned[0][0].projects)
     timed = [
-        _group(setting, held, [attend(one, setting.hardware, group) for one in held]) for held in planned
+        _group(setting, held, [attend(one, setting.hardware, group, around) for one in held])
+        for held in planned
     ]
     slowest = max(timed, key=lambda parts: sum(parts.values()))
     after = _after(setting, planned[0][0], _least_behind(setting, planned))
     parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
-    tokens = sum(one.plan.request.batch.tokens for held in planned for one in held)
+    tokens = sum(one.batch_tokens for held in planned for one in held)
     pairs = sum(one.pairs for held in planned for one in held)
     flops = model_flops(
         setting.model, setting.training, all_layers(setting.model, batch.kinds), tokens, pairs
     )
     whole = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
     return StepForecast(parts, tokens, flops, pairs, whole, _memory(setting, planned))
+
+
+def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
+    """Of each phase, microseconds of a layer that a token takes before and after attention, in which the other half's
+    messages travel: products, row work, traffic of tensor parallelism, and in backward what is made anew. projects:
+    whether programs make Q, K and V."""
+    layers, stage = setting.layers, setting.parallelism.stage(setting.cluster)
+    products = layers.linear_us(1, projects=True)
+    projections = layers.linear_us(1) - products
+    rows, tensor = layers.rows_us(1) / 2, (layers.tensor_us(1, stage) - layers.tensor_us(0, stage)) / 2
+    before, after = projections * (not projects) + rows, products + rows
+    again = (before + after + 2 * tensor) * (setting.training.recompute != "none")
+    return {
+        "forward": (before + tensor, after + tensor),
+        "backward": (again + BACKWARD * after + tensor, BACKWARD * before + tensor),
+    }
 
 
 def _group(

@@ -22,6 +22,8 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy
+from apportion.planner.cost import CostModel
 from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.grids import groups_of
@@ -38,11 +40,13 @@ from apportion.planner.forecast.memory import (
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import Forecast, ForecastRow
 from apportion.planner.forecast.schedule import makespan_us, orders
-from apportion.planner.forecast.step import PARTS
+from apportion.planner.forecast.step import PARTS, Setting, around_us
 from apportion.planner.forecast.training import Training
+from apportion.planner.pack import Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
+from apportion.planner.simulate.pair.run import turns_us
 
 H100 = Hardware.load("h100")
 SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
@@ -89,6 +93,33 @@ def test_a_rank_has_its_share_of_the_nics_under_any_degrees(nics: int) -> None:
         stage = form(tensor=tensor, pipeline=pipeline).stage(cluster)
         assert stage.inter_gbs_per_rank == pytest.approx(50 * min(1, nics / 8))
     assert form().stage(cluster) == cluster
+
+
+def test_halves_that_take_turns_add_what_the_work_around_attention_does_not_hide() -> None:
+    taken = replace(form("distca", tensor=2), ping_pong=True)
+    training, group = Training(vocab=1000, recompute="none", sharding="ddp"), taken.stage(CLUSTER)
+    model = taken.rank_model(SMALL)
+    parts = Wlb(microbatches=2)(BATCH, group, model, Policy(taken.recipe), H100).microbatches
+    plans = [ap.plan(BATCH.take(own), group, model, "distca", hardware=H100) for own in parts]
+    around = around_us(Setting(taken, CLUSTER, SMALL, training, H100), projects=False)
+    turns = turns_us(*plans, CostModel(H100, model), around)
+    tokens = np.sum([plan.layouts["attention"].rows_per_rank for plan in plans], 0).max()
+    beyond = (us - sum(around[phase]) * tokens for (_, phase), us in turns.items())
+    found, whole = parts_of(taken, training), parts_of(form("distca", tensor=2), training)
+    assert found["attention"] == pytest.approx(SMALL.layers_of("default") * sum(beyond) / 1e6)
+    layers = Layers(H100, model, training, 2)
+    once = layers.linear_us(1) + layers.rows_us(1)
+    tensor = layers.tensor_us(1, group) - layers.tensor_us(0, group)
+    assert sum(around["forward"]) == pytest.approx(once + tensor)
+    assert sum(around["backward"]) == pytest.approx(2 * once + tensor)
+    for name in set(PARTS) - {"attention"}:
+        assert found[name] == pytest.approx(whole[name], rel=0.1), name
+    slow = replace(CLUSTER, inter_gbs=CLUSTER.inter_gbs / 8)
+    both = (
+        ap.forecast([BATCH], slow, SMALL, [one], training).rows[0].seconds[0]
+        for one in (taken, form("distca", tensor=2))
+    )
+    assert next(both) < next(both)
 
 
 def test_each_part_of_a_step_is_its_closed_form() -> None:

@@ -17,7 +17,7 @@ unless process groups are counted: then they share these, and a round waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.fields import instance, integer
 from apportion.ir.isa import Op
 from apportion.ir.plan.segments import agreed_cuts, own_cuts, segment_ends
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
 from apportion.planner.cost import CostModel
@@ -88,6 +89,32 @@ def simulate_pair_with(
     return Pair(ping, pong, hardware, runs)
 
 
+def turns_us(
+    ping: Plan,
+    pong: Plan,
+    costs: Costs,
+    around: Mapping[str, tuple[float, float]],
+    cluster: Cluster | None = None,
+    layers: int = 4,
+) -> dict[tuple[str, str], float]:
+    """(kind, phase) -> microseconds of a layer, of `layers` in a row whose halves take turns, until the last rank is
+    done. around: of each phase what a token takes before and after attention. cluster: as in `simulate`. Raises as
+    `simulate_pair`."""
+    _check_plans([ping, pong])
+    found = {}
+    for kind, phase in ((kind, phase) for kind in ping.header.kinds for phase in PHASES):
+        halves = []
+        for plan in (ping, pong):
+            half = _half(plan, kind, phase, costs, cluster)
+            speeds = (plan.request.cluster if cluster is None else cluster).speeds
+            rows = plan.layout(plan.header.home_layout).rows_per_rank / np.asarray(speeds or 1.0)
+            before, after = (rows * each for each in around[phase])
+            halves.append(half._replace(before=before, after=after))
+        way = _simulated(_on_groups(halves, None), layers, "turns", f"{kind} {phase}")
+        found[kind, phase] = way.makespan_us / layers
+    return found
+
+
 def _check_plans(plans: list[Plan]) -> None:
     ping = plans[0]
     for name, plan in zip(("pong", WHOLE), plans[1:], strict=False):
@@ -118,8 +145,8 @@ class Half(NamedTuple):
     contention: float
 
 
-def _half(plan: Plan, kind: str, phase: str, costs: Costs) -> Half:
-    made = prepare_program(plan, kind, phase, costs)
+def _half(plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None) -> Half:
+    made = prepare_program(plan, kind, phase, costs, cluster)
     view, script = made.view, made.script
     busy, (before, after) = busy_us(view, script), _linear_us(view, costs)
     ports = port_count(view.cluster)
