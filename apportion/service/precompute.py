@@ -28,6 +28,7 @@ from apportion.ir.errors import ApportionError, CapacityError, ConfigError
 from apportion.ir.fields import integer
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Masks, Sampling, batches_of
+from apportion.planner.iteration.ticks import TickTable, tick_job, ticks_of
 from apportion.service.pack import Pack
 from apportion.service.store.folder import Folder, write_whole
 from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
@@ -56,7 +57,8 @@ class Work:
     """The first `iterations` iterations of a job, over the epochs of its samples from 0 on.
 
     lengths: tokens of each sample, integers [n]; masks: as `batches_of` takes them; shuffle: with the seed of the
-    job's policy. Raises ConfigError, CapacityError for a sample longer than a microbatch.
+    job's policy. table: of a pipeline, whose ticks are planned in the place of microbatches, for a loader with the same
+    `ticks`; kinds: as there. Raises ConfigError, CapacityError for a sample longer than a microbatch.
     """
 
     job: Job
@@ -64,15 +66,22 @@ class Work:
     masks: Masks
     iterations: int
     shuffle: bool = True
+    table: TickTable | None = None
+    kinds: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.table is not None:
+            object.__setattr__(self, "job", tick_job(self.job, self.table))
         integer("iterations", self.iterations)
         integer("samples", len(np.asarray(self.sampling.lengths)))
 
     @cached_property
     def sampling(self) -> Sampling:
-        job = self.job
-        return Sampling(self.lengths, job.tokens, job.microbatches, job.policy.seed, self.shuffle)
+        job, table = self.job, self.table
+        order = job.policy.seed, self.shuffle
+        if table is None:
+            return Sampling(self.lengths, job.tokens, job.microbatches, *order)
+        return Sampling(self.lengths, job.tokens // table.stages, table.microbatches, *order)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -82,13 +91,22 @@ class Work:
         """Every iteration, with the sample numbers of each of its microbatches."""
         left, epoch = self.iterations, 0
         while left:
-            drawn = self.sampling.epoch(epoch)[:left]
+            drawn = self.sampling.epoch(epoch)
+            if self.table is not None:  # whole iterations
+                drawn = [one for one in drawn if len(one) == self.table.microbatches]
+            if not drawn:
+                rule = "is more than the samples fill"
+                raise ConfigError("ticks.microbatches", self.sampling.microbatches, rule, "give more samples")
+            drawn = drawn[:left]
             for iteration, samples in enumerate(drawn):
                 yield IterationPlace(epoch, iteration), samples
             left, epoch = left - len(drawn), epoch + 1
 
     def batches(self, samples: Sequence[Ints]) -> tuple[Batch, ...]:
-        return batches_of(samples, np.asarray(self.sampling.lengths), self.masks, self.job.packs)
+        batches = batches_of(samples, np.asarray(self.sampling.lengths), self.masks, self.job.packs)
+        if self.table is None:
+            return batches
+        return ticks_of(self.table, samples, batches, self.job.ranks, self.kinds)[1]
 
 
 @dataclass(frozen=True)

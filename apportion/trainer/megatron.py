@@ -10,7 +10,7 @@ and `variable_seq_lengths` with pipeline stages. Kinds of attention are called "
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,15 +22,20 @@ from torch import Tensor
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.model import Model
+from apportion.planner.iteration.ticks import TickTable
+from apportion.trainer.halves import both, joined
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import count_planned, endless as endless, kinds_of, require
 from apportion.trainer.step import wiring
-from apportion.trainer.step.attention import planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
+from apportion.trainer.step.pingpong import PingPongLayer
+from apportion.trainer.ticks import TickPipeline
 
 try:
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.utils import is_layer_window_attention
@@ -40,6 +45,7 @@ except ModuleNotFoundError as error:
 
 _FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
+_ROTARY = "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"
 _POSITIONS = ("rope", "learned_absolute", "none")
 
 
@@ -63,30 +69,77 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     return PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
 
 
-def forward_step(data_iterator: Iterator[PlannedBatch], model: Any) -> tuple[Tensor, Any]:
-    """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch. Raises
-    ConfigError where nothing would divide by the tokens, for layers without planned attention, and for what is not
-    planned (yarn, mrope, MLA, multi-token prediction, routers that look at a rank's rows); ExecutionError where a layer
-    has not used the plan."""
+def forward_step(
+    data_iterator: Iterator[PlannedBatch | tuple[PlannedBatch, PlannedBatch]], model: Any
+) -> tuple[Tensor, Any]:
+    """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch, or of
+    the next two of `PlannedLoader.pairs`, whose layers take turns. Raises ConfigError where nothing would divide by the
+    tokens, for layers without planned attention, and for what is not planned (yarn, mrope, MLA, multi-token prediction,
+    routers that look at a rank's rows), or not in halves; ExecutionError where a layer has not used the plan."""
     module = unwrap_model(model)
     _check(module)
-    if module.position_embedding_type == "rope" and not isinstance(module.rotary_pos_emb, PlannedRotary):
+    if _turns(module) and not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     here = next(data_iterator)
-    longest, most = int(max(here.batch.lengths)), module.max_sequence_length
+    device = next(model.parameters()).device
+    batches = [one.to(device) for one in (here if isinstance(here, tuple) else (here,))]
+    if len(batches) > 1:
+        for layer in _dense(module):
+            layer.forward = partial(paired_layer, layer, layer.forward)
+    longest, most = max(int(max(one.batch.lengths)) for one in batches), module.max_sequence_length
     if module.position_embedding_type == "learned_absolute" and longest > most:
         rule = f"the model has positions for {most} tokens"
         remedy = "leave longer documents out, or build it with more"
         raise ConfigError("sequence length", longest, rule, remedy)
-    positions = 1 << int(here.position_ids.max()).bit_length()  # few sizes: Megatron's tables are kept
-    batch = here.to(next(model.parameters()).device)
-    labels = batch.labels.clamp(min=0)  # its cross entropy knows no -100
-    given = (batch.tokens[None], batch.position_ids[None], None)
-    params = PlannedSeqParams(batch=batch, positions=positions)
-    before = batch.handle.calls
+    rows = joined(batches)
+    labels = rows.labels.clamp(min=0)  # its cross entropy knows no -100
+    given = (rows.tokens[None], rows.position_ids[None], None)
+    handles = tuple(one.handle for one in batches)
+    params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
+    before = rows.handle.calls
     output = model(*given, labels=labels[None], packed_seq_params=params)
-    require_calls(batch.handle, before, module.planned_layers, "each layer must call its core attention")
-    return output, partial(loss_of, batch)
+    require_calls(rows.handle, before, module.planned_layers, "each layer must call its core attention")
+    return output, partial(loss_of, rows)
+
+
+def tick_step(
+    ticks: Sequence[PlannedBatch], models: Sequence[Any], table: TickTable, forward_only: bool = False
+) -> list[dict[str, Tensor]]:
+    """An iteration of `planned_loader(..., ticks=table, communicator=...)`, whose ranks are those of all stages, in the
+    place of Megatron's schedule: reports of the microbatches, on the last stage. models: this stage's, chunk after
+    chunk. Raises as `forward_step` and `TickPipeline`."""
+    modules = [unwrap_model(one) for one in models]
+    chunks, reports = [], list[dict[str, Tensor]]()
+    tokens = torch.zeros((), dtype=torch.int, device=ticks[0].tokens.device)
+    for module in modules:
+        _check(module)
+        own = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _turns(module) else None
+        angles = None if own is None else own(_positions(ticks))
+        chunks.append([split(layer, angles, ticks[0].handle) for layer in _dense(module)])
+    first, last, config = modules[0], modules[-1], modules[0].config
+    require("recompute_granularity", config.recompute_granularity, None, "ticks keep what layers make")
+
+    def embed(batch: PlannedBatch) -> Tensor:
+        hidden: Tensor = first.embedding(input_ids=batch.tokens[None], position_ids=batch.position_ids[None])
+        return hidden
+
+    def loss(hidden: Tensor, batch: PlannedBatch) -> Tensor:
+        labels, none = batch.labels.clamp(min=0)[None], dict.fromkeys(_ROTARY)
+        hidden = last.decoder.final_layernorm(hidden)
+        total, count, report = loss_of(batch, last._postprocess(hidden, None, None, labels, **none))
+        tokens.add_(count)
+        reports.append(report)
+        return total
+
+    pipeline = TickPipeline(table, chunks, (1, config.hidden_size), embed, loss, config.params_dtype)
+    pipeline.step(ticks, not forward_only)
+    if not forward_only:
+        config.finalize_model_grads_func([*models], tokens)
+    return reports
+
+
+def _turns(module: Any) -> bool:
+    return bool(module.position_embedding_type == "rope")
 
 
 def _check(module: Any) -> None:
@@ -116,6 +169,61 @@ def _check(module: Any) -> None:
         module.planned_layers = count_planned([module], "core_attention", PlannedCoreAttention, remedy)
 
 
+def _positions(batches: Sequence[PlannedBatch]) -> int:
+    """More than the largest position id, in few sizes: Megatron's tables are kept."""
+    return 1 << max(int(one.position_ids.max()) for one in batches if len(one.tokens)).bit_length()
+
+
+def _dense(module: Any) -> list[Any]:
+    """Its layers, that halves and ticks may run around their core attention; those that have not been told so. Raises
+    ConfigError where they cannot."""
+    config, alone = module.config, "layers run in an autograd function of their own"
+    for name, wanted, rule in (
+        ("sequence_parallel", False, "its ranks would part the rows of halves"),
+        ("num_moe_experts", None, "it is not tried around attention"),
+        ("gradient_accumulation_fusion", False, alone),
+        ("fine_grained_activation_offloading", False, alone),
+        ("fp8", None, alone),
+        ("attention_output_gate", False, "it is not known here"),
+    ):
+        require(name, getattr(config, name), wanted, rule)
+    if config.recompute_granularity == "selective":
+        raise ConfigError("recompute_granularity", "selective", alone, "recompute whole layers, or none")
+    return [layer for layer in module.decoder.layers if "forward" not in vars(layer)]
+
+
+def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
+    """A TransformerLayer, [rows, 1, E], around its core attention. table: rotary angles, None for other positions."""
+    attention, core = layer.self_attention, layer.self_attention.core_attention
+
+    def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = attention.get_query_key_value_tensors(layer.input_layernorm(hidden))
+        if table is not None:
+            turn = partial(apply_rotary_pos_emb, freqs=table[positions], config=layer.config)
+            q, k = turn(q), turn(k)
+        return q.squeeze(1), k.squeeze(1), v.squeeze(1)
+
+    def post(hidden: Tensor, out: Tensor) -> Tensor:
+        projected = attention.linear_proj(out.flatten(1).unsqueeze(1))
+        add = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)
+        with layer.bias_dropout_add_exec_handler():
+            hidden = add(projected, hidden, layer.hidden_dropout)
+        found: Tensor = layer._forward_mlp(hidden)
+        return found
+
+    kind, sinks = core.kind_under(handle), core.softmax_offset
+    return PingPongLayer(pre, post, layer.parameters(), kind, core.scale, sinks=sinks)
+
+
+def paired_layer(layer: Any, own: Any, hidden_states: Tensor, *given: Any, **others: Any) -> Any:
+    """The forward of a TransformerLayer that takes the rows of two halves apart. own: that of one."""
+    params = others["packed_seq_params"]
+    if len(params.handles) == 1:
+        return own(hidden_states, *given, **others)
+    pair = split(layer, params.table, params.handles[0])
+    return both(pair, hidden_states, params.handles, layer.self_attention.core_attention.says), None
+
+
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Megatron divides the sum by the tokens of all ranks and microbatches."""
     seen = batch.labels >= 0
@@ -131,8 +239,10 @@ def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 class PlannedSeqParams(PackedSeqParams):
     """What reaches core attention and RoPE. qkv_format stays None: rows keep [rows, 1, heads, D]."""
 
-    batch: Any = None  # PlannedBatch
+    batch: Any = None  # PlannedBatch, of two halves together
     positions: int = 0  # at least as many as the largest position id and one
+    handles: Any = ()  # of each
+    table: Any = None  # rotary angles of all positions
 
 
 class PlannedCoreAttention(DotProductAttention):
@@ -150,12 +260,19 @@ class PlannedCoreAttention(DotProductAttention):
         if not isinstance(params, PlannedSeqParams) or params.batch is None:
             raise ExecutionError("planned core attention got no plan: call the model by `forward_step`")
         handle = params.batch.handle
-        kind = self.kind if len(handle.kinds) > 1 else None
-        says: Any = {"window": self.window, "causal": "causal" in self.attn_mask_type.name}
-        says |= {"sinks": self.softmax_offset, "layer": self.layer_number}
+        kind, says = self.kind_under(handle), {**self.says, "sinks": self.softmax_offset}
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **says)
         return out.flatten(1).unsqueeze(1)
+
+    @property
+    def says(self) -> dict[str, Any]:
+        """Of its mask."""
+        causal = "causal" in self.attn_mask_type.name
+        return {"window": self.window, "causal": causal, "layer": self.layer_number}
+
+    def kind_under(self, handle: PlanHandle) -> str | None:
+        return self.kind if len(handle.kinds) > 1 else None
 
 
 class PlannedRotary(torch.nn.Module):
@@ -174,7 +291,8 @@ class PlannedRotary(torch.nn.Module):
         if not isinstance(rows, PlannedSeqParams):
             return self.own(rows, *given, **others)
         table, at = self.own(rows.positions), rows.batch.position_ids
-        return (table[0][at], table[1]) if isinstance(table, tuple) else table[at]
+        rows.table = table[0] if isinstance(table, tuple) else table
+        return (rows.table[at], table[1]) if isinstance(table, tuple) else rows.table[at]
 
 
 def model_of(config: Any) -> Model:

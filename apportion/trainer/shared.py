@@ -8,7 +8,7 @@ own state alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,12 +53,14 @@ def count_planned(parts: Iterable[Any], attribute: str, planned: type, remedy: s
     return found
 
 
-def endless(loader: PlannedLoader) -> Generator[PlannedBatch, None, None]:
-    """Pass after pass, from where the loader is. Raises ConfigError for a whole pass without a batch, which would go on
-    for ever."""
+def endless(
+    loader: PlannedLoader, passes: Callable[[PlannedLoader], Iterable[Any]] = iter
+) -> Generator[Any, None, None]:
+    """Pass after pass, from where the loader is. passes: what makes one, such as `PlannedLoader.pairs`. Raises
+    ConfigError for a whole pass without a batch, which would go on for ever."""
     while True:
         begun = loader.state_dict()
-        yield from loader
+        yield from passes(loader)
         over = loader.state_dict()
         if (begun["iteration"], over["iteration"]) == (0, 0):
             raise ConfigError("sampler", "an empty pass", "a pass must have batches", "give more samples")

@@ -23,18 +23,20 @@ from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import DEFAULT_RECIPE
+from apportion.trainer.halves import both, joined
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import communicator_of, count_planned, endless, kinds_of, require
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
+from apportion.trainer.step.pingpong import PingPongLayer
 
 try:
     import tyro
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.config.override import OverrideConfig, derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
-    from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+    from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
     from torchtitan.protocols.module import Module
     from torchtitan.trainer import Trainer
 except ModuleNotFoundError as error:
@@ -47,7 +49,10 @@ FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Tit
 
 
 class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
-    """kind -> (handle, kind), where Titan's models look for their masks; its validator moves what loaders give."""
+    """kind -> (handle, kind), where Titan's models look for their masks; its validator moves what loaders give.
+    handles: of two halves."""
+
+    handles: tuple[PlanHandle, ...] = ()
 
     @property
     def handle(self) -> PlanHandle:
@@ -74,13 +79,46 @@ class PlannedAttention(Module):
     ) -> Any:
         """[1, rows, heads, D] -> [1, rows, heads, Dv]."""
         transform, _ = kw.pop("out_transform", None), kw.pop("enable_gqa", None)
-        if isinstance(attention_masks, dict):  # else the layer has taken its own
-            name = WINDOW if (self.says["window"] or -1) > 0 else FULL
-            attention_masks = attention_masks.get(name) or next(iter(attention_masks.values()))
-        handle, kind = attention_masks
+        handle, kind = self.mask_of(attention_masks) if isinstance(attention_masks, dict) else attention_masks
         lse = transform is not None
         found = planned_attention(q_BLNH, k_BLNH, v_BLNH, handle, kind, return_lse=lse, **self.says, **kw)
         return found if transform is None else transform(*found)
+
+    def mask_of(self, masks: dict[str, tuple[PlanHandle, str]]) -> tuple[PlanHandle, str]:
+        """This layer's, where it has not taken one itself."""
+        name = WINDOW if (self.says["window"] or -1) > 0 else FULL
+        return masks.get(name) or next(iter(masks.values()))
+
+
+def take_turns(block: Any) -> None:
+    """Has a dense block run two halves around each other's attention, where it is given two. Raises ConfigError."""
+    attention, own = block.attention, block.forward
+    if type(attention) is not GQAttention or not hasattr(block, "feed_forward"):
+        rule = (
+            "has no dense feed-forward network behind grouped-query attention, which halves take turns around"
+        )
+        raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong")
+
+    def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = attention.qkv_linear(block.attention_norm(hidden[None]))
+        if attention.q_norm is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = attention.rope(q, k, positions[None])
+        return q[0], k[0], v[0]
+
+    def post(hidden: Tensor, out: Tensor) -> Tensor:
+        x = hidden[None] + attention.wo(out[None].flatten(2))
+        rows: Tensor = (x + block.feed_forward(block.ffn_norm(x)))[0]
+        return rows
+
+    def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
+        if not attention_masks.handles:
+            return own(x, attention_masks, positions)
+        _, kind = attention.inner_attention.mask_of(attention_masks)
+        layer = PingPongLayer(pre, post, block.parameters(), kind, attention.scaling)
+        return both(layer, x[0], attention_masks.handles, attention.inner_attention.says)[None]
+
+    block.forward = forward
 
 
 @override(target=FlexAttention.Config, description="context parallelism by Apportion's plans")
@@ -137,6 +175,7 @@ class PlannedDataLoader(BaseDataLoader):
         rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper makes 8 chunks of them
         timeout_s: float = 300.0
         workers: int = 0
+        ping_pong: bool = False  # two microbatches at a time, whose layers take turns
         _seat: Annotated[Any, tyro.conf.Suppress] = None  # see PlannedTrainer
 
     def __init__(
@@ -159,16 +198,21 @@ class PlannedDataLoader(BaseDataLoader):
         if getattr(data, "masks", None) is not None:
             seat.pop("masks", None)
         cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, dp_world_size)
-        self.infinite = config.infinite
+        self.infinite, self.pairs = config.infinite, config.ping_pong and config.infinite
         wiring.watch.trust()
         self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        for b in endless(self.loader) if self.infinite else self.loader:
-            b.check_unweighted("Titan's loss")
-            kinds = PlannedMasks({kind: (b.handle, kind) for kind in b.handle.kinds})
-            given = {"input": b.tokens[None], "positions": b.position_ids[None]}
-            yield {**given, "attention_masks": kinds}, b.labels[None]
+        passes: Any = PlannedLoader.pairs if self.pairs else iter
+        for found in endless(self.loader, passes) if self.infinite else self.loader:
+            batches = found if isinstance(found, tuple) else (found,)
+            for b in batches:
+                b.check_unweighted("Titan's loss")
+            rows = joined(batches)
+            kinds = PlannedMasks({kind: (rows.handle, kind) for kind in rows.handle.kinds})
+            kinds.handles = tuple(b.handle for b in batches) if self.pairs else ()
+            given = {"input": rows.tokens[None], "positions": rows.position_ids[None]}
+            yield {**given, "attention_masks": kinds}, rows.labels[None]
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -187,11 +231,23 @@ class PlannedTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        job = self.dataloader.loader.job
-        taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        job, pairs = self.dataloader.loader.job, self.dataloader.pairs
+        taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches * (1 + pairs)
         require("microbatches of global_batch_size", taken, job.microbatches, "a step is an iteration")
         remedy = 'build the layers with attn_backend="flex" or "varlen"'
         self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
+        if pairs:
+            remake = isinstance(config.activation_checkpoint, SelectiveAC.Config)
+            require(
+                "selective activation_checkpoint", remake, False, "it cannot keep attention of two halves"
+            )
+            require("compile.enable", config.compile.enable, False, "halves run in one autograd function")
+            require(
+                "tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would part the rows of halves"
+            )
+            blocks = (block for part in self.model_parts for block in part.modules())
+            for block in (block for block in blocks if "attention" in block._modules):
+                take_turns(block)
 
     def init_distributed(self) -> Any:
         config, dims = self.config, super().init_distributed()

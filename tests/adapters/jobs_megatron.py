@@ -31,16 +31,19 @@ from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.policy import Policy
+from apportion.planner.iteration.ticks import tick_table
 from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.megatron import (
     endless,
     forward_step,
     model_of,
     planned_loader,
     planned_spec,
+    tick_step,
 )
 from tests.adapters.documents import VOCABULARY, documents, packed
-from tests.ranks.loading import planning_of
+from tests.ranks.loading import HereSource, planning_of
 
 TOKENS, SEED = 128, 3
 MODELS = {
@@ -66,6 +69,8 @@ class Case:
     )
     deaf: bool = False  # whether a layer passes its core attention by
     folder: str = ""  # where a run is saved, and goes on from
+    ping_pong: bool = False
+    ticks: bool = False  # all stages compute the attention of each
 
 
 def config_of(case: Any) -> Any:
@@ -169,6 +174,10 @@ def own_data(case: Any) -> Any:
 
 def planned_data(case: Any, config: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp // case.pp)
+    if case.ticks:
+        told = {"cluster": Cluster(1, ranks), "tokens_per_rank": TOKENS // cluster.ranks, "seed": SEED}
+        told |= {"source": HereSource(), "communicator": Communicator.shared()}
+        return planned_loader(documents(), config, **told, ticks=tick_table(case.pp, case.microbatches))
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
     return planned_loader(documents(), config, **planning_of(job))
@@ -200,18 +209,24 @@ def _steps(case: Any, model: Any, loader: Any, saved: Any) -> Any:
         model.load_state_dict(state["model"])
         loader.load_state_dict(state["loader"])
         begun = state["step"]
-    data = own_data(case) if loader is None else endless(loader)
+    passes = PlannedLoader.pairs if case.ping_pong else iter
+    data = own_data(case) if loader is None else endless(loader, passes)
+    if case.ticks and loader is not None:
+        table, data = tick_table(case.pp, case.microbatches), endless(loader, PlannedLoader.iterations)
     for _ in range(begun, case.steps):
         model.zero_grad_buffer()
-        reports = get_forward_backward_func()(
-            forward_step_func=own_step if loader is None else forward_step,
-            data_iterator=data,
-            model=model,
-            num_microbatches=case.microbatches,
-            seq_length=TOKENS,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        if case.ticks and loader is not None:
+            reports = tick_step(next(data), [model], table)
+        else:
+            reports = get_forward_backward_func()(
+                forward_step_func=own_step if loader is None else forward_step,
+                data_iterator=data,
+                model=model,
+                num_microbatches=case.microbatches // (1 + case.ping_pong),
+                seq_length=TOKENS,
+                micro_batch_size=1,
+                forward_only=False,
+            )
         losses.append(_mean(reports))
         grads = {name: one.main_grad.clone() for name, one in model.named_parameters()}
         for name, one in model.named_parameters():
@@ -235,7 +250,8 @@ def refused(comm: Communicator, case: Any) -> Any:
             if case.deaf:
                 core = model.module.decoder.layers[1].self_attention.core_attention
                 core.forward = lambda query, *_, **given: query.flatten(2)
-            forward_step(endless(planned_data(case, config, comm.ranks)), model)
+            passes = PlannedLoader.pairs if case.ping_pong else iter
+            forward_step(endless(planned_data(case, config, comm.ranks), passes), model)
         except ApportionError as error:
             return str(error)
         return ""

@@ -156,6 +156,7 @@ class Case:
     killed_at: int = -1  # behind this step and its checkpoint
     broken: str = ""  # "own": attention of a layer is not planned; "deaf": a layer passes it by
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
+    ping_pong: bool = False
 
 
 def own_config(case: Any, ranks: int) -> Any:
@@ -170,7 +171,7 @@ def own_config(case: Any, ranks: int) -> Any:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(
             local_batch_size=1,
-            global_batch_size=ranks // case.tp * case.microbatches,
+            global_batch_size=ranks // case.tp * case.microbatches // (1 + case.ping_pong),
             seq_len=64,
             steps=case.steps,
             mixed_precision_param=case.dtype,
@@ -194,6 +195,7 @@ def planned_config(case: Any, ranks: int) -> Any:
     cluster = Cluster(1, ranks // case.tp)
     held_out = "documents.documents" if case.validate else None
     told = {"tokens_per_rank": TOKENS // cluster.ranks, "microbatches": case.microbatches, "seed": SEED}
+    told["ping_pong"] = case.ping_pong
     return planned(config, held_out, dataset="documents.documents", source=HereSource(), **told)
 
 

@@ -35,7 +35,7 @@ def ranks() -> Iterator[Any]:
 
 
 def own(ranks: Any, case: Any) -> Any:
-    case = replace(case, tp=1, pp=1, options={})
+    case = replace(case, tp=1, pp=1, options={}, ping_pong=False, ticks=False)
     return ranks[1].run(jobs_megatron.train, 1, True, case)[0]
 
 
@@ -52,6 +52,9 @@ def test_the_version_is_the_one_tried() -> None:
         (4, Case(model="gpt_oss", microbatches=2)),
         (4, Case(model="gpt_oss", tp=2)),
         (4, Case(pp=2, microbatches=2)),
+        (2, Case(model="gpt_oss", microbatches=2, options=FULL, ping_pong=True)),
+        (4, Case(tp=2, microbatches=4, ping_pong=True)),
+        (4, Case(pp=2, microbatches=3, ticks=True)),
     ],
 )
 def test_losses_and_gradients_are_megatron_s_own(ranks: Any, size: Any, case: Any) -> None:
@@ -96,6 +99,11 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
         (Case(spec="recurrent"), "layers.1 = 'TransformerLayer': has no core_attention"),
         (Case(deaf=True), "attention used the plan 1 times in 2 layers or more"),
         (Case(options={"mtp_num_layers": 1}), "mtp_num_layers = 1"),
+        (
+            Case(microbatches=2, options=CORE, ping_pong=True),
+            "recompute_granularity = 'selective': layers run in",
+        ),
+        (Case(microbatches=2, options={"num_moe_experts": 4}, ping_pong=True), "num_moe_experts = 4"),
         (
             Case(options={"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}),
             "moe_expert_capacity_factor",

@@ -38,7 +38,7 @@ def two() -> Iterator[Any]:
 
 def own(pool: Any, case: Any) -> Any:
     """Steps of Titan's own trainer in one process; a mesh of one rank holds the whole batch."""
-    return pool.run(jobs_titan.train, 1, True, replace(case, tp=1))[0][0]
+    return pool.run(jobs_titan.train, 1, True, replace(case, tp=1, ping_pong=False))[0][0]
 
 
 def planned(pool: Any, ranks: int, case: Any) -> Any:
@@ -59,6 +59,8 @@ def test_the_version_is_the_one_tried() -> None:
         (2, Case(model="gpt_oss", checkpoint="full", chunked=False)),
         (4, Case(model="gpt_oss", checkpoint="selective")),
         (4, Case(tp=2)),
+        (2, Case(microbatches=2, ping_pong=True)),
+        (2, Case(microbatches=4, ping_pong=True, checkpoint="full")),
     ],
 )
 def test_losses_are_titan_s_own(one: Any, two: Any, pool: Any, ranks: int, case: Any) -> None:

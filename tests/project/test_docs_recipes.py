@@ -69,10 +69,10 @@ def test_a_picture_is_drawn_again_as_it_is() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["Ping-pong"])
-def test_python_of_a_section_trains(name: str) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[name], re.DOTALL)
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+def test_python_of_the_page_trains() -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(code) == 2
+    subprocess.run([sys.executable, "-W", "error", "-c", "".join(code)], check=True)
 
 
 def test_links_and_files_of_the_page_are_there() -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.bytes.job import Job
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import instance, instances, integer, name, sequence
 from apportion.ir.isa import MAX_RANKS
@@ -258,11 +259,33 @@ def tick_batch(
     return TickBatch(_joined(pieces), PHASES[table.phase[tick]], tuple(parts))
 
 
-def tick_batches(
-    table: TickTable, microbatches: Sequence[Batch], replicas: int, kinds: Sequence[str] | None = None
-) -> tuple[TickBatch, ...]:
-    """Those of all ticks. Raises ConfigError."""
-    return tuple(tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks))
+def tick_job(job: Job, table: TickTable) -> Job:
+    """The job in which each tick of an iteration is a microbatch, of one layer. job: of the ranks of all stages. Raises
+    ConfigError."""
+    if job.ranks % table.stages:
+        rule = f"must be a multiple of the {table.stages} stages"
+        raise ConfigError("cluster.ranks", job.ranks, rule, "give every stage the same number of ranks")
+    if job.packs:
+        rule = "would put sequences of several ticks into one"
+        raise ConfigError(
+            "recipe.pack", job.policy.recipe.name, rule, "leave it out: ticks are planned one by one"
+        )
+    return replace(job, microbatches=table.ticks, model=replace(job.model, layers=1))
+
+
+def ticks_of(
+    table: TickTable,
+    samples: Sequence[Ints],
+    microbatches: Sequence[Batch],
+    ranks: int,
+    kinds: Sequence[str] | None = None,
+) -> tuple[tuple[Ints, ...], tuple[Batch, ...]]:
+    """(sample of each sequence, batch) of each tick, of those of each microbatch. ranks: of all stages. Raises
+    ConfigError."""
+    replicas = ranks // table.stages
+    made = [tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks)]
+    held = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in made)
+    return tuple(held), tuple(tick.batch for tick in made)
 
 
 def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str] | None) -> Sequence[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,9 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import flag, integers
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
-from apportion.ir.request.policy import DEFAULT_RECIPE
 from apportion.ir.request.sampling import Masks
 from apportion.ir.request.sequences import DEFAULT_KIND
 from apportion.trainer.loading.rows import Dataset
-
-if TYPE_CHECKING:
-    from apportion.planner.iteration.ticks import TickTable
 
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
@@ -62,27 +58,6 @@ def check_kinds(job: Job, masks: Masks) -> None:
     if kinds != sorted(layers):
         rule = f"the masks are of the attention kinds {kinds}, the job's model has layers of {sorted(layers)}"
         raise ConfigError("masks", kinds, rule, "give a mask of each kind, masks={kind: mask, …}")
-
-
-def recipe_of(recipe: Any, table: TickTable | None) -> Any:
-    """As given; by default the planner's, of ticks the one that gives a microbatch one layout in all of them."""
-    if recipe is not None or table is None:
-        return DEFAULT_RECIPE if recipe is None else recipe
-    from apportion.planner.iteration.ticks import RECIPE
-
-    return RECIPE
-
-
-def check_ticks(job: Job, table: TickTable | None) -> None:
-    """Raises ConfigError where ticks of this table cannot be planned for a job."""
-    if table is not None and job.ranks % table.stages:
-        rule = f"must be a multiple of the {table.stages} stages"
-        raise ConfigError("cluster.ranks", job.ranks, rule, "give every stage the same number of ranks")
-    if table is not None and job.packs:
-        rule = "would put sequences of several ticks into one"
-        raise ConfigError(
-            "recipe.pack", job.policy.recipe.name, rule, "leave it out: ticks are planned one by one"
-        )
 
 
 def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[Any] | None:

@@ -104,19 +104,11 @@ class Asked:
         samples = self.samples(number, drawn)
         batches = batches_of(samples, self.lengths, self.masks, self.job.packs)
         if self.table is not None:
-            samples, batches = self._ticks(self.table, samples, batches)
+            from apportion.planner.iteration.ticks import ticks_of
+
+            samples, batches = ticks_of(self.table, samples, batches, self.job.ranks, self.kinds)
         self.job.check(batches)
         return Wanted(self.job, number, samples, batches)
-
-    def _ticks(
-        self, table: TickTable, samples: tuple[Ints, ...], batches: tuple[Batch, ...]
-    ) -> tuple[tuple[Ints, ...], tuple[Batch, ...]]:
-        """Of microbatches (samples, batches) those of the ticks."""
-        from apportion.planner.iteration.ticks import tick_batches
-
-        made = tick_batches(table, batches, self.job.ranks // table.stages, self.kinds)
-        held = (np.concatenate([samples[part.microbatch] for part in tick.parts]) for tick in made)
-        return tuple(held), tuple(tick.batch for tick in made)
 
     def microbatches(self, number: int, drawn: Any) -> int:
         """How many an iteration has. Raises ConfigError."""

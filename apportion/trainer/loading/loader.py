@@ -34,7 +34,7 @@ from apportion.ir.fields import choice, flag, instance, integer, number
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.request.sampling import Masks, Sampling
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.trainer.loading import arguments, fetching
@@ -134,18 +134,21 @@ class PlannedLoader:
         kinds: Sequence[str] | None = None,
     ) -> None:
         self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
-        stages, self._times = (1, 1) if ticks is None else (ticks.stages, 2 * ticks.stages * ticks.virtual)
-        filled = microbatches if ticks is None else ticks.microbatches
-        recipe = arguments.recipe_of(recipe, ticks)
-        policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe))
+        policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe or _recipe_of(ticks)))
         policy = policy if seed is None else replace(policy, seed=seed)
-        microbatches = filled if ticks is None else ticks.ticks
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
         masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
-        arguments.check_ticks(self.job, ticks)
+        stages, filled, self._times = (
+            1,
+            self.job.microbatches,
+            1,
+        )  # times that a pipeline's plans hold a token
         if ticks is not None:
-            self.job = replace(self.job, model=replace(model, layers=1))
+            from apportion.planner.iteration.ticks import tick_job
+
+            stages, filled, self._times = ticks.stages, ticks.microbatches, 2 * ticks.stages * ticks.virtual
+            self.job = tick_job(self.job, ticks)
         self._asked = Asked(self.job, lengths, masks, ticks, kinds)
         self._sampling = None
         if sampler is None:
@@ -411,6 +414,15 @@ class PlannedLoader:
             remedy = "Give all ranks the same dataset, whole and in one order"
             return ExecutionError(f"iteration {wanted.number}: {what}. {remedy}")
         return None
+
+
+def _recipe_of(ticks: TickTable | None) -> str | Recipe:
+    """By default; of ticks the one that gives a microbatch one layout in all of them."""
+    if ticks is None:
+        return DEFAULT_RECIPE
+    from apportion.planner.iteration.ticks import RECIPE
+
+    return RECIPE
 
 
 def _fields(rows: Sequence[Rows]) -> str:

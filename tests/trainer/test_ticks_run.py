@@ -12,9 +12,12 @@ import torch
 
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.model import Model
+from apportion.planner.iteration.ticks import RECIPE, tick_table
 from apportion.service.http.serve import serving
+from apportion.service.precompute import Work, precompute
+from apportion.service.workers import ProcessExecutor
 from tests.ranks import jobs_ticks
-from tests.ranks.loading import job, planning
+from tests.ranks.loading import LENGTHS, job, planning
 from tests.ranks.rank_pool import Pool
 
 MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=4)
@@ -61,16 +64,20 @@ def test_ticks_train_as_no_pipeline(
             torch.testing.assert_close(gradient, same[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_server_plans_ticks(pool: Pool, tmp_path: Path) -> None:
-    asked = given(128, 4, None)
-    with serving(tmp_path) as server:
-        here, there = (
+def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
+    asked, own = given(128, 4, None), replace(job(4, 128, recipe=RECIPE), model=MODEL)
+    with ProcessExecutor(1) as executor:
+        work = Work(own, LENGTHS, None, 1, shuffle=False, table=tick_table(2, 4))
+        precompute(work, tmp_path / "plans", executor, 1)
+    with serving(tmp_path / "server") as server:
+        here, there, before = (
             pool.run(jobs_ticks.trained, 4, {**asked, "source": source}, (2, 4), None)
-            for source in (asked["source"], server.url)
+            for source in (asked["source"], server.url, tmp_path / "plans")
         )
-    for (losses, gradients), (others, same) in zip(here, there, strict=True):
-        assert losses == others
-        assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
+    for found, *others in zip(here, there, before, strict=True):
+        for losses, gradients in others:
+            assert losses == found[0]
+            assert all(torch.equal(gradient, found[1][name]) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Halves of a loader that go through a trainer's model as one microbatch, end to end: what sees one row at a time need
+not know, and layers take them apart.
+
+    rows of ping, rows of pong ──embedding──► layer ──► layer ──► head, loss
+                                             └─ both: attention of one behind the linear layers of the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.handle import PlanHandle
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.step.pingpong import PingPongLayer, ping_pong
+
+
+def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
+    """A microbatch as it is, or the rows of two halves of an iteration under the handle of the first."""
+    if len(batches) == 1:
+        return batches[0]
+    names = ("tokens", "labels", "position_ids")
+    columns: Any = {name: torch.cat([getattr(one, name) for one in batches]) for name in names}
+    fields = {name: torch.cat([one.fields[name] for one in batches]) for name in batches[0].fields}
+    return replace(batches[0], **columns, fields=fields)
+
+
+def both(
+    layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], says: Mapping[str, Any]
+) -> Tensor:
+    """hidden [rows, ...] of two halves -> the same behind the layer. says: window, causal and layer, as
+    `planned_attention` has them. Raises as `ping_pong`, and ConfigError for another mask than the plans'."""
+    ping, pong = handles
+    for handle in handles:
+        handle.check(handle.kind(layer.kind), **says)
+    first, second = torch.split(hidden, [handle.padded_rows for handle in handles])
+    return torch.cat(ping_pong((layer,), first, second, ping, pong))
