@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from apportion import cli
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.model import Model
-from apportion.planner.iteration.ticks import RECIPE, tick_table
 from apportion.service.http.serve import serving
-from apportion.service.precompute import Work, precompute
-from apportion.service.workers import ProcessExecutor
 from tests.ranks import jobs_ticks
 from tests.ranks.loading import LENGTHS, job, planning
 from tests.ranks.rank_pool import Pool
@@ -65,10 +64,15 @@ def test_ticks_train_as_no_pipeline(
 
 
 def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
-    asked, own = given(128, 4, None), replace(job(4, 128, recipe=RECIPE), model=MODEL)
-    with ProcessExecutor(1) as executor:
-        work = Work(own, LENGTHS, None, 1, shuffle=False, table=tick_table(2, 4))
-        precompute(work, tmp_path / "plans", executor, 1)
+    asked = given(128, 4, None)
+    lengths, model = tmp_path / "lengths.txt", tmp_path / "model.json"
+    lengths.write_text("\n".join(map(str, LENGTHS)))
+    model.write_text(json.dumps(MODEL.to_data()))
+    files = ["--lengths", str(lengths), "--model", str(model), "--out", str(tmp_path / "plans")]
+    options = (
+        "--ranks 4 --tokens-per-rank 32 --microbatches 4 --stages 2 --iterations 1 --no-shuffle --workers 1"
+    )
+    assert cli.main(["precompute", *files, *options.split()]) == cli.OK
     with serving(tmp_path / "server") as server:
         here, there, before = (
             pool.run(jobs_ticks.trained, 4, {**asked, "source": source}, (2, 4), None)

@@ -19,6 +19,7 @@ from apportion.cli.output import INTERRUPTED, count, emit, note, progress
 
 if TYPE_CHECKING:
     from apportion.ir.bytes.job import Job
+    from apportion.planner.iteration.ticks import TickTable
     from apportion.service.precompute import Summary, Work
 
 LINE_S = 30.0  # a line of progress so often, where stderr is a file
@@ -38,6 +39,16 @@ Mask = Annotated[
         "or what each sample of the workload has.",
     ),
 ]
+Stages = Annotated[
+    int,
+    Option(
+        "--stages",
+        help="Stages of a pipeline: plan its ticks, for a PlannedLoader with ticks=tick_table(stages, microbatches, "
+        "virtual). Ranks are those of all stages.",
+        min=1,
+    ),
+]
+Virtual = Annotated[int, Option("--virtual", help="With --stages: chunks of layers of a stage.", min=1)]
 Ray = Annotated[
     str | None,
     Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
@@ -57,6 +68,8 @@ def precompute(
     ranks_per_node: options.RanksPerNode = None,
     tokens_per_rank: options.MicrobatchTokens = options.SAMPLED,
     microbatches: options.Microbatches = 1,
+    stages: Stages = 1,
+    virtual: Virtual = 1,
     recipe: options.RecipeName = "auto",
     block: options.Block = None,
     pods: options.Pods = None,
@@ -82,11 +95,14 @@ def precompute(
     """
     from apportion.ir.bytes.job import Job
     from apportion.ir.request.policy import Policy
+    from apportion.planner.iteration.ticks import RECIPE as TICKS, tick_table
 
     the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
-    policy = Policy(inputs.recipe_of(recipe, block, pods), seed=seed)
+    table = tick_table(stages, microbatches, virtual) if stages > 1 else None
+    taken = inputs.recipe_of(recipe, block, pods) if table is None or recipe != "auto" else TICKS
+    policy = Policy(taken, seed=seed)
     job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
-    work = _work(job, inputs.Files(None, lengths, workload), mask, shuffle, iterations)
+    work = _work(job, inputs.Files(None, lengths, workload), mask, (iterations, shuffle, table))
     try:
         summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
@@ -96,7 +112,7 @@ def precompute(
     emit(record, as_json, lambda: _table(record))
 
 
-def _work(job: Job, files: inputs.Files, mask: str | None, shuffle: bool, iterations: int) -> Work:
+def _work(job: Job, files: inputs.Files, mask: str | None, more: tuple[int, bool, TickTable | None]) -> Work:
     from apportion.bench import Source
     from apportion.service.precompute import Work
 
@@ -104,7 +120,7 @@ def _work(job: Job, files: inputs.Files, mask: str | None, shuffle: bool, iterat
     if samples is None or len(files.given) != 1:
         raise files.not_one("--lengths and --workload")
     given = Source(samples, inputs.masks_of(mask)).mask
-    return Work(job, samples.lengths, given or samples.masks, iterations, shuffle)
+    return Work(job, samples.lengths, given or samples.masks, *more)
 
 
 def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:

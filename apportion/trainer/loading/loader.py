@@ -84,8 +84,8 @@ class PlannedLoader:
 
     ticks: the table of a pipeline (`tick_table`), for `TickPipeline`: the cluster has the ranks of all stages, and what
     is planned and handed out are its ticks in the place of its microbatches, each of `tokens_per_rank` on the ranks of
-    a stage. kinds: the attention kind of each virtual stage's layers, where there are several, as in `tick_batch`.
-    recipe: by default that of `plan_tick`.
+    a stage; a last iteration of fewer microbatches is left out. kinds: the attention kind of each virtual stage's
+    layers, where there are several, as in `tick_batch`. recipe: by default that of `plan_tick`.
 
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
@@ -162,6 +162,7 @@ class PlannedLoader:
         self._replicas = arguments.replicas_of(replicas)
         self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
         self._facts = {**made, "groups": self._dealt[1]}  # of a state
+        self._facts |= {} if ticks is None else {"ticks": [stages, filled, ticks.virtual]}
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = filled if (flag("drop_last", drop_last) and not packs) or ticks is not None else 0
         multiple = None if rows_multiple is None else integer("rows_multiple", rows_multiple)
