@@ -269,7 +269,7 @@ def test_an_unknown_recipe_is_refused_with_the_names_once(run: Cli, command: lis
 
 def test_a_recipe_tells_its_parameters_and_their_defaults(run: Cli) -> None:
     said = run("recipes", "zeppelin").out
-    assert "# schedule queues has these parameters:\n#   proxies: 1  # an integer of at least 1\n" in said
+    assert "# schedule queues has these parameters:\n#   proxies: auto  # " in said
     record = run("recipes", "zeppelin", "--json").json
     assert record["section"] == "3"
     remap = record["parameters"]["remap"]
