@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
-from math import prod
 from typing import Any
 from warnings import warn
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -59,6 +58,7 @@ class Watch:
         self._unused = False  # kwargs were given since the last step
         self._reached = False
         self._hook: Any = None
+        self.ranks = 1  # over whose tokens means are: of a plan, times groups
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to what steps on it, None before
         self.scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
@@ -70,7 +70,9 @@ class Watch:
             register_optimizer_step_post_hook(self._after_step)
         if not batch._staged:  # of a tick: `TickPipeline` adds those of microbatches
             self.batches.add(batch)
-        transports = None if batch._staged else batch.handle.communicator, batch._replicas
+        of_plan, groups = batch.handle.communicator, batch._replicas
+        self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
+        transports = None if batch._staged else of_plan, groups
         self._transports = [one for one in transports if one is not None and one.ranks > 1]
 
     def expect(self, handle: PlanHandle) -> None:
@@ -87,11 +89,6 @@ class Watch:
         """Raises ExecutionError where a model is tried on some of its rows: ranks would exchange others."""
         if self.trial is not None and self.trial.part is not None:
             raise ExecutionError(f"{verb} needs all rows of a rank")
-
-    @property
-    def ranks(self) -> int:
-        """Over whose tokens means are: of a plan, times groups."""
-        return prod(one.ranks for one in self._transports)
 
     def check_scaled(self, check: Callable[[float], None]) -> None:
         """Has `scale` checked: now, and before the step of a GradScaler, which is known then, without what it is."""
