@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import choice, instance, integer, keep
+from apportion.ir.fields import choice, flag, instance, integer, keep
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
@@ -64,6 +64,7 @@ class Parallelism:
     def __post_init__(self) -> None:
         instance("parallelism.recipe", self.recipe, Recipe)
         instance("parallelism.degrees", self.degrees, Degrees)
+        keep(self, "parallelism.ping_pong", flag)
         if self.context is None:
             if self.packing is not None:
                 raise ConfigError(
