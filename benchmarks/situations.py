@@ -1,6 +1,7 @@
 """`auto` beside every single recipe and beside what is attainable, in situations of all kinds.
 
-Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--json]. Hardware
+Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--scenario NAME]
+[--json]. Hardware
 is the built-in h100; forward and backward, all layers. The README's model, 64 ranks of 8 a node, 32K tokens a rank,
 unless the name says otherwise. Plans of `auto` are verified. A single recipe counts where it keeps the token cap; one
 that takes longer than `--seconds` to plan and simulate is left out, and said. Rows are kept in
@@ -14,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +37,7 @@ from apportion.ir.verify import verify
 from apportion.planner import api
 from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.simulate import Simulation, simulate
+from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, applied
 from benchmarks.targets import line, write_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +57,12 @@ class Situation:
     batch: Callable[[int], Batch]
     cluster: Cluster
     model: Model = MODEL
+    hardware: Hardware = HARDWARE
+
+    def under(self, scenario: Scenario) -> Situation:
+        """The same, planned and simulated with figures of a scenario."""
+        hardware, cluster = applied(scenario, self.hardware, self.cluster)
+        return replace(self, hardware=hardware, cluster=cluster)
 
 
 def cluster(ranks: int = RANKS, node: int = 8, **more: Any) -> Cluster:
@@ -196,10 +204,15 @@ def _attempt(situation: Situation, batch: Batch, recipe: str) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
         plan = api.plan(
-            batch, situation.cluster, situation.model, recipe=recipe, verify=False, hardware=HARDWARE
+            batch,
+            situation.cluster,
+            situation.model,
+            recipe=recipe,
+            verify=False,
+            hardware=situation.hardware,
         )
         took = time.perf_counter() - begin
-        found = simulate(plan, HARDWARE)
+        found = simulate(plan, situation.hardware)
     except ApportionError as error:
         return {"reason": str(error)[:200]}
     except MemoryError:
@@ -289,14 +302,19 @@ def main() -> None:
     parser.add_argument("--singles", default="all", help="recipes to hold it against: all, none, or names")
     parser.add_argument("--seconds", type=float, default=60.0, help="most for a single recipe")
     parser.add_argument("--json", action="store_true", help="print all rows")
+    known_scenarios = {scenario.name: scenario for scenario in SCENARIOS}
+    parser.add_argument(
+        "--scenario", default="nominal", choices=known_scenarios, help="rows of others are not kept"
+    )
     told = parser.parse_args()
     every = [name for name in entries() if name != "auto" and name not in PROJECTING]
     singles = every if told.singles == "all" else [] if told.singles == "none" else told.singles.split(",")
-    held = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    keeps = told.scenario == "nominal"
+    held = json.loads(RESULTS.read_text())["rows"] if keeps and RESULTS.exists() else []
     rows = {one["situation"]: one for one in held}
     names = [text for text in told.only.split(",") if text]
     warm_up(find_recipe("auto"))
-    every_situation = list(situations())
+    every_situation = [each.under(known_scenarios[told.scenario]) for each in situations()]
     for situation in every_situation:
         if names and not any(text in situation.name for text in names):
             continue
@@ -308,10 +326,13 @@ def main() -> None:
         rows[situation.name] = made
         print(table([made]).splitlines()[-1], file=sys.stderr, flush=True)
         order = [rows[each.name] for each in every_situation if each.name in rows]
-        RESULTS.write_text(json.dumps({"versions": versions(), "rows": order}, indent=1) + "\n")
+        if keeps:
+            RESULTS.write_text(json.dumps({"versions": versions(), "rows": order}, indent=1) + "\n")
     order = [rows[each.name] for each in every_situation if each.name in rows]
     if told.json:
         print(json.dumps(order, indent=1))
+    elif not keeps:
+        print(table(order))
     else:
         write_tables({"situations": table(order)})
 
