@@ -60,8 +60,8 @@ def plan(
 
 
 def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
-    """Runs all passes of the problem's recipe; a search on one core. Warns where a recipe
-    that does not search asks for something and its passes did something else. Raises ConfigError, CapacityError."""
+    """Runs all passes of the problem's recipe; a search on one core. Warns where a recipe that does not search asks for
+    something and its passes did something else. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
     if recipe.step("search") is not None:
         search = search_of(recipe)

@@ -1,4 +1,4 @@
-"""What the network between nodes takes beyond bytes over rate, by what a round puts on it at once.
+"""Congestion between nodes: factors on bytes over rate, from the messages that a round puts on the network at once.
 
     NICs that send to the receiver's in the round     k: 1 + incast * min(k - 1, incast_peers) times as long
     one sender, whose NIC has no other receiver       1 / one_peer times as long

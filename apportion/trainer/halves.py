@@ -1,5 +1,5 @@
-"""Halves of a loader that go through a trainer's model as one microbatch, end to end: what sees one row at a time need
-not know, and layers take them apart.
+"""Two halves of an iteration as one microbatch of a trainer's model: their rows lie end to end, row-wise modules see no
+difference, and each transformer layer splits them.
 
     rows of ping, rows of pong ──embedding──► layer ──► layer ──► head, loss
                                              └─ both: attention of one behind the linear layers of the other

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from apportion.backends.interp import Program
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
-from apportion.backends.torch.executor import Loaded, PlainMachine, TaskMachine, TorchMachine
+from apportion.backends.torch.executor import Loaded, LoadRequest, PlainMachine, TaskMachine, TorchMachine
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice
-from apportion.ir.plan.tables import Header, ProgramSet
+from apportion.ir.plan.tables import Header
 
 if TYPE_CHECKING:
     from apportion.backends.torch.stage.launcher import Launcher
@@ -41,15 +39,7 @@ class Engine(Protocol):
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         """Why it does not serve plans of this header on a device."""
 
-    def load(
-        self,
-        columns: ProgramSet,
-        program: Program,
-        device: torch.device,
-        rows: int,
-        hidden: int,
-        envelope: Envelope = AS_THEY_COME,
-    ) -> Loaded:
+    def load(self, request: LoadRequest) -> Loaded:
         """What all calls of one rank's program share, padded to the envelope. Raises ConfigError where that is too
         small."""
 
@@ -64,19 +54,12 @@ class TaskEngine:
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         return None
 
-    def load(
-        self,
-        columns: ProgramSet,
-        program: Program,
-        device: torch.device,
-        rows: int,
-        hidden: int,
-        envelope: Envelope = AS_THEY_COME,
-    ) -> Loaded:
+    def load(self, request: LoadRequest) -> Loaded:
         if self.newest:
-            activate_newest(device)
-        rounds = find_rounds(columns, program, hidden, early={})
-        return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden, envelope))
+            activate_newest(request.device)
+        program, hidden = request.program, request.hidden
+        rounds = find_rounds(request.columns, program, hidden, early={})
+        return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden, request.envelope))
 
 
 @dataclass(frozen=True)
@@ -96,18 +79,10 @@ class StageEngine:
 
         return obstacle(header, device)
 
-    def load(
-        self,
-        columns: ProgramSet,
-        program: Program,
-        device: torch.device,
-        rows: int,
-        hidden: int,
-        envelope: Envelope = AS_THEY_COME,
-    ) -> Loaded:
+    def load(self, request: LoadRequest) -> Loaded:
         from apportion.backends.torch.stage.program import load
 
-        return load(columns, program, device, rows, hidden, envelope)
+        return load(request)
 
 
 #: in the order of preference

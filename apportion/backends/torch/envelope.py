@@ -1,5 +1,5 @@
-"""Sizes that all plans of a run are padded to, so that shapes, buffers and work lists are equal in every step: what
-captured graphs and `torch.compile` without another compilation want.
+"""Sizes to which all plans of a run are padded, so that shapes, buffers and work lists are equal in every step, as
+captured graphs and compiled models need.
 
     rows             of a rank, padding among them          every tensor that layers are given and give back
     buffer_bytes     work arenas and staging of a call      one buffer, never a larger one later

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
+from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
 from apportion.backends.torch.kernels.attention import (
     NEG_INF,
     PLAIN,
@@ -32,6 +34,7 @@ from apportion.backends.torch.memory.head_columns import index_of, pick
 from apportion.backends.torch.memory.rounds import Message, Round, Rounds, aligned
 from apportion.backends.torch.transport import Flight, Sizes, Transport
 from apportion.ir.errors import ExecutionError
+from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Tensor as Name
 
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
@@ -55,6 +58,17 @@ class Gradients:
 
     sinks: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
+
+
+class LoadRequest(NamedTuple):
+    """One rank's program for a device. rows: home rows; hidden: width of X; envelope: what it is padded to."""
+
+    columns: ProgramSet
+    program: Program
+    device: torch.device
+    rows: int
+    hidden: int = 0
+    envelope: Envelope = AS_THEY_COME
 
 
 @dataclass(frozen=True)

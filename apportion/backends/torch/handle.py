@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
-from apportion.backends.torch.executor import Loaded
+from apportion.backends.torch.executor import Loaded, LoadRequest
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.transport import Communicator, Transport, different_plans
 from apportion.ir.bytes.slices import Slice
@@ -181,8 +181,8 @@ class PlanHandle:
         key = kind, phase, device, hidden
         if key not in self._loaded:
             program, columns = self.program(kind, phase), self.slice.programs[kind, phase]
-            given = columns, program, device, self.rows, hidden, self._envelope
-            self._loaded[key] = self.engine_on(device).load(*given)
+            request = LoadRequest(columns, program, device, self.rows, hidden, self._envelope)
+            self._loaded[key] = self.engine_on(device).load(request)
         return self._loaded[key]
 
     def sizes(self) -> tuple[int, int, int]:

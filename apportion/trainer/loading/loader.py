@@ -139,11 +139,8 @@ class PlannedLoader:
         self.job = Job(cluster, model, policy, tokens_per_rank, microbatches, hardware)  # type: ignore[arg-type]
         masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
-        stages, filled, self._times = (
-            1,
-            self.job.microbatches,
-            1,
-        )  # times that a pipeline's plans hold a token
+        stages, filled = 1, self.job.microbatches
+        self._times = 1  # that the plans of an iteration hold a token
         if ticks is not None:
             from apportion.planner.iteration.ticks import tick_job
 

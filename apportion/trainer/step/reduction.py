@@ -1,4 +1,4 @@
-"""What reduces gradients, over how many ranks, to sums or averages; held against what a loss is multiplied by."""
+"""Reductions of gradients: over how many ranks, to sums or to averages, checked against the factor of a loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, el
 
 
 class Reduction(NamedTuple):
-    """What reduces gradients, over how many ranks, to sums or to averages."""
+    """A reduction of gradients. name: of the wrapper; sums: whether it sums, or averages."""
 
     name: str
     ranks: int

@@ -1,4 +1,5 @@
-"""What a loss has beside shares of a mean, and what GradScaler multiplies it by: read off graphs and callers."""
+"""Terms of a loss beside shares of a mean, and the scale of a GradScaler, read from autograd's graph and the
+callers."""
 
 from __future__ import annotations
 
@@ -13,11 +14,8 @@ from torch.autograd.graph import _engine_run_backward
 
 from apportion.backends.torch.graphs import nodes
 
-SHARE, LOGITS, MULTIPLIED = (
-    "apportion.share",
-    "apportion.logits",
-    "apportion.multiplied",
-)  # in metadata of nodes
+#: keys in the metadata of nodes
+SHARE, LOGITS, MULTIPLIED = "apportion.share", "apportion.logits", "apportion.multiplied"
 
 
 def mark(known: Tensor, kind: str = SHARE) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from apportion.backends.interp import compile_program
-from apportion.backends.torch.executor import Layer
+from apportion.backends.torch.executor import Layer, LoadRequest
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Buffer, Memory
 from apportion.backends.torch.memory.arrays import DTYPES
@@ -43,7 +43,7 @@ def _machine(
     rows, keys = (len(given[name][0]) for name in (Name.Q, Name.KV))
     columns, device = _columns(op, rows, keys, diagonals), given[Name.Q][0].device
     rows = max(rows, keys)
-    loaded = load(columns, compile_program(columns, header), device, rows, 0)
+    loaded = load(LoadRequest(columns, compile_program(columns, header), device, rows))
     memory = Memory(loaded.arenas, rows, given, Buffer(loaded.arenas.size, device))
     return StageMachine(loaded, memory, Layer(Score(header.head_dim**-0.5)), RecordingDevice(0, 1))
 

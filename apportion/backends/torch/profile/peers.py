@@ -1,4 +1,5 @@
-"""How the rate between nodes depends on who talks to whom: patterns of messages, and figures from what they take.
+"""The rate between nodes by pattern of senders and receivers: the patterns, and the figures that follow from their
+times.
 
     balanced       every rank sends to k ranks on the next k nodes, and receives from k on those before
     many-to-one    k ranks on k nodes send to one rank of another

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from apportion.backends.interp import Program
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
-from apportion.backends.torch.executor import Loaded
+from apportion.backends.torch.executor import Loaded, LoadRequest
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.backends.torch.stage.drafts import STEPS, Drafts, Launch
@@ -27,7 +25,6 @@ from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
 from apportion.ir.plan.fusion import find_complete
-from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Tensor as Name
 
 
@@ -89,16 +86,9 @@ class StageLoaded(Loaded):
         return {capped: {kernel: made(kernel, capped) for kernel in shapes} for capped in (False, True)}
 
 
-def load(
-    columns: ProgramSet,
-    program: Program,
-    device: torch.device,
-    rows: int,
-    hidden: int,
-    envelope: Envelope = AS_THEY_COME,
-    shapes: Variant | None = None,
-) -> StageLoaded:
-    """The launches of a one-rank program on a device. rows: home rows; hidden: width of X."""
+def load(request: LoadRequest, shapes: Variant | None = None) -> StageLoaded:
+    """The launches of a one-rank program on a device. shapes: of the kernels, by default those of the header."""
+    columns, program, device, rows, hidden, envelope = request
     complete = find_complete(columns)
     rounds = find_rounds(columns, program, hidden, written_from(columns, complete))
     arenas = Arenas(program, rounds.staging_bytes, hidden, envelope)
