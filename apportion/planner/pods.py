@@ -96,11 +96,13 @@ class Documents(PodsPass):
                 shards, placement = _together(problem, first, of, shard, place, threads)
             except CapacityError:  # larger pods have more room
                 continue
-            return shards, self._told(problem, placement, int(np.diff(first).max()), members)
+            return shards, self._with_departures(problem, placement, int(np.diff(first).max()), members)
         shards = shard(problem)
-        return shards, self._told(problem, place(problem, shards), problem.ranks, members)
+        return shards, self._with_departures(problem, place(problem, shards), problem.ranks, members)
 
-    def _told(self, problem: Problem, placement: Placement, largest: int, members: int) -> Placement:
+    def _with_departures(
+        self, problem: Problem, placement: Placement, largest: int, members: int
+    ) -> Placement:
         """The placement with what it departs from; largest: ranks of the largest pod."""
         most = max(self._most, problem.cluster.ranks_per_node * members)
         if largest * members <= most or next(self._pods(problem, members), None) is None:

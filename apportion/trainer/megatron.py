@@ -78,7 +78,7 @@ def forward_step(
     routers that look at a rank's rows), or not in halves; ExecutionError where a layer has not used the plan."""
     module = unwrap_model(model)
     _check(module)
-    if _turns(module) and not isinstance(module.rotary_pos_emb, PlannedRotary):
+    if _is_rotary(module) and not isinstance(module.rotary_pos_emb, PlannedRotary):
         module.rotary_pos_emb = PlannedRotary(module.rotary_pos_emb)
     here = next(data_iterator)
     device = next(model.parameters()).device
@@ -113,7 +113,7 @@ def tick_step(
     tokens = torch.zeros((), dtype=torch.int, device=ticks[0].tokens.device)
     for module in modules:
         _check(module)
-        own = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _turns(module) else None
+        own = getattr(module.rotary_pos_emb, "own", module.rotary_pos_emb) if _is_rotary(module) else None
         angles = None if own is None else own(_positions(ticks))
         chunks.append([split(layer, angles, ticks[0].handle) for layer in _dense(module)])
     first, last, config = modules[0], modules[-1], modules[0].config
@@ -138,7 +138,7 @@ def tick_step(
     return reports
 
 
-def _turns(module: Any) -> bool:
+def _is_rotary(module: Any) -> bool:
     return bool(module.position_embedding_type == "rope")
 
 

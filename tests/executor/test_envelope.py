@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import apportion as ap
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
+from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.recording import RecordingDevice
 from apportion.ir.errors import ConfigError
 
@@ -25,7 +26,7 @@ def slices(rank: int) -> Iterator[ap.Slice]:
         yield ap.plan(ap.Batch.from_lengths(lengths), ap.Cluster(1, RANKS), MODEL, recipe).for_rank(rank)
 
 
-def handle_of(piece: ap.Slice, envelope: Envelope = AS_THEY_COME) -> ap.PlanHandle:
+def handle_of(piece: ap.Slice, envelope: Envelope = UNPADDED) -> ap.PlanHandle:
     device = RecordingDevice(piece.rank, RANKS)
     return ap.PlanHandle(piece, device, device.engine, envelope=envelope).prepare("cpu")
 
@@ -42,11 +43,10 @@ def test_shapes_buffers_and_tables_are_equal_over_a_hundred_steps() -> None:
     assert shapes == {(envelope.rows, envelope.buffer_bytes, envelope.table_numbers, (envelope.rows, 4, 16))}
 
 
-def test_another_step_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    weight = torch.eye(64, dtype=torch.bfloat16)
+def test_another_step_compiles_nothing() -> None:
+    counter, weight = CompileCounterWithBackend("eager"), torch.eye(64, dtype=torch.bfloat16)
 
-    @torch.compile(backend="eager", dynamic=False)
+    @torch.compile(backend=counter, dynamic=False)
     def layer(x: torch.Tensor, handle: ap.PlanHandle) -> torch.Tensor:
         q, k = (x @ weight).view(-1, 4, 16), x[:, :32].view(-1, 2, 16)
         return ap.planned_attention(q, k, k, handle).flatten(1) @ weight
@@ -56,6 +56,7 @@ def test_another_step_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in pieces:
         handle = handle_of(piece, envelope)
         layer(torch.zeros(handle.padded_rows, 64, dtype=torch.bfloat16), handle)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("field", ["rows", "buffer_bytes", "table_numbers"])

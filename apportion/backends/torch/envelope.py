@@ -17,7 +17,7 @@ from apportion.ir.fields import integer, number
 
 @dataclass(frozen=True)
 class Envelope:
-    """The sizes, each the most of any rank and plan; 0: as they come. Raises ConfigError."""
+    """The sizes, each the most of any rank and plan; 0: no padding. Raises ConfigError."""
 
     rows: int = 0
     buffer_bytes: int = 0
@@ -48,4 +48,4 @@ class Envelope:
         return most or need
 
 
-AS_THEY_COME = Envelope()
+UNPADDED = Envelope()

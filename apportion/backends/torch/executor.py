@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
+from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.kernels.attention import (
     NEG_INF,
     PLAIN,
@@ -68,7 +68,7 @@ class LoadRequest(NamedTuple):
     device: torch.device
     rows: int
     hidden: int = 0
-    envelope: Envelope = AS_THEY_COME
+    envelope: Envelope = UNPADDED
 
 
 @dataclass(frozen=True)

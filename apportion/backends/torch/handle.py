@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
+from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.executor import Loaded, LoadRequest
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.transport import Communicator, Transport, different_plans
@@ -52,7 +52,7 @@ class PlanHandle:
         communicator: Transport | None = None,
         engine: str | Engine = "auto",
         padding: int = 0,
-        envelope: Envelope = AS_THEY_COME,
+        envelope: Envelope = UNPADDED,
     ) -> None:
         self.slice, self._envelope = piece, envelope
         self.padding = envelope.size("rows", self.rows + integer("padding", padding, 0)) - self.rows

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.engines import ENGINES
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
+from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
 from apportion.ir.bytes.iteration_slice import IterationSlice
@@ -127,7 +127,7 @@ class PlannedLoader:
         device: torch.device | str | None = None,
         replicas: Transport | Any = None,
         rows_multiple: int | None = None,
-        envelope: Envelope = AS_THEY_COME,
+        envelope: Envelope = UNPADDED,
         drop_last: bool = False,
         shifted: Collection[str] = SHIFTED,
         ticks: TickTable | None = None,

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
+from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.slices import Slice
@@ -75,7 +75,7 @@ class Form:
 
     shifted: Collection[str] = SHIFTED
     multiple: int | None = None
-    envelope: Envelope = AS_THEY_COME
+    envelope: Envelope = UNPADDED
 
     def padded(self, rows: int) -> int:
         """The number of rows with padding."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from apportion.backends.interp import Operand, Program, Step
-from apportion.backends.torch.envelope import AS_THEY_COME, Envelope
+from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.memory.arrays import Array, arrays_of, part_views
 from apportion.backends.torch.memory.head_columns import Columns, pick, put
 from apportion.backends.torch.memory.rounds import PAGE, Message, Round, aligned, tile_arrays
@@ -113,7 +113,7 @@ class Arenas:
     buffer is padded to."""
 
     def __init__(
-        self, program: Program, staging_bytes: int, hidden: int, envelope: Envelope = AS_THEY_COME
+        self, program: Program, staging_bytes: int, hidden: int, envelope: Envelope = UNPADDED
     ) -> None:
         self.header, self.hidden, self.staging_bytes = program.header, hidden, staging_bytes
         self.columns = {arena.tensor: arena.heads for arena in program.arenas}
