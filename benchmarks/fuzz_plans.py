@@ -303,7 +303,8 @@ def _some_table(rng: random.Random, plan: Plan) -> Table:
 
 
 def _with_tables(sections: Sections, plan: Plan) -> Sections:
-    parts = table_bytes.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+    tables = table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence)
+    parts = table_bytes.encode_parts(tables, plan.header.ranks)
     return replace(sections, parts=list(parts))
 
 

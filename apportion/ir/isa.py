@@ -291,6 +291,25 @@ SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 #: arrive from `peer` at `row` of the target layout (send = 0); peer may be the rank itself
 MOVE_COLUMNS = ("send", "peer", "row", "rows")
 
+#: table of recurrent layers -> its columns, in encoding order: `ir.plan.tables.Recurrence`. A *run* are consecutive
+#: tokens of one branch (`ir.masks.predecessors`) on consecutive home rows of a rank, as many as there are.
+RECURRENCE_TABLES = MappingProxyType(
+    {
+        # by row. position: tokens that come before its first one; peer, past: the rank and the number there of the run
+        # before it (0 and -1: none); leads: 1 where a run has this one as its past
+        "runs": ("row", "rows", "sequence", "position", "peer", "past", "leads"),
+        # slots: heads from `head` on of run `run` of rank `peer` are folded here; parent: the slot of that run's past
+        # (-1: it has none), an earlier one. Kinds are numbered in the order of the header
+        "folds": ("kind", "head", "heads", "peer", "run", "parent"),
+        # where the heads of own runs are folded: the k-th row of a kind from i to j has the k-th slot of that kind on j
+        # whose run is of i
+        "states": ("kind", "head", "heads", "peer", "run"),
+        # rows before runs, which convolutions read: as in a remap, from home rows to rows of the halo. These are, for
+        # each run, as many as the widest convolution reads before it, the last of them that of the token just before
+        "halo": MOVE_COLUMNS,
+    }
+)
+
 FORMAT = "apportion.plan"
 VERSION = (3, 0)
 MAX_RANKS = 65_535

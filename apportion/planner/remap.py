@@ -77,7 +77,9 @@ class Flow(RemapPass):
             return Remapping(said)
         pieces = _pieces(tokens, even, flows)
         layout = Layout(LINEAR, _spans(source, tokens, pieces))
-        return Remapping(said, {LINEAR: layout}, (Move(source.name, LINEAR, _table(pieces, len(tokens))),))
+        return Remapping(
+            said, {LINEAR: layout}, (Move(source.name, LINEAR, move_table(pieces, len(tokens))),)
+        )
 
     def _said(
         self, problem: Problem, source: Layout, tokens: Ints, even: Ints, flows: Transport
@@ -190,8 +192,9 @@ def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
     return Table(ptr, SPAN_COLUMNS, np.stack(columns).take(by_row, 1))
 
 
-def _table(pieces: Ints, ranks: int) -> Table:
-    """Sends, then receives of every rank, each in the order of peers."""
+def move_table(pieces: Ints, ranks: int) -> Table:
+    """Sends, then receives of every rank, each in the order of peers. pieces: int64 [5, pieces]: source rank and row,
+    target rank and row, rows."""
     src, sent, dst, received, rows = pieces
     rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (sent, received)))
     send, rows = np.repeat([1, 0], len(src)), np.concatenate([rows, rows])

@@ -193,7 +193,8 @@ def test_reports_that_no_plan_can_hold(plan: Plan, value: object) -> None:
 
 
 def test_parts_made_before_are_taken_over(plan: Plan) -> None:
-    parts = table_bytes.encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+    tables = table_bytes.tables_of(plan.layouts, plan.programs, plan.moves)
+    parts = table_bytes.encode_parts(tables, plan.header.ranks)
     assert codec.seal(plan, parts) == plan
 
 

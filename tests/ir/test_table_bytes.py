@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from apportion._core.tables import MAX_ROWS
-from apportion.ir.bytes.table_bytes import encode_parts, encode_tables, read_parts
+from apportion.ir.bytes.table_bytes import encode_parts, encode_tables, read_parts, tables_of
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES
-from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_table
+from apportion.ir.isa import LIMIT, MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES
+from apportion.ir.plan.tables import Layout, Move, ProgramSet, Recurrence, Table, empty_table
 from tests.support.random_plans import random_plan
 
 NAMES = ("a", "b")
@@ -147,8 +147,8 @@ def test_one_row_of_zeros_takes_no_byte() -> None:
 def test_parts_are_the_same_on_threads() -> None:
     for seed in range(5):
         plan = random_plan(seed, ranks=9)
-        given = plan.layouts, plan.programs, plan.moves, 9
-        assert encode_parts(*given, threads=3) == encode_parts(*given)
+        tables = tables_of(plan.layouts, plan.programs, plan.moves)
+        assert encode_parts(tables, 9, threads=3) == encode_parts(tables, 9)
 
 
 def test_columns_have_one_order() -> None:
@@ -164,7 +164,7 @@ def test_columns_have_one_order() -> None:
 
 
 def test_tables_of_a_part_are_in_order() -> None:
-    """Spans, programs by kind and phase, moves."""
+    """Spans, programs by kind and phase, moves, recurrences."""
 
     def one(names: tuple[str, ...], number: int) -> Table:
         return Table(np.array([0, 1]), names, np.full((len(names), 1), number, np.int64))
@@ -173,13 +173,14 @@ def test_tables_of_a_part_are_in_order() -> None:
         key: ProgramSet({name: one(names, 10 * n) for name, names in TABLES.items()})
         for n, key in ((2, ("x", "backward")), (1, ("x", "forward")), (3, ("y", "forward")))
     }
-    (part,) = encode_parts(
+    recurrent = {name: one(names, 40) for name, names in RECURRENCE_TABLES.items()}
+    tables = tables_of(
         {"attention": Layout("attention", one(SPAN_COLUMNS, 1))},
         programs,
         [Move("a", "b", one(MOVE_COLUMNS, 9))],
-        1,
+        Recurrence(recurrent),
     )
-    names = [SPAN_COLUMNS, *3 * [*TABLES.values()], MOVE_COLUMNS]
-    firsts = [int(table.values[0, 0]) for table in opened([part], *names)]
-    assert firsts == [1, *7 * [10], *7 * [20], *7 * [30], 9]
+    names = [SPAN_COLUMNS, *3 * [*TABLES.values()], MOVE_COLUMNS, *RECURRENCE_TABLES.values()]
+    firsts = [int(table.values[0, 0]) for table in opened(encode_parts(tables, 1), *names)]
+    assert firsts == [1, *7 * [10], *7 * [20], *7 * [30], 9, *4 * [40]]
     assert len(parts_of(empty_table(NAMES, 7))) == 7

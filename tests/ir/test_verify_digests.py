@@ -28,7 +28,9 @@ def plan() -> Plan:
 
 def known(plan: Plan) -> bool:
     parts = plan.sections.parts
-    return isinstance(parts, table_bytes.Parts) and parts.are_of(plan.layouts, plan.programs, plan.moves)
+    return isinstance(parts, table_bytes.Parts) and parts.are_of(
+        table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence)
+    )
 
 
 def rules(plan: Plan) -> set[str]:

@@ -59,7 +59,7 @@ def _with_value(plan: Plan, table: str, column: str, value: int, row: int = -1) 
     columns[column][row] = value
     programs = {**program.tables, table: Table.of(program[table].ptr, columns)}
     changed = {**plan.programs, ("default", "forward"): replace(program, tables=programs)}
-    return rebuilt(plan, parts=table_bytes.encode_parts(plan.layouts, changed, plan.moves, plan.header.ranks))
+    return _with_tables(plan, replace(plan, programs=changed))
 
 
 def _span(plan: Plan, column: str, value: int) -> bytes:
@@ -67,9 +67,12 @@ def _span(plan: Plan, column: str, value: int) -> bytes:
     columns = {name: np.array(values, np.int64) for name, values in spans.columns.items()}
     columns[column][-1] = value
     layouts = {"attention": Layout("attention", Table.of(spans.ptr, columns))}
-    return rebuilt(
-        plan, parts=table_bytes.encode_parts(layouts, plan.programs, plan.moves, plan.header.ranks)
-    )
+    return _with_tables(plan, replace(plan, layouts=layouts))
+
+
+def _with_tables(plan: Plan, changed: Plan) -> bytes:
+    tables = table_bytes.tables_of(changed.layouts, changed.programs, changed.moves, changed.recurrence)
+    return rebuilt(plan, parts=table_bytes.encode_parts(tables, plan.header.ranks))
 
 
 def malformed() -> Faults:

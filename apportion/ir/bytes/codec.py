@@ -26,7 +26,7 @@ from apportion.ir.bytes.sections import (
     section_id,
 )
 from apportion.ir.bytes.slices import Slice, slice_plan
-from apportion.ir.bytes.table_bytes import encode_parts, read_tables
+from apportion.ir.bytes.table_bytes import encode_parts, read_tables, tables_of
 from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError
 from apportion.ir.isa import FORMAT, MAX_RANKS, VERSION
@@ -99,17 +99,23 @@ def encode_sections(
 
     parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
     that is to be kept. Raises ConfigError for a report and numbers that no plan can hold, and where the header names
-    other layouts, kinds or phases: parts name none. Raises CapacityError for more bytes than are read.
+    other layouts, kinds or phases, which parts do not name, or recurrent kinds without tables. Raises CapacityError
+    for more bytes than are read.
     """
     _check_order("layouts", tuple(plan.layouts), plan.header.layouts)
     _check_order("kinds", tuple(dict.fromkeys(kind for kind, _ in plan.programs)), plan.header.kinds)
     if plan.programs.keys() != {*product(plan.header.kinds, plan.header.phases)}:
         rule = f"each kind must have the phases of the header: {', '.join(plan.header.phases)}"
         raise ConfigError("programs", [*plan.programs], rule, "make the header name what the plan has")
+    if bool(plan.header.recurrent) != (plan.recurrence is not None):
+        rule = "must be there where the header has recurrent kinds, and only there"
+        raise ConfigError("recurrence", plan.recurrence, rule, "make the header name what the plan has")
     report = _encode_report(plan)
     tokens = plan.request.batch.tokens
     if parts is None:
-        parts = encode_parts(plan.layouts, plan.programs, plan.moves, plan.header.ranks)
+        parts = encode_parts(
+            tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence), plan.header.ranks
+        )
     sections = Sections(
         header=wire.encode_section(plain.header_data(plan.header)),
         request=_encode_request(plan) if request is None else wire.encode_section(request),
@@ -208,5 +214,7 @@ def _decode_sections(sections: Sections, version: tuple[int, int]) -> Plan:
     request = read_request(sections.request, version)
     plain.check_facts(header, request)
     report = read_report(sections.report, version)
-    tables = read_tables(header, sections.layouts, sections.moves, sections.parts, 0, request.batch.tokens)
-    return Plan(header, request, *tables, report, sections)
+    layouts, programs, moves, recurrence = read_tables(
+        header, sections.layouts, sections.moves, sections.parts, 0, request.batch.tokens
+    )
+    return Plan(header, request, layouts, programs, moves, report, recurrence, sections)

@@ -11,7 +11,7 @@ from apportion.ir.bytes.table_bytes import Pair, read_tables
 from apportion.ir.errors import ConfigError, DecodeError, UnknownNameError
 from apportion.ir.hashing import SIZE, climb, digest, leaf, path, plan_id
 from apportion.ir.isa import MAX_RANKS
-from apportion.ir.plan.tables import Header, Layout, Move, PlanTables, ProgramSet
+from apportion.ir.plan.tables import Header, Layout, Move, PlanTables, ProgramSet, Recurrence
 
 SLICE_FORMAT = "apportion.slice"
 _CAP = 8  # bytes of a token cap, and of its checksum
@@ -30,6 +30,7 @@ class Slice:
     layouts: Mapping[str, Layout]
     programs: Mapping[Pair, ProgramSet]
     moves: tuple[Move, ...]
+    recurrence: Recurrence | None
     wire: wire.SliceWire
 
     @property
@@ -110,7 +111,8 @@ def slice_plan(plan: PlanTables, sealed: Sections, rank: int) -> Slice:
     layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
     programs = {key: program.rank(rank) for key, program in plan.programs.items()}
     moves = tuple(Move(move.source, move.target, move.table.rank(rank)) for move in plan.moves)
-    return Slice(found.id, rank, plan.header, layouts, programs, moves, found)
+    recurrence = plan.recurrence and plan.recurrence.rank(rank)
+    return Slice(found.id, rank, plan.header, layouts, programs, moves, recurrence, found)
 
 
 def encode_slices(plan: PlanTables, sealed: Sections) -> list[bytes]:

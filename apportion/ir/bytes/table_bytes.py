@@ -1,7 +1,7 @@
-"""The tables of a plan as bytes, rank by rank, and back: spans, programs and moves.
+"""The tables of a plan as bytes, rank by rank, and back: spans, programs, moves, recurrences.
 
 A rank's part is what it has of each table, one behind the other: the spans of each layout, the tables of each program,
-the moves. The core (`core/ir/tables.hpp`) has the bytes of a table.
+the moves, the tables of recurrent layers. The core (`core/ir/tables.hpp`) has the bytes of a table.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sections import read_moves, read_tokens
 from apportion.ir.errors import ConfigError, DecodeError
-from apportion.ir.isa import LIMIT, MOVE_COLUMNS, SPAN_COLUMNS, TABLES
+from apportion.ir.isa import LIMIT, MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES
 from apportion.ir.plan import wellformed
-from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Table
+from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Recurrence, Table
 from apportion.ir.tensors import PHASES
 from apportion.ir.threads import spread
 
 Pair = tuple[str, str]  # (kind, phase) of a program, (source, target) of a move
-Tables = tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...]]
+Tables = tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...], Recurrence | None]
 
 
 class Parts(list[bytes]):
@@ -37,12 +37,9 @@ class Parts(list[bytes]):
             for array in arrays:
                 array.setflags(write=False)
 
-    def are_of(
-        self, layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
-    ) -> bool:
+    def are_of(self, tables: Sequence[Table]) -> bool:
         """Whether `encode_parts` would give the same again, told without encoding: these have the very arrays that
         the parts were made from, and nobody can have written to them. A False may mean that this is not known."""
-        tables = tables_of(layouts, programs, moves)
         same = tuple(self) == self._made and len(self._tables) == len(tables)
         return same and all(
             ours.names == known.names
@@ -59,28 +56,26 @@ def _is_owner(array: Ints) -> bool:
 
 
 def tables_of(
-    layouts: Mapping[str, Layout], programs: Mapping[Pair, ProgramSet], moves: Sequence[Move]
+    layouts: Mapping[str, Layout],
+    programs: Mapping[Pair, ProgramSet],
+    moves: Sequence[Move],
+    recurrence: Recurrence | None = None,
 ) -> list[Table]:
     """All tables in the order of a part: kinds as they come, forward before backward."""
     found = [layout.spans for layout in layouts.values()]
     kinds = dict.fromkeys(kind for kind, _ in programs)
     ordered = [programs[key] for key in product(kinds, PHASES) if key in programs]
     found += [program[name] for program in ordered for name in TABLES]
-    return found + [move.table for move in moves]
+    found += [move.table for move in moves]
+    return found + ([] if recurrence is None else [recurrence[name] for name in RECURRENCE_TABLES])
 
 
-def encode_parts(
-    layouts: Mapping[str, Layout],
-    programs: Mapping[Pair, ProgramSet],
-    moves: Sequence[Move],
-    ranks: int,
-    threads: int = 1,
-) -> Parts:
-    """The part of every rank, the same on any number of threads. Raises ConfigError for numbers that no plan can hold.
+def encode_parts(tables: Sequence[Table], ranks: int, threads: int = 1) -> Parts:
+    """The part of every rank, of `tables_of` a plan, the same on any number of threads. Raises ConfigError for numbers
+    that no plan can hold.
 
     Arrays are read-only from then on: the verifier need not read the parts.
     """
-    tables = tables_of(layouts, programs, moves)
     return Parts(encode_tables(tables, ranks, threads), tables)
 
 
@@ -129,15 +124,18 @@ def read_tables(
     forms: list[tuple[str, tuple[str, ...]]] = [(f"layout {name}", SPAN_COLUMNS) for name in header.layouts]
     forms += [(f"{' '.join(key)} {name}", names) for key in keys for name, names in TABLES.items()]
     forms += [(f"move {source} -> {target}", MOVE_COLUMNS) for source, target in pairs]
+    forms += [(name, names) for name, names in RECURRENCE_TABLES.items() if header.recurrent]
     tables = read_parts(forms, parts, first)
     spans = dict(zip(header.layouts, tables, strict=False))
     programs = {key: {name: next(tables) for name in TABLES} for key in keys}
-    remaps = dict(zip(pairs, tables, strict=True))
-    wellformed.check(header, of_layouts, spans, programs, remaps, first)
+    remaps = dict(zip(pairs, tables, strict=False))
+    recurrence = Recurrence({name: next(tables) for name in RECURRENCE_TABLES}) if header.recurrent else None
+    wellformed.check(header, of_layouts, spans, programs, remaps, recurrence, first)
     return (
         {name: Layout(name, table) for name, table in spans.items()},
         {key: ProgramSet(tables) for key, tables in programs.items()},
         tuple(Move(*pair, table) for pair, table in remaps.items()),
+        recurrence,
     )
 
 

@@ -193,21 +193,22 @@ def lower_runs(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
     """(starts, positions) of the runs of such sequences, sorted."""
     if not spec.structured:
         return np.sort(starts), np.zeros(len(starts), np.int64)
-    return _lower_columns(spec.runs, lengths, starts, lambda positions, _: positions)
+    return lower_columns(spec.runs, lengths, starts, lambda positions, _: positions)
 
 
 def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
     """(tokens, labels) of such sequences whose label is not the next token, sorted."""
     if not spec.structured:
         return np.sort(starts + lengths - 1), np.full(len(starts), -1)
-    return _lower_columns(
+    return lower_columns(
         spec.unlabelled, lengths, starts, lambda labels, offset: np.where(labels < 0, -1, labels + offset)
     )
 
 
-def _lower_columns(
+def lower_columns(
     columns: Callable[[int], Columns], lengths: Ints, starts: Ints, moved: Callable[[Ints, Ints], Ints]
 ) -> Columns:
+    """(tokens, values) of such sequences, sorted. columns: of a length; moved: its values where a sequence starts."""
     tokens, values = list[Ints]([ZERO[:0]]), list[Ints]([ZERO[:0]])
     for length, where in _by_length(lengths, starts):
         token, value = columns(length)

@@ -15,7 +15,7 @@ from apportion.ir.request.policy import Policy
 
 REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
 #: header fields that repeat the model, for ranks that see only their slice
-MODEL_FACTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "sent_gradients")
+MODEL_FACTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "sent_gradients", "recurrent")
 
 
 def header_data(header: Header) -> dict[str, Any]:
@@ -23,6 +23,9 @@ def header_data(header: Header) -> dict[str, Any]:
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
     if header.sent_gradients == "wide":  # equal data has equal bytes: a default is not written
         del values["sent_gradients"]
+    del values["recurrent"]
+    if header.recurrent:
+        values["recurrent"] = {kind: held.to_data() for kind, held in header.recurrent.items()}
     return values | {"engines": dict(header.engines)}
 
 

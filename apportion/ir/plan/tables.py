@@ -5,6 +5,7 @@
          ├─ layouts    name -> spans of every rank
          ├─ programs   (kind, phase) -> tables of every rank
          ├─ moves      remaps between two layouts
+         ├─ recurrence what recurrent layers need of every rank, where the model has some
          └─ report     areas, bytes, slots, rounds, bounds, sizes, imbalance, termination
 
 A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path to the id: it proves itself.
@@ -22,11 +23,12 @@ import numpy as np
 from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 
 
@@ -240,6 +242,24 @@ class Move:
         _check_columns(f"move {self.source} -> {self.target}", self.table, MOVE_COLUMNS)
 
 
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """What recurrent layers need of all ranks: the tables of `isa.RECURRENCE_TABLES`, over home rows."""
+
+    tables: Mapping[str, Table]
+
+    def __post_init__(self) -> None:
+        for name, columns in RECURRENCE_TABLES.items():
+            _check_columns(name, self.tables[name], columns)
+
+    def __getitem__(self, name: str) -> Table:
+        return self.tables[name]
+
+    def rank(self, rank: int) -> Recurrence:
+        """One rank's tables, as one-rank tables."""
+        return Recurrence({name: table.rank(rank) for name, table in self.tables.items()})
+
+
 @dataclass(frozen=True)
 class Header:
     """What every rank must know, with the facts of the model that a backend needs."""
@@ -262,6 +282,7 @@ class Header:
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     sent_gradients: str = "wide"  # as of the model
     phases: tuple[str, ...] = PHASES  # of every kind
+    recurrent: Mapping[str, Recurrent] = field(default_factory=dict)  # as of the model
 
     def narrows(self, tensor: Tensor) -> bool:
         """Whether tiles of a tensor are rounded to the model's dtype on their way, as `Model.narrows` says."""
@@ -295,6 +316,7 @@ class PlanTables:
     programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
     moves: tuple[Move, ...] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
+    recurrence: Recurrence | None = None  # where the header has recurrent kinds
 
     def layout(self, name: str) -> Layout:
         """The layout of that name. Raises UnknownNameError."""

@@ -7,7 +7,7 @@ is for `ir.verify`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NoReturn
@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from apportion._core import tables as core
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Bools, Ints, within
 from apportion.ir.errors import DecodeError
 from apportion.ir.isa import (
     ALL_TO_ALL,
@@ -23,14 +23,16 @@ from apportion.ir.isa import (
     MAX_RANKS,
     MOVE_COLUMNS,
     OP_NAMES,
+    RECURRENCE_TABLES,
     RESULTS,
     SPAN_COLUMNS,
     TABLES,
     Op,
 )
 from apportion.ir.masks.bands import INF, MAX_DIAGONALS
-from apportion.ir.plan.tables import Header, Table
+from apportion.ir.plan.tables import Header, Recurrence, Table
 from apportion.ir.request.model import MAX_HEADS
+from apportion.ir.request.recurrent import MAX_KINDS, widest_halo
 from apportion.ir.tensors import PHASES, SENT_GRADIENTS, Space, Tensor
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
@@ -58,6 +60,14 @@ _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
     ("spans", "length"): (1, LIMIT),
     ("moves", "send"): (0, 1),
     ("moves", "rows"): (1, LIMIT),
+    ("runs", "rows"): (1, LIMIT),
+    ("runs", "past"): (-1, LIMIT),
+    ("runs", "leads"): (0, 1),
+    ("folds", "heads"): (1, MAX_HEADS),
+    ("folds", "parent"): (-1, LIMIT),
+    ("states", "heads"): (1, MAX_HEADS),
+    ("halo", "send"): (0, 1),
+    ("halo", "rows"): (1, LIMIT),
 }
 
 
@@ -80,6 +90,7 @@ def check_header(header: Header) -> None:
         halves = " and ".join(HALF_NAMES)
         raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")
     _names("kinds", header.kinds)
+    _check_recurrent(header)
     _names("layouts", header.layouts)
     if not header.phases or header.phases != tuple(phase for phase in PHASES if phase in header.phases):
         raise DecodeError(f"header: phases must be of {', '.join(PHASES)}, in this order, and one at least")
@@ -105,6 +116,14 @@ def _check_heads(number: int, heads: tuple[int, ...], q_heads: int) -> None:
         raise DecodeError(f"header: head set {number} must hold distinct heads below {q_heads}")
 
 
+def _check_recurrent(header: Header) -> None:
+    kinds = header.recurrent
+    if kinds and (len(kinds) > MAX_KINDS or list(kinds) != sorted(kinds)):
+        raise DecodeError(f"header: recurrent must have {MAX_KINDS} kinds at most, sorted")
+    if kinds:
+        _names("recurrent", (*kinds, *header.kinds))
+
+
 def _check_diagonals(kinds: tuple[str, ...], diagonals: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
     if diagonals.keys() != set(kinds):
         raise DecodeError("header: diagonals must be of each kind")
@@ -123,6 +142,7 @@ def check(
     layouts: Mapping[str, Table],
     programs: Mapping[tuple[str, str], Mapping[str, Table]],
     moves: Mapping[tuple[str, str], Table],
+    recurrence: Recurrence | None = None,
     first_rank: int = 0,
 ) -> None:
     """Refuse tables that cannot be walked. `first_rank` is that of their first. Raises DecodeError naming rank, table
@@ -132,6 +152,8 @@ def check(
     for (source, target), table in moves.items():
         place = _TablePlace(f"move {source} -> {target}", "moves", table, first_rank)
         place.check_ranges(_ranges("moves", {"peer": (0, header.ranks - 1)}))
+    if recurrence is not None:
+        _check_recurrence(header, recurrence, first_rank)
     ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     for (kind, phase), program in programs.items():
@@ -173,9 +195,40 @@ def _check_spans(place: _TablePlace, tokens: int) -> None:
         raise DecodeError(f"{place.where}: its spans hold more than {LIMIT} rows")
 
 
+def _check_recurrence(header: Header, held: Recurrence, first_rank: int) -> None:
+    """Codes and ranges; runs lie row after row, parents come before their slots, and what is named is there: runs of
+    the rank itself, heads of the kind, rows of the halo."""
+    more = {"peer": (0, header.ranks - 1), "kind": (0, len(header.recurrent) - 1)}
+    places = {name: _TablePlace("recurrence", name, held[name], first_rank) for name in RECURRENCE_TABLES}
+    for name, place in places.items():
+        place.check_ranges(_ranges(name, more))
+    for name, wrong, message in _recurrence_faults(header, held):
+        for row in np.flatnonzero(wrong)[:1].tolist():
+            places[name].refuse(row, message)
+
+
+def _recurrence_faults(header: Header, held: Recurrence) -> Iterator[tuple[str, Bools, str]]:
+    """Of each rule its table, the rows that break it, and what is wrong there."""
+    runs, folds, states, halo = (held[name] for name in RECURRENCE_TABLES)
+    number, before = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
+    due = np.where(number == 0, 0, before)
+    yield "runs", runs["row"] != due, "it does not begin where the run before it ends"
+    yield "runs", (runs["past"] < 0) & (runs["peer"] > 0), "a peer without a past"
+    yield "folds", folds["parent"] >= within(np.diff(folds.ptr)), "its parent is not an earlier slot"
+    heads = np.array([kind.heads for kind in header.recurrent.values()])
+    for name, table in (("folds", folds), ("states", states)):
+        beyond = table["head"] + table["heads"] > heads[table["kind"]]
+        yield name, beyond, "its heads go beyond those of its kind"
+    count = np.diff(runs.ptr)
+    yield "states", states["run"] >= count[states.rank_of_row()], "its run is not among the rank's"
+    rows = (count * widest_halo(header.recurrent))[halo.rank_of_row()]
+    beyond = (halo["send"] == 0) & (halo["row"] + halo["rows"] > rows)
+    yield "halo", beyond, "its rows are not before a run of the rank"
+
+
 def _ranges(table: str, more: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Ints:
     """int64 [columns, 2]: lowest and highest number of each column."""
-    columns = {"spans": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES}[table]
+    columns = {"spans": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **RECURRENCE_TABLES, **TABLES}[table]
     return np.array([more.get(name) or _RANGES.get((table, name), (0, LIMIT)) for name in columns])
 
 

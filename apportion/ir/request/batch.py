@@ -15,6 +15,7 @@ from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import instances, integer, integers, known, load, sequence, suggestion
 from apportion.ir.masks import bands as algebra, specs as masks
 from apportion.ir.masks.bands import MAX_DIAGONALS, MAX_TOKENS
+from apportion.ir.masks.predecessors import Branches, branches_of, is_ordered, lower_links
 from apportion.ir.masks.spec import Diagonal, Mask, expand_runs, lower_runs, lower_unlabelled
 from apportion.ir.request.sequences import (
     Kind,
@@ -252,6 +253,12 @@ class Batch:
         """[r] int64, rising: the tokens where a sequence starts or the position is not the last one + 1."""
         return self._runs()[0]
 
+    def branches(self) -> Branches:
+        """How recurrent layers go through the tokens. Raises ConfigError where a mask gives no order."""
+        if "branches" not in self._cache:
+            self._cache["branches"] = branches_of(*self._links(), self.tokens)
+        return self._cache["branches"]  # type: ignore[no-any-return]
+
     @property
     def last_position(self) -> int:
         """The largest position id. Takes no memory for each token."""
@@ -367,6 +374,32 @@ class Batch:
             starts, positions = self._with_own(starts, positions)
         order = np.argsort(starts, kind="stable")
         return starts[order], positions[order]
+
+    def _links(self) -> tuple[Ints, Ints]:
+        """(tokens, predecessors) where a token does not come after the one before it. Raises ConfigError."""
+        of_kinds = [(kind, *group) for kind, held in self.masks.items() for group in held.groups()]
+        for kind, spec, _ in of_kinds:
+            if not is_ordered(spec):
+                rule = "gives tokens no order for the model's recurrent layers"
+                remedy = "use causal masks, windows, documents or trees, or a model without recurrent layers"
+                raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
+        found = self._lower_links(self._layout())
+        structured = [(kind, spec, members) for kind, spec, members in of_kinds if spec.structured]
+        for kind, spec, members in structured if len(self.masks) > 1 else ():
+            own = np.isin(np.searchsorted(self.starts, found[0], side="right") - 1, members)
+            if not np.array_equal(found[:, own], self._lower_links([(spec, members)])):
+                rule, remedy = (
+                    "attention kinds disagree on what follows what",
+                    "use the same tree in all kinds",
+                )
+                raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
+        return found[0], found[1]
+
+    def _lower_links(self, groups: Iterable[tuple[Mask, Ints]]) -> Ints:
+        """int64 [2, links], by token."""
+        parts = [lower_links(spec, self.lengths[members], self.starts[members]) for spec, members in groups]
+        found = np.concatenate([np.stack(part) for part in parts], axis=1)
+        return found[:, np.argsort(found[0], kind="stable")]
 
     def _with_own(self, starts: Ints, positions: Ints) -> tuple[Ints, Ints]:
         own = np.array(sorted(self.own_positions))

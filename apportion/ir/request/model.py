@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,8 @@ from msgspec import Meta
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, load, mapping, name, suggestion
 from apportion.ir.request.hf_fields import is_config, model_fields
-from apportion.ir.structs import check, given, one_of, to_data
+from apportion.ir.request.recurrent import MAX_KINDS, Recurrent
+from apportion.ir.structs import check, one_of, read, to_data
 from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
@@ -31,8 +32,8 @@ class Model:
 
     `layers` is the number of attention layers, or one number for each attention kind, sorted. `sent_gradients` says how
     gradients that are no results travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
-    a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. Raises
-    ConfigError.
+    a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. `recurrent`
+    has the kinds of linear recurrent layers beside attention, sorted. Raises ConfigError.
     """
 
     q_heads: Heads = 32
@@ -44,6 +45,9 @@ class Model:
     ffn: Width = 14336
     layers: int | Mapping[str, int] = field(default=32, hash=False)
     sent_gradients: Annotated[str, one_of(SENT_GRADIENTS)] = "wide"
+    recurrent: Annotated[Mapping[str, Recurrent], Meta(max_length=MAX_KINDS)] = field(
+        default_factory=dict, hash=False
+    )
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -57,6 +61,8 @@ class Model:
                 "give each KV head the same number of query heads",
             )
         object.__setattr__(self, "layers", _layers(self.layers))
+        object.__setattr__(self, "recurrent", dict(sorted(self.recurrent.items())))
+        self.check_recurrent(() if isinstance(self.layers, int) else self.layers)
         if self.sent_gradients == "model" and self.element_bytes == self.accumulator_bytes:
             raise ConfigError(
                 "model.sent_gradients",
@@ -64,6 +70,14 @@ class Model:
                 f"is for bf16 and fp16: gradients of {self.dtype} travel in the model's dtype as they are",
                 "leave it out",
             )
+
+    def check_recurrent(self, kinds: Collection[str]) -> None:
+        """Refuses recurrent kinds with the name of an attention kind. Raises ConfigError."""
+        for kind in self.recurrent:
+            if kind in kinds:
+                raise ConfigError(
+                    "model.recurrent", kind, "is an attention kind too", "name one of them otherwise"
+                )
 
     def layers_of(self, kind: str) -> int:
         """The number of layers of one attention kind. Raises UnknownNameError."""
@@ -139,13 +153,17 @@ class Model:
     @staticmethod
     def from_data(data: Any) -> Model:
         """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
-        return Model(**given(Model, "model", data))
+        return read(Model, "model", data)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data with every field; `sent_gradients`, which came later, where it is not the default."""
+        """Plain data with every field; `sent_gradients` and `recurrent`, which came later, where they say something."""
         data = to_data(self)
         if self.sent_gradients == "wide":
             del data["sent_gradients"]
+        if self.recurrent:
+            data["recurrent"] = {kind: held.to_data() for kind, held in self.recurrent.items()}
+        else:
+            del data["recurrent"]
         return data
 
     @staticmethod

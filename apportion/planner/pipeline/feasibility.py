@@ -23,6 +23,9 @@ def check_request(problem: Problem) -> None:
     problem.cluster.check_ranks()
     for kind in problem.batch.kinds:
         problem.model.layers_of(kind)
+    if problem.model.recurrent:
+        problem.model.check_recurrent(problem.batch.kinds)
+        problem.batch.branches()
     ranks = problem.ranks
     for sequence, homes in problem.batch.home_ranks.items():
         if max(homes) >= ranks:

@@ -50,4 +50,5 @@ def build_header(problem: Problem, layouts: Mapping[str, Layout], sets: HeadSets
         engines={"apportion": __version__},
         diagonals={kind: problem.batch.diagonals(kind) for kind in problem.batch.kinds},
         sent_gradients=model.sent_gradients,
+        recurrent=model.recurrent,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes import codec, table_bytes
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
-from apportion.ir.plan.tables import Layout, Move, ProgramSet, Request
+from apportion.ir.plan.tables import Layout, Move, ProgramSet, Recurrence, Request
 from apportion.ir.threads import spread
 from apportion.planner.lower.inputs import Lowered, held_tokens, leading
 from apportion.planner.pipeline.feasibility import check_promises
@@ -29,6 +30,7 @@ from apportion.planner.pipeline.scheduling import schedule
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.pipeline.watch import Watch
 from apportion.planner.problem import Pass, Problem
+from apportion.planner.recurrent import recurrence
 from apportion.planner.remap import Remapping
 from apportion.planner.tasks.cells import check_tasks
 
@@ -50,6 +52,12 @@ class Draft:
         """To layouts that other layers want."""
         return () if self.remapping is None else self.remapping.moves
 
+    @cached_property
+    def recurrence(self) -> Recurrence | None:
+        """What recurrent layers need of the ranks that hold home rows; None where the model has none."""
+        kinds, batch = self.problem.model.recurrent, self.problem.batch
+        return recurrence(self.layouts[home_layout(self.layouts)], batch, kinds) if kinds else None
+
     def plan(self, report: Mapping[str, Any] = MappingProxyType({})) -> Plan:
         """The plan as it will be, not sealed yet: its programs can be simulated. Without a report it does not name the
         hardware, whose digest takes long."""
@@ -57,7 +65,7 @@ class Draft:
         header = build_header(problem, self.layouts, leading(self.lowered[0]).sets)
         digest = hardware.digest() if hardware is not None and report else ""
         request = Request(problem.batch, problem.cluster, problem.model, problem.policy, digest)
-        return Plan(header, request, self.layouts, self.programs, self.moves, report)
+        return Plan(header, request, self.layouts, self.programs, self.moves, report, self.recurrence)
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,11 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
 
     Raises CapacityError where the plan breaks a promise of the policy."""
     problem, placed = draft.problem, draft.placed
+    with watch("recurrent"):
+        recurrence = draft.recurrence
     with watch("encode"):
-        parts = table_bytes.encode_parts(draft.layouts, draft.programs, draft.moves, problem.ranks, threads)
+        tables = table_bytes.tables_of(draft.layouts, draft.programs, draft.moves, recurrence)
+        parts = table_bytes.encode_parts(tables, problem.ranks, threads)
     with watch("report"):
         report = build_report(
             problem,

@@ -45,17 +45,15 @@ def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
             name == "request" and _same_request(fresh, stored)
         ):
             yield _violation(None, f"the plan's {name} is not what its bytes say: seal it after a change")
-    known = stored.parts
-    if (
-        isinstance(known, table_bytes.Parts)
-        and len(known) == plan.header.ranks
-        and known.are_of(plan.layouts, plan.programs, plan.moves)
-    ):
+    known, tables = (
+        stored.parts,
+        table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence),
+    )
+    if isinstance(known, table_bytes.Parts) and len(known) == plan.header.ranks and known.are_of(tables):
         return
     if len(stored.parts) != plan.header.ranks:
         yield _violation(None, f"the plan has {plan.header.ranks} ranks, its bytes have {len(stored.parts)}")
         return
-    tables = table_bytes.tables_of(plan.layouts, plan.programs, plan.moves)
     for rank, part in enumerate(table_bytes.encode_tables(tables, plan.header.ranks)):
         if part != stored.parts[rank]:
             yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")

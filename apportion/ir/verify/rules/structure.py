@@ -25,6 +25,7 @@ def check(subject: Subject) -> Iterator[Violation]:
             {name: layout.spans for name, layout in plan.layouts.items()},
             {key: program.tables for key, program in plan.programs.items()},
             {(move.source, move.target): move.table for move in plan.moves},
+            plan.recurrence,
         )
     except DecodeError as error:
         yield Violation(RULE, None, None, None, None, str(error))
@@ -41,7 +42,7 @@ def _header(subject: Subject) -> Iterator[Violation]:
         ("v_head_dim", header.v_head_dim, request.model.v_head_dim or request.model.head_dim),
         *(
             (name, getattr(header, name), getattr(request.model, name))
-            for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients")
+            for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients", "recurrent")
         ),
     ]
     facts.append(("diagonals", dict(header.diagonals), diagonals_of(request.batch, header.kinds)))

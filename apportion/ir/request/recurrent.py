@@ -1,0 +1,96 @@
+"""Linear recurrent layers: what planning and execution must know of those that stand beside attention.
+
+Of each head a state of [key_dim, value_dim] is handed from token to token. Over a run of tokens it is affine in the
+state that comes in: out = M · in + U, in which M and U depend on the run alone.
+
+    Gated DeltaNet       gate scalar,   delta         M [key_dim, key_dim]
+    Kimi Delta Attention gate diagonal, delta         M [key_dim, key_dim]
+    Mamba-2, lightning   gate scalar,   no delta      M one number
+    GLA                  gate diagonal, no delta      M [key_dim]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.structs import check, one_of, read, to_data
+
+MAX_KINDS = 16
+MAX_CONV = 1024
+_Size = Annotated[int, Meta(ge=1, le=2**16)]
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A kind of recurrent layers; heads are those of one tensor-parallel rank.
+
+    heads: those with a state, which are those of V; key_heads: those of Q and K, each for as many of V (None: as
+    heads). gate: one decay a head, or one for each of its key_dim. delta: whether a token also takes away what the
+    state holds for its key. conv: width of the causal depthwise convolution of Q, K and V before it, 0 without one.
+    layers: how many there are. Raises ConfigError.
+    """
+
+    heads: _Size
+    key_dim: _Size
+    value_dim: _Size
+    key_heads: _Size | None = None
+    gate: Annotated[str, one_of(("scalar", "diagonal"))] = "scalar"
+    delta: bool = True
+    conv: Annotated[int, Meta(ge=0, le=MAX_CONV)] = 0
+    layers: Annotated[int, Meta(ge=1, le=2**24)] = 1
+
+    def __post_init__(self) -> None:
+        if self.key_heads is None:
+            object.__setattr__(self, "key_heads", self.heads)
+        check(self, "recurrent")
+        if self.heads % self.shared_heads:
+            raise ConfigError(
+                "recurrent.heads",
+                self.heads,
+                f"must be a multiple of key_heads ({self.key_heads})",
+                "give each head of Q and K the same number of heads of V",
+            )
+
+    @property
+    def shared_heads(self) -> int:
+        """The heads of Q and K."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a head's state, and of U."""
+        return self.key_dim * self.value_dim
+
+    @property
+    def transition_numbers(self) -> int:
+        """Numbers of a head's M."""
+        return self.key_dim**2 if self.delta else self.key_dim if self.gate == "diagonal" else 1
+
+    @property
+    def conv_channels(self) -> int:
+        """Numbers of a row that the convolution is over: Q, K and V."""
+        return 2 * self.shared_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def halo(self) -> int:
+        """Rows before a run that the convolution reads."""
+        return max(self.conv - 1, 0)
+
+    @staticmethod
+    def from_data(data: Any) -> Recurrent:
+        """Of plain data: a mapping of the fields above. Raises ConfigError."""
+        return read(Recurrent, "recurrent", data)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data with every field."""
+        return to_data(self)
+
+
+def widest_halo(kinds: Mapping[str, Recurrent]) -> int:
+    """Rows before a run that the widest convolution reads."""
+    return max((kind.halo for kind in kinds.values()), default=0)

@@ -1,0 +1,169 @@
+"""What recurrent layers need of a placement: runs, who folds the states of what is cut, and the rows before runs.
+
+    rank 0  |aaaa|bb|aaa|       runs: tokens of one branch of a document, side by side
+    rank 1  |aa|cccc|           past of a run: the one that holds the token before its first
+    folds                       a and its runs in their order: each of its ranks folds some heads of all of them
+
+A document in one run needs nothing of other ranks, nor a fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints, changes, group_of, within
+from apportion.ir.isa import RECURRENCE_TABLES
+from apportion.ir.orders import stable_order
+from apportion.ir.plan.tables import Layout, Recurrence, Table
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.recurrent import Recurrent, widest_halo
+from apportion.planner.remap import move_table
+
+NONE = -1
+
+
+def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> Recurrence:
+    """The tables of recurrent `kinds`, sorted, over a layout of a batch. Raises ConfigError where its masks give tokens
+    no order."""
+    runs = Runs.of(layout, batch)
+    folds, states = _folds(runs, np.array([kind.heads for kind in kinds.values()]))
+    return Recurrence(
+        {"runs": _runs(runs), "folds": folds, "states": states, "halo": _halo(runs, widest_halo(kinds))}
+    )
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of all ranks, by rank and row: int64 [runs] each, but for ptr, [ranks + 1].
+
+    token: its first. past: the run before it, counted over all ranks, or -1. document: a number for all that hang
+    together.
+    """
+
+    ptr: Ints
+    rank: Ints
+    row: Ints
+    rows: Ints
+    token: Ints
+    sequence: Ints
+    position: Ints
+    past: Ints
+    document: Ints
+
+    @staticmethod
+    def of(layout: Layout, batch: Batch) -> Runs:
+        """Of a layout of a batch. Raises ConfigError where its masks give no order."""
+        branches, spans = batch.branches(), layout.spans
+        order = np.lexsort((spans["row"], spans.rank_of_row()))
+        at, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
+        low = branches.of(token)
+        count = branches.of(token + length - 1) - low + 1
+        span, branch = group_of(count), np.repeat(low, count) + within(count)
+        end_of = np.append(branches.starts[1:], batch.tokens)
+        start = np.maximum(token[span], branches.starts[branch])
+        stop = np.minimum((token + length)[span], end_of[branch])
+        rank, row = spans.rank_of_row()[span], at[span] + start - token[span]
+
+        opens = start == branches.starts[branch]
+        begins = np.flatnonzero(changes(rank) | opens | (start != np.append(-1, stop[:-1])))
+        rows = np.add.reduceat(stop - start, begins)
+        rank, row, token, branch, opens = (each[begins] for each in (rank, row, start, branch, opens))
+
+        by_token, parent = stable_order(token), branches.parent[branch]
+        place = np.empty_like(by_token)
+        place[by_token] = np.arange(len(token))
+        before = np.where(opens, np.searchsorted(token[by_token], end_of[parent]), place) - 1
+        return Runs(
+            np.searchsorted(rank, np.arange(spans.ranks + 1)),
+            rank,
+            row,
+            rows,
+            token,
+            np.searchsorted(batch.starts, token, "right") - 1,
+            branches.position[branch] + token - branches.starts[branch],
+            np.where(opens & (parent < 0), NONE, by_token[before]),
+            branches.roots()[branch],
+        )
+
+    @cached_property
+    def leads(self) -> Bools:
+        """bool [runs]: whether one has it as its past."""
+        found = np.zeros(len(self.past), np.bool_)
+        found[self.past[self.past >= 0]] = True
+        return found
+
+    @cached_property
+    def number(self) -> Ints:
+        """int64 [runs]: their numbers on their ranks."""
+        return np.arange(len(self.rank)) - self.ptr[self.rank]
+
+    @cached_property
+    def cut(self) -> Ints:
+        """int64 [m]: the runs of documents that are several, by document and position."""
+        some = np.flatnonzero((self.past >= 0) | self.leads)
+        return some[np.lexsort((self.token[some], self.position[some], self.document[some]))]
+
+
+def _runs(runs: Runs) -> Table:
+    first = runs.past < 0
+    peer = np.where(first, 0, runs.rank[runs.past])
+    past = np.where(first, NONE, runs.number[runs.past])
+    columns = (runs.row, runs.rows, runs.sequence, runs.position, peer, past, runs.leads)
+    return Table(runs.ptr, RECURRENCE_TABLES["runs"], np.stack(columns).astype(np.int64))
+
+
+def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
+    """Slots, and what runs have in them; ranks of a document have even shares of its heads. heads: int64 [kinds]."""
+    ranks, cut = len(runs.ptr) - 1, runs.cut
+    document = np.cumsum(changes(runs.document[cut])) - 1
+    sizes = np.bincount(document)
+    first = np.cumsum(sizes) - sizes
+    local = np.zeros(len(runs.rank), np.int64)
+    local[cut] = within(sizes)
+
+    holder = np.unique(document * ranks + runs.rank[cut])
+    holders = np.bincount(holder // ranks)
+    number, of = within(holders), np.repeat(holders, holders)
+    low, high = (heads[:, None] * n // of for n in (number, number + 1))
+    kind, share = np.nonzero(low < high)
+    folder = holder[share] % ranks
+    order = np.lexsort((kind, folder))  # holders are by document
+    kind, share, folder = kind[order], share[order], folder[order]
+
+    count = sizes[holder[share] // ranks]
+    entry, inside = group_of(count), within(count)
+    run = cut[first[holder[share] // ranks][entry] + inside]
+    kind, share, folder = kind[entry], share[entry], folder[entry]
+    head, width = low[kind, share], (high - low)[kind, share]
+    ptr = np.searchsorted(folder, np.arange(ranks + 1))
+    slot = np.arange(len(run)) - ptr[folder]
+    parent = np.where(runs.past[run] < 0, NONE, slot - inside + local[runs.past[run]])
+    folds = np.stack([kind, head, width, runs.rank[run], runs.number[run], parent])
+
+    by_run = stable_order(runs.rank[run] * len(heads) + kind)
+    states = np.stack([kind, head, width, folder, runs.number[run]])[:, by_run]
+    of_runs = np.searchsorted(runs.rank[run][by_run], np.arange(ranks + 1))
+    return (
+        Table(ptr, RECURRENCE_TABLES["folds"], folds),
+        Table(of_runs, RECURRENCE_TABLES["states"], states),
+    )
+
+
+def _halo(runs: Runs, width: int) -> Table:
+    """The `width` rows before each run, from as many runs before it as hold them."""
+    pieces = []
+    run = np.flatnonzero(np.minimum(runs.position, width) > 0)
+    end, left, held = (runs.number[run] + 1) * width, np.minimum(runs.position[run], width), runs.past[run]
+    while len(run):
+        rows = np.minimum(runs.rows[held], left)
+        row = runs.row[held] + runs.rows[held] - rows
+        end, left = end - rows, left - rows
+        pieces.append(np.stack([runs.rank[held], row, runs.rank[run], end, rows]))
+        more = left > 0
+        run, end, left, held = run[more], end[more], left[more], runs.past[held[more]]
+    every = np.concatenate([np.zeros((5, 0), np.int64), *pieces], axis=1)
+    return move_table(every[:, np.lexsort((every[3], every[2]))], len(runs.ptr) - 1)
