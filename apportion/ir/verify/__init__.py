@@ -1,8 +1,8 @@
-"""The verifier: nine rules over a finished plan, from the plan alone.
+"""The verifier: ten rules over a finished plan, from the plan alone.
 
     structure ─ digests ─ layouts ─ operands ─ transfers ─ heads ─ limits ─ dataflow · delivery · results ─ coverage
     (no rule,   8         1         (no rule)  4           7       6        3          5          5         2
-    all need it)                                                     then samples, 2 again, and last report, 9
+    all need it)                                        then samples, 2 again, recurrences, 10, and last report, 9
 
 It shares the codec and the band algebra with the planner and nothing else. One walk over every rank (`walk/judge.py`)
 proves the rules of programs at once, and coverage. Where it refuses a plan `explain/` says what it saw, at which place,
@@ -21,7 +21,16 @@ from apportion.ir.fields import instance
 from apportion.ir.threads import checked_threads
 from apportion.ir.verify.explain import words
 from apportion.ir.verify.report import Violation, first_few
-from apportion.ir.verify.rules import coverage, digests, layouts, limits, reported, samples, structure
+from apportion.ir.verify.rules import (
+    coverage,
+    digests,
+    layouts,
+    limits,
+    recurrences,
+    reported,
+    samples,
+    structure,
+)
 from apportion.ir.verify.subject import Subject
 
 __all__ = ["RULES", "Rule", "Violation", "check", "verify"]
@@ -64,9 +73,10 @@ _OF_PROGRAMS = (
     VerifierRule(
         "samples", 2, samples.check, 9, (*_STOPPED, "heads", "dataflow", "delivery", "results", "coverage")
     ),
+    VerifierRule("recurrences", 10, recurrences.check, 10, _WALKED),
 )
 # of a plan that is broken, a report says nothing
-_REPORT = VerifierRule("report", 9, reported.check, 10, tuple(rule.name for rule in _OF_PROGRAMS))
+_REPORT = VerifierRule("report", 9, reported.check, 11, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
 _STAGES = {rule.name: rule.stage for rule in RULES}
 

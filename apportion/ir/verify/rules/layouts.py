@@ -120,11 +120,21 @@ def _next(breaks: Ints, token: Ints) -> Ints:
 
 
 def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
-    """What the moves make of the source layout is the target layout.
+    """What the moves make of the source layout is the target layout."""
+    where, made = f"move {move.source} -> {move.target}: ", carried(move.table, source)
+    if isinstance(made, str):
+        yield Violation(RULE, None, None, None, None, where + made)
+        return
+    wanted = merged_pieces(
+        target.spans.rank_of_row(), *(_column(target.spans, n) for n in ("row", "token", "length"))
+    )
+    if not np.array_equal(made, wanted):
+        yield _first_difference(made, wanted, where)
 
-    Pieces of source rows follow the k-th send i -> j to the rows of the k-th receive of j from i.
-    """
-    table, where = move.table, f"move {move.source} -> {move.target}: "
+
+def carried(table: Table, source: Layout) -> Ints | str:
+    """[pieces, 4] (rank, row, token, rows) of what moves of a layout's rows make, by rank and row; or what is wrong
+    with them. The k-th send i -> j goes to the rows of the k-th receive of j from i."""
     rank, peer = table.rank_of_row(), _column(table, "peer")
     send = np.flatnonzero(_column(table, "send") == 1)
     receive = np.flatnonzero(_column(table, "send") == 0)
@@ -135,17 +145,10 @@ def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
         np.array_equal(a[send], b[receive]) for a, b in ((rank, peer), (peer, rank), (rows, rows))
     )
     if not paired:
-        yield Violation(RULE, None, None, None, None, f"{where}sends and receives do not match one by one")
-        return
+        return "sends and receives do not match one by one"
     for message in _outside(source, rank[send], row[send], rows[send], "sends"):
-        yield Violation(RULE, None, None, None, None, where + message)
-        return
-    made = _carried(source, rank[send], row[send], rows[send], rank[receive], row[receive])
-    wanted = _runs(
-        target.spans.rank_of_row(), *(_column(target.spans, n) for n in ("row", "token", "length"))
-    )
-    if len(made) != len(wanted) or not np.array_equal(made, wanted):
-        yield _first_difference(made, wanted, where)
+        return message
+    return _carried(source, rank[send], row[send], rows[send], rank[receive], row[receive])
 
 
 def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> Iterator[str]:
@@ -155,7 +158,7 @@ def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> It
 
 
 def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:
-    """[runs, 4] (rank, row, token, rows) of the layout that the moves make."""
+    """[pieces, 4] (rank, row, token, rows) of the layout that the moves make."""
     spans = source.spans
     order = np.lexsort((_column(spans, "row"), spans.rank_of_row()))
     token, length = _column(spans, "token")[order], _column(spans, "length")[order]
@@ -168,13 +171,13 @@ def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, t
     at = np.repeat(low, count) + within(count)
     first = np.maximum(start[at], begin[piece])
     last = np.minimum(start[at] + length[at], (begin + rows)[piece])
-    return _runs(
+    return merged_pieces(
         to_rank[piece], to_row[piece] + first - begin[piece], token[at] + first - start[at], last - first
     )
 
 
-def _runs(rank: Ints, row: Ints, token: Ints, rows: Ints) -> Ints:
-    """[runs, 4] sorted by (rank, row), neighbours that count on joined."""
+def merged_pieces(rank: Ints, row: Ints, token: Ints, rows: Ints) -> Ints:
+    """[pieces, 4] sorted by (rank, row), neighbours that count on joined."""
     order = np.lexsort((row, rank))
     rank, row, token, rows = (np.asarray(x, np.int64)[order] for x in (rank, row, token, rows))
     joined = (rank[1:] == rank[:-1]) & (row[1:] == (row + rows)[:-1]) & (token[1:] == (token + rows)[:-1])

@@ -1,0 +1,200 @@
+"""Rule 10: recurrent layers go through every document once, in its order, whatever ranks its tokens are on.
+
+Runs are all home rows, cut where tokens do not count on or branches begin, each with its past; a fold has every head of
+every run of a document that is cut, behind its past; states meet their slots; and halos are the tokens before runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Ints, changes
+from apportion.ir.errors import ConfigError
+from apportion.ir.masks.predecessors import Branches
+from apportion.ir.plan.tables import Table
+from apportion.ir.request.recurrent import widest_halo
+from apportion.ir.verify.homes import Homes
+from apportion.ir.verify.report import Violation
+from apportion.ir.verify.rules.layouts import carried, merged_pieces
+from apportion.ir.verify.subject import Subject
+
+RULE = "recurrences"
+
+
+def check(subject: Subject) -> Iterator[Violation]:
+    """Violations of the rule `recurrences`."""
+    recurrence = subject.plan.recurrence
+    if recurrence is None:
+        return
+    try:
+        branches = subject.plan.request.batch.branches()
+    except ConfigError as error:
+        yield Violation(RULE, None, None, None, None, str(error))
+        return
+    runs = recurrence["runs"]
+    token = _tokens(subject.homes, branches, runs)
+    if isinstance(token, str):
+        yield Violation(RULE, None, None, None, None, token)
+        return
+    wrong = list(_runs(subject, branches, runs, token))
+    yield from wrong
+    if wrong:
+        return
+    heads = np.array([kind.heads for kind in subject.plan.header.recurrent.values()])
+    yield from _folds(runs, recurrence["folds"], heads)
+    yield from _states(runs, recurrence["folds"], recurrence["states"])
+    yield from _halo(subject, branches, recurrence["halo"], token)
+
+
+def _violation(name: str, table: Table, row: int, message: str) -> Violation:
+    rank, own = table.rank_and_row(row)
+    return Violation(RULE, rank, None, None, None, f"{name} row {own} {message}")
+
+
+# ---- runs
+
+
+def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | str:
+    """int64 [runs]: the first token of each; or what is wrong where they are not all home rows, cut as they must be."""
+    by_token = np.argsort(homes.tokens)
+    tokens, starts = homes.tokens[by_token], homes.starts[:-1][by_token]
+    held = np.searchsorted(tokens, branches.starts, "right") - 1
+    opens = starts[held] + branches.starts - tokens[held]
+    due = np.unique(np.concatenate([homes.starts[:-1], homes.first[homes.rows > 0], opens]))
+    have = homes.first[runs.rank_of_row()] + runs["row"]
+    ends = np.zeros_like(homes.rows)
+    np.maximum.at(ends, runs.rank_of_row(), runs.wide("row") + runs["rows"])
+    for rank in np.flatnonzero(ends != homes.rows).tolist():
+        return f"rank {rank}: its runs end at row {ends[rank]}, it has {homes.rows[rank]}"
+    if not np.array_equal(due, have):
+        differ = np.setxor1d(due, have)[0]
+        where = int(np.searchsorted(homes.first, differ, "right")) - 1
+        what = "no run begins" if differ in due else "a run begins"
+        return f"rank {where}: {what} at row {differ - homes.first[where]}"
+    at = np.searchsorted(homes.starts, have, "right") - 1
+    found: Ints = homes.tokens[at] + have - homes.starts[at]
+    return found
+
+
+def _before(branches: Branches, token: Ints, total: int) -> Ints:
+    """int64, as `token`: the token that comes before each, -1 where there is none."""
+    branch = branches.of(token)
+    parent, ends = branches.parent[branch], np.append(branches.starts[1:], total) - 1
+    return np.where(token > branches.starts[branch], token - 1, np.where(parent < 0, -1, ends[parent]))
+
+
+def _runs(subject: Subject, branches: Branches, runs: Table, token: Ints) -> Iterator[Violation]:
+    """Sequence, position and past of each, and whether it leads."""
+    batch, count = subject.plan.request.batch, np.diff(runs.ptr)
+    branch = branches.of(token)
+    position = branches.position[branch] + token - branches.starts[branch]
+    sequence = np.searchsorted(batch.starts, token, "right") - 1
+    first, peer, past = runs["past"] < 0, runs["peer"], runs["past"]
+    there = first | (past < count[peer])
+    number = np.where(first | ~there, 0, runs.ptr[peer] + past)
+    ends = np.where(first, -1, np.where(there, token[number] + runs["rows"][number] - 1, -2))
+    leads = np.zeros(len(runs), np.bool_)
+    leads[number[~first & there]] = True
+    checks: list[tuple[Bools, str]] = [
+        (runs["sequence"] != sequence, "is not of the sequence that it names"),
+        (runs["position"] != position, "does not have so many tokens before it as its position says"),
+        (ends != _before(branches, token, batch.tokens), "has another past than the run before it"),
+        (runs["leads"] != leads, "is wrong about whether a run comes after it"),
+    ]
+    for wrong, message in checks:
+        for row in np.flatnonzero(wrong).tolist():
+            yield _violation("runs", runs, row, message)
+
+
+# ---- folds and states
+
+
+def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
+    """Each head of each kind of the runs of cut documents once, behind its past. heads: int64 [kinds]."""
+    there = folds["run"] < np.diff(runs.ptr)[folds["peer"]]
+    for row in np.flatnonzero(~there).tolist():
+        yield _violation("folds", folds, row, "is of a run that is not there")
+    if not there.all():
+        return
+    run = runs.ptr[folds["peer"]] + folds["run"]
+    past = np.where(runs["past"] < 0, -1, runs.ptr[runs["peer"]] + runs["past"])
+    parent = np.where(folds["parent"] < 0, -1, folds.ptr[folds.rank_of_row()] + folds["parent"])
+    alike = np.ones(len(folds), np.bool_)
+    for column in ("kind", "head", "heads"):
+        alike &= (parent < 0) | (folds[column] == folds[column][parent])
+    for row in np.flatnonzero(np.where(parent < 0, -1, run[parent]) != past[run]).tolist():
+        yield _violation("folds", folds, row, "does not stand behind the past of its run")
+    for row in np.flatnonzero(~alike).tolist():
+        yield _violation("folds", folds, row, "has other heads than the slot of its past")
+
+    cut = np.flatnonzero((past >= 0) | (runs["leads"] == 1))
+    kind, head, width = (folds.wide(name) for name in ("kind", "head", "heads"))
+    order = np.lexsort((head, run, kind))
+    opens = changes(kind[order], run[order])
+    ends = (head + width)[order]
+    due = np.where(opens, 0, np.roll(ends, 1))
+    for at in np.flatnonzero(head[order] != due).tolist():
+        yield _violation(
+            "folds", folds, int(order[at]), f"begins at another head than {due[at]}, which is due"
+        )
+    last = np.roll(opens, -1)
+    full = ends[last] == heads[kind[order][last]]
+    found = np.stack([kind[order], run[order]])[:, last][:, full]
+    wanted = np.stack([np.repeat(np.arange(len(heads)), len(cut)), np.tile(cut, len(heads))])
+    if not np.array_equal(found, wanted):
+        message = "folds do not have all heads of all runs of documents that are cut, and of no others"
+        yield Violation(RULE, None, None, None, None, message)
+
+
+def _states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
+    """The k-th row of a kind from i to j has the k-th slot of that kind on j whose run is of i."""
+    sides = []
+    for table, source, target in (
+        (states, states.rank_of_row(), states["peer"]),
+        (folds, folds["peer"], folds.rank_of_row()),
+    ):
+        rows = np.stack([source, target, *(table[name] for name in ("kind", "head", "heads", "run"))])
+        sides.append(rows[:, np.lexsort((rows[2], target, source))])
+    sent, folded = sides
+    if sent.shape == folded.shape and np.array_equal(sent, folded):
+        return
+    shared = min(sent.shape[1], folded.shape[1])
+    differ = np.flatnonzero((sent[:, :shared] != folded[:, :shared]).any(axis=0))
+    side = sent if sent.shape[1] > shared or len(differ) else folded
+    source, target = side[:2, int(differ[0]) if len(differ) else shared].tolist()
+    message = f"its states for rank {target} are not those of the slots there"
+    yield Violation(RULE, source, None, None, None, message)
+
+
+# ---- halo
+
+
+def _halo(subject: Subject, branches: Branches, halo: Table, token: Ints) -> Iterator[Violation]:
+    """What is moved are the tokens before each run, as many as there are and the widest convolution reads."""
+    plan = subject.plan
+    made = carried(halo, subject.home)
+    if isinstance(made, str):
+        yield Violation(RULE, None, None, None, None, f"halo: {made}")
+        return
+    assert plan.recurrence is not None
+    runs, width = plan.recurrence["runs"], widest_halo(plan.header.recurrent)
+    pieces = [np.zeros((4, 0), np.int64)]
+    rank, end = runs.rank_of_row(), (np.arange(len(runs)) - runs.ptr[runs.rank_of_row()] + 1) * width
+    last, left = _before(branches, token, plan.request.batch.tokens), np.full(len(runs), width)
+    while (more := (last >= 0) & (left > 0)).any():
+        rank, end, last, left = rank[more], end[more], last[more], left[more]
+        rows = np.minimum(last - branches.starts[branches.of(last)] + 1, left)
+        end, left, first = end - rows, left - rows, last - rows + 1
+        pieces.append(np.stack([rank, end, first, rows]))
+        last = _before(branches, first, plan.request.batch.tokens)
+    wanted = merged_pieces(*np.concatenate(pieces, axis=1))
+    if np.array_equal(made, wanted):
+        return
+    shared = min(len(made), len(wanted))
+    differ = np.flatnonzero((made[:shared] != wanted[:shared]).any(axis=1))
+    at = int(differ[0]) if len(differ) else shared
+    where, row = (wanted if at < len(wanted) else made)[at, :2].tolist()
+    message = f"halo rows from {row} on are not the tokens before the runs"
+    yield Violation(RULE, where, None, None, None, message)
