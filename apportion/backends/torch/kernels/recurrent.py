@@ -1,0 +1,155 @@
+"""Kernels of linear recurrences: a chunked one in plain torch, and the choice of flash-linear-attention's on GPUs.
+
+    h = decay(g) h  (+ k ⊗ β (v − kᵀ h) with the delta rule, + k ⊗ v without)        o = scale · qᵀ h
+
+g is one log decay a head (Gated DeltaNet, Mamba-2, lightning attention) or one for each of the K key channels (Kimi
+Delta Attention). Calls are those of flash-linear-attention's `chunk_*` functions: a batch of one, sequences end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+
+_CHUNK = 64  # rows; with a decay a channel 16, as the decay of each pair of rows is [K] then
+_CHANNEL_CHUNK = 16
+
+#: (gate, delta) -> function of `fla.ops`
+_FLA = {
+    ("scalar", True): ("gated_delta_rule", "chunk_gated_delta_rule"),
+    ("diagonal", True): ("kda", "chunk_kda"),
+    ("scalar", False): ("simple_gla", "chunk_simple_gla"),
+    ("diagonal", False): ("gla", "chunk_gla"),
+}
+
+
+#: q, k [1, rows, key heads, K], v [1, rows, heads, V], g [1, rows, heads] or [1, rows, heads, K], with the delta rule
+#: beta [1, rows, heads], scale of q, initial_state [sequences, heads, K, V] or None for zeros, output_final_state=True,
+#: cu_seqlens [sequences + 1] int64, all by name -> o [1, rows, heads, V], final state [sequences, heads, K, V].
+#: Linear in v and the state together, which any kernel of the formula is.
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+
+
+def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
+    """flash-linear-attention's where it is installed and rows are on a GPU, else `chunk_recurrence`."""
+    if device.type == "cuda":
+        module, function = _FLA[gate, delta]
+        try:
+            found: Kernel = getattr(import_module(f"fla.ops.{module}"), function)
+        except ImportError:
+            return chunk_recurrence
+        return found
+    return chunk_recurrence
+
+
+def chunk_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A `Kernel` for any floating dtype and device, differentiable; computes in float32 or wider. beta: None without
+    the delta rule. scale: K^-1/2 by default. The k-th chunks of all sequences are computed together."""
+    rows, heads, dtype, wide = v.shape[1], v.shape[2], v.dtype, accumulator_dtype(v.dtype)
+    lengths = [rows] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    size = _CHUNK if g.dim() == 3 else _CHANNEL_CHUNK
+    chunks = _Chunks.of(lengths, size, v.device)
+    shared = heads // k.shape[2]
+    q, k = (x.repeat_interleave(shared, 2) if shared > 1 else x for x in (q, k))
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    g = (g if g.dim() == 4 else g[..., None]).to(wide)
+    Q, K, V, G = (chunks.cut(x[0].to(wide)) for x in (q, k, v, g))  # [chunks, heads, size, width]
+    B = None if beta is None else chunks.cut(beta[0].to(wide)[..., None])
+    G = G.cumsum(2)
+    weights, system = _products(Q * scale, K, B, G)
+    from_state, into_state, kept = Q * scale * G.exp(), K * (G[:, :, -1:] - G).exp(), G[:, :, -1].exp()
+    if B is not None:
+        solved = torch.linalg.solve_triangular(
+            system, torch.cat([B * V, B * G.exp() * K], -1), upper=False, unitriangular=True
+        )
+        V, read = solved.split([V.shape[-1], K.shape[-1]], -1)
+    state = v.new_zeros(len(lengths), heads, k.shape[-1], v.shape[-1], dtype=wide)
+    if initial_state is not None:
+        state = initial_state.to(wide)
+    state, outs = state[chunks.order], []
+    for first, last in chunks.steps:
+        now, h = slice(first, last), state[: last - first]
+        new = V[now] if B is None else V[now] - read[now] @ h
+        outs.append(from_state[now] @ h + weights[now] @ new)
+        h = kept[now][..., None] * h + into_state[now].mT @ new
+        state = torch.cat([h, state[last - first :]])
+    out = chunks.joined(outs, V)
+    return out.to(dtype)[None], state[chunks.order.argsort()]
+
+
+def _products(Q: Tensor, K: Tensor, B: Tensor | None, G: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows of each chunk with those before them: what o takes of each, and what each writes over of each; the
+    decay between the two is inside. Exponents are never positive."""
+    size = Q.shape[2]
+    later = torch.ones(size, size, dtype=torch.bool, device=Q.device).triu(1)
+    apart = (G[:, :, :, None] - G[:, :, None]).masked_fill(later[..., None], float("-inf")).exp()
+    if G.shape[-1] == 1:
+        decay = apart[..., 0]
+        weights, writes = (Q @ K.mT) * decay, None if B is None else (B * K @ K.mT) * decay
+    else:
+        decayed = K[:, :, None] * apart  # [chunks, heads, size, size, K]
+        weights = (Q[:, :, :, None] * decayed).sum(-1)
+        writes = None if B is None else (B * K)[:, :, :, None].mul(decayed).sum(-1)
+    return weights, weights if writes is None else writes
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Sequences cut into chunks of `size` rows, the last ones filled up with rows that change no state.
+
+    order: int64 [sequences], the longest first; steps: chunks [first, last) of one step, the n-th of each sequence that
+    has one, in that order; source: int64 [chunks * size], the row, or the number of rows for what is filled up; place:
+    int64 [rows], where each row is among these."""
+
+    size: int
+    order: Tensor
+    steps: list[tuple[int, int]]
+    source: Tensor
+    place: Tensor
+
+    @staticmethod
+    def of(lengths: Sequence[int], size: int, device: torch.device) -> _Chunks:
+        length = torch.tensor(lengths, dtype=torch.int64, device="cpu").reshape(-1)
+        rows, start = int(length.sum()), length.cumsum(0) - length
+        order = length.argsort(descending=True, stable=True)
+        counts = (length[order] + size - 1) // size
+        chunk = torch.arange(int(counts.max()) if len(counts) else 0)
+        held = chunk[:, None] < counts  # [steps, sequences]
+        ends = held.sum(1).cumsum(0).tolist()
+        step, sequence = held.nonzero(as_tuple=True)
+        inside = step[:, None] * size + torch.arange(size)
+        source = torch.where(
+            inside < length[order][sequence][:, None], start[order][sequence][:, None] + inside, rows
+        )
+        source = source.flatten()
+        place = torch.empty(rows + 1, dtype=torch.int64)
+        place[source] = torch.arange(len(source))
+        steps = list(zip([0, *ends], ends, strict=False))
+        return _Chunks(size, order.to(device), steps, source.to(device), place[:rows].to(device))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """x [rows, heads, width] -> [chunks, heads, size, width]."""
+        held = pad(x, (0, 0, 0, 0, 0, 1))[self.source]
+        return held.view(len(held) // self.size, self.size, *x.shape[1:]).transpose(1, 2)
+
+    def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The inverse of `cut`, of the chunks of each step."""
+        whole = torch.cat(tuple(parts)) if parts else like.new_zeros(like.shape)
+        return whole.transpose(1, 2).flatten(0, 1)[self.place]

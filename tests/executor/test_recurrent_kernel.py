@@ -1,0 +1,65 @@
+"""The chunked kernel of linear recurrences against the formula, token by token."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.kernels.recurrent import choose_kernel, chunk_recurrence
+from tests.support.recurrence import rows_of, token_by_token
+
+LENGTHS = [130, 1, 64, 0, 17]
+
+
+@pytest.mark.parametrize(("gate", "delta"), [*product(("scalar", "diagonal"), (True, False))])
+def test_chunks_are_the_formula_forward_and_backward(gate: str, delta: bool) -> None:
+    inputs = rows_of(sum(LENGTHS), 4, 2, 5, 7, gate, delta)
+    torch.manual_seed(1)
+    start = torch.randn(len(LENGTHS), 4, 5, 7, dtype=torch.float64)
+    weights = torch.randn(sum(LENGTHS), 4, 7, dtype=torch.float64), torch.randn_like(start)
+    found = []
+    for kernel in (chunk_recurrence, token_by_token):
+        given = {name: x.clone().requires_grad_() for name, x in {**inputs, "initial_state": start}.items()}
+        ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+        state = given.pop("initial_state")
+        rows = {name: x[None] for name, x in given.items()}
+        o, last = kernel(**rows, scale=0.3, initial_state=state, output_final_state=True, cu_seqlens=ends)
+        ((o[0] * weights[0]).sum() + (last * weights[1]).sum()).backward()
+        found.append([o, last, state.grad, *(x.grad for x in given.values())])
+    for own, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_one_sequence_without_a_state_is_the_default() -> None:
+    given = {name: x[None] for name, x in rows_of(70, 2, 2, 4, 4, "scalar", True).items()}
+    ends = torch.tensor([0, 70])
+    own, wanted = chunk_recurrence(**given), token_by_token(**given, scale=0.5, cu_seqlens=ends)
+    torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gate", ["scalar", "diagonal"])
+def test_low_dtypes_are_computed_in_float32_and_strong_decays_do_not_overflow(gate: str) -> None:
+    given = rows_of(200, 2, 1, 8, 8, gate, True)
+    given["g"] *= 40
+    low = {name: x[None].to(torch.bfloat16 if name in "qkv" else torch.float32) for name, x in given.items()}
+    own, state = chunk_recurrence(**low)
+    wanted, last = token_by_token(**{name: x.double() for name, x in low.items()}, scale=8**-0.5)
+    assert own.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(own.double(), wanted, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-5)
+
+
+def test_cpus_get_the_kernel_of_torch() -> None:
+    assert choose_kernel("diagonal", True, torch.device("cpu")) is chunk_recurrence
+
+
+def test_rows_of_no_sequence_are_none() -> None:
+    given: dict[str, Tensor] = {
+        name: x[None, :0] for name, x in rows_of(1, 2, 2, 4, 3, "scalar", True).items()
+    }
+    o, state = chunk_recurrence(**given, cu_seqlens=torch.tensor([0]))
+    assert (o.shape, state.shape) == ((1, 0, 2, 3), (0, 2, 4, 3))
