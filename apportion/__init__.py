@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         ping_pong_attention as ping_pong_attention,
     )
     from apportion.trainer.step.projection import HeadProjection as HeadProjection
+    from apportion.trainer.step.recurrence import planned_conv as planned_conv, planned_scan as planned_scan
     from apportion.trainer.ticks import TickPipeline as TickPipeline
 
 _HOMES = {
@@ -121,6 +122,7 @@ _HOMES = {
     "apportion.trainer.step.loss": ("normalised_loss",),
     "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
     "apportion.trainer.step.projection": ("HeadProjection",),
+    "apportion.trainer.step.recurrence": ("planned_conv", "planned_scan"),
     "apportion.trainer.ticks": ("TickPipeline",),
 }
 #: modules that have another name here, or none of their own

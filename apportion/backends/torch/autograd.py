@@ -10,7 +10,7 @@ breaks, and no new graph for a new plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from apportion.backends.torch.executor import Gradients, Layer, Projection, Torc
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Memory, Parts
+from apportion.backends.torch.ops import LIBRARY, op
 from apportion.ir.errors import ExecutionError
 from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.tensors import Tensor as Name
@@ -201,24 +202,11 @@ class PlannedBlock(torch.autograd.Function):
 
 
 # --- the op
-#
-# Registered with `Library` and not with `torch.library.custom_op`, which takes 50 us more for a forward and
-# backward: on a small microbatch that is longer than the kernels.
 
 _RULES = 5  # arguments from `number` to `return_lse`
-_LIBRARY: Any = torch.library.Library("apportion", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers it as the op of its name, for all devices."""
-    name = function.__name__.removeprefix("_")
-    schema = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return function
-
-
-@_op
+@op
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -247,12 +235,12 @@ def _attend(
         return run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
 
 
-@torch.library.register_fake("apportion::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("apportion::attend", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float64)
 
 
-@_op
+@op
 def _attend_grad(
     do: Tensor,
     dlse: Tensor | None,
@@ -278,7 +266,7 @@ def _attend_grad(
     return *machine.input_gradients(q.dtype), q.new_empty(0) if dsinks is None else dsinks
 
 
-@torch.library.register_fake("apportion::attend_grad", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+@torch.library.register_fake("apportion::attend_grad", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_attend_grad(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -310,7 +298,7 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else dsinks, *(None,) * ctx.others
 
 
-_LIBRARY.impl("attend", _Attend.apply, "Autograd")
+LIBRARY.impl("attend", _Attend.apply, "Autograd")
 attend_op = torch.ops.apportion.attend.default
 attend_grad_op = torch.ops.apportion.attend_grad.default
 

@@ -36,27 +36,33 @@ class Exchange:
         of all places that it was sent to. A collective."""
         return _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
 
+    def forward(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """The same without autograd."""
+        take, into = self.take.to(x.device), self.into.to(x.device)
+        out = x.new_full((self.rows, *x.shape[1:]), fill)
+        out[into] = _swapped(self, "", x[take], self.sent, self.received)
+        return out
+
+    def backward(self, grad: Tensor, rows: int) -> Tensor:
+        """grad [rows of the result, ...] -> that of x [rows, ...]. A collective."""
+        take, into = self.take.to(grad.device), self.into.to(grad.device)
+        back = _swapped(self, "gradient of ", grad[into], self.received, self.sent)
+        total = grad.new_zeros(rows, *grad.shape[1:], dtype=accumulator_dtype(grad.dtype))
+        # in order of the index, also on a GPU
+        total.index_put_((take,), back.to(total.dtype), accumulate=True)
+        return total.to(grad.dtype)
+
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, fill: float) -> Tensor:
-        ctx.exchange, ctx.shape = exchange, x.shape
-        take, into = exchange.take.to(x.device), exchange.into.to(x.device)
-        out = x.new_full((exchange.rows, *x.shape[1:]), fill)
-        out[into] = _swapped(exchange, "", x[take], exchange.sent, exchange.received)
-        return out
+        ctx.exchange, ctx.rows = exchange, len(x)
+        return exchange.forward(x, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        exchange: Exchange = ctx.exchange
-        take, into = exchange.take.to(grad.device), exchange.into.to(grad.device)
-        back = _swapped(exchange, "gradient of ", grad[into], exchange.received, exchange.sent)
-        total = grad.new_zeros(ctx.shape, dtype=accumulator_dtype(grad.dtype))
-        total.index_put_(
-            (take,), back.to(total.dtype), accumulate=True
-        )  # in order of the index, also on a GPU
-        return total.to(grad.dtype), None, None
+        return ctx.exchange.backward(grad, ctx.rows), None, None
 
 
 def _swapped(exchange: Exchange, of: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from apportion.backends.torch.exchange import Exchange
 from apportion.backends.torch.handle import PlanHandle
 from apportion.ir.errors import ExecutionError, UnknownNameError
-from apportion.ir.plan.tables import Move
+from apportion.ir.plan.tables import Move, Table
 
 
 def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor:
@@ -20,14 +20,15 @@ def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor
         raise ExecutionError(f"this rank holds {given} rows of layout {source}, got {len(x)}")
     name = f"rows from layout {source} to {target}, plan {handle.name}"
     (take, sent), (into, received) = (
-        _rows(move, handle.communicator.ranks, send != inverse) for send in (1, 0)
+        moved_rows(move.table, handle.communicator.ranks, send != inverse) for send in (1, 0)
     )
     return Exchange(handle.communicator, name, take, sent, into, received, wanted)(x)
 
 
-def _rows(move: Move, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
-    """int64: the rows sent to, or received from, rank 0, 1, ...; and how many for each."""
-    columns = (move.table[name].tolist() for name in ("send", "peer", "row", "rows"))
+def moved_rows(table: Table, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
+    """int64: the rows sent to, or received from, rank 0, 1, ...; and how many for each. table: of
+    `isa.MOVE_COLUMNS`."""
+    columns = (table[name].tolist() for name in ("send", "peer", "row", "rows"))
     runs = [(peer, row, rows) for flag, peer, row, rows in zip(*columns, strict=True) if flag == send]
     counts = [sum(rows for to, _, rows in runs if to == peer) for peer in range(ranks)]
     listed = [torch.arange(row, row + rows) for _, row, rows in sorted(runs, key=lambda run: run[0])]

@@ -105,7 +105,7 @@ def planned_attention(
     def run() -> tuple[Tensor, ...]:
         return attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
 
-    out, lse = run() if is_compiling() else _tried(handle, run, q, k, v)
+    out, lse = run() if is_compiling() else tried(handle, run, q, k, v)
     out = out.unsqueeze(0) if batched else out
     if not return_lse:
         return out
@@ -144,10 +144,10 @@ def planned_attention_block(
     def run() -> tuple[Tensor, ...]:
         return (attend_block(handle, name, hidden, position_ids, project, held, sinks, score),)
 
-    return _tried(handle, run, hidden)[0]
+    return tried(handle, run, hidden)[0]
 
 
-def _tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
     """What `run` gives, in the first forward seen by the trial of the model that calls it, which may run it again."""
     watch, trial = wiring.watch, wiring.watch.trial
     if trial is None:

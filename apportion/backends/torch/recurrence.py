@@ -1,0 +1,395 @@
+"""Recurrent layers on any placement of tokens: states between the runs of a document, and the rows before a run.
+
+A run of tokens makes of the state that comes in: out = M in + U. Runs that others continue send U and M of each head to
+slots, where they are folded along the document; the states that come in go back.
+
+    forward    U, M of runs ──► slots   in[first] = 0,  in[next] = M in + U                 ──► in of runs
+    backward   d in of runs ──► slots   d out = Σ over the next ones (d in + Mᵀ d out)      ──► d U = d out of runs
+
+Both, and the rows before runs that convolutions read, are ops, which selective activation checkpointing can keep. All
+ranks enter them. `ir.isa.RECURRENCE_TABLES` says what the tables mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from apportion.backends.torch.exchange import Exchange
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.memory.arenas import Post
+from apportion.backends.torch.ops import LIBRARY, op
+from apportion.backends.torch.remap import moved_rows
+from apportion.ir.arrays import Bools, Ints, offsets, within
+from apportion.ir.plan.tables import Recurrence, Table
+from apportion.ir.request.recurrent import Recurrent, widest_halo
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one sort. runs: their numbers; rows: int64, theirs end to end; lengths: of each run; ends: int64
+    [runs + 1]."""
+
+    runs: list[int]
+    rows: Tensor
+    lengths: list[int]
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What travels of some runs' heads to slots, or back: there it lies as it arrives. sent: int64, the heads of runs
+    for peer 0, 1, …; arrived: its inverse; to_slots, to_runs: how many for each peer."""
+
+    sent: Tensor
+    arrived: Tensor
+    to_slots: list[int]
+    to_runs: list[int]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Slots that are as many runs behind the beginning of their documents, each head by itself. parent: of each the
+    place among the leading ones of the level before; into: its place among states; leads: those that others continue;
+    u, m: places of their U and M."""
+
+    parent: Tensor
+    into: Tensor
+    leads: Tensor
+    u: Tensor
+    m: Tensor
+
+
+@dataclass(frozen=True)
+class RankRecurrence:
+    """A rank's part of one kind of recurrent layers, on a device.
+
+    whole, first, middle, last: runs of whole documents, and of others those without a past, with a past, and that none
+    continues. order: int64, what the runs `first` and `middle` made, end to end, in the order of runs, where middle_u
+    are those of `middle`; place: int64 [rows], the same of the rows of all groups. middle_states, last_states: int64,
+    which of the states theirs are. u, m, states: what travels. halo: rows before runs, as many for each as the widest
+    kind reads, the nearest last; windows: int64, of these and the rank's rows behind them what this kind's convolution
+    reads, run after run; kept: int64 [rows], which of its results are those of rows.
+    """
+
+    name: str
+    layer: Recurrent
+    whole: Group
+    first: Group
+    middle: Group
+    last: Group
+    order: Tensor
+    place: Tensor
+    middle_u: Tensor
+    middle_states: Tensor
+    last_states: Tensor
+    u: Passage
+    m: Passage
+    states: Passage
+    levels: list[Level]
+    halo: Exchange
+    windows: Tensor
+    kept: Tensor
+
+
+_HELD: WeakKeyDictionary[PlanHandle, dict[tuple[str, torch.device], RankRecurrence]] = WeakKeyDictionary()
+
+
+def recurrence_of(handle: PlanHandle, kind: str, device: torch.device) -> RankRecurrence:
+    """Made on first use."""
+    held = _HELD.setdefault(handle, {})
+    if (kind, device) not in held:
+        with torch.device(device):
+            held[kind, device] = _recurrence(handle, kind)
+    return held[kind, device]
+
+
+# ---- tables
+
+
+def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
+    kinds, tables = handle.slice.header.recurrent, handle.slice.recurrence
+    assert tables is not None  # the header has kinds
+    runs, ranks, number = tables["runs"], handle.communicator.ranks, [*kinds].index(kind)
+    past, leads = runs["past"] >= 0, runs["leads"] > 0
+    whole, first, middle, last = (
+        _group(runs, np.flatnonzero((past == has) & (leads == led)))
+        for has, led in ((False, False), (False, True), (True, True), (True, False))
+    )
+    rows = torch.cat([group.rows for group in (whole, first, middle, last)])
+    of_past, of_leads = np.cumsum(past) - 1, np.cumsum(leads) - 1
+    slots = _Slots.of(tables, number, ranks, kinds[kind].heads)
+    followed = slots.past & slots.leads
+    name, width = f"kind {kind}, plan {handle.name}", widest_halo(kinds)
+    halo = Exchange(
+        handle.communicator,
+        f"rows before runs of {name}",
+        *moved_rows(tables["halo"], ranks, send=True),
+        *moved_rows(tables["halo"], ranks, send=False),
+        len(runs) * width,
+    )
+    return RankRecurrence(
+        name,
+        kinds[kind],
+        whole,
+        first,
+        middle,
+        last,
+        order=_ints(np.argsort(first.runs + middle.runs)),
+        place=rows.argsort(),
+        middle_u=_ints(of_leads[middle.runs]),
+        middle_states=_ints(of_past[middle.runs]),
+        last_states=_ints(of_past[last.runs]),
+        u=slots.passage(leads, slots.leads),
+        m=slots.passage(leads & past, followed),
+        states=slots.passage(past, slots.past),
+        levels=slots.levels(followed),
+        halo=halo,
+        **_windows(runs, kinds[kind].halo, width),
+    )
+
+
+def _windows(runs: Table, own: int, widest: int) -> dict[str, Tensor]:
+    """`windows` and `kept` of a convolution that reads `own` rows before a run."""
+    lengths, number = runs.wide("rows"), np.arange(len(runs))
+    inside = within(lengths + own)
+    run = np.repeat(number, lengths + own)
+    halo, row = (run + 1) * widest + inside - own, len(runs) * widest + runs.wide("row")[run] + inside - own
+    kept = np.repeat(number * own, lengths) + np.arange(int(lengths.sum()))  # runs are in the order of rows
+    return {"windows": _ints(np.where(inside < own, halo, row)), "kept": _ints(kept)}
+
+
+def _group(runs: Table, numbers: Ints) -> Group:
+    lengths = runs.wide("rows")[numbers]
+    rows = np.repeat(runs.wide("row")[numbers], lengths) + within(lengths)
+    return Group(numbers.tolist(), _ints(rows), lengths.tolist(), _ints(offsets(lengths)))
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Where heads of a kind are folded, each head by itself. run, head, peer: of this rank's runs; slot_peer, parent:
+    of the slots here, parent -1 for none; past, leads: bool, of these."""
+
+    run: Ints
+    head: Ints
+    peer: Ints
+    slot_peer: Ints
+    parent: Ints
+    past: Bools
+    leads: Bools
+    heads: int
+    ranks: int
+
+    @staticmethod
+    def of(tables: Recurrence, kind: int, ranks: int, heads: int) -> _Slots:
+        states, folds = (
+            tables[name].take(np.flatnonzero(tables[name]["kind"] == kind)) for name in ("states", "folds")
+        )
+        counts = states.wide("heads")
+        head = np.repeat(states.wide("head"), counts) + within(counts)
+        run, peer = (np.repeat(states.wide(name), counts) for name in ("run", "peer"))
+        counts, parent = folds.wide("heads"), folds.wide("parent")
+        start = offsets(counts)
+        before = parent - int(
+            np.count_nonzero(tables["folds"]["kind"] < kind)
+        )  # slots are in the order of kinds
+        above = np.where(
+            np.repeat(parent >= 0, counts), np.repeat(start[before], counts) + within(counts), -1
+        )
+        leads = np.zeros(len(above), bool)
+        leads[above[above >= 0]] = True
+        slot_peer = np.repeat(folds.wide("peer"), counts)
+        return _Slots(run, head, peer, slot_peer, above, above >= 0, leads, heads, ranks)
+
+    def passage(self, of_runs: Bools, of_slots: Bools) -> Passage:
+        """What travels of these runs, which have these slots."""
+        order = np.argsort(self.peer, kind="stable")
+        order = order[of_runs[self.run[order]]]
+        sent = (np.cumsum(of_runs) - 1)[self.run[order]] * self.heads + self.head[order]
+        counts = (
+            np.bincount(peers, minlength=self.ranks) for peers in (self.peer[order], self.slot_peer[of_slots])
+        )
+        to_slots, to_runs = (found.tolist() for found in counts)
+        return Passage(_ints(sent), _ints(np.argsort(sent)), to_slots, to_runs)
+
+    def _arrival(self, of_slots: Bools) -> Ints:
+        """Of each slot where it lies among these, as they arrive."""
+        order = np.argsort(self.slot_peer, kind="stable")
+        place = np.zeros(len(order), np.int64)
+        place[order] = np.cumsum(of_slots[order]) - 1
+        return place
+
+    def levels(self, followed: Bools) -> list[Level]:
+        """followed: slots with an M."""
+        depth = np.zeros(len(self.parent), np.int64)
+        for slot, above in enumerate(self.parent.tolist()):
+            depth[slot] = depth[above] + 1 if above >= 0 else 0
+        u, m, into = map(self._arrival, (self.leads, followed, self.past))
+        place, levels = np.zeros(len(depth), np.int64), list[Level]()
+        for level in range(int(depth.max(initial=-1)) + 1):
+            slots = np.flatnonzero(depth == level)
+            leads = np.flatnonzero(self.leads[slots])
+            leading = slots[leads]
+            columns = place[self.parent[slots]], into[slots], leads, u[leading], m[leading]
+            place[leading] = np.arange(len(leading))
+            levels.append(Level(*map(_ints, columns)))
+        return levels
+
+
+def _ints(values: Ints) -> Tensor:
+    return torch.tensor(np.asarray(values, np.int64))
+
+
+# ---- the fold
+
+
+@op
+def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """u [runs that are continued, heads, K, V], m [those with a past, heads, ...], in the order of runs -> the states
+    that come in [runs with a past, heads, K, V], and the M that are folded here."""
+    handle = PlanHandle.of_number(number)
+    own = recurrence_of(handle, kind, u.device)
+    u_rows, m_rows = u.flatten(0, 1), m.flatten(0, 1)
+    what = f"states of {own.name}"
+    u_held, m_held = _to_slots(handle, what, (u_rows, own.u), (m_rows, own.m))
+    states = u.new_empty(sum(own.states.to_runs), *u.shape[2:])
+    out = u_held[:0]
+    for depth, level in enumerate(own.levels):
+        state = out[level.parent] if depth else None
+        out = u_held[level.u]
+        if state is not None:
+            states[level.into] = state
+            out = out + _applied(m_held[level.m], state[level.leads])
+    found = _to_runs(handle, what, states, own.states)
+    return found.view(len(own.middle.runs) + len(own.last.runs), *u.shape[1:]), m_held
+
+
+@op
+def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Tensor:
+    """d u [runs that are continued, heads, K, V]."""
+    handle = PlanHandle.of_number(number)
+    own = recurrence_of(handle, kind, dstates.device)
+    what = f"gradient of states of {own.name}"
+    (din,) = _to_slots(handle, what, (dstates.flatten(0, 1), own.states))
+    douts = dstates.new_zeros(sum(own.u.to_runs), *dstates.shape[2:])
+    for depth in reversed(range(1, len(own.levels))):
+        level, above = own.levels[depth], own.levels[depth - 1]
+        dstate = din[level.into]
+        dstate[level.leads] += _applied(
+            m_held[level.m].mT if m_held.dim() == 3 else m_held[level.m], douts[level.u]
+        )
+        douts.index_put_(
+            (above.u[level.parent],), dstate, accumulate=True
+        )  # in order of the index, also on a GPU
+    du = _to_runs(handle, what, douts, own.u)
+    return du.view(len(own.first.runs) + len(own.middle.runs), *dstates.shape[1:])
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            states, m_held = fold_op(u, m, number, kind)
+        ctx.kind = kind
+        ctx.save_for_backward(states, m_held, number)
+        ctx.mark_non_differentiable(m_held)
+        return states, m_held
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstates: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None]:
+        states, m_held, number = ctx.saved_tensors
+        du = fold_grad_op(dstates, m_held, number, ctx.kind)
+        own = recurrence_of(PlanHandle.of_number(number), ctx.kind, du.device)
+        dm = _transition_gradient(own.layer, du[own.middle_u], states[own.middle_states])
+        return du, dm, None, None
+
+
+def _applied(m: Tensor, state: Tensor) -> Tensor:
+    """M on states [n, K, V]; m [n, K, K], of a diagonal [n, K], of one number [n]."""
+    return m @ state if m.dim() == 3 else m.view(*m.shape, *(1,) * (3 - m.dim())) * state
+
+
+def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tensor:
+    if layer.delta:
+        return dout @ state.mT
+    product = (dout * state).sum(-1)
+    return product if layer.gate == "diagonal" else product.sum(-1)
+
+
+def _to_slots(handle: PlanHandle, what: str, *parts: tuple[Tensor, Passage]) -> list[Tensor]:
+    """What runs hold, each head by itself -> what slots hold, of each part."""
+    given = [(rows[way.sent], way.to_slots, way.to_runs) for rows, way in parts]
+    return _exchanged(handle, f"{what}, to slots", given)
+
+
+def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: Passage) -> Tensor:
+    """The inverse, of one part."""
+    (found,) = _exchanged(handle, f"{what}, to runs", [(rows, way.to_runs, way.to_slots)])
+    return found[way.arrived]
+
+
+def _exchanged(
+    handle: PlanHandle, what: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
+) -> list[Tensor]:
+    """Of each part: rows for rank 0, 1, …, how many for each, and from each -> the rows from rank 0, 1, …. One round of
+    the ranks that have any."""
+    transport, posts, found = handle.communicator, list[Post](), list[Tensor]()
+    for rows, sent, received in parts:
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        leaving, coming = torch.split(rows.contiguous(), sent), torch.split(out, received)
+        coming[transport.rank].copy_(leaving[transport.rank])
+        posts += [
+            Post(send, peer, part.view(-1).view(torch.uint8))
+            for send, side in ((True, leaving), (False, coming))
+            for peer, part in enumerate(side)
+            if peer != transport.rank and part.numel()
+        ]
+        found.append(out)
+    with handle.call(what):
+        transport.batch(0, posts).wait()
+    return found
+
+
+# ---- rows before runs
+
+
+@op
+def _halo(x: Tensor, number: Tensor, kind: str) -> Tensor:
+    """x [rows, channels] -> [runs * width, channels]: the rows before each run, zeros before a document."""
+    return recurrence_of(PlanHandle.of_number(number), kind, x.device).halo.forward(x)
+
+
+@op
+def _halo_grad(grad: Tensor, rows: int, number: Tensor, kind: str) -> Tensor:
+    """The gradient of x [rows, channels]."""
+    return recurrence_of(PlanHandle.of_number(number), kind, grad.device).halo.backward(grad, rows)
+
+
+class _Halo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: Tensor, kind: str) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out: Tensor = halo_op(x, number, kind)
+        ctx.rows, ctx.kind = len(x), kind
+        ctx.save_for_backward(number)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (number,) = ctx.saved_tensors
+        return halo_grad_op(grad, ctx.rows, number, ctx.kind), None, None
+
+
+LIBRARY.impl("fold", _Fold.apply, "Autograd")
+LIBRARY.impl("halo", _Halo.apply, "Autograd")
+fold_op, fold_grad_op = torch.ops.apportion.fold.default, torch.ops.apportion.fold_grad.default
+halo_op, halo_grad_op = torch.ops.apportion.halo.default, torch.ops.apportion.halo_grad.default

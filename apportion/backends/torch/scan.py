@@ -1,0 +1,188 @@
+"""Recurrences and convolutions of a rank's rows under a plan, by kernels that know sequences alone.
+
+runs of       kernel                                        before the states come in
+documents     all of it                                     while they travel
+first         all of it; the last state is U                yes
+middle        V with K more columns of zeros, the state     yes; what these columns give is Q' and M, so that
+              with the identity in these columns            o = o' + Q' in, and out = U + M in
+last          from the state that comes in                  no
+
+Without the delta rule M and Q' are products of decays, and no kernel is needed for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad
+
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.kernels.recurrent import Kernel
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.recurrence import Group, RankRecurrence, fold_op, halo_op, recurrence_of
+
+
+class Rows(NamedTuple):
+    """q, k [rows, key heads, K], v [rows, heads, V], g [rows, heads] or [rows, heads, K], beta [rows, heads] or
+    None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+
+    def of(self, group: Group) -> Rows:
+        return Rows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
+
+
+def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: Rows, scale: float) -> Tensor:
+    """o [rows, heads, V], 0 for padding; differentiable. A collective."""
+    own, v = recurrence_of(handle, kind, rows.v.device), rows.v
+    layer, wide = own.layer, accumulator_dtype(v.dtype)
+    inputs = [x for x in rows if x is not None]
+    u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=wide)
+    m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(own), dtype=wide)
+    if not own.order.numel():
+        u = _reached(u, *inputs)  # so that backward comes by here on every rank
+    outs, us = list[Tensor](), [u]
+    if own.first.runs:
+        first, state = _run(kernel, rows.of(own.first), own.first, scale)
+        us.append(state)
+    if own.middle.runs:
+        middle, more, state, m = _summary(own, kernel, rows.of(own.middle), scale)
+        us.append(state)
+    u = torch.cat(us)[own.order] if own.order.numel() else u
+    with _beside(u, m) as joined:
+        states, _ = fold_op(u.contiguous(), m.contiguous(), handle.number, kind)
+    if states.grad_fn is not None:
+        states.grad_fn.metadata["handle"] = handle  # alive until backward has run
+    if own.whole.runs:
+        outs.append(_run(kernel, rows.of(own.whole), own.whole, scale)[0])
+    joined(states)
+    if own.first.runs:
+        outs.append(first)
+    if own.middle.runs:
+        outs.append(middle + _read(more, states[own.middle_states], own.middle))
+    if own.last.runs:
+        state = states[own.last_states]
+        outs.append(_run(kernel, rows.of(own.last), own.last, scale, state)[0])
+    out = torch.cat(outs)[own.place] if outs else v.new_zeros(0, *v.shape[1:])
+    out = pad(out, (0, 0, 0, 0, 0, len(v) - len(out)))
+    missed = [] if own.last.runs or own.middle.runs else [states]
+    return _reached(out, *missed, *([] if outs else inputs))
+
+
+def _transition_dims(own: RankRecurrence) -> int:
+    return 2 if own.layer.delta else own.layer.gate == "diagonal"
+
+
+def _run(
+    kernel: Kernel, rows: Rows, group: Group, scale: float, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o [rows, heads, V] of a group's rows, and the last state of each run."""
+    given = {name: x[None] for name, x in rows._asdict().items() if x is not None}
+    options: dict[str, Any] = {"scale": scale, "initial_state": state, "output_final_state": True}
+    out, last = kernel(**given, **options, cu_seqlens=group.ends)
+    return out[0], last
+
+
+def _summary(
+    own: RankRecurrence, kernel: Kernel, rows: Rows, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the middle runs o' [rows, heads, V], Q' [rows, heads, K], U and M."""
+    layer, group, v = own.layer, own.middle, rows.v
+    if not layer.delta:
+        out, u = _run(kernel, rows, group, scale)
+        decay = _decay(rows.g, group)
+        shared = layer.heads // rows.q.shape[1]
+        kept = decay[..., None] if decay.dim() == 2 else decay
+        more = scale * rows.q.repeat_interleave(shared, 1) * kept.to(v.dtype)
+        return out, more, u, decay[group.ends[1:] - 1].to(u.dtype)
+    widths = [layer.value_dim, layer.key_dim]
+    identity = torch.eye(layer.key_dim, dtype=accumulator_dtype(v.dtype), device=v.device)
+    state = pad(identity, (layer.value_dim, 0)).expand(len(group.runs), layer.heads, -1, -1)
+    wider = rows._replace(v=pad(v, (0, layer.key_dim)))
+    out, last = _run(kernel, wider, group, scale, state.contiguous())
+    (out, more), (u, m) = (torch.split(both, widths, -1) for both in (out, last))
+    return out, more, u, m
+
+
+def _decay(g: Tensor, group: Group) -> Tensor:
+    """The decay from the beginning of its run to each row, float64 as it is a difference of long sums."""
+    total = g.double().cumsum(0)
+    before = pad(total, (0, 0) * (g.dim() - 1) + (1, 0))[group.ends[:-1]]
+    lengths = group.ends.diff()
+    return (total - before.repeat_interleave(lengths, 0, output_size=len(g))).exp()
+
+
+def _read(more: Tensor, states: Tensor, group: Group) -> Tensor:
+    """Q' [rows, heads, K] on the state [runs, heads, K, V] of each run -> [rows, heads, V]."""
+    pairs = zip(torch.split(more, group.lengths), states.to(more.dtype), strict=True)
+    return torch.cat([torch.einsum("thk,hkv->thv", *pair) for pair in pairs])
+
+
+class _Reached(torch.autograd.Function):
+    """Its first argument; the others get gradients of 0, so that backward comes by where they are from."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(one.shape, one.dtype, one.device) for one in others]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
+        return grad, *zeros
+
+
+def _reached(out: Tensor, *others: Tensor) -> Tensor:
+    found: Tensor = _Reached.apply(out, *others) if others else out  # type: ignore[no-untyped-call]
+    return found
+
+
+@contextmanager
+def _beside(*given: Tensor) -> Iterator[Any]:
+    """On a GPU a stream of its own, so that messages and the fold go on beside kernels that are launched behind it; so
+    does their backward. Gives what has the current stream wait for a result."""
+    if given[0].device.type != "cuda":
+        yield lambda result: None
+        return
+    current, side = torch.cuda.current_stream(), _side_stream(given[0].device)
+    side.wait_stream(current)
+
+    def joined(result: Tensor) -> None:
+        current.wait_stream(side)
+        result.record_stream(current)
+
+    with torch.cuda.stream(side):
+        yield joined
+    for tensor in given:
+        tensor.record_stream(side)
+
+
+_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDES:
+        _SIDES[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return _SIDES[device]
+
+
+def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Causal depthwise convolution along documents: x [rows, channels], weight [channels, width] -> as x, 0 for
+    padding; differentiable. A collective."""
+    own = recurrence_of(handle, kind, x.device)
+    before = halo_op(x, handle.number, kind)
+    if before.grad_fn is not None:
+        before.grad_fn.metadata["handle"] = handle  # alive until backward has run
+    if not len(own.kept):
+        return _reached(torch.zeros_like(x), before, weight, *([] if bias is None else [bias]))
+    held = torch.cat([before, x])[own.windows]
+    out = conv1d(held.T[None], weight[:, None], bias, groups=len(weight))[0].T[own.kept]
+    return pad(out, (0, 0, 0, len(x) - len(out)))

@@ -1,0 +1,147 @@
+"""Recurrent layers of a model, under a plan.
+
+x = planned_conv(x, weight, handle)                         causal depthwise convolution of this rank's rows
+o = planned_scan(None, q, k, v, g, beta, handle)            gated delta rule, Kimi Delta Attention
+o = planned_scan(None, q, k, v, g, None, handle)            gated linear attention, Mamba-2, lightning attention
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.autograd import check_shape
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.kernels.recurrent import Kernel, choose_kernel
+from apportion.backends.torch.scan import Rows, conv, scan
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.fields import suggestion
+from apportion.ir.request.recurrent import Recurrent
+from apportion.trainer.step.attention import tried
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def planned_scan(
+    kernel: Kernel | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    handle: PlanHandle,
+    kind: str | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """A linear recurrence along every document and branch, for this rank's rows; every rank calls it in the same way,
+    also one without tokens.
+
+        h = exp(g) h + k ⊗ β (v − kᵀ exp(g) h)    with the delta rule       o = scale · qᵀ h
+        h = exp(g) h + k ⊗ v                       without
+
+    q, k [rows, key heads, K], v [rows, heads, V]: the rank's rows in the plan's home layout (a leading batch dimension
+    of 1 is kept); q and k may have fewer heads, each for as many of v one after another. g: the log of the decay,
+    [rows, heads], or [rows, heads, K] for a diagonal gate. beta [rows, heads], None without the delta rule. kind: of
+    the model's recurrent kinds, may be omitted where there is one. scale: K^-1/2 by default.
+    kernel: as flash-linear-attention's `chunk_gated_delta_rule` and the like are called, for runs of tokens end to end;
+    it must be linear in v and its initial state together. None: flash-linear-attention's where it is installed and the
+    rows are on a GPU, else plain torch.
+    Returns o [rows, heads, V]; 0 for padding. Differentiable once in all tensors. torch.compile goes around it.
+
+    Raises ConfigError without a handle and for a plan without recurrent layers, UnknownNameError for a kind that the
+    plan does not have, ExecutionError for other shapes than the plan's and where ranks hold different plans.
+
+    What comes from other ranks are the results of `torch.ops.apportion.fold`: selective activation checkpointing can
+    keep them, so that recomputation does not communicate.
+    """
+    name, layer = _kind(handle, kind)
+    batched = v.dim() == 4
+    rows = Rows(
+        *(_unbatched(each, x, batched) for each, x in zip(Rows._fields, (q, k, v, g, beta), strict=True))
+    )
+    _check_rows(handle, layer, rows)
+    found = kernel or choose_kernel(layer.gate, layer.delta, v.device)
+    given = [x for x in rows if x is not None]
+    width = layer.key_dim**-0.5 if scale is None else scale
+    out = _planned(handle, lambda: scan(handle, name, found, rows, width), *given)
+    return out[None] if batched else out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def planned_conv(
+    x: Tensor, weight: Tensor, handle: PlanHandle, kind: str | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Causal depthwise convolution along every document and branch, for this rank's rows: rows before a run come from
+    where they are. Every rank calls it in the same way, also one without tokens.
+
+    x [rows, channels] in the plan's home layout (a leading batch dimension of 1 is kept), weight [channels, width], the
+    last of which is for the row itself, bias [channels]. kind: as of `planned_scan`. Returns what x is like; 0 for
+    padding. Differentiable once. torch.compile goes around it. `torch.ops.apportion.halo` is what communicates.
+
+    Raises as `planned_scan`; ExecutionError where the width is not the plan's.
+    """
+    name, layer = _kind(handle, kind)
+    batched = x.dim() == 3
+    rows = _unbatched("x", x, batched)
+    if layer.conv < 2 or weight.dim() != 2 or weight.shape[1] != layer.conv:
+        wanted = f"of width {layer.conv}" if layer.conv > 1 else "none"
+        rule = f"the plan's convolutions of kind {name} are {wanted}"
+        raise ExecutionError(f"weight has shape {tuple(weight.shape)}, [channels, width]; {rule}")
+    check_shape("x", rows, (handle.padded_rows, len(weight)))
+    out = _planned(handle, lambda: conv(handle, name, rows, weight, bias), rows)
+    return out[None] if batched else out
+
+
+def _planned(handle: PlanHandle, run: Callable[[], Tensor], *given: Tensor) -> Tensor:
+    def once() -> tuple[Tensor]:
+        handle.agree()
+        return (run(),)
+
+    return tried(handle, once, *given)[0]
+
+
+def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
+    if not isinstance(handle, PlanHandle):
+        rule = "a recurrent layer runs under a plan"
+        raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
+    kinds = handle.slice.header.recurrent
+    if not kinds:
+        remedy = "give the model that you plan for its recurrent kinds: Model(recurrent={...})"
+        raise ConfigError("handle", f"plan {handle.name}", "its model has no recurrent layers", remedy)
+    if kind is None and len(kinds) > 1:
+        raise ConfigError("kind", None, "the plan has several recurrent kinds", f"name one of {(*kinds,)}")
+    name = next(iter(kinds)) if kind is None else kind
+    if name not in kinds:
+        rule = f"the plan's recurrent kinds are {', '.join(kinds)}"
+        raise UnknownNameError("kind", name, rule, suggestion(name, kinds))
+    return name, kinds[name]
+
+
+def _unbatched(name: str, x: Tensor | None, batched: bool) -> Tensor:
+    if x is None or not batched:
+        return x  # type: ignore[return-value]
+    if x.shape[0] != 1:
+        rule = "a batch dimension must be 1, sequences lie end to end"
+        raise ExecutionError(f"{name} has shape {tuple(x.shape)}: {rule}")
+    return x[0]
+
+
+def _check_rows(handle: PlanHandle, layer: Recurrent, rows: Rows) -> None:
+    count, channels = handle.padded_rows, (layer.key_dim,) if layer.gate == "diagonal" else ()
+    wanted = {
+        "q": (count, layer.shared_heads, layer.key_dim),
+        "k": (count, layer.shared_heads, layer.key_dim),
+        "v": (count, layer.heads, layer.value_dim),
+        "g": (count, layer.heads, *channels),
+        "beta": (count, layer.heads),
+    }
+    if (rows.beta is not None) != layer.delta:
+        has = "has the delta rule" if layer.delta else "has no delta rule"
+        given = "None" if rows.beta is None else "a tensor"
+        raise ExecutionError(f"beta is {given}, and this kind of the plan's model {has}")
+    for name, shape in wanted.items():
+        x = getattr(rows, name)
+        if x is not None:
+            check_shape(name, x, shape)

@@ -1,0 +1,232 @@
+"""Recurrent layers under plans: forward and backward equal those of one process, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import apportion as ap
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.recurrent import Recurrent
+from apportion.ir.request.sequences import Sequence
+from tests.ranks import jobs_recurrence
+from tests.ranks.jobs_recurrence import Layer
+from tests.ranks.rank_pool import Pool
+from tests.support.recurrence import token_by_token
+from tests.support.strategies import STRATEGIES
+
+CONV = 4
+BATCHES: dict[str, list[Any]] = {
+    "one": [(90, masks.causal())],
+    "documents": [
+        (40, masks.causal()),
+        (1, masks.causal()),
+        (44, masks.documents([15, 2, 27])),
+        (9, masks.causal()),
+    ],
+    "trees": [
+        (36, masks.tree([[-1, 12], [0, 9], [0, 5], [1, 10]])),
+        (60, masks.shared_question(14, [9, 25, 12])),
+    ],
+    "few": [(3, masks.causal()), (2, masks.causal())],
+}
+#: recipe, batch, ranks, (gate, delta, heads, key heads), padding, checkpointing
+CASES = [
+    ("fcp", "documents", 4, ("scalar", True, 4, 2), 0, ""),
+    ("fcp", "trees", 3, ("diagonal", False, 2, 1), 3, "full"),
+    ("fcp", "few", 6, ("scalar", True, 2, 2), 2, "selective"),
+    ("ring", "one", 4, ("scalar", False, 4, 2), 1, "selective"),
+    ("ring", "documents", 2, ("diagonal", True, 3, 3), 0, "full"),
+    ("ring", "trees", 4, ("scalar", True, 3, 1), 2, ""),
+    ("contiguous", "one", 5, ("diagonal", True, 3, 3), 2, "selective"),
+    ("contiguous", "documents", 3, ("scalar", False, 4, 4), 3, ""),
+    ("contiguous", "trees", 6, ("diagonal", True, 2, 2), 0, "full"),
+    ("hybrid_dp", "trees", 4, ("scalar", False, 2, 2), 0, "selective"),
+    ("ring_reshuffled", "few", 8, ("diagonal", False, 4, 4), 0, ""),
+    ("dcp", "one", 1, ("diagonal", True, 2, 1), 4, "full"),
+    ("dcp", "documents", 8, ("scalar", True, 5, 5), 0, "selective"),
+]
+
+
+def plan_of(recipe: str, batch: str, ranks: int, **recurrent: Any) -> Plan:
+    sequences = [Sequence(length, mask) for length, mask in BATCHES[batch]]
+    kinds = {"linear": Recurrent(conv=CONV, **recurrent)}
+    model = ap.Model(
+        q_heads=8, kv_heads=8, head_dim=8, dtype="fp64", hidden=16, ffn=16, layers=1, recurrent=kinds
+    )
+    cluster = ap.Cluster(nodes=1, ranks_per_node=ranks)
+    return ap.plan(
+        Batch.from_sequences(sequences), cluster, model, {"name": recipe, "steps": STRATEGIES[recipe]}
+    )
+
+
+def problem(layer: Layer, tokens: int) -> list[Any]:
+    """x, weight, g, beta and the gradient of the result, of all tokens."""
+    rng = np.random.default_rng(0)
+    x, grad = rng.standard_normal((2, tokens, layer.channels))
+    weight = rng.standard_normal((layer.channels, CONV)) / 2
+    g = -np.abs(rng.standard_normal((tokens, layer.heads, *(layer.key,) * (layer.gate == "diagonal")))) / 4
+    return [x, weight, g, rng.random((tokens, layer.heads)) if layer.delta else None, grad]
+
+
+def predecessors(batch: Batch) -> NDArray[Any]:
+    starts, parent, _ = batch.branches()
+    before = np.arange(-1, batch.tokens - 1)
+    ends = np.append(starts[1:], batch.tokens) - 1
+    before[starts] = np.where(parent < 0, -1, ends[parent])
+    return before
+
+
+def in_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArray[Any] | None]:
+    before = torch.from_numpy(predecessors(batch))
+    starts, parents = batch.branches()[:2]
+    ends = torch.tensor([*starts.tolist(), batch.tokens])
+
+    def conv(x: Tensor, weight: Tensor) -> Tensor:
+        at, out = torch.arange(len(x)), torch.zeros_like(x)
+        for age in range(CONV):
+            out = out + torch.where(at[:, None] >= 0, x[at], 0) * weight[:, CONV - 1 - age]
+            at = torch.where(at >= 0, before[at], -1)
+        return out
+
+    def scan(*rows: Any) -> Tensor:
+        taken = (None if x is None else x[None] for x in rows)
+        return token_by_token(*taken, scale=0.5, cu_seqlens=ends, parents=parents.tolist())[0][0]
+
+    *inputs, grad = (None if one is None else torch.from_numpy(one).clone() for one in given)
+    x, weight, g, beta = (one if one is None else one.requires_grad_() for one in inputs)
+    out = layer(conv, scan, x, weight, g, beta)
+    out.backward(grad)
+    grads = (out, x.grad, weight.grad, g.grad, None if beta is None else beta.grad)
+    return [one if one is None else one.detach().numpy() for one in grads]
+
+
+def on_ranks(
+    pool: Pool, plan: Plan, layer: Layer, given: list[Any], checkpointing: str = "", **options: Any
+) -> tuple[list[NDArray[Any] | None], list[int]]:
+    """Of all tokens; calls of each rank in backward."""
+    home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
+    options = {"padding": 0, "dtype": "float64", **options}
+    rows = [home.tokens(rank) for rank in range(ranks)]
+    x, weight, *rest = given
+    own = [[x[at], weight, *(None if one is None else one[at] for one in rest)] for at in rows]
+    each = [(plan.for_rank(rank).encode(), own[rank]) for rank in range(ranks)]
+    results = pool.run(jobs_recurrence.run, ranks, layer, options, checkpointing, each=each)
+    found = []
+    for number, parts in enumerate(zip(*(held for held, _ in results), strict=True)):
+        if number == 2:
+            found.append(sum(parts))
+        elif parts[0] is None:
+            found.append(None)
+        else:
+            whole = np.zeros((plan.request.batch.tokens, *parts[0].shape[1:]))
+            for at, part in zip(rows, parts, strict=True):
+                whole[at] = part
+            found.append(whole)
+    return found, [calls for _, calls in results]
+
+
+def layer_of(gate: str, delta: bool, heads: int, key_heads: int) -> tuple[Layer, dict[str, Any]]:
+    layer = Layer(heads, key_heads, 4, 5, gate, delta)
+    sizes = {"heads": heads, "key_heads": key_heads, "key_dim": 4, "value_dim": 5}
+    return layer, {**sizes, "gate": gate, "delta": delta}
+
+
+@pytest.mark.parametrize(("recipe", "batch", "ranks", "sizes", "padding", "checkpointing"), CASES)
+def test_a_layer_is_that_of_one_process(
+    pool: Pool,
+    recipe: str,
+    batch: str,
+    ranks: int,
+    sizes: tuple[str, bool, int, int],
+    padding: int,
+    checkpointing: str,
+) -> None:
+    layer, recurrent = layer_of(*sizes)
+    plan = plan_of(recipe, batch, ranks, **recurrent)
+    given = problem(layer, plan.request.batch.tokens)
+    wanted = in_one_process(layer, plan.request.batch, given)
+    found, calls = on_ranks(pool, plan, layer, given, checkpointing, padding=padding)
+    for own, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
+    again = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
+    assert {*calls} == ({2 * (3 + again)} if ranks > 1 else {0})
+
+
+def test_low_dtypes_keep_states_in_float32(pool: Pool) -> None:
+    layer, recurrent = layer_of("scalar", True, 2, 2)
+    plan = plan_of("ring", "one", 4, **recurrent)
+    given = problem(layer, plan.request.batch.tokens)
+    wanted = in_one_process(layer, plan.request.batch, given)
+    found, _ = on_ranks(pool, plan, layer, given, dtype="bfloat16")
+    for own, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(own, want, atol=0.05 * np.abs(want).max())
+
+
+# ---- errors
+
+
+def handle_of(**recurrent: Any) -> ap.PlanHandle:
+    sizes = {"heads": 4, "key_heads": 2, "key_dim": 3, "value_dim": 5, "conv": 4, **recurrent}
+    model = ap.Model(
+        q_heads=2, kv_heads=2, head_dim=8, dtype="fp64", recurrent={"linear": Recurrent(**sizes)}
+    )
+    plan = ap.plan(Batch.from_lengths([6]), ap.Cluster(nodes=1, ranks_per_node=1), model)
+    return ap.PlanHandle(plan.for_rank(0))
+
+
+def rows_of(**shapes: tuple[int, ...]) -> list[Tensor]:
+    own = {"q": (6, 2, 3), "k": (6, 2, 3), "v": (6, 4, 5), "g": (6, 4), "beta": (6, 4), **shapes}
+    return [torch.zeros(shape) for shape in own.values()]
+
+
+def test_wrong_rows_are_refused_by_name() -> None:
+    handle = handle_of()
+    for name, shape in (
+        ("q", (6, 3, 3)),
+        ("k", (6, 2, 4)),
+        ("v", (5, 4, 5)),
+        ("g", (6, 4, 3)),
+        ("beta", (6,)),
+    ):
+        with pytest.raises(ExecutionError, match=rf"^{name} has shape .* this rank's part of the plan is"):
+            ap.planned_scan(None, *rows_of(**{name: shape}), handle)
+    with pytest.raises(
+        ExecutionError, match="beta is None, and this kind of the plan's model has the delta rule"
+    ):
+        ap.planned_scan(None, *rows_of()[:4], None, handle)
+    with pytest.raises(ExecutionError, match="a batch dimension must be 1"):
+        ap.planned_scan(None, *(x[None].repeat(2, *(1,) * x.dim()) for x in rows_of()), handle)
+    with pytest.raises(ExecutionError, match=r"weight has shape \(7, 3\).* of kind linear are of width 4"):
+        ap.planned_conv(torch.zeros(6, 7), torch.zeros(7, 3), handle)
+    with pytest.raises(ExecutionError, match=r"x has shape \(6, 8\)"):
+        ap.planned_conv(torch.zeros(6, 8), torch.zeros(7, 4), handle)
+    with pytest.raises(ExecutionError, match="of kind linear are none"):
+        ap.planned_conv(torch.zeros(6, 7), torch.zeros(7, 4), handle_of(conv=0))
+
+
+def test_plans_without_the_kind_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="the plan's recurrent kinds are linear"):
+        ap.planned_scan(None, *rows_of(), handle_of(), "kda")
+    with pytest.raises(ConfigError, match=r"pass batch\.handle"):
+        ap.planned_scan(None, *rows_of(), None)
+    model = ap.Model(q_heads=2, kv_heads=2, head_dim=8)
+    plan = ap.plan(Batch.from_lengths([6]), ap.Cluster(nodes=1, ranks_per_node=1), model)
+    with pytest.raises(ConfigError, match="its model has no recurrent layers"):
+        ap.planned_conv(torch.zeros(6, 7), torch.zeros(7, 4), ap.PlanHandle(plan.for_rank(0)))
+
+
+def test_a_kernel_of_ones_own_and_a_batch_of_one() -> None:
+    handle, rows = handle_of(), [torch.randn(1, *x.shape, dtype=torch.float64) for x in rows_of()]
+    rows[3] = -rows[3].abs()
+    found = ap.planned_scan(token_by_token, *rows, handle, scale=0.7)
+    torch.testing.assert_close(found, token_by_token(*rows, scale=0.7)[0])
+    torch.testing.assert_close(ap.planned_scan(None, *rows, handle, scale=0.7), found)
