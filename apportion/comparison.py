@@ -40,7 +40,7 @@ REPORTED = (
 UNVERIFIED = "cannot be verified"  # how the verifier begins where a plan is too large for one of its rules
 SIMULATED = (
     *("forward_ms", "backward_ms", "efficiency", "attainable", "of_attainable", "time_imbalance", "lost_ms"),
-    "exposed_ms",
+    *("exposed_ms", "recurrent_ms"),
 )
 
 
@@ -76,7 +76,8 @@ class Trial:
 
     @property
     def total_ms(self) -> float:
-        return float(self.simulated["forward_ms"] + self.simulated["backward_ms"])
+        """One call of each kind, recurrent ones too."""
+        return float(sum(self.simulated[name] for name in ("forward_ms", "backward_ms", "recurrent_ms")))
 
     def value(self, name: str) -> Any:
         return self.simulated[name] if name in self.simulated else self.report[name]

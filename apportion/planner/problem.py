@@ -144,6 +144,11 @@ class Problem:
         """kind -> number of layers that use it."""
         return {kind: self.model.layers_of(kind) for kind in self.batch.kinds}
 
+    @property
+    def layer_count(self) -> int:
+        """Layers of all kinds, recurrent ones too."""
+        return sum(self.layers.values()) + sum(kind.layers for kind in self.model.recurrent.values())
+
 
 @dataclass(frozen=True)
 class Departure:

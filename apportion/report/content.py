@@ -73,6 +73,9 @@ def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:
         if value:
             name = f"{phase}, one call of each kind, balanced and without communication"
             yield _figure(name, "ms", value, ideal[phase], value / ideal[phase] if ideal[phase] else None)
+    for (kind, phase), run in simulation.recurrent.items():
+        value, bound = run.makespan_us / 1e3, run.ideal_us / 1e3
+        yield _figure(f"{phase}, a layer of {kind}, recurrent", "ms", value, bound, value / bound)
     for key, held in simulation.plan.report["bounds"].items():
         name, unit = _BOUNDS.get(key, (key, "count"))
         yield _figure(name, unit, held["value"], held["bound"], held["gap"], held.get("void"))

@@ -48,6 +48,7 @@ COLUMNS = (
     Column("recipe", lambda row: str(row["recipe"])),
     Column("forward\nms", lambda row: f"{row['forward_ms']:.2f}"),
     Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
+    Column("recurrent\nms", lambda row: f"{row['recurrent_ms']:.2f}", wide=True),
     Column("speed-up\n(min-max)", _speedup),
     Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
     Column("attain-\ned", lambda row: f"{100 * row['of_attainable']:.0f} %", wide=True),

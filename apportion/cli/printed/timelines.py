@@ -12,7 +12,8 @@ from apportion.cli.output import count
 from apportion.cli.printed.tables import table
 from apportion.ir.arrays import Bools, Floats
 from apportion.ir.isa import Op
-from apportion.planner.simulate import PathStep, Run, Simulation
+from apportion.ir.plan.summary import human_bytes
+from apportion.planner.simulate import PathStep, RecurrentRun, Run, Simulation
 
 CELLS = 60  # of a timeline
 MIXED = 0.15, 0.85  # shares of work in a cell, between which it is drawn as part work, part waiting
@@ -34,7 +35,15 @@ def headline(found: Simulation) -> str:
         f"the busiest rank, {busiest['rank']}, starts {count(busiest['launches'], 'kernel')} for "
         f"{count(busiest['instructions'], 'instruction')} and posts {count(busiest['messages'], 'message')} in "
         f"{count(busiest['rounds'], 'round')}"
+        + "".join(f"\n{_recurrent(run)}" for run in found.recurrent.values())
     )
+
+
+def _recurrent(run: RecurrentRun) -> str:
+    times = f"{run.makespan_us / 1e3:.3f} ms, {run.ideal_us / 1e3:.3f} balanced and without communication"
+    parts = f"halo {run.halo_us:.0f} us, states {sum(run.states_us):.0f} us, fold {run.fold_us:.0f} us"
+    longest = f"past of the busiest rank {run.summary_us.max() / 1e3:.3f} ms"
+    return f"{run.kind} {run.phase}, a recurrent layer: {times} ({parts}, {longest}; {human_bytes(run.bytes)} moved)"
 
 
 def run_view(run: Run, ranks: int, steps: int) -> RenderableType:

@@ -286,7 +286,7 @@ class _Search:
     def _record(self, best: Trial) -> dict[str, Any]:
         """What the report says of the search; milliseconds of a layer, the mean over layers."""
         assert best.price is not None
-        layers, found = sum(self.problem.layers.values()), best.price
+        layers, found = self.problem.layer_count, best.price
         return {
             "recipe": best.candidate.recipe.to_data(),
             "forward_ms": found.forward_ms,

@@ -12,15 +12,15 @@ from apportion.ir.tensors import PHASES
 from apportion.planner.lower.inputs import Lowered
 from apportion.planner.pipeline.placing import Placed, splits_all
 from apportion.planner.problem import Problem
-from apportion.planner.simulate import prepare, run_all
+from apportion.planner.simulate import prepare, recurrent_runs, run_all
 from apportion.planner.simulate.losses import attainable_us
 
 
 @dataclass(frozen=True)
 class Price:
-    """Simulated milliseconds of one call of every kind, as `Simulation` has them, and microseconds of all layers:
-    what the search compares, what it would be without communication and overheads, and what is attainable
-    (`simulate.losses`)."""
+    """Simulated milliseconds of one call of every attention kind, as `Simulation` has them, and microseconds of all
+    layers, recurrent ones too: what the search compares, what it would be without communication and overheads, and what
+    is attainable (`simulate.losses`)."""
 
     forward_ms: float
     backward_ms: float
@@ -37,7 +37,10 @@ def price(
 
     Raises VerifyError for a plan that cannot run."""
     prepared = prepare(plan, problem.cost)
-    least = sum(problem.layers[item.kind] * item.least_us for item in prepared)
+    recurrent = recurrent_runs(plan, problem.cost, problem.cluster)
+    counts = [problem.model.recurrent[kind].layers for kind, _ in recurrent]
+    beside = sum(count * run.makespan_us for count, run in zip(counts, recurrent.values(), strict=True))
+    least = beside + sum(problem.layers[item.kind] * item.least_us for item in prepared)
     if least >= most_us:
         return least, None
     found = run_all(plan, prepared, problem.cost)
@@ -48,7 +51,9 @@ def price(
         problem.layers[item.kind] * attainable_us(whole[item.kind, item.phase], item.work)
         for item in prepared
     )
-    attainable = max(attainable / float(problem.speeds.sum()), ideal)
+    even = sum(count * run.ideal_us for count, run in zip(counts, recurrent.values(), strict=True))
+    value, ideal, attainable = value + beside, ideal + even, attainable / float(problem.speeds.sum()) + even
+    attainable = max(attainable, ideal)
     return least, Price(found.forward_ms, found.backward_ms, value, ideal, attainable)
 
 

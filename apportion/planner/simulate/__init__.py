@@ -41,12 +41,14 @@ from apportion.planner.simulate.program import (
     port_count,
     prepare_tables,
 )
+from apportion.planner.simulate.recurrent import RecurrentRun, run_recurrent
 from apportion.planner.simulate.simulation import Simulation
 from apportion.planner.simulate.timeline import Run, Spans
 
 __all__ = [
     "Costs",
     "Prepared",
+    "RecurrentRun",
     "Run",
     "Simulation",
     "Spans",
@@ -61,7 +63,7 @@ __all__ = [
 def simulate(
     plan: Plan, hardware: Hardware | str | None = None, cluster: Cluster | None = None
 ) -> Simulation:
-    """Simulates one call of every attention kind, forward and backward.
+    """Simulates one call of every attention kind, forward and backward, and one layer of every recurrent kind.
 
     hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default those that the plan was
     made for (see `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan
@@ -151,7 +153,16 @@ def run_all(
 ) -> Simulation:
     """Runs what `prepare` made of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
     runs = {(item.kind, item.phase): _run(item) for item in prepared}
-    return Simulation(plan, costs, hardware, runs, _of_ranks(plan, cluster))
+    used = _of_ranks(plan, cluster)
+    return Simulation(plan, costs, hardware, runs, recurrent_runs(plan, costs, used), used)
+
+
+def recurrent_runs(plan: Plan, costs: Costs, cluster: Cluster) -> dict[tuple[str, str], RecurrentRun]:
+    """(kind, phase) -> one layer of a recurrent kind; none where the plan has none."""
+    if plan.recurrence is None:
+        return {}
+    size = plan.request.model.element_bytes
+    return run_recurrent(plan.recurrence, plan.header.recurrent, size, costs, cluster)
 
 
 def _run(prepared: Prepared) -> Run:

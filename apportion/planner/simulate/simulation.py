@@ -16,22 +16,25 @@ from apportion.ir.request.cluster import Cluster
 from apportion.planner.simulate.durations import Costs
 from apportion.planner.simulate.losses import Losses, find_losses, whole_us
 from apportion.planner.simulate.path import PathStep
+from apportion.planner.simulate.recurrent import RecurrentRun
 from apportion.planner.simulate.timeline import STARTED, Run, bytes_of, named_rows, rounded
 from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """One call of every attention kind, forward and backward.
+    """One call of every attention kind, forward and backward, and one layer of every recurrent kind.
 
     costs: what it was priced with; hardware: its name. runs: (kind, phase) -> Run, in the order in which they follow
-    each other: kind after kind, forward then backward. cluster: what they ran on.
+    each other: kind after kind, forward then backward; recurrent: the same of recurrent kinds, which no other figure
+    but `recurrent_ms` has in it. cluster: what they ran on.
     """
 
     plan: Plan
     costs: Costs
     hardware: str
     runs: Mapping[tuple[str, str], Run]
+    recurrent: Mapping[tuple[str, str], RecurrentRun]
     cluster: Cluster
 
     @property
@@ -46,6 +49,11 @@ class Simulation:
 
     def _ms(self, phase: str) -> float:
         return sum(run.makespan_us for run in self.runs.values() if run.phase == phase) / 1e3
+
+    @property
+    def recurrent_ms(self) -> float:
+        """One layer of each recurrent kind, forward and backward."""
+        return sum(run.makespan_us for run in self.recurrent.values()) / 1e3
 
     @property
     def exposed_us(self) -> Floats:
@@ -66,13 +74,19 @@ class Simulation:
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0
 
     def __repr__(self) -> str:
-        return f"<Simulation: {self.forward_ms:.3f} ms forward, {self.backward_ms:.3f} ms backward on {self.hardware}>"
+        more = f", {self.recurrent_ms:.3f} ms recurrent" if self.recurrent else ""
+        times = f"{self.forward_ms:.3f} ms forward, {self.backward_ms:.3f} ms backward{more}"
+        return f"<Simulation: {times} on {self.hardware}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: times of a call, and how long each rank computes."""
         rows = [
             ("forward", f"{self.forward_ms:.3f} ms"),
             ("backward", f"{self.backward_ms:.3f} ms"),
+            *(
+                (f"{kind}, {phase}", f"{run.makespan_us / 1e3:.3f} ms")
+                for (kind, phase), run in self.recurrent.items()
+            ),
             ("efficiency", f"{100 * self.efficiency:.1f} % of balanced work without communication"),
             *((f"of these, {name}", f"{value:.3f} ms") for name, value in self.lost_ms.items() if value),
         ]
@@ -186,4 +200,5 @@ class Simulation:
             "runs": [
                 run.to_data(spans) | {"lost_us": self.losses[key]._asdict()} for key, run in self.runs.items()
             ],
+            "recurrent": [run.to_data() for run in self.recurrent.values()],
         }

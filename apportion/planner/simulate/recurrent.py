@@ -1,0 +1,241 @@
+"""Simulated time of recurrent layers: one layer of each kind, forward and backward, from the plan's runs and folds.
+
+    rank    halo │ runs that are cut │ whole documents          │ outputs of runs with a past
+    wire                             │ states │ fold │ states │
+                                                 a rank's slots, in the order of their chains
+
+Work is FLOPs of the chunked form (chunks of 64 tokens: products inside a chunk, with the state, and of the delta rule's
+triangular solve), at `SHARE` of the rate of the hardware's linear layers; backward is `BACKWARD` times as much. Both
+are assumed; nothing was measured on a GPU. A run with a past of a delta kind carries K columns beside its V for its
+transition. An exchange lasts as long as its busiest link or NIC, a latency and two row operations; the states of all
+ranks leave together, once the last rank has summarised its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from apportion.ir.arrays import Bools, Floats, Ints
+from apportion.ir.plan.tables import Recurrence, Table
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.recurrent import Recurrent
+from apportion.ir.tensors import PHASES
+from apportion.planner.simulate.durations import Costs
+from apportion.planner.simulate.timeline import rounded
+
+CHUNK = 64  # tokens, of kernels
+SHARE = 0.35  # of the rate of linear layers: assumed, between .2 and .6
+BACKWARD = 2.5  # times the forward's FLOPs: assumed
+STEP_US = 2.0  # of a slot, behind the slot of its past: assumed
+_STATE_BYTES = 4  # of a number of a state: float32
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentRun:
+    """One layer of a recurrent kind in one phase. Times in microseconds.
+
+    ideal_us: the kernel alone on all tokens, whole documents, balanced by speed. kernel_us, summary_us: float64
+    [ranks], the kernel, and what transitions and outputs of runs with a past add. states_us: of the two exchanges.
+    bytes: between ranks, in all and of the rank that sends or receives most."""
+
+    kind: str
+    phase: str
+    makespan_us: float
+    ideal_us: float
+    kernel_us: Floats
+    summary_us: Floats
+    halo_us: float
+    states_us: tuple[float, float]
+    fold_us: float
+    bytes: int
+    max_rank_bytes: int
+
+    def to_data(self) -> dict[str, Any]:
+        parts = ("makespan_us", "ideal_us", "halo_us", "states_us", "fold_us")
+        ranks = {name: rounded(getattr(self, name)) for name in ("kernel_us", "summary_us")}
+        times = {name: rounded(getattr(self, name)) for name in parts}
+        sizes = {"bytes": {"total": self.bytes, "max_rank": self.max_rank_bytes}}
+        return {"kind": self.kind, "phase": self.phase, **times, **sizes, "ranks": ranks}
+
+
+def token_flops(kind: Recurrent) -> float:
+    """Of one token forward, without a past: a kernel in chunks."""
+    return _flops(kind, kind.value_dim)
+
+
+def past_flops(kind: Recurrent) -> float:
+    """What a token of a run with a past takes beyond: columns of the transition, the state's part of the output."""
+    output = 2.0 * kind.heads * kind.key_dim * kind.value_dim
+    columns = kind.value_dim + kind.key_dim
+    return output + (_flops(kind, columns) - _flops(kind, kind.value_dim) if kind.delta else 0.0)
+
+
+def _flops(kind: Recurrent, columns: int) -> float:
+    """columns: of a head's state."""
+    key = kind.key_dim
+    inside, state = 2 * CHUNK * (key + columns), 4 * key * columns
+    if kind.delta:
+        inside, state = inside + 2 * CHUNK * (2 * key + columns), state + 2 * key * columns
+    return float(kind.heads * (inside + state))
+
+
+def run_recurrent(
+    recurrence: Recurrence, kinds: Mapping[str, Recurrent], element_bytes: int, costs: Costs, cluster: Cluster
+) -> dict[tuple[str, str], RecurrentRun]:
+    """(kind, phase) -> the run, of `kinds` in the order of the plan. element_bytes: of the model's dtype."""
+    tables = _Tables.of(recurrence, cluster)
+    flop_us = float(costs.linear_us(np.int64(1))) / (2 * costs.linear_parameters) / SHARE
+    return {
+        (name, phase): _run(name, number, kind, phase, tables, element_bytes, flop_us, costs)
+        for number, (name, kind) in enumerate(kinds.items())
+        for phase in PHASES
+    }
+
+
+class _Tables(NamedTuple):
+    """What every kind and phase reads. tokens: int64 [3, ranks], of whole documents, of runs that lead and have no
+    past, of runs with a past. Of slots: rank: int64, that folds; leads, past: bool; depth: int64, slots before it."""
+
+    recurrence: Recurrence
+    cluster: Cluster
+    speeds: Floats
+    tokens: Ints
+    rank: Ints
+    leads: Bools
+    past: Bools
+    depth: Ints
+
+    @staticmethod
+    def of(recurrence: Recurrence, cluster: Cluster) -> _Tables:
+        runs, folds = recurrence["runs"], recurrence["folds"]
+        part = np.where(runs["past"] >= 0, 2, runs["leads"])
+        at = part * cluster.ranks + _ranks(runs)
+        tokens = np.bincount(at, runs["rows"], 3 * cluster.ranks).reshape(3, cluster.ranks)
+        rank = _ranks(folds)
+        past = folds["parent"] >= 0
+        before = folds.ptr[rank] + folds["parent"]
+        leads = np.zeros(len(folds), bool)
+        leads[before[past]] = True
+        speeds = np.asarray(cluster.speeds or np.ones(cluster.ranks), np.float64)
+        depth = _depths(np.where(past, before, -1))
+        return _Tables(recurrence, cluster, speeds, tokens.astype(np.int64), rank, leads, past, depth)
+
+
+def _ranks(table: Table) -> Ints:
+    """int64 [rows]: the rank that each row is of."""
+    return np.repeat(np.arange(table.ranks), np.diff(table.ptr))
+
+
+def _depths(parent: Ints) -> Ints:
+    """int64: how many each has before it, of itself. parent: -1 for none."""
+    depth, parent = (parent >= 0).astype(np.int64), parent.copy()
+    while (some := np.flatnonzero(parent >= 0)).size:
+        above = parent[some]
+        depth[some] += depth[above]
+        parent[some] = parent[above]
+    return depth
+
+
+def _run(
+    name: str,
+    number: int,
+    kind: Recurrent,
+    phase: str,
+    tables: _Tables,
+    element_bytes: int,
+    flop_us: float,
+    costs: Costs,
+) -> RecurrentRun:
+    cluster, speeds = tables.cluster, tables.speeds
+    us = flop_us * (1.0 if phase == "forward" else BACKWARD)
+    whole, first, later = (tokens * token_flops(kind) * us / speeds for tokens in tables.tokens)
+    summary = tables.tokens[2] * past_flops(kind) * us / speeds
+    halo = _halo(tables.recurrence["halo"], kind, element_bytes, costs, cluster)
+    there, back, fold = _states(tables, number, kind, phase, costs)
+    cut = halo.us + (first + later + summary) * (first + later > 0)
+    folded = float(cut.max()) + there.us + fold + back.us
+    done = np.maximum(cut + whole, folded * (later > 0))
+    even = float(tables.tokens.sum()) * token_flops(kind) * us / float(speeds.sum())
+    sent = halo.bytes + there.bytes + back.bytes
+    return RecurrentRun(
+        name,
+        phase,
+        float(done.max(initial=0.0)),
+        even,
+        whole + first + later,
+        summary,
+        halo.us,
+        (there.us, back.us),
+        fold,
+        int(sent[0].sum()),
+        int(sent.max(initial=0)),
+    )
+
+
+class _Exchange(NamedTuple):
+    """us: until the last rank has all. bytes: int64 [2, ranks], sent and received, to and from others."""
+
+    us: float
+    bytes: Ints
+
+
+def _states(
+    tables: _Tables, number: int, kind: Recurrent, phase: str, costs: Costs
+) -> tuple[_Exchange, _Exchange, float]:
+    """The exchange to the folding ranks, the one back, and the fold between them."""
+    folds, cluster = tables.recurrence["folds"], tables.cluster
+    own = np.flatnonzero(folds["kind"] == number)
+    holder, folder, heads = folds["peer"][own], tables.rank[own], folds["heads"][own]
+    past, leads = tables.past[own], tables.leads[own]
+    state, transition = _STATE_BYTES * kind.state_numbers, _STATE_BYTES * kind.transition_numbers
+    if phase == "forward":
+        out, in_ = state * leads + transition * (leads & past), state * past
+    else:
+        out, in_ = state * past, state * leads
+    there = _exchange(holder, folder, out * heads, costs, cluster)
+    back = _exchange(folder, holder, in_ * heads, costs, cluster)
+    if not len(own):
+        return there, back, 0.0
+    moved = np.bincount(folder, (2 * state + transition) * past * heads, cluster.ranks)
+    steps = np.zeros(cluster.ranks)
+    np.maximum.at(steps, folder, tables.depth[own])
+    return there, back, float((costs.moved_us(moved.astype(np.int64)) + STEP_US * steps).max())
+
+
+def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluster: Cluster) -> _Exchange:
+    """Before the convolution: the rows of the widest kind travel."""
+    if kind.conv <= 1:
+        return _Exchange(0.0, np.zeros((2, cluster.ranks), np.int64))
+    sends = np.flatnonzero(halo["send"] == 1)
+    sizes = halo["rows"][sends].astype(np.int64) * kind.conv_channels * element_bytes
+    return _exchange(_ranks(halo)[sends], halo["peer"][sends].astype(np.int64), sizes, costs, cluster)
+
+
+def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Exchange:
+    """int64 [n] each: from rank, to rank, bytes."""
+    ranks = cluster.ranks
+    away = (source != target) & (sizes > 0)
+    source, target, sizes = source[away], target[away], sizes[away]
+    sent = np.stack([np.bincount(end, sizes, ranks) for end in (source, target)]).astype(np.int64)
+    if not len(sizes):
+        return _Exchange(0.0, sent)
+    between = cluster.node_of(source) != cluster.node_of(target)
+    wires, latency = [0.0], cluster.intra_latency_us
+    for end in (source, target):
+        wires.append(np.bincount(end[~between], sizes[~between], ranks).max() / (cluster.intra_gbs * 1e3))
+        if between.any():
+            nics = cluster.nodes * cluster.nics_per_node
+            load = np.bincount(_nic(end[between], cluster), sizes[between], nics)
+            wires.append(load.max() / (cluster.inter_gbs * 1e3))
+            latency = max(latency, cluster.inter_latency_us)
+    packed = 2 * float(costs.rowop_us(np.int64(2 * sent.max())))
+    return _Exchange(float(max(wires)) + latency + packed, sent)
+
+
+def _nic(rank: Ints, cluster: Cluster) -> Ints:
+    local, per_node = rank % cluster.ranks_per_node, cluster.nics_per_node
+    return cluster.node_of(rank) * per_node + local * per_node // cluster.ranks_per_node

@@ -1,0 +1,125 @@
+"""A group of three recurrent layers and one of softmax, simulated: ours beside two ways in use.
+
+Run: python -m benchmarks.hybrid [WORKLOAD ...] [--ranks 8,64,256] [--json]. Gated DeltaNet as in Qwen3-Next-80B (32
+heads of 128 x 128, convolution of 4) and softmax of its sizes, 32K tokens a rank, H100s, eight a node; forward and
+backward. Without files of lengths: those of benchmarks and examples.
+
+    auto           one layout for all four layers; states of cut documents travel
+    all-to-all     softmax as `auto`; around each recurrent layer q, k, v, gates to whole sequences by heads, and back
+    converted      contiguous rows for recurrent layers, states travel; hidden states to the rows of softmax and back,
+                   which is the faster of `ring` and `megatron_hybrid`
+
+Recurrent kernels are priced at an assumed rate (`planner.simulate.recurrent`), the same for all three; `--share` is
+another. Rows are kept in benchmarks/results/hybrid.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from apportion.bench import Source
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.recurrent import Recurrent
+from apportion.ir.request.workload import lognormal_lengths, read_workload
+from apportion.planner import api
+from apportion.planner.cost import CostModel
+from apportion.planner.simulate import Simulation, simulate
+from apportion.planner.simulate import recurrent as prices
+from benchmarks.comparison import zeppelin
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/hybrid.json"
+TOKENS, HIDDEN, RECURRENT = 32768, 2048, 3
+KIND = Recurrent(heads=32, key_heads=16, key_dim=128, value_dim=128, conv=4, layers=RECURRENT)
+MODEL = Model(q_heads=16, kv_heads=2, head_dim=256, layers=1, recurrent={"linear_attention": KIND})
+Draw = Callable[[int], Batch]
+
+
+def loads() -> Iterator[tuple[str, Draw]]:
+    """(name, batch of so many tokens)."""
+    yield "log-normal", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens))
+    for name, file in (("source files", "code_lengths.json"), ("documents", "doc_lengths.json")):
+        yield name, of_file(ROOT / "examples" / file)
+    yield "GitHub (Zeppelin)", lambda tokens: zeppelin("github")(tokens, 0)
+    yield "short samples", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens, median=400, sigma=0.9))
+
+
+def of_file(path: Path) -> Draw:
+    return lambda tokens: Source(read_workload(path)).batch(tokens, 0)[0]
+
+
+def planned(batch: Batch, cluster: Cluster, recipe: str, hardware: Hardware) -> Simulation:
+    return simulate(api.plan(batch, cluster, MODEL, recipe=recipe, hardware=hardware, verify=False), hardware)
+
+
+def softmax_ms(found: Simulation) -> float:
+    return found.forward_ms + found.backward_ms
+
+
+def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[str, Any]:
+    """Milliseconds of a group, forward and backward."""
+    ours, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
+    other = min(softmax_ms(planned(batch, cluster, recipe, hardware)) for recipe in ("ring", "megatron_hybrid"))
+    costs = CostModel(hardware, MODEL)
+    whole = sum(run.ideal_us for run in ours.recurrent.values()) / 1e3
+    numbers = KIND.conv_channels + 2 * KIND.heads + KIND.heads * KIND.value_dim
+    heads_ms = 2 * all_to_all_ms(batch.tokens, numbers, cluster, costs)
+    convert_ms = 4 * all_to_all_ms(batch.tokens, HIDDEN, cluster, costs)
+    times = {
+        "auto": softmax_ms(ours) + RECURRENT * ours.recurrent_ms,
+        "all-to-all": softmax_ms(ours) + RECURRENT * (whole + heads_ms),
+        "converted": other + RECURRENT * contiguous.recurrent_ms + convert_ms,
+    }
+    parts = {
+        "recipe": ours.plan.report["search"]["recipe"],
+        "softmax_ms": softmax_ms(ours),
+        "recurrent_ms": ours.recurrent_ms,
+        "kernel_ms": whole,
+        "all_to_all_ms": heads_ms,
+        "convert_ms": convert_ms,
+        "softmax_converted_ms": other,
+        "recurrent_contiguous_ms": contiguous.recurrent_ms,
+    }
+    gains = {way: times[way] / times["auto"] for way in ("all-to-all", "converted")}
+    return {"lengths": name, "ranks": cluster.ranks, "ms": times, "gains": gains, **parts}
+
+
+def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel) -> float:
+    """Of rows of so many bf16 numbers, spread evenly over the ranks: every rank sends to every other."""
+    size = 2 * numbers * tokens / cluster.ranks
+    peers, node = cluster.ranks - 1, cluster.ranks_per_node
+    between = size * (cluster.ranks - node) / cluster.ranks / (cluster.inter_gbs_per_rank * 1e3)
+    inside = size * (node - 1) / cluster.ranks / (cluster.intra_gbs * 1e3)
+    latency = cluster.inter_latency_us if cluster.nodes > 1 else cluster.intra_latency_us
+    packed = 2 * float(costs.rowop_us(int(2 * size)))
+    return (max(between, inside) + latency + packed) / 1e3 if peers else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", type=Path)
+    parser.add_argument("--ranks", default="8,64,256")
+    parser.add_argument("--share", type=float, default=prices.SHARE)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    prices.SHARE, hardware, rows = args.share, Hardware.load("h100"), list[dict[str, Any]]()
+    for name, draw in [(path.stem, of_file(path)) for path in args.workloads] or [*loads()]:
+        for ranks in map(int, args.ranks.split(",")):
+            found = row(name, draw(ranks * TOKENS), replace(Cluster(), nodes=ranks // 8), hardware)
+            rows.append(found)
+            gains = ", ".join(f"{way} {gain:.2f}" for way, gain in found["gains"].items())
+            print(json.dumps(found) if args.json else f"{name:20} {ranks:4} {found['ms']['auto']:8.2f} ms; {gains}")
+    if not args.workloads and args.share == prices.SHARE:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
