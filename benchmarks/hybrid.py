@@ -31,8 +31,7 @@ from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.request.workload import lognormal_lengths, read_workload
 from apportion.planner import api
 from apportion.planner.cost import CostModel
-from apportion.planner.simulate import Simulation, simulate
-from apportion.planner.simulate import recurrent as prices
+from apportion.planner.simulate import Simulation, recurrent as prices, simulate
 from benchmarks.comparison import zeppelin
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +48,10 @@ def loads() -> Iterator[tuple[str, Draw]]:
     for name, file in (("source files", "code_lengths.json"), ("documents", "doc_lengths.json")):
         yield name, of_file(ROOT / "examples" / file)
     yield "GitHub (Zeppelin)", lambda tokens: zeppelin("github")(tokens, 0)
-    yield "short samples", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens, median=400, sigma=0.9))
+    yield (
+        "short samples",
+        lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens, median=400, sigma=0.9)),
+    )
 
 
 def of_file(path: Path) -> Draw:
@@ -67,7 +69,9 @@ def softmax_ms(found: Simulation) -> float:
 def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[str, Any]:
     """Milliseconds of a group, forward and backward."""
     ours, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
-    other = min(softmax_ms(planned(batch, cluster, recipe, hardware)) for recipe in ("ring", "megatron_hybrid"))
+    other = min(
+        softmax_ms(planned(batch, cluster, recipe, hardware)) for recipe in ("ring", "megatron_hybrid")
+    )
     costs = CostModel(hardware, MODEL)
     whole = sum(run.ideal_us for run in ours.recurrent.values()) / 1e3
     numbers = KIND.conv_channels + 2 * KIND.heads + KIND.heads * KIND.value_dim
@@ -104,7 +108,9 @@ def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workloads", nargs="*", type=Path)
     parser.add_argument("--ranks", default="8,64,256")
     parser.add_argument("--share", type=float, default=prices.SHARE)
@@ -116,7 +122,11 @@ def main() -> None:
             found = row(name, draw(ranks * TOKENS), replace(Cluster(), nodes=ranks // 8), hardware)
             rows.append(found)
             gains = ", ".join(f"{way} {gain:.2f}" for way, gain in found["gains"].items())
-            print(json.dumps(found) if args.json else f"{name:20} {ranks:4} {found['ms']['auto']:8.2f} ms; {gains}")
+            print(
+                json.dumps(found)
+                if args.json
+                else f"{name:20} {ranks:4} {found['ms']['auto']:8.2f} ms; {gains}"
+            )
     if not args.workloads and args.share == prices.SHARE:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 

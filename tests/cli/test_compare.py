@@ -43,7 +43,9 @@ def records(found: Comparison) -> list[dict[str, Any]]:
 
 
 def trial(total_ms: float) -> Trial:
-    return Trial({}, {"forward_ms": total_ms / 4, "backward_ms": 3 * total_ms / 4}, 1.0, None)
+    return Trial(
+        {}, {"forward_ms": total_ms / 4, "backward_ms": 3 * total_ms / 4, "recurrent_ms": 0.0}, 1.0, None
+    )
 
 
 def test_a_row_holds_what_plan_and_simulation_say() -> None:

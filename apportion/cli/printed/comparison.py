@@ -48,7 +48,6 @@ COLUMNS = (
     Column("recipe", lambda row: str(row["recipe"])),
     Column("forward\nms", lambda row: f"{row['forward_ms']:.2f}"),
     Column("backward\nms", lambda row: f"{row['backward_ms']:.2f}"),
-    Column("recurrent\nms", lambda row: f"{row['recurrent_ms']:.2f}", wide=True),
     Column("speed-up\n(min-max)", _speedup),
     Column("effi-\nciency", lambda row: f"{100 * row['efficiency']:.0f} %"),
     Column("attain-\ned", lambda row: f"{100 * row['of_attainable']:.0f} %", wide=True),
@@ -72,6 +71,10 @@ COLUMNS = (
     Column("remote pairs\n/ bound", lambda row: _gap(row, "remote_pairs_bytes"), wide=True),
     Column("slots\n/ bound", lambda row: _gap(row, "slots"), wide=True),
 )
+
+RECURRENT = Column(
+    "recurrent\nms", lambda row: f"{row['recurrent_ms']:.2f}"
+)  # of models that have such layers
 
 
 def comparison(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
@@ -100,6 +103,8 @@ def _headline(record: Record) -> str:
 def comparison_table(rows: Sequence[Record], wide: bool = False) -> Table:
     """One line a recipe."""
     columns = [column for column in COLUMNS if wide or not column.wide]
+    if any(row.get("recurrent_ms") for row in rows):
+        columns.insert(3, RECURRENT)
     titles = [column.title for column in columns]
     return table(titles, (comparison_cells(row, columns) for row in rows), ("recipe",))
 

@@ -88,7 +88,7 @@ def run_recurrent(
 ) -> dict[tuple[str, str], RecurrentRun]:
     """(kind, phase) -> the run, of `kinds` in the order of the plan. element_bytes: of the model's dtype."""
     tables = _Tables.of(recurrence, cluster)
-    flop_us = float(costs.linear_us(np.int64(1))) / (2 * costs.linear_parameters) / SHARE
+    flop_us = float(costs.linear_us(np.array(1))) / (2 * costs.linear_parameters) / SHARE
     return {
         (name, phase): _run(name, number, kind, phase, tables, element_bytes, flop_us, costs)
         for number, (name, kind) in enumerate(kinds.items())
@@ -232,7 +232,7 @@ def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cl
             load = np.bincount(_nic(end[between], cluster), sizes[between], nics)
             wires.append(load.max() / (cluster.inter_gbs * 1e3))
             latency = max(latency, cluster.inter_latency_us)
-    packed = 2 * float(costs.rowop_us(np.int64(2 * sent.max())))
+    packed = 2 * float(costs.rowop_us(np.array(2 * sent.max())))
     return _Exchange(float(max(wires)) + latency + packed, sent)
 
 
