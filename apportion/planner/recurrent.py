@@ -71,7 +71,8 @@ class Runs:
         opens = start == branches.starts[branch]
         begins = np.flatnonzero(changes(rank) | opens | (start != np.append(-1, stop[:-1])))
         rows = np.add.reduceat(stop - start, begins)
-        rank, row, token, branch, opens = (each[begins] for each in (rank, row, start, branch, opens))
+        rank, row, token, branch = (each[begins] for each in (rank, row, start, branch))
+        opens = opens[begins]
 
         by_token, parent = stable_order(token), branches.parent[branch]
         place = np.empty_like(by_token)

@@ -73,8 +73,8 @@ def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:
         if value:
             name = f"{phase}, one call of each kind, balanced and without communication"
             yield _figure(name, "ms", value, ideal[phase], value / ideal[phase] if ideal[phase] else None)
-    for (kind, phase), run in simulation.recurrent.items():
-        value, bound = run.makespan_us / 1e3, run.ideal_us / 1e3
+    for (kind, phase), layer in simulation.recurrent.items():
+        value, bound = layer.makespan_us / 1e3, layer.ideal_us / 1e3
         yield _figure(f"{phase}, a layer of {kind}, recurrent", "ms", value, bound, value / bound)
     for key, held in simulation.plan.report["bounds"].items():
         name, unit = _BOUNDS.get(key, (key, "count"))

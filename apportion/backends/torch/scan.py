@@ -26,7 +26,7 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.recurrence import Group, RankRecurrence, fold_op, halo_op, recurrence_of
 
 
-class Rows(NamedTuple):
+class RecurrentRows(NamedTuple):
     """q, k [rows, key heads, K], v [rows, heads, V], g [rows, heads] or [rows, heads, K], beta [rows, heads] or
     None."""
 
@@ -36,11 +36,11 @@ class Rows(NamedTuple):
     g: Tensor
     beta: Tensor | None
 
-    def of(self, group: Group) -> Rows:
-        return Rows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
+    def of(self, group: Group) -> RecurrentRows:
+        return RecurrentRows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
 
 
-def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: Rows, scale: float) -> Tensor:
+def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: RecurrentRows, scale: float) -> Tensor:
     """o [rows, heads, V], 0 for padding; differentiable. A collective."""
     own, v = recurrence_of(handle, kind, rows.v.device), rows.v
     layer, wide = own.layer, accumulator_dtype(v.dtype)
@@ -82,7 +82,7 @@ def _transition_dims(own: RankRecurrence) -> int:
 
 
 def _run(
-    kernel: Kernel, rows: Rows, group: Group, scale: float, state: Tensor | None = None
+    kernel: Kernel, rows: RecurrentRows, group: Group, scale: float, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [rows, heads, V] of a group's rows, and the last state of each run."""
     given = {name: x[None] for name, x in rows._asdict().items() if x is not None}
@@ -92,7 +92,7 @@ def _run(
 
 
 def _summary(
-    own: RankRecurrence, kernel: Kernel, rows: Rows, scale: float
+    own: RankRecurrence, kernel: Kernel, rows: RecurrentRows, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of the middle runs o' [rows, heads, V], Q' [rows, heads, K], U and M."""
     layer, group, v = own.layer, own.middle, rows.v

@@ -176,7 +176,7 @@ def _run(
     )
 
 
-class _Exchange(NamedTuple):
+class _Wire(NamedTuple):
     """us: until the last rank has all. bytes: int64 [2, ranks], sent and received, to and from others."""
 
     us: float
@@ -185,7 +185,7 @@ class _Exchange(NamedTuple):
 
 def _states(
     tables: _Tables, number: int, kind: Recurrent, phase: str, costs: Costs
-) -> tuple[_Exchange, _Exchange, float]:
+) -> tuple[_Wire, _Wire, float]:
     """The exchange to the folding ranks, the one back, and the fold between them."""
     folds, cluster = tables.recurrence["folds"], tables.cluster
     own = np.flatnonzero(folds["kind"] == number)
@@ -206,23 +206,23 @@ def _states(
     return there, back, float((costs.moved_us(moved.astype(np.int64)) + STEP_US * steps).max())
 
 
-def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluster: Cluster) -> _Exchange:
+def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluster: Cluster) -> _Wire:
     """Before the convolution: the rows of the widest kind travel."""
     if kind.conv <= 1:
-        return _Exchange(0.0, np.zeros((2, cluster.ranks), np.int64))
+        return _Wire(0.0, np.zeros((2, cluster.ranks), np.int64))
     sends = np.flatnonzero(halo["send"] == 1)
     sizes = halo["rows"][sends].astype(np.int64) * kind.conv_channels * element_bytes
     return _exchange(_ranks(halo)[sends], halo["peer"][sends].astype(np.int64), sizes, costs, cluster)
 
 
-def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Exchange:
+def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Wire:
     """int64 [n] each: from rank, to rank, bytes."""
     ranks = cluster.ranks
     away = (source != target) & (sizes > 0)
     source, target, sizes = source[away], target[away], sizes[away]
     sent = np.stack([np.bincount(end, sizes, ranks) for end in (source, target)]).astype(np.int64)
     if not len(sizes):
-        return _Exchange(0.0, sent)
+        return _Wire(0.0, sent)
     between = cluster.node_of(source) != cluster.node_of(target)
     wires, latency = [0.0], cluster.intra_latency_us
     for end in (source, target):
@@ -233,7 +233,7 @@ def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cl
             wires.append(load.max() / (cluster.inter_gbs * 1e3))
             latency = max(latency, cluster.inter_latency_us)
     packed = 2 * float(costs.rowop_us(np.array(2 * sent.max())))
-    return _Exchange(float(max(wires)) + latency + packed, sent)
+    return _Wire(float(max(wires)) + latency + packed, sent)
 
 
 def _nic(rank: Ints, cluster: Cluster) -> Ints:

@@ -16,7 +16,7 @@ from torch import Tensor
 from apportion.backends.torch.autograd import check_shape
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.recurrent import Kernel, choose_kernel
-from apportion.backends.torch.scan import Rows, conv, scan
+from apportion.backends.torch.scan import RecurrentRows, conv, scan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import suggestion
 from apportion.ir.request.recurrent import Recurrent
@@ -58,8 +58,11 @@ def planned_scan(
     """
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
-    rows = Rows(
-        *(_unbatched(each, x, batched) for each, x in zip(Rows._fields, (q, k, v, g, beta), strict=True))
+    rows = RecurrentRows(
+        *(
+            _unbatched(each, x, batched)
+            for each, x in zip(RecurrentRows._fields, (q, k, v, g, beta), strict=True)
+        )
     )
     _check_rows(handle, layer, rows)
     found = kernel or choose_kernel(layer.gate, layer.delta, v.device)
@@ -128,7 +131,7 @@ def _unbatched(name: str, x: Tensor | None, batched: bool) -> Tensor:
     return x[0]
 
 
-def _check_rows(handle: PlanHandle, layer: Recurrent, rows: Rows) -> None:
+def _check_rows(handle: PlanHandle, layer: Recurrent, rows: RecurrentRows) -> None:
     count, channels = handle.padded_rows, (layer.key_dim,) if layer.gate == "diagonal" else ()
     wanted = {
         "q": (count, layer.shared_heads, layer.key_dim),
