@@ -4,7 +4,8 @@
 
 Every mutant that is accepted runs on the executor on numpy, in float64, forward and backward, and its outputs are held
 against those of the plan that it was made of. Walks from plan to plan: an accepted mutant is what the next one is made
-of. Plans of many recipes are taken in turn. Exit status 1 where an accepted mutant computes something else, or where
+of. Plans of many recipes are taken in turn; of those with recurrent layers the tables of these are changed, and theirs
+are the outputs. Exit status 1 where an accepted mutant computes something else, or where
 the verifier raises. Of those refused it counts the rules named first, and those whose place is no rank.
 """
 
@@ -21,17 +22,20 @@ from typing import Any
 
 import numpy as np
 
-from apportion.backends import numpy as executor
+from apportion.backends import numpy as executor, recurrent
 from apportion.backends.numpy import Arrays, Heads
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
 from apportion.ir.isa import TABLES, TASK_LIST, Op
+from apportion.ir.masks import specs as masks
 from apportion.ir.plan.ops import LIST_OF_OP, LISTS
-from apportion.ir.plan.tables import ProgramSet, Table
+from apportion.ir.plan.tables import ProgramSet, Recurrence, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.request.recurrent import Recurrent
+from apportion.ir.request.sequences import Sequence as Sample
 from apportion.ir.verify import check
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe, with_block
@@ -103,11 +107,30 @@ def plans(ranks: Sequence[int] = (4, 8), names: Sequence[str] = RECIPES) -> Iter
                 continue
 
 
+def recurrent_plans(names: Sequence[str] = ("fcp", "blend", "zeppelin", "usp")) -> Iterator[tuple[str, Plan]]:
+    """(recipe, plan) of a model with recurrent layers: trees, packs, runs shorter than a halo."""
+    kinds = {
+        "delta": Recurrent(heads=3, key_dim=2, value_dim=1, conv=4),
+        "plain": Recurrent(heads=2, key_dim=1, value_dim=2, delta=False, conv=2),
+    }
+    model = Model(q_heads=8, kv_heads=8, head_dim=2, hidden=16, layers=1, dtype="fp64", recurrent=kinds)
+    tree = Sample(40, masks.tree([[-1, 12], [0, 9], [0, 11], [2, 3], [2, 5]]))
+    batch = Batch.from_sequences([tree, Sample(30, masks.documents([9, 19, 2])), Sample(50), Sample(1)])
+    for name in names:
+        for cluster in (Cluster(1, 3), Cluster(2, 4)):
+            try:
+                yield name, api.plan(batch, cluster, model, name)
+            except ApportionError:
+                continue
+
+
 # ---------------------------------------------------------------------------------------------- mutations
 
 
 def mutate(rng: random.Random, plan: Plan) -> tuple[str, Plan]:
-    """One program changed in one to three places; what was done."""
+    """One program changed in one to three places, or the tables of recurrent layers; what was done."""
+    if plan.recurrence is not None:
+        return _mutate_recurrence(rng, plan, dict(plan.recurrence.tables))
     key = rng.choice(sorted(plan.programs))
     tables = dict(plan.programs[key].tables)
     done = []
@@ -121,13 +144,22 @@ def mutate(rng: random.Random, plan: Plan) -> tuple[str, Plan]:
     return "; ".join(done), replace(plan, programs={**plan.programs, key: ProgramSet(tables)}, sections=None)
 
 
+def _mutate_recurrence(rng: random.Random, plan: Plan, tables: dict[str, Table]) -> tuple[str, Plan]:
+    done = []
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        name = rng.choice([name for name, table in tables.items() if len(table)])
+        what, tables[name] = _change(rng, name, tables[name])
+        done.append(what)
+    return "; ".join(done), replace(plan, recurrence=Recurrence(tables), sections=None)
+
+
 def _change(rng: random.Random, name: str, table: Table) -> tuple[str, Table]:
-    columns = {one: np.array(table[one], np.int64) for one in TABLES[name]}
+    columns = {one: np.array(table[one], np.int64) for one in table.names}
     ptr, row = np.array(table.ptr, np.int64), rng.randrange(len(table))
     rank = int(np.searchsorted(ptr, row, side="right")) - 1
     other, chance = rng.randrange(int(ptr[rank]), int(ptr[rank + 1])), rng.random()
     if chance < 0.6:
-        one = rng.choice(TABLES[name])
+        one = rng.choice(table.names)
         values = columns[one]
         before = int(values[row])
         values[row] = rng.choice(
@@ -210,7 +242,9 @@ class Weights:
 
 
 def outputs(plan: Plan) -> list[Floats]:
-    """O, LSE and all gradients of a plan's kinds. Raises what executing raises."""
+    """O, LSE and all gradients of a plan's kinds, or of its recurrent ones. Raises what executing raises."""
+    if plan.recurrence is not None:
+        return _recurrent_outputs(plan)
     model, tokens, draw = plan.request.model, plan.request.batch.tokens, np.random.default_rng(0)
     q, do = (draw.normal(size=(tokens, model.q_heads, width)) for width in (model.head_dim, model.value_dim))
     k, v = (draw.normal(size=(tokens, model.kv_heads, width)) for width in (model.head_dim, model.value_dim))
@@ -224,6 +258,20 @@ def outputs(plan: Plan) -> list[Floats]:
     for kind in plan.header.kinds:
         o, lse, saved = executor.forward(plan, kind, given, layer)
         found += [o, lse, *(one for one in executor.backward(plan, kind, saved, do) if one is not None)]
+    return found
+
+
+def _recurrent_outputs(plan: Plan) -> list[Floats]:
+    draw, tokens, found = np.random.default_rng(0), plan.request.batch.tokens, list[Floats]()
+    for name, kind in plan.header.recurrent.items():
+        given = recurrent.Inputs(
+            draw.normal(size=(tokens, kind.conv_channels)) / 2,
+            draw.uniform(0.8, 1, size=(tokens, kind.heads)),
+            draw.uniform(0, 0.5, size=(tokens, kind.heads)) if kind.delta else None,
+            draw.normal(size=(kind.conv_channels, kind.conv)),
+        )
+        do = draw.normal(size=(tokens, kind.heads, kind.value_dim))
+        found += [one for one in recurrent.run(plan, name, given, do) if one is not None]
     return found
 
 
@@ -278,6 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     begin = list(plans([int(one) for one in asked.ranks.split(",")], asked.recipes.split(",")))
+    begin += recurrent_plans()
     result = fuzz(begin, asked.count, asked.seed)
     data = result.to_data()
     print(

@@ -38,6 +38,7 @@ from apportion.ir.plan.tables import Layout, Move, ProgramSet, Table, empty_tabl
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
+from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.verify import check
 from apportion.planner import api
 from benchmarks.fuzz_judge import repaired
@@ -297,6 +298,7 @@ def change_request(rng: random.Random, sections: Sections) -> Sections:
 
 def _some_table(rng: random.Random, plan: Plan) -> Table:
     tables = [layout.spans for layout in plan.layouts.values()] + [move.table for move in plan.moves]
+    tables += [] if plan.recurrence is None else list(plan.recurrence.tables.values()) * 8
     found = rng.choice(tables + [table for p in plan.programs.values() for table in p.tables.values()])
     object.__setattr__(found, "values", found.values.astype(np.int64))
     return found
@@ -411,6 +413,7 @@ def golden_plans() -> list[Plan]:
     return [Plan.decode(path.read_bytes()) for path in sorted(GOLDEN.glob("*.plan"))]
 
 
+RECURRENT: tuple[dict[str, Recurrent], ...] = ({}, {"d": Recurrent(2, 4, 4, conv=3), "e": Recurrent(1, 2, 2)})
 KINDS = {"a": masks.causal(), "b": masks.bands([]), "c": masks.sliding_window(9)}
 
 
@@ -423,7 +426,9 @@ def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
     for name in recipes:
         for lengths in ([3], [40, 24, 9]):
             for kinds in (KINDS, {"a": KINDS["a"]}):
-                model = Model(q_heads=4, kv_heads=4, head_dim=8, hidden=32, layers=1)
+                model = Model(
+                    q_heads=4, kv_heads=4, head_dim=8, hidden=32, layers=1, recurrent=RECURRENT[name == "usp"]
+                )
                 try:
                     yield api.plan(Batch.from_lengths(lengths, kinds), Cluster(2, 2), model, name)
                 except ApportionError:
@@ -439,7 +444,8 @@ def one_rank(plans: Sequence[Plan]) -> list[Plan]:
         moves = tuple(Move(move.source, move.target, move.table.rank(0)) for move in plan.moves)
         request = replace(plan.request, cluster=Cluster(1, 1))
         header = replace(plan.header, ranks=1)
-        found.append(codec.seal(Plan(header, request, layouts, programs, moves, plan.report)))
+        recurrence = plan.recurrence and plan.recurrence.rank(0)
+        found.append(codec.seal(Plan(header, request, layouts, programs, moves, plan.report, recurrence)))
     return found
 
 

@@ -59,33 +59,32 @@ class Runs:
         """Of a layout of a batch. Raises ConfigError where its masks give no order."""
         branches, spans = batch.branches(), layout.spans
         order = np.lexsort((spans["row"], spans.rank_of_row()))
-        at, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
+        begin, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
         low = branches.of(token)
         count = branches.of(token + length - 1) - low + 1
         span, branch = group_of(count), np.repeat(low, count) + within(count)
         end_of = np.append(branches.starts[1:], batch.tokens)
         start = np.maximum(token[span], branches.starts[branch])
         stop = np.minimum((token + length)[span], end_of[branch])
-        rank, row = spans.rank_of_row()[span], at[span] + start - token[span]
-
+        rank, row = spans.rank_of_row()[span], begin[span] + start - token[span]
         opens = start == branches.starts[branch]
         begins = np.flatnonzero(changes(rank) | opens | (start != np.append(-1, stop[:-1])))
         rows = np.add.reduceat(stop - start, begins)
-        rank, row, token, branch = (each[begins] for each in (rank, row, start, branch))
-        opens = opens[begins]
+        rank, row, first, opens = (each[begins] for each in (rank, row, start, opens))
+        branch = branch[begins]
 
-        by_token, parent = stable_order(token), branches.parent[branch]
+        by_token, parent = stable_order(first), branches.parent[branch]
         place = np.empty_like(by_token)
-        place[by_token] = np.arange(len(token))
-        before = np.where(opens, np.searchsorted(token[by_token], end_of[parent]), place) - 1
+        place[by_token] = np.arange(len(first))
+        before = np.where(opens, np.searchsorted(first[by_token], end_of[parent]), place) - 1
         return Runs(
             np.searchsorted(rank, np.arange(spans.ranks + 1)),
             rank,
             row,
             rows,
-            token,
-            np.searchsorted(batch.starts, token, "right") - 1,
-            branches.position[branch] + token - branches.starts[branch],
+            first,
+            np.searchsorted(batch.starts, first, "right") - 1,
+            branches.position[branch] + first - branches.starts[branch],
             np.where(opens & (parent < 0), NONE, by_token[before]),
             branches.roots()[branch],
         )

@@ -9,7 +9,17 @@ from typing import Any
 
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import DecodeError, VersionError
-from apportion.ir.isa import ALL_TO_ALL, FORMAT, OP_NAMES, RESULTS, SPAN_COLUMNS, TABLES, VERSION, Op
+from apportion.ir.isa import (
+    ALL_TO_ALL,
+    FORMAT,
+    OP_NAMES,
+    RECURRENCE_TABLES,
+    RESULTS,
+    SPAN_COLUMNS,
+    TABLES,
+    VERSION,
+    Op,
+)
 from apportion.ir.tensors import PHASES, TENSOR_NAMES
 from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Form, Operand, Row
 from tests.support.text_draft import DraftProgram, TextDraft
@@ -33,6 +43,11 @@ _LAYOUT = re.compile(rf"{_NAME}\s*:(.*)", re.ASCII)
 _MOVE = re.compile(rf"{_NAME}\s*->\s*{_NAME}\s*:(.*)", re.ASCII)
 _PROGRAM = re.compile(rf"{_NAME}\s+(\w+)", re.ASCII)
 _SPAN = re.compile(r"\s+".join(f"{name}={_INT}" for name in SPAN_COLUMNS), re.ASCII)
+_RECURRENT = re.compile(rf"({'|'.join(RECURRENCE_TABLES)})\s*:(.*)", re.ASCII)
+_RECURRENT_ROWS = {
+    name: re.compile(r"\s+".join(rf"{column}=(-?\d{{1,15}})" for column in columns), re.ASCII)
+    for name, columns in RECURRENCE_TABLES.items()
+}
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
@@ -61,6 +76,7 @@ class _Reader:
             "rank": self.read_rank,
             "layout": self.read_layout,
             "move": self.read_move,
+            "recurrent": self.read_recurrent,
             "program": self.read_program,
             "arenas": self.read_arenas,
             "operands": self.read_operands,
@@ -162,6 +178,15 @@ class _Reader:
             rows.append((int(way == "send"), *map(int, numbers)))
         pair = self.unquote(found[1]), self.unquote(found[2])
         self.draft.moves.setdefault(pair, {}).setdefault(self.in_rank(), []).extend(rows)
+
+    def read_recurrent(self, rest: str) -> None:
+        found = self.match(_RECURRENT, rest, "'recurrent table: column=… column=…; …'")
+        pattern, expected = (
+            _RECURRENT_ROWS[found[1]],
+            " ".join(f"{one}=…" for one in RECURRENCE_TABLES[found[1]]),
+        )
+        rows = [tuple(map(int, self.match(pattern, row, expected).groups())) for row in _split(found[2], ";")]
+        self.draft.recurrent[found[1]].setdefault(self.in_rank(), []).extend(rows)
 
     def unquote(self, name: str) -> str:
         try:

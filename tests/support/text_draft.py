@@ -13,9 +13,9 @@ import numpy as np
 from apportion.ir.bytes import codec, wire
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError, DecodeError
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION
 from apportion.ir.plan import plain, wellformed
-from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, Table
+from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Recurrence, Request, Table
 from apportion.ir.tensors import HEADLESS, PHASES, Space, Tensor
 from apportion.ir.text.words import NONE, Operand, Row
 
@@ -74,6 +74,9 @@ class TextDraft:
     spans: dict[str, dict[int, list[Row]]] = field(default_factory=dict)
     moves: dict[tuple[str, str], dict[int, list[Row]]] = field(default_factory=dict)
     programs: dict[tuple[str, str], dict[int, DraftProgram]] = field(default_factory=dict)
+    recurrent: dict[str, dict[int, list[Row]]] = field(
+        default_factory=lambda: {name: {} for name in RECURRENCE_TABLES}
+    )
 
     def plan(self) -> Plan:
         request = self.request()
@@ -96,8 +99,18 @@ class TextDraft:
             {name: layout.spans for name, layout in layouts.items()},
             {key: program.tables for key, program in programs.items()},
             {(move.source, move.target): move.table for move in moves},
+            recurrence := self.recurrence(header),
         )
-        return self.seal(Plan(header, request, layouts, programs, moves, self.report()))
+        return self.seal(Plan(header, request, layouts, programs, moves, self.report(), recurrence))
+
+    def recurrence(self, header: Header) -> Recurrence | None:
+        if not header.recurrent and any(self.recurrent.values()):
+            raise DecodeError("recurrent: the header has no recurrent kinds")
+        tables = {
+            name: _table(self.recurrent[name], columns, header.ranks)
+            for name, columns in RECURRENCE_TABLES.items()
+        }
+        return Recurrence(tables) if header.recurrent else None
 
     def request(self) -> Request:
         if "request" not in self.json:
@@ -128,6 +141,7 @@ class TextDraft:
             "v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim,
             "dtype": model.dtype,
             "sent_gradients": model.sent_gradients,
+            "recurrent": {kind: held.to_data() for kind, held in model.recurrent.items()},
             "phases": [phase for phase in PHASES if phase in {phase for _, phase in self.programs}],
         }
         try:

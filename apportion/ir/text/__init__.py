@@ -9,6 +9,7 @@
     rank 0
     layout attention: row=0 token=0 length=8 sequence=0 position=0; row=8 …
     move attention -> linear: send 1 row=0 rows=4; receive 1 row=4 rows=4
+    recurrent runs: row=0 rows=8 sequence=0 position=0 peer=0 past=-1 leads=1; row=8 …
     program default forward
       arenas KV 8x2, O 8x4                      may be left out: as large as what is used
       operands none, Q.home[0:8), …             only where the order is not that of first use

@@ -86,6 +86,9 @@ def _rank_lines(plan: PlanTables, rank: int) -> Iterator[str]:
         rows = _move_rows(move.table.rank(rank))
         if rows:
             yield f"move {_name(move.source)} -> {_name(move.target)}: {'; '.join(rows)}"
+    for name, table in ({} if plan.recurrence is None else plan.recurrence.rank(rank).tables).items():
+        if len(table):
+            yield f"recurrent {name}: {'; '.join(_pairs(table, table.names))}"
     for (kind, phase), programs in plan.programs.items():
         yield f"program {_name(kind)} {phase}"
         yield from ("  " + line for line in _program_lines(programs.rank(rank)))

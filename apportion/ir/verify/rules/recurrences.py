@@ -35,8 +35,8 @@ def check(subject: Subject) -> Iterator[Violation]:
         return
     runs = recurrence["runs"]
     token = _tokens(subject.homes, branches, runs)
-    if isinstance(token, str):
-        yield Violation(RULE, None, None, None, None, token)
+    if isinstance(token, Violation):
+        yield token
         return
     wrong = list(_runs(subject, branches, runs, token))
     yield from wrong
@@ -56,7 +56,7 @@ def _violation(name: str, table: Table, row: int, message: str) -> Violation:
 # ---- runs
 
 
-def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | str:
+def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
     """int64 [runs]: the first token of each; or what is wrong where they are not all home rows, cut as they must be."""
     by_token = np.argsort(homes.tokens)
     tokens, starts = homes.tokens[by_token], homes.starts[:-1][by_token]
@@ -67,12 +67,14 @@ def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | str:
     ends = np.zeros_like(homes.rows)
     np.maximum.at(ends, runs.rank_of_row(), runs.wide("row") + runs["rows"])
     for rank in np.flatnonzero(ends != homes.rows).tolist():
-        return f"rank {rank}: its runs end at row {ends[rank]}, it has {homes.rows[rank]}"
+        message = f"its runs end at row {ends[rank]}, it has {homes.rows[rank]}"
+        return Violation(RULE, rank, None, None, None, message)
     if not np.array_equal(due, have):
         differ = np.setxor1d(due, have)[0]
         where = int(np.searchsorted(homes.first, differ, "right")) - 1
         what = "no run begins" if differ in due else "a run begins"
-        return f"rank {where}: {what} at row {differ - homes.first[where]}"
+        message = f"{what} at row {differ - homes.first[where]}"
+        return Violation(RULE, where, None, None, None, message)
     at = np.searchsorted(homes.starts, have, "right") - 1
     found: Ints = homes.tokens[at] + have - homes.starts[at]
     return found
@@ -142,10 +144,14 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
     last = np.roll(opens, -1)
     full = ends[last] == heads[kind[order][last]]
     found = np.stack([kind[order], run[order]])[:, last][:, full]
-    wanted = np.stack([np.repeat(np.arange(len(heads)), len(cut)), np.tile(cut, len(heads))])
-    if not np.array_equal(found, wanted):
-        message = "folds do not have all heads of all runs of documents that are cut, and of no others"
-        yield Violation(RULE, None, None, None, None, message)
+    have, wanted = (
+        found[0] * len(runs) + found[1],
+        np.add.outer(np.arange(len(heads)) * len(runs), cut).ravel(),
+    )
+    for number in np.setxor1d(have, wanted).tolist():
+        kind, at = divmod(number, len(runs))
+        what = "are not all in a slot" if number in wanted else "are in slots, but its document is not cut"
+        yield _violation("runs", runs, at, f"has heads that {what}, of recurrent kind {kind}")
 
 
 def _states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:

@@ -1,0 +1,349 @@
+"""Recurrent layers of a plan in float64 on numpy, all ranks in one process. Slow and simple; others are tested against
+it.
+
+    from apportion.backends import recurrent
+
+    found = recurrent.run(plan, "linear", recurrent.Inputs(x, decay, beta, weight), do)     # tensors in token order
+    found.o, found.dx, found.ddecay, found.dbeta, found.dweight
+
+    x ──convolution over halo and run──► q, k, v ──U, M of runs ──folds──► states that come in──► o
+
+The state S [K, V] of a head is first decayed, row by row, and then takes a token in: with delta it becomes
+S + k ⊗ beta (v - kᵀ S), else S + k ⊗ v; the output is qᵀ S. In shapes T are the tokens, H the heads, K and V the widths
+of a head, C the channels: q and k of all key heads, then v of all heads. Head h reads key head h // (H / key heads).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from apportion.ir.arrays import Floats
+from apportion.ir.errors import ExecutionError, UnknownNameError
+from apportion.ir.isa import RECURRENCE_TABLES
+from apportion.ir.plan.tables import Table
+from apportion.ir.request.recurrent import Recurrent, widest_halo
+
+if TYPE_CHECKING:
+    from apportion.ir.bytes.codec import Plan  # which loads compiled loops; executing has none
+
+#: of a rank, a run or a slot: (rank, number)
+Place = tuple[int, int]
+Row = dict[str, int]
+OfRuns = dict[Place, Floats]
+
+
+class Inputs(NamedTuple):
+    """Of one kind: x [T, C]; decay [T, H], or [T, H, K] of a diagonal gate; beta [T, H], of a kind with delta; weight
+    [C, width] of a convolution, whose last column is that of the token itself."""
+
+    x: Floats
+    decay: Floats
+    beta: Floats | None = None
+    weight: Floats | None = None
+
+
+class Outputs(NamedTuple):
+    """o [T, H, V]; where its gradient is given, those of the inputs, shaped as these and None where they are."""
+
+    o: Floats
+    dx: Floats | None = None
+    ddecay: Floats | None = None
+    dbeta: Floats | None = None
+    dweight: Floats | None = None
+
+
+class Tokens(NamedTuple):
+    """Of a run of n tokens q, k [n, H, K], v [n, H, V], decay [n, H, 1 or K], beta [n, H]; or gradients of these."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+    decay: Floats
+    beta: Floats
+
+
+def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outputs:
+    """Forward, and backward where the output's gradient `do` [T, H, V] is given. Raises UnknownNameError for a kind
+    that the plan does not have, ExecutionError for a plan whose ranks do not meet."""
+    if kind not in plan.header.recurrent:
+        known = ", ".join(plan.header.recurrent) or "no recurrent layers"
+        raise UnknownNameError("kind", kind, f"the plan has {known}", "name one of these")
+    layer = _Layer(plan, kind)
+    try:
+        return layer(given, do)
+    except KeyError as error:
+        raise ExecutionError(
+            f"recurrent kind {kind}: a state of {error} is read that nobody brings"
+        ) from error
+
+
+class _Layer:
+    """The tables of one kind. Home rows of all ranks are one axis, rank after rank.
+
+    order: int64 [T], the token of each row. rows: of each run. before: of each run, int64 [halo], the rows that the
+    convolution reads before it, -1 where there is none. later, leading: runs with a past, and those that others have as
+    theirs. pairs: a run, its slot, and the heads of both. parents: of each slot; (rank, -1): it has none.
+    """
+
+    def __init__(self, plan: Plan, kind: str) -> None:
+        assert plan.recurrence is not None
+        layout, ranks = plan.layout(plan.header.home_layout), range(plan.header.ranks)
+        number = [*plan.header.recurrent].index(kind)
+        first = (np.cumsum(layout.rows_per_rank) - layout.rows_per_rank).tolist()
+        self.kind = plan.header.recurrent[kind]
+        self.order = np.concatenate([layout.tokens(rank) for rank in ranks])
+        runs, folds, states, halo = (_rows(plan.recurrence[name]) for name in RECURRENCE_TABLES)
+        self.rows = {run: _span(row, first[run[0]]) for run, row in runs.items()}
+        self.later = {run for run, row in runs.items() if row["past"] >= 0}
+        self.leading = {run for run, row in runs.items() if row["leads"]}
+
+        slots = {place: row for place, row in folds.items() if row["kind"] == number}
+        self.parents = {slot: (slot[0], row["parent"]) for slot, row in slots.items()}
+        sent = {place: row for place, row in states.items() if row["kind"] == number}
+        self.pairs = [
+            ((place[0], sent[place]["run"]), slot, slice(row["head"], row["head"] + row["heads"]))
+            for place, slot in _met(sent, slots)
+            for row in [_alike(sent[place], slots[slot], ("run", "head", "heads"))]
+        ]
+        width = widest_halo(plan.header.recurrent)
+        halos = [np.full(len(plan.recurrence["runs"].rank(rank)) * width, -1) for rank in ranks]
+        leaves, arrives = (
+            {place: row for place, row in halo.items() if row["send"] == way} for way in (1, 0)
+        )
+        for place, target in _met(leaves, arrives):
+            row = _alike(leaves[place], arrives[target], ("rows",))
+            rows = _span(row, first[place[0]])
+            halos[target[0]][_span(arrives[target], 0)] = np.arange(rows.start, rows.stop)
+        ends = {(rank, n): (n + 1) * width for rank, n in runs}
+        self.before = {run: halos[run[0]][end - self.kind.halo : end] for run, end in ends.items()}
+
+    def __call__(self, given: Inputs, do: Floats | None) -> Outputs:
+        """As `run`."""
+        _check(self.kind, given, do, len(self.order))
+        x, decay = given.x[self.order], given.decay[self.order]
+        beta = np.ones(decay.shape[:2]) if given.beta is None else given.beta[self.order]
+        decay = decay.reshape(*decay.shape[:2], -1)
+        padded = {run: self._padded(x, run) for run in self.rows}
+        tokens = {
+            run: Tokens(*self._convolved(padded[run], given.weight), decay[rows], beta[rows])
+            for run, rows in self.rows.items()
+        }
+        transitions = self._to_slots(
+            {run: transition(self.kind, tokens[run]) for run in self.later & self.leading}
+        )
+        states = self._states(tokens, transitions)
+        o = self._whole({run: scan(self.kind, one, states[run])[0] for run, one in tokens.items()})
+        if do is None:
+            return Outputs(o)
+        grads = self._gradients(tokens, transitions, states, do[self.order])
+        dx = np.zeros_like(x)
+        weights = []
+        for run, grad in grads.items():
+            dpadded, of_weight = self._convolved_grad(padded[run], given.weight, grad)
+            there = self.before[run] >= 0
+            np.add.at(dx, self.before[run][there], dpadded[: self.kind.halo][there])
+            dx[self.rows[run]] += dpadded[self.kind.halo :]
+            weights.append(of_weight)
+        ddecay = self._whole({run: grad.decay for run, grad in grads.items()})
+        dbeta = self._whole({run: grad.beta for run, grad in grads.items()})
+        return Outputs(
+            o,
+            self._in_order(dx),
+            ddecay.reshape(given.decay.shape),
+            None if given.beta is None else dbeta,
+            None if given.weight is None else np.sum(weights, axis=0),
+        )
+
+    # ---- rows
+
+    def _whole(self, parts: OfRuns) -> Floats:
+        """[T, ...] in token order, of the rows of each run."""
+        return self._in_order(np.concatenate([*parts.values()]))
+
+    def _in_order(self, rows: Floats) -> Floats:
+        found = np.empty_like(rows)
+        found[self.order] = rows
+        return found
+
+    def _padded(self, x: Floats, run: Place) -> Floats:
+        before = self.before[run]
+        return np.concatenate([np.where(before[:, None] < 0, 0.0, x[before]), x[self.rows[run]]])
+
+    def _convolved(self, padded: Floats, weight: Floats | None) -> tuple[Floats, Floats, Floats]:
+        """q, k and v of a run, with heads as those of v."""
+        kind, rows = self.kind, len(padded) - self.kind.halo
+        if weight is not None and kind.halo:
+            padded = np.sum([padded[n : n + rows] * weight[:, n] for n in range(kind.conv)], axis=0)
+        keys = kind.shared_heads * kind.key_dim
+        q, k, v = np.split(padded, [keys, 2 * keys], axis=1)
+        shared = (one.reshape(rows, kind.shared_heads, kind.key_dim) for one in (q, k))
+        wide = (np.repeat(one, kind.heads // kind.shared_heads, axis=1) for one in shared)
+        return next(wide), next(wide), v.reshape(rows, kind.heads, kind.value_dim)
+
+    def _convolved_grad(self, padded: Floats, weight: Floats | None, grad: Tokens) -> tuple[Floats, Floats]:
+        """Of the padded rows, and of the weight."""
+        kind, rows = self.kind, len(grad.q)
+        groups = (rows, kind.shared_heads, -1, kind.key_dim)
+        dq, dk = (one.reshape(groups).sum(axis=2).reshape(rows, -1) for one in (grad.q, grad.k))
+        d = np.concatenate([dq, dk, grad.v.reshape(rows, -1)], axis=1)
+        if weight is None or not kind.halo:
+            return d, np.zeros(())
+        dpadded = np.zeros_like(padded)
+        for n in range(kind.conv):
+            dpadded[n : n + rows] += d * weight[:, n]
+        return dpadded, np.stack([(padded[n : n + rows] * d).sum(axis=0) for n in range(kind.conv)], axis=1)
+
+    # ---- states
+
+    def _states(self, tokens: Mapping[Place, Tokens], transitions: OfRuns) -> OfRuns:
+        """The state [H, K, V] that comes into each run."""
+        zero = np.zeros((self.kind.heads, self.kind.key_dim, self.kind.value_dim))
+        sums = self._to_slots({run: scan(self.kind, tokens[run], zero)[1] for run in self.leading})
+        comes, leaves = OfRuns(), OfRuns()
+        for slot, parent in self.parents.items():
+            if parent[1] >= 0:
+                comes[slot] = leaves[parent]
+            if slot in sums:
+                leaves[slot] = sums[slot]
+            if slot in transitions:
+                leaves[slot] = sums[slot] + transitions[slot] @ comes[slot]
+        return self._to_runs(comes, self.later, zero)
+
+    def _gradients(
+        self, tokens: Mapping[Place, Tokens], transitions: OfRuns, states: OfRuns, do: Floats
+    ) -> dict[Place, Tokens]:
+        """Of what each run's recurrence takes."""
+        zero = np.zeros((self.kind.heads, self.kind.key_dim, self.kind.value_dim))
+        own = {run: (tokens[run], states[run], do[rows]) for run, rows in self.rows.items()}
+        comes = self._to_slots({run: scan_grad(self.kind, *own[run], zero)[1] for run in self.later})
+        leaves: OfRuns = dict.fromkeys(self.parents, np.zeros(()))
+        for slot, parent in reversed(self.parents.items()):
+            if parent[1] >= 0:
+                leaves[parent] = leaves[parent] + comes[slot]
+            if slot in transitions:
+                leaves[parent] = leaves[parent] + transitions[slot].mT @ leaves[slot]
+        ended = self._to_runs(leaves, self.leading, zero)
+        return {run: scan_grad(self.kind, *one, ended[run])[0] for run, one in own.items()}
+
+    def _to_slots(self, given: OfRuns) -> OfRuns:
+        """The heads of these runs in their slots."""
+        return {slot: given[run][heads] for run, slot, heads in self.pairs if run in given}
+
+    def _to_runs(self, given: OfRuns, runs: set[Place], zero: Floats) -> OfRuns:
+        """What slots have for `runs`; `zero` for others."""
+        found = {run: np.full_like(zero, np.nan) if run in runs else zero for run in self.rows}
+        for run, slot, heads in self.pairs:
+            if run in runs:
+                found[run][heads] = given[slot]
+        return found
+
+
+def scan(kind: Recurrent, tokens: Tokens, state: Floats) -> tuple[Floats, Floats, list[Floats]]:
+    """o [n, H, V] of a run behind a state [H, K, V], the state that it leaves, and those that its tokens found."""
+    o, found = np.empty_like(tokens.v), []
+    for n, (q, k, v, decay, beta) in enumerate(zip(*tokens, strict=True)):
+        found.append(state)
+        state = decay[..., None] * state
+        taken = beta[:, None] * (v - _through(k, state)) if kind.delta else v
+        state = state + k[..., None] * taken[:, None]
+        o[n] = _through(q, state)
+    return o, state, found
+
+
+def transition(kind: Recurrent, tokens: Tokens) -> Floats:
+    """M [H, K, K] of a run: what it leaves of the state before it."""
+    one = np.eye(kind.key_dim)
+    found = np.broadcast_to(one, (kind.heads, *one.shape))
+    for k, decay, beta in zip(tokens.k, tokens.decay, tokens.beta, strict=True):
+        found = decay[..., None] * found
+        if kind.delta:
+            found = found - beta[:, None, None] * k[..., None] * _through(k, found)[:, None]
+    return found
+
+
+def scan_grad(
+    kind: Recurrent, tokens: Tokens, state: Floats, do: Floats, ended: Floats
+) -> tuple[Tokens, Floats]:
+    """The gradients of a run's tokens and of the state before it, of those of its output and of the state that it
+    leaves, [H, K, V]."""
+    grads = Tokens(*(np.zeros_like(one) for one in tokens))
+    found = scan(kind, tokens, state)[2]
+    for n in reversed(range(len(do))):
+        q, k, v, decay, beta = (one[n] for one in tokens)
+        decayed = decay[..., None] * found[n]
+        missed = v - _through(k, decayed)
+        taken = beta[:, None] * missed if kind.delta else v
+        grads.q[n] = np.einsum("hkv,hv->hk", decayed + k[..., None] * taken[:, None], do[n])
+        ended = ended + q[..., None] * do[n][:, None]
+        grads.k[n], dtaken = np.einsum("hkv,hv->hk", ended, taken), _through(k, ended)
+        grads.v[n] = beta[:, None] * dtaken if kind.delta else dtaken
+        if kind.delta:
+            grads.beta[n] = (dtaken * missed).sum(axis=1)
+            grads.k[n] -= np.einsum("hkv,hv->hk", decayed, grads.v[n])
+            ended = ended - k[..., None] * grads.v[n][:, None]
+        of_rows = (ended * found[n]).sum(axis=2)
+        grads.decay[n] = of_rows if decay.shape[1] > 1 else of_rows.sum(axis=1, keepdims=True)
+        ended = decay[..., None] * ended
+    return grads, ended
+
+
+def _through(k: Floats, state: Floats) -> Floats:
+    """kᵀ S: [H, V] of [H, K] and [H, K, V]."""
+    found: Floats = np.einsum("hk,hkv->hv", k, state)
+    return found
+
+
+def _check(kind: Recurrent, given: Inputs, do: Floats | None, tokens: int) -> None:
+    """Raises ExecutionError where an array has another shape than the kind's."""
+    decays = (kind.key_dim,) if kind.gate == "diagonal" else ()
+    shapes = {
+        "x": (tokens, kind.conv_channels),
+        "decay": (tokens, kind.heads, *decays),
+        "beta": (tokens, kind.heads) if kind.delta else (),
+        "weight": (kind.conv_channels, kind.conv) if kind.halo else (),
+    }
+    for (name, shape), array in zip(shapes.items(), given, strict=True):
+        held = () if array is None else array.shape
+        if held != shape:
+            raise ExecutionError(f"{name} has shape {held or None}; the plan is for {shape or None}")
+    if do is not None and do.shape != (tokens, kind.heads, kind.value_dim):
+        raise ExecutionError(f"do has shape {np.shape(do)}; the plan is for that of the output")
+
+
+# ---- tables
+
+
+def _rows(table: Table) -> dict[Place, Row]:
+    """The rows of all ranks by rank and number."""
+    ranks, ptr = table.rank_of_row().tolist(), table.ptr.tolist()
+    rows = (dict(zip(table.names, row, strict=True)) for row in table.values.T.tolist())
+    return {(rank, n - ptr[rank]): row for n, (rank, row) in enumerate(zip(ranks, rows, strict=True))}
+
+
+def _span(row: Row, first: int) -> slice:
+    return slice(first + row["row"], first + row["row"] + row["rows"])
+
+
+def _met(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[Place, Place]]:
+    """The k-th row from i to j beside the k-th on j from i. Raises ExecutionError where one has none."""
+    mail = defaultdict[Place, deque[Place]](deque)
+    for place, row in sent.items():
+        mail[place[0], row["peer"]].append(place)
+    for place, row in due.items():
+        if not mail[row["peer"], place[0]]:
+            raise ExecutionError(f"rank {place[0]}, row {place[1]}: rank {row['peer']} sends nothing for it")
+        yield mail[row["peer"], place[0]].popleft(), place
+    for (rank, peer), left in mail.items():
+        for _ in left:
+            raise ExecutionError(f"rank {rank} sends what rank {peer} does not receive")
+
+
+def _alike(sent: Row, due: Row, names: Sequence[str]) -> Row:
+    """What is sent. Raises ExecutionError where it is something else than is due."""
+    if any(sent[name] != due[name] for name in names):
+        raise ExecutionError(f"{due} receives {sent}")
+    return sent

@@ -1,0 +1,143 @@
+"""Recurrent layers of plans on numpy: what one process computes token by token, whatever ranks hold the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.backends import recurrent
+from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
+from apportion.ir.plan.tables import Recurrence, Table
+from apportion.ir.request.recurrent import Recurrent
+from tests.support.recurrences import dense, predecessors, random_inputs
+
+KINDS = {
+    "gated_delta": Recurrent(heads=4, key_dim=3, value_dim=2, key_heads=2, conv=4),
+    "gated_linear": Recurrent(heads=5, key_dim=2, value_dim=2, gate="diagonal", delta=False, conv=2),
+    "kimi_delta": Recurrent(heads=3, key_dim=2, value_dim=3, gate="diagonal", conv=3),
+    "mamba": Recurrent(heads=2, key_dim=2, value_dim=2, delta=False),
+}
+MODEL = ap.Model(q_heads=4, kv_heads=4, head_dim=8, recurrent=KINDS)
+BATCH = ap.Batch.from_sequences(
+    [
+        ap.Sequence(26, ap.masks.tree([[-1, 10], [0, 5], [0, 7], [2, 2], [2, 2]])),
+        ap.Sequence(20, ap.masks.documents([5, 11, 3, 1])),
+        ap.Sequence(24, ap.masks.shared_question(10, [8, 5, 1])),
+        ap.Sequence(40),
+        ap.Sequence(1),
+    ]
+)
+
+
+def plan_of(recipe: str, model: ap.Model = MODEL, batch: ap.Batch = BATCH) -> ap.Plan:
+    return ap.plan(batch, ap.Cluster(nodes=2, ranks_per_node=2), model, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["fcp", "blend", "ulysses", "usp", "zeppelin"])
+def test_what_one_process_computes(recipe: str) -> None:
+    plan, before = plan_of(recipe), predecessors(BATCH)
+    for seed, (name, kind) in enumerate(KINDS.items()):
+        given, do = random_inputs(kind, BATCH.tokens, seed)
+        for found, wanted in zip(
+            recurrent.run(plan, name, given, do), dense(kind, before, given, do), strict=True
+        ):
+            assert (found is None) == (wanted is None)
+            assert found is None or np.allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_gradients_are_those_of_the_output() -> None:
+    """Along a random direction, against a difference of two outputs."""
+    plan = plan_of("blend")
+    for name, kind in KINDS.items():
+        given, do = random_inputs(kind, BATCH.tokens)
+        found, step = recurrent.run(plan, name, given, do), 1e-5
+        way = [
+            None if one is None else np.random.default_rng(n).normal(size=one.shape)
+            for n, one in enumerate(given)
+        ]
+        ends = [
+            recurrent.run(
+                plan,
+                name,
+                recurrent.Inputs(
+                    *(
+                        a if a is None or b is None else a + sign * step * b
+                        for a, b in zip(given, way, strict=True)
+                    )
+                ),
+            ).o
+            for sign in (1, -1)
+        ]
+        slope = sum(
+            float((a * b).sum())
+            for a, b in zip(found[1:], way, strict=True)
+            if a is not None and b is not None
+        )
+        assert np.isclose(((ends[0] - ends[1]) * do).sum() / (2 * step), slope, rtol=1e-6)
+
+
+def test_a_kind_that_the_plan_does_not_have() -> None:
+    given, _ = random_inputs(KINDS["mamba"], BATCH.tokens)
+    with pytest.raises(UnknownNameError, match="no recurrent layers"):
+        recurrent.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", given)
+
+
+def changed(plan: ap.Plan, name: str, edit: Any) -> ap.Plan:
+    """The plan with other columns of one table."""
+    assert plan.recurrence is not None
+    table = plan.recurrence[name]
+    columns = {key: np.array(column) for key, column in table.columns.items()}
+    edit(columns)
+    recurrence = Recurrence({**plan.recurrence.tables, name: Table.of(table.ptr, columns)})
+    return replace(plan, recurrence=recurrence, sections=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "words"),
+    [
+        ("states", lambda c: c["peer"].__setitem__(0, 3 - c["peer"][0]), "sends|receives"),
+        ("states", lambda c: c["head"].__setitem__(0, 1), "receives"),
+        ("halo", lambda c: c["rows"].__setitem__(0, 2), "receives"),
+        ("runs", lambda c: c["leads"].__imul__(0), "nobody brings"),
+    ],
+)
+def test_ranks_that_do_not_meet(name: str, edit: Any, words: str) -> None:
+    given, _ = random_inputs(KINDS["gated_delta"], BATCH.tokens)
+    with pytest.raises(ExecutionError, match=words):
+        recurrent.run(changed(plan_of("blend"), name, edit), "gated_delta", given)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ap.masks.full(),
+        ap.masks.prefix_lm(3),
+        ap.masks.sliding_window(3, 1),
+        ap.masks.image_spans([[1, 3]]),
+        ap.masks.bands([[0, 5, 0, 5, 0, 9]]),
+        ap.masks.documents([16], ap.masks.full()),
+    ],
+    ids=lambda mask: type(mask).__name__,
+)
+def test_masks_without_an_order_are_refused(mask: ap.masks.Mask) -> None:
+    with pytest.raises(ConfigError, match="no order for the model's recurrent layers"):
+        plan_of("blend", batch=ap.Batch.from_lengths([16], mask))
+
+
+def test_kinds_that_disagree_on_the_order_are_refused() -> None:
+    """Trees of the same positions and labels."""
+    nodes = [[-1, 5], [0, 3], [0, 3], [1, 2], [2, 2], [1, 2], [2, 2]]
+    turned = [[-1, 5], [0, 3], [0, 3], [2, 2], [1, 2], [1, 2], [2, 2]]
+    masks = {"a": ap.masks.tree(nodes), "b": ap.masks.tree(turned)}
+    assert ap.Batch.from_lengths([19], masks).tokens == 19
+    with pytest.raises(ConfigError, match="disagree on what follows what"):
+        plan_of("blend", batch=ap.Batch.from_lengths([19], masks))
+
+
+def test_names_of_recurrent_and_attention_kinds_differ() -> None:
+    with pytest.raises(ConfigError, match=r"model.recurrent = 'default': is an attention kind too"):
+        plan_of("blend", replace(MODEL, recurrent={"default": KINDS["mamba"]}))

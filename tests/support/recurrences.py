@@ -1,0 +1,100 @@
+"""Recurrent layers token by token in numpy, without a plan: what every backend must reproduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.backends.recurrent import Inputs, Outputs
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.recurrent import Recurrent
+
+Array = NDArray[Any]
+
+
+def predecessors(batch: Batch) -> list[int]:
+    """Of each token the one before it, or -1."""
+    branches = batch.branches()
+    ends = np.append(branches.starts[1:], batch.tokens) - 1
+    before = np.arange(batch.tokens) - 1
+    before[branches.starts] = np.where(branches.parent < 0, -1, ends[branches.parent])
+    return [int(token) for token in before]
+
+
+def random_inputs(kind: Recurrent, tokens: int, seed: int = 0) -> tuple[Inputs, Array]:
+    """Inputs, and a gradient of the output."""
+    draw = np.random.default_rng(seed)
+    decays = (tokens, kind.heads) if kind.gate == "scalar" else (tokens, kind.heads, kind.key_dim)
+    given = Inputs(
+        draw.normal(size=(tokens, kind.conv_channels)) / 2,
+        draw.uniform(0.8, 1, decays),
+        draw.uniform(0, 1, (tokens, kind.heads)) if kind.delta else None,
+        draw.normal(size=(kind.conv_channels, kind.conv)) / 2 if kind.halo else None,
+    )
+    return given, draw.normal(size=(tokens, kind.heads, kind.value_dim))
+
+
+def dense(kind: Recurrent, before: list[int], given: Inputs, do: Array) -> Outputs:
+    """`before`: of each token the one before it, an earlier one, or -1."""
+    tokens, keys, groups = len(before), kind.shared_heads * kind.key_dim, kind.heads // kind.shared_heads
+    weight = np.ones((kind.conv_channels, 1)) if given.weight is None else given.weight
+    reads = [[*_path(before, token, weight.shape[1])] for token in range(tokens)]
+    x = np.stack([sum(weight[:, -1 - age] * given.x[one] for age, one in enumerate(read)) for read in reads])
+    q, k = (
+        np.repeat(one.reshape(tokens, -1, kind.key_dim), groups, axis=1)
+        for one in (x[:, :keys], x[:, keys : 2 * keys])
+    )
+    v = x[:, 2 * keys :].reshape(tokens, kind.heads, -1)
+    decay = given.decay.reshape(tokens, kind.heads, -1, 1)
+    zero = np.zeros((kind.heads, kind.key_dim, kind.value_dim))
+    states, decayed, missed, taken, o = ([*[zero] * tokens] for _ in range(5))
+    for t, last in enumerate(before):
+        decayed[t] = decay[t] * (states[last] if last >= 0 else zero)
+        missed[t] = v[t] - np.einsum("hk,hkv->hv", k[t], decayed[t])
+        taken[t] = v[t] if given.beta is None else given.beta[t, :, None] * missed[t]
+        states[t] = decayed[t] + np.einsum("hk,hv->hkv", k[t], taken[t])
+        o[t] = np.einsum("hk,hkv->hv", q[t], states[t])
+
+    dstate = [zero] * tokens
+    dq, dk, dv, dgate, dbeta = (np.zeros_like(one) for one in (q, k, v, decay, v[..., 0]))
+    for t in reversed(range(tokens)):
+        dstate[t] = dstate[t] + np.einsum("hk,hv->hkv", q[t], do[t])
+        dq[t] = np.einsum("hkv,hv->hk", states[t], do[t])
+        dk[t] = np.einsum("hkv,hv->hk", dstate[t], taken[t])
+        dv[t] = np.einsum("hk,hkv->hv", k[t], dstate[t])
+        ddecayed = dstate[t]
+        if given.beta is not None:
+            dbeta[t] = (dv[t] * missed[t]).sum(axis=1)
+            dv[t] *= given.beta[t, :, None]
+            dk[t] -= np.einsum("hkv,hv->hk", decayed[t], dv[t])
+            ddecayed = ddecayed - np.einsum("hk,hv->hkv", k[t], dv[t])
+        if before[t] >= 0:
+            of_rows = (ddecayed * states[before[t]]).sum(axis=2, keepdims=True)
+            dgate[t] = of_rows if decay.shape[2] > 1 else of_rows.sum(axis=1, keepdims=True)
+            dstate[before[t]] = dstate[before[t]] + decay[t] * ddecayed
+
+    shared = (one.reshape(tokens, -1, groups, kind.key_dim).sum(axis=2) for one in (dq, dk))
+    dmade = np.concatenate([one.reshape(tokens, -1) for one in (*shared, dv)], axis=1)
+    dx, dweight = np.zeros_like(given.x), np.zeros_like(weight)
+    for t, read in enumerate(reads):
+        for age, one in enumerate(read):
+            dx[one] += weight[:, -1 - age] * dmade[t]
+            dweight[:, -1 - age] += dmade[t] * given.x[one]
+    return Outputs(
+        np.stack(o),
+        dx,
+        dgate.reshape(given.decay.shape),
+        None if given.beta is None else dbeta,
+        None if given.weight is None else dweight,
+    )
+
+
+def _path(before: list[int], token: int, most: int) -> list[int]:
+    """The token and those before it, `most` at most."""
+    found: list[int] = []
+    while token >= 0 and len(found) < most:
+        found.append(token)
+        token = before[token]
+    return found
