@@ -11,8 +11,9 @@ import pytest
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
-from apportion.ir.request.hf_config import check_dense, head_fields, masks_of, model_of
+from apportion.ir.request.hf_config import check_dense, head_fields, masks_of, model_of, windows_of
 from apportion.ir.request.model import Model
+from apportion.ir.request.recurrent import Recurrent
 
 LLAMA = """{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
   "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}"""
@@ -184,17 +185,99 @@ def test_what_cannot_be_planned_is_named(config: dict[str, Any], named: str) -> 
         model_of(config)
 
 
+LINEAR = {
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+GATED, MAMBA = (
+    (32, 128, 128, 16),
+    {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 8},
+)
+#: fields beside those of a Llama -> layers of attention, the recurrence
+HYBRIDS: dict[str, tuple[dict[str, Any], int, Recurrent]] = {
+    "qwen3_next": ({**LINEAR, "full_attention_interval": 4}, 8, Recurrent(*GATED, conv=4, layers=24)),
+    "qwen3_5_text": (
+        {"layer_types": ["linear_attention", "full_attention"] * 16}, 16, Recurrent(*GATED, conv=4, layers=16),
+    ),
+    "qwen3_5_moe_text": ({"linear_conv_kernel_dim": 2}, 8, Recurrent(*GATED, conv=2, layers=24)),
+    "olmo_hybrid": ({}, 8, Recurrent(32, 96, 192, conv=4, layers=24)),
+    "kimi_linear": (
+        {
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7],
+                "head_dim": 64, "num_heads": 16, "short_conv_kernel_size": 3,
+            },
+            "num_hidden_layers": 8,
+        },
+        2,
+        Recurrent(16, 64, 64, gate="diagonal", conv=3, layers=6),
+    ),
+    "bailing_hybrid": (
+        {"layer_group_size": 8, "head_dim": 96},
+        4,
+        Recurrent(32, 96, 96, gate="diagonal", conv=4, layers=28),
+    ),
+    "nemotron_h": (
+        {
+            "hybrid_override_pattern": "M-M*-ME", "num_hidden_layers": 7, "mamba_num_heads": 16, "mamba_head_dim": 32,
+            "n_groups": 4, "ssm_state_size": 64, "conv_kernel": 4, "attention_head_dim": 128,
+        },
+        1,
+        Recurrent(16, 64, 32, 4, delta=False, conv=4, layers=3),
+    ),
+    "granitemoehybrid": (
+        {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 8, **MAMBA},
+        8,
+        Recurrent(128, 128, 64, 8, delta=False, conv=4, layers=24),
+    ),
+    "bamba": (
+        {"attn_layer_indices": [3, 9], "mamba_d_head": "auto", "mamba_d_conv": 3},
+        2,
+        Recurrent(128, 256, 64, 1, delta=False, conv=3, layers=30),
+    ),
+    "falcon_h1": ({}, 32, Recurrent(128, 256, 8, 1, delta=False, conv=4, layers=32)),
+    "minimax": ({}, 16, Recurrent(32, 128, 128, delta=False, layers=16)),
+    "minimax_m1": (
+        {"attn_type_list": [0] * 7 + [1], "num_hidden_layers": 8}, 1, Recurrent(32, 128, 128, delta=False, layers=7),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrent_layers_are_read(kind: str) -> None:
+    fields, layers, recurrent = HYBRIDS[kind]
+    data = changed(LLAMA, model_type=kind, **fields)
+    found = model_of(data)
+    assert (found.layers, found.recurrent) == (layers, {"linear_attention": recurrent})
+    assert masks_of(data) is None
+    windows = windows_of(data)
+    assert (len(windows), windows.count(-1)) == (data["num_hidden_layers"], layers)
+
+
+def test_hybrids_say_where_attention_is() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^layer_types = None: which layers of a nemotron_h have attention"
+    ):
+        model_of(changed(LLAMA, model_type="nemotron_h"))
+    with pytest.raises(ConfigError, match=r"^layer_types = '32 layers': no layer has softmax attention"):
+        model_of(changed(LLAMA, model_type="granitemoehybrid", layer_types=["mamba"] * 32))
+    with pytest.raises(ConfigError, match=r"^layers_block_type = 'gru': layers of this type are not planned"):
+        model_of(changed(LLAMA, model_type="nemotron_h", layers_block_type=["gru"] * 32))
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
     [
-        ("qwen3_next", "full_attention_interval", 4),
-        ("kimi_linear", "linear_attn_config", {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]}),
-        ("nemotron_h", "hybrid_override_pattern", "M-M-M-M*-M-M-M-M-M*-M-"),
-        ("minimax_m1", "attn_type_list", [0, 0, 0, 0, 0, 0, 0, 1]),
+        ("qwen5", "full_attention_interval", 4),
+        ("kimi", "linear_attn_config", {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]}),
+        ("nemotron", "hybrid_override_pattern", "M-M-M-M*-M-M-M-M-M*-M-"),
+        ("minimax_m2", "attn_type_list", [0, 0, 0, 0, 0, 0, 0, 1]),
         ("jamba", "attn_layer_period", 8),
         ("recurrent_gemma", "block_types", ["recurrent", "recurrent", "attention"]),
         ("zamba2", "layers_block_type", ["mamba", "hybrid"]),
-        ("falcon_h1", "mamba_d_state", 256),
+        ("falcon_h2", "mamba_d_state", 256),
         ("mamba", "state_size", 16),
         ("lfm2", "conv_L_cache", 3),
         ("minicpm", "sparse_config", {"topk": 64}),
@@ -223,7 +306,7 @@ def test_layers_that_are_no_plain_softmax_attention_are_refused(
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_next", "qwen3_5", "mimo_v2_flash", "longcat_flash", "jetmoe", "xlstm"]
+    "kind", ["qwen4_exp", "jamba", "mamba2", "mimo_v2_flash", "longcat_flash", "jetmoe", "xlstm"]
 )
 def test_types_of_such_layers_are_refused_where_no_field_tells(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"^model_type = '{kind}'"):

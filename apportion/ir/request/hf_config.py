@@ -17,15 +17,20 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
 from apportion.ir.request.hf_fields import (
+    BOTH,
     CHUNKED,
     FULL,
+    SLIDING,
+    SLIDING_WINDOW,
     WINDOW_OF,
+    attention_types,
     count,
     layer_types,
     model_fields,
     text_config,
 )
 from apportion.ir.request.hf_layers import words
+from apportion.ir.request.hf_recurrent import recurrent_kinds
 from apportion.ir.request.model import Model
 
 # What a dense layer has at most of these.
@@ -36,7 +41,7 @@ _SPARSE = MappingProxyType({**_EXPERTS, "q_lora_rank": 0, "kv_lora_rank": 0})
 def model_of(config: Mapping[str, Any]) -> Model:
     """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
     is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
-    return Model(**model_fields(config))
+    return Model(**model_fields(config), recurrent=recurrent_kinds(config))
 
 
 def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
@@ -51,7 +56,7 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
     for field in filter(ahead.__getitem__, ahead):
         rule = "tokens see what comes after them, by a rule of the model's own"
         raise ConfigError(field, text[field], rule, "give masks= to the loader, --mask to a command")
-    found = {kind: _mask(text, kind) for kind in sorted(set(layer_types(text)))}
+    found = {kind: _mask(text, kind) for kind in sorted(set(attention_types(text)))}
     if len(found) > 1:
         return found
     (only,) = found.values()
@@ -59,11 +64,11 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
 
 
 def windows_of(config: Mapping[str, Any]) -> list[int | None]:
-    """Of each layer how many tokens a row sees up to itself: -1 without a limit, None in layers of chunks. Raises
-    ConfigError."""
+    """Of each layer how many tokens a row sees up to itself: -1 without a limit, None in layers of chunks and without
+    attention. Raises ConfigError."""
     text = text_config(config)
-    fixed = {FULL: -1, CHUNKED: None}
-    return [fixed[kind] if kind in fixed else count(text, WINDOW_OF[kind]) for kind in layer_types(text)]
+    fixed = {FULL: -1, BOTH: -1}
+    return [count(text, SLIDING_WINDOW) if kind == SLIDING else fixed.get(kind) for kind in layer_types(text)]
 
 
 def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:

@@ -12,15 +12,19 @@ from typing import Any, TypedDict
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, mapping, sequence, suggestion
-from apportion.ir.request.hf_layers import check_layers, table, words
+from apportion.ir.request.hf_layers import check_layers, recurrence_of, table, words
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR = "linear_attention"  # a recurrence
+BOTH = "hybrid"  # attention and a recurrence, beside one another
 SLIDING_WINDOW = "sliding_window"
 WINDOW_OF = MappingProxyType({SLIDING: SLIDING_WINDOW, CHUNKED: "attention_chunk_size"})
 _MAX_SIZE = 2**24
 _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"})
 # Of layer types, by their name before transformers 5, or in GPT-Neo.
-_LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING})
+_LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING, "mamba": LINEAR})
+_NEITHER = ("mlp", "moe")  # layers of Nemotron-H without tokens' mixing
+_PATTERN = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})  # of hybrid_override_pattern
 
 
 def is_config(data: Any) -> bool:
@@ -50,7 +54,7 @@ def model_fields(config: Mapping[str, Any]) -> ModelFields:
     is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
     text = text_config(config)
     heads, hidden = count(text, "num_attention_heads"), count(text, "hidden_size")
-    kinds = Counter(layer_types(text))
+    kinds = Counter(attention_types(text))
     kv_heads, head_dim, v_head_dim = _widths(text, heads, hidden)
     return {
         "q_heads": heads,
@@ -135,9 +139,24 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return _DTYPES[name]
 
 
+def attention_types(text: Mapping[str, Any]) -> list[str]:
+    """Lists the type of each layer with attention. Raises ConfigError where one is not planned or not known, and where
+    there is none."""
+    types = layer_types(text)
+    found = [FULL if kind == BOTH else kind for kind in types if kind not in (LINEAR, *_NEITHER)]
+    if not found:
+        rule = "no layer has softmax attention"
+        raise ConfigError("layer_types", f"{len(types)} layers", rule, "train it without context parallelism")
+    return found
+
+
 def layer_types(text: Mapping[str, Any]) -> list[str]:
     """Lists the type of each layer. Raises ConfigError where one is not planned or not known."""
-    layers, (name, listed) = count(text, "num_hidden_layers"), field_value(text, "layer_types")
+    name, listed = _listed(text)
+    told = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(listed, list)
+    layers = (
+        count(text, "num_hidden_layers") if told else len(listed)
+    )  # Nemotron-H says it by the types alone
     found = (
         _inferred(text, layers)
         if listed is None
@@ -146,16 +165,74 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
     if len(found) != layers:
         rule = f"there must be one for each of the {layers} layers"
         raise ConfigError(name, f"{len(found)} types", rule, "correct the config")
+    planned: tuple[str, ...] = (FULL, SLIDING, CHUNKED)
+    if recurrence_of(text["model_type"]) is not None:
+        planned += (LINEAR, BOTH, *_NEITHER)
     for kind in found:
-        if kind not in (FULL, SLIDING, CHUNKED):
-            remedy = f"there is {FULL}, {SLIDING}, {CHUNKED}; write a model file for the layers that are"
+        if kind not in planned:
+            remedy = f"there is {', '.join(planned)}; write a model file for the layers that are"
             raise ConfigError(name, kind, "layers of this type are not planned", remedy)
+    return found
+
+
+def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
+    """The field that says the type of each layer, and the types; None where none does."""
+    name, listed = field_value(text, "layer_types")
+    if listed is not None or recurrence_of(text["model_type"]) is None:
+        return name, listed
+    for name in ("layers_block_type", "hybrid_override_pattern", "attn_type_list", "attn_layer_indices"):
+        if (found := text.get(name)) is not None:
+            break
+    else:
+        return _kimi(text)
+    if name == "hybrid_override_pattern":
+        return name, [_PATTERN.get(kind, kind) for kind in str(found)]
+    if name == "attn_type_list":  # of MiniMax
+        return name, [FULL if kind else LINEAR for kind in sequence(name, found)]
+    if name == "attn_layer_indices":  # of Bamba
+        attends = {*sequence(name, found)}
+        layers = count(text, "num_hidden_layers")
+        return name, [FULL if number in attends else LINEAR for number in range(layers)]
+    return name, found
+
+
+def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
+    """As `_listed`, of Kimi Linear's own files, which count layers from 1."""
+    held = mapping("linear_attn_config", text.get("linear_attn_config") or {})
+    if "full_attn_layers" not in held:
+        return "layer_types", None
+    full = {*sequence("full_attn_layers", held["full_attn_layers"])}
+    layers = count(text, "num_hidden_layers")
+    return "linear_attn_config", [FULL if number + 1 in full else LINEAR for number in range(layers)]
+
+
+def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
+    """What the configuration class of a type with recurrent layers makes where the file does not say their types."""
+    kind, numbers = text["model_type"], range(layers)
+    if kind == "falcon_h1":
+        return [BOTH] * layers
+    if kind == "minimax":
+        return [LINEAR if number % 2 else FULL for number in numbers]
+    if kind == "kimi_linear":
+        return [LINEAR if number % 4 or not number else FULL for number in numbers]
+    every = next(
+        (field for field in ("full_attention_interval", "layer_group_size") if text.get(field)), None
+    )
+    if every is None:
+        rule = f"which layers of a {kind} have attention is not said"
+        raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
+    interval = count(text, every)
+    found = [LINEAR if (number + 1) % interval else FULL for number in numbers]
+    if kind == "olmo_hybrid" and FULL not in found:
+        found[-1] = FULL
     return found
 
 
 def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
     """What the configuration class makes where the file has no `layer_types`."""
     kind, (field, window) = text["model_type"], field_value(text, SLIDING_WINDOW)
+    if recurrence_of(kind) is not None:
+        return _hybrid(text, layers)
     if kind in words("must_say"):
         rule = f"which layers of a {kind} have a window is not said"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")

@@ -14,6 +14,7 @@ from msgspec import Meta
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import integer, load, mapping, name, suggestion
 from apportion.ir.request.hf_fields import is_config, model_fields
+from apportion.ir.request.hf_recurrent import recurrent_kinds
 from apportion.ir.request.recurrent import MAX_KINDS, Recurrent
 from apportion.ir.structs import check, one_of, read, to_data
 from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
@@ -170,7 +171,9 @@ class Model:
     def load(path: str | Path) -> Model:
         """The model of a JSON or YAML file, or of the `config.json` of a Hugging Face model. Raises ConfigError."""
         data = load(path)
-        return Model(**model_fields(data)) if is_config(data) else Model.from_data(data)
+        if not is_config(data):
+            return Model.from_data(data)
+        return Model(**model_fields(data), recurrent=recurrent_kinds(data))
 
 
 def _layers(layers: Any) -> int | dict[str, int]:
