@@ -69,7 +69,7 @@ def _shard(
     """Automodel's verb: this rank's rows, labels of the token to predict among them, and the plan."""
     planned.check_unweighted("the recipe's loss")
     wiring.watch.expect(planned.handle)
-    wiring.watch.accounted = True
+    wiring.watch.trust()
     planned = planned if cp_mesh is None else planned.to(cp_mesh.device_type)
     spare = len(layout.local_token_global_indices) - len(planned.tokens)
     labels = pad(planned.labels, (0, spare), value=IGNORED)

@@ -64,9 +64,10 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     hosts = parallel_state.get_data_parallel_group_gloo()
     ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    wiring.watch.trust()
     given = {"model": model_of(config), "masks": kinds(config)[1], "communicator": ranks}
-    return PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
+    loader = PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
+    wiring.watch.trusted.add(loader)
+    return loader
 
 
 def forward_step(

@@ -199,8 +199,8 @@ class PlannedDataLoader(BaseDataLoader):
             seat.pop("masks", None)
         cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, dp_world_size)
         self.infinite, self.pairs = config.infinite, config.ping_pong and config.infinite
-        wiring.watch.trust()
         self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
+        wiring.watch.trusted.add(self.loader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         passes: Any = PlannedLoader.pairs if self.pairs else iter

@@ -110,11 +110,14 @@ def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, mod
     return share + logits.square().mean() if what == "and a term" else share
 
 
-def trained(comm: Communicator, loop: dict[str, Any]) -> str:
-    """Why a loop ends, or what it is warned of; "" where it does not."""
+def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> str:
+    """Why a loop ends, or what it is warned of; "" where it does not. second: after a right one in this process."""
+    wiring.watch = wiring.Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
+            if second:
+                train(comm)
             train(comm, **loop)
         except (ApportionError, UserWarning) as error:
             return f"{type(error).__name__}: {error}"
@@ -123,6 +126,7 @@ def trained(comm: Communicator, loop: dict[str, Any]) -> str:
 
 def weights(comm: Communicator, net: str, tried: bool) -> list[str]:
     """Digests of what a loop has learnt, with and without a trial of its model."""
+    wiring.watch = wiring.Watch()
     state = train(comm, net=net, tried=tried, reduces={"fsdp": "fsdp summed"}.get(net, "sums")).state_dict()
     held = [one.full_tensor() if isinstance(one, DTensor) else one for one in state.values()]
     return [sha256(one.numpy().tobytes()).hexdigest() for one in held]
@@ -138,9 +142,8 @@ def train(
     scaled: float = 1.0,
 ) -> Own:
     """reduces: with "apart", plans are of one rank each. scaled: by a GradScaler."""
-    wiring.watch = wiring.Watch()
-    wiring.watch.trial = wiring.watch.trial if tried else None
     model = Own(net, kinds)
+    model.mixes_rows = not tried
     if net == "head alone":
         model.requires_grad_(False)
         model.head.requires_grad_(True)

@@ -48,6 +48,20 @@ def test_trying_a_model_changes_nothing(pool: Pool, net: str) -> None:
     assert found == wanted
 
 
+def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
+    for loop, says in (
+        ({}, "$"),
+        ({"loss": "own"}, "$"),
+        ({"loss": "mean of rows"}, MEAN),
+        ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
+        ({"loss": "own", "reduces": "ddp"}, r"ConfigError: model = 'Distrib.*averages gradients"),
+        ({"loss": "another"}, r"UserWarning: the loss is none that is checked"),
+        ({"loss": "weights"}, r"ConfigError: weights = fields"),
+    ):
+        for found in pool.run(jobs_own_loop.trained, 2, loop, True):
+            assert re.match(says, found), (loop, found)
+
+
 MEAN = r"ConfigError: loss = 'cross entropy': is a mean over the \d+ labels of this rank"
 ROWS = "computes a row, or is given one, from other rows, their number or their order"
 

@@ -30,15 +30,20 @@ _ROWS, _LEAST = 64, 4  # that a module is run on again
 
 class ModelTrial:
     """Of what this process trains. part: of the run that goes on, which gives attention's results. handle: gives
-    that of the last attention, while it lives."""
+    that of the last attention, while it lives. Each module is tried once; those of a later training too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
         self.handle: Callable[[], PlanHandle | None] = lambda: None
         self.calls = dict[nn.Module, Call]()
-        self.over = False  # rows were compared
-        self._seen = WeakSet[nn.Module]()
+        self.over = False  # what attended in this pass was tried
+        self._seen, self._tried, self._met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
         self._last = 0  # the arguments of the module's last call
+
+    def begin(self) -> None:
+        """A pass over a loader, perhaps for another model."""
+        self.over = self._met = False
+        self.calls.clear()
 
     def keep(
         self, handle: PlanHandle, results: Results, held: Callable[[], list[Tensor]], enabled: Collection[Any]
@@ -53,10 +58,11 @@ class ModelTrial:
         self._last = id(given[1])
         new = module not in self._seen
         self._seen.add(module)
+        self._met = True
         inner = {*module.modules()}
         if inner & {*enabled} or any(isinstance(one, FullyShardedDataParallel) for one in inner):
-            self.over = True
-        elif module not in self.calls:
+            self._tried.add(module)
+        elif module not in self.calls and module not in self._tried:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
             rows = torch.randperm(handle.rows, generator=torch.Generator().manual_seed(1))[:count]
             own = held()
@@ -73,15 +79,17 @@ class ModelTrial:
         tried. Raises ConfigError."""
         held = {*map(id, params)}
         calls = [one for one in self.calls.values() if held & {*map(id, one.module.parameters())}]
-        if self.over or not calls:
+        if not calls:
+            self.over |= self._met and not self.calls
             return False
         least = min(len(one.rows) for one in calls)
         for transport in transports:
             least = min(map(min, transport.all_gather([least], "rows to try a model on")))
-        self.calls.clear()
+        for call in calls:
+            del self.calls[call.module]
         if least < _LEAST:  # of a small microbatch
             return False
-        self.over = True
+        self._tried.update(one.module for one in calls)
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
                 call.check(partial(setattr, self, "part"))

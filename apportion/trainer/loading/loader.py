@@ -44,6 +44,7 @@ from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Place,
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
+from apportion.trainer.step import wiring
 
 if TYPE_CHECKING:
     from apportion.planner.iteration.ticks import TickTable
@@ -207,6 +208,7 @@ class PlannedLoader:
         begin = self._place = self._begin
         self._meters.begin()
         self._check_place()
+        wiring.watch.begin(self)
         iterations = Iterations(self._asked, self._draw(), begin.iteration)
         with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)

@@ -157,7 +157,8 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Ten
     results, trial.handle = run(), ref(handle)
     module = trial.keep(handle, results, partial(_tensors, handle), watch.models)
     if module is not None:
-        watch.own(module.parameters())
+        enabled = any(one in watch.models for one in module.modules())
+        (watch.own if enabled else watch.meet)(module.parameters())
         own_loss.follow(module)
     return results
 

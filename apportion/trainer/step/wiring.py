@@ -39,15 +39,16 @@ class Watch:
 
     batches: those in use. models: those that `hf.enable` has changed. summed: those whose gradients were added up; of
     these and those frozen parameters are compared too. Optimizers are watched that step on parameters of
-    a planned loss; which these are is read off its graph once."""
+    a planned loss; which these are is read off its graph once. What was found to be right is checked anew in each pass
+    over a loader, and for each model. trusted: loaders of trainers' adapters."""
 
     def __init__(self) -> None:
         self.batches = WeakSet[Any]()
-        self.models, self.summed = WeakSet[Any](), WeakSet[Any]()
+        self.models, self.summed, self.trusted = WeakSet[Any](), WeakSet[Any](), WeakSet[Any]()
         self.trial: ModelTrial | None = ModelTrial()  # None where a trainer's adapter knows its models
         self.shared: PlanHandle | None = None  # losses under it are shares of a sum
         self.divided: Microbatch | None = None  # of a loss that all ranks compute, and share
-        self.settled = False  # an optimizer's first step was found to be right
+        self.settled = False  # a step was found to be right, in this pass and of these parameters
         self.behind: Microbatch | None = None  # the loss that was computed last is of
         self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
         self.own_loss = False  # of an enabled model, perhaps: its forward ran eagerly
@@ -85,6 +86,21 @@ class Watch:
         """A trainer's adapter knows its models and what it divides losses by."""
         self.trial, self.accounted = None, True
 
+    def begin(self, loader: Any) -> None:
+        """A pass over a loader, perhaps with another model or loss than the last."""
+        self.settled, self._reached, self.behind = False, False, None
+        if loader in self.trusted:
+            self.trust()
+        elif self.trial is None:
+            self.trial, self.accounted = ModelTrial(), False
+        else:
+            self.trial.begin()
+
+    def meet(self, parameters: Iterable[Tensor]) -> None:
+        """Parameters of a model whose loss is not known yet."""
+        self.accounted = False
+        self.own(parameters)
+
     def require_all_rows(self, verb: str) -> None:
         """Raises ExecutionError where a model is tried on some of its rows: ranks would exchange others."""
         if self.trial is not None and self.trial.part is not None:
@@ -103,7 +119,8 @@ class Watch:
     def own(self, parameters: Iterable[Tensor]) -> None:
         """Marks parameters of a planned model."""
         for one in parameters:
-            self.owners.setdefault(one, None)
+            if one not in self.owners:
+                self.owners[one], self.settled = None, False
 
     def graph(self, loss: Tensor) -> Iterator[Any]:
         """The nodes of its graph, up to the first parameter that is known from another loss; marks parameters."""
@@ -161,7 +178,7 @@ class Watch:
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # ever less often
                 self._compare(params)
-                self.settled = True
+            self.settled = True
             if steps == 2 and (
                 self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
             ):
