@@ -164,6 +164,13 @@ class CostModel:
         return np.asarray(self.hardware.rowop_us.value + self.moved_us(moved_bytes))
 
     @property
+    def kernels(self) -> tuple[object, ...]:
+        """All that prices work on a rank: equal where links, NICs and congestion alone differ."""
+        hardware = self.hardware
+        rates = (hardware.memory_gbs, hardware.rowop_us, hardware.linear_tflops)
+        return self.model, hardware.axis, hardware.forward, hardware.backward, *(rate.value for rate in rates)
+
+    @property
     def post_us(self) -> float:
         """Of each message of a round, before any of its transfers is complete."""
         return self.hardware.post_us.value

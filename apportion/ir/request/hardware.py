@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,6 +152,10 @@ class Hardware:
 
     def digest(self) -> str:
         """BLAKE2b, hex, of the figures and grids: the same numbers and sources, wherever and whenever taken."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         data = self.to_data() | {"measured": None}
         return digest(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hex()
 

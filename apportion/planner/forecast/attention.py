@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from apportion.planner.pack import Sequential, Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.recipe.recipes import pack_of
 from apportion.planner.remap import LINEAR, even_parameters
-from apportion.planner.simulate import simulate
+from apportion.planner.simulate import makespans_us
 from apportion.planner.simulate.pair.run import turns_us
 
 
@@ -144,24 +144,28 @@ def _stages(instructions: Table) -> int:
 
 def attend(
     planned: PlannedMicrobatch,
-    hardware: Hardware,
-    cluster: Cluster,
-    around: Mapping[str, tuple[float, float]],
-) -> Attended:
-    """The simulated calls, on the cluster of one group; of halves what they take beyond the work around attention, as
-    `turns_us` has it, of the rank that has most of it."""
-    model = planned.plan.request.model
+    under: Sequence[tuple[CostModel, Cluster]],
+    around: Sequence[Mapping[str, tuple[float, float]]],
+) -> list[Attended]:
+    """The simulated calls, under each of several costs and clusters of one group; of halves what they take beyond the
+    work around attention, as `turns_us` has it, of the rank that has most of it."""
     if planned.pong is None:
-        runs = simulate(planned.plan, hardware, cluster).runs
-        layer = {key: run.makespan_us for key, run in runs.items()}
+        layers = makespans_us(planned.plan, under)
     else:
-        turns = turns_us(planned.plan, planned.pong, CostModel(hardware, model), around, cluster)
-        layer = {key: max(us - sum(around[key[1]]) * planned.busy, 0.0) for key, us in turns.items()}
-    times = {
-        phase: sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
-        for phase in PHASES
-    }
-    return Attended(times["forward"], times["backward"])
+        layers = [
+            {
+                key: max(us - sum(beside[key[1]]) * planned.busy, 0.0)
+                for key, us in turns_us(planned.plan, planned.pong, costs, beside, cluster).items()
+            }
+            for (costs, cluster), beside in zip(under, around, strict=True)
+        ]
+    count = planned.plan.request.model.layers_of
+    return [
+        Attended(
+            *(sum(count(kind) * us for (kind, of), us in layer.items() if of == phase) for phase in PHASES)
+        )
+        for layer in layers
+    ]
 
 
 def even_share(model: Model, parameters: int) -> float:

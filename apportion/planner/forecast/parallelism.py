@@ -173,6 +173,13 @@ class Parallelism:
         self.rank_model(model)
         self.stage_layers(layers)
 
+    def planned_as(self, cluster: Cluster) -> Parallelism:
+        """The one that has its plans: degrees that attention does not see are 1, and a grid of one group is none."""
+        degrees = replace(self.degrees, virtual=1)
+        if self.context is None or self.context * self.tensor * self.pipeline < cluster.ranks:
+            return replace(self, degrees=degrees)
+        return replace(self, degrees=degrees, context=None, packing=None)
+
     def to_data(self) -> dict[str, Any]:
         """Plain data; microbatches as each stage sees them."""
         return {

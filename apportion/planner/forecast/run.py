@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from apportion.ir.errors import ApportionError, ConfigError
 from apportion.ir.fields import instance, instances, integer
@@ -11,13 +11,14 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.planner.forecast.attention import PlannedMicrobatch, plan_attention
+from apportion.planner.cost import CostModel
+from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.result import INTERVAL, Forecast, ForecastRow
-from apportion.planner.forecast.step import Setting, StepForecast, step
+from apportion.planner.forecast.step import Setting, around_us, step
 from apportion.planner.forecast.training import Training
-from apportion.planner.simulate.scenarios import Scenario, applied
+from apportion.planner.simulate.scenarios import applied
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
@@ -59,11 +60,20 @@ def forecast(
             "baseline", baseline, "is none of the parallelisms", f"use one of {'; '.join(names)}"
         )
     used = Hardware.named(hardware) or Hardware.load("h100")
-    rows = []
-    for form in chosen:
-        rows.append(_row(Setting(form, cluster, model, trained, used), drawn, seed))
-        progress(str(form))
-    return Forecast(tuple(rows), cluster, model, trained, used, named=baseline)
+    scenarios = [applied(scenario, used, cluster) for scenario in INTERVAL]
+    alike: dict[Parallelism, list[int]] = {}
+    for number, form in enumerate(chosen):
+        alike.setdefault(form.planned_as(cluster), []).append(number)
+    rows: dict[int, ForecastRow] = {}
+    for numbers in alike.values():
+        shared: list[_Attention] = []
+        for number in numbers:
+            form = chosen[number]
+            settings = [Setting(form, varied, model, trained, kernels) for kernels, varied in scenarios]
+            rows[number] = _row(settings, drawn, seed, shared)
+            progress(str(form))
+    found = tuple(rows[number] for number in range(len(chosen)))
+    return Forecast(found, cluster, model, trained, used, named=baseline)
 
 
 def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
@@ -74,27 +84,47 @@ def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
     return held
 
 
-def _row(setting: Setting, batches: Sequence[Batch], seed: int) -> ForecastRow:
-    form = setting.parallelism
+class _Attention(NamedTuple):
+    """Of each batch, group and microbatch. attended: under each scenario."""
+
+    planned: list[list[list[PlannedMicrobatch]]]
+    attended: list[list[list[list[Attended]]]]
+
+
+def _row(
+    settings: Sequence[Setting], batches: Sequence[Batch], seed: int, shared: list[_Attention]
+) -> ForecastRow:
+    """settings: one a scenario. shared: filled by the first of several rows with the same plans; halves that take turns
+    differ in the work around them."""
+    nominal, *_ = settings
+    form = nominal.parallelism
     try:
         for batch in batches:
-            setting.check(batch)
-        planned = [
-            plan_attention(form, batch, setting.cluster, setting.model, setting.hardware, seed)
-            for batch in batches
-        ]
-        steps = tuple(tuple(_steps(setting, scenario, planned, batches)) for scenario in INTERVAL)
+            nominal.check(batch)
+        if not shared:
+            shared.append(_attention(settings, batches, seed))
+        planned, attended = shared.pop() if form.ping_pong else shared[0]
+        steps = tuple(
+            tuple(
+                step(setting, groups, [[took[number] for took in held] for held in taken], batch)
+                for groups, taken, batch in zip(planned, attended, batches, strict=True)
+            )
+            for number, setting in enumerate(settings)
+        )
     except ApportionError as error:
         return ForecastRow(form, reason=str(error))
-    return ForecastRow(form, steps, None if form.context is None else form.groups(setting.cluster))
+    return ForecastRow(form, steps, None if form.context is None else form.groups(nominal.cluster))
 
 
-def _steps(
-    setting: Setting,
-    scenario: Scenario,
-    planned: list[list[list[PlannedMicrobatch]]],
-    batches: Sequence[Batch],
-) -> Iterator[StepForecast]:
-    hardware, cluster = applied(scenario, setting.hardware, setting.cluster)
-    varied = Setting(setting.parallelism, cluster, setting.model, setting.training, hardware)
-    return (step(varied, one, batch) for one, batch in zip(planned, batches, strict=True))
+def _attention(settings: Sequence[Setting], batches: Sequence[Batch], seed: int) -> _Attention:
+    nominal, *_ = settings
+    form, model = nominal.parallelism, nominal.layers.model
+    planned = [
+        plan_attention(form, batch, nominal.cluster, nominal.model, nominal.hardware, seed)
+        for batch in batches
+    ]
+    projects = planned[0][0][0].projects
+    under = [(CostModel(one.hardware, model), form.group(one.cluster)) for one in settings]
+    around = [around_us(one, projects) for one in settings]
+    attended = [[[attend(one, under, around) for one in held] for held in groups] for groups in planned]
+    return _Attention(planned, attended)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.congestion import Congestion
-from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, even_share, largest
+from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, even_share, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
@@ -91,7 +92,12 @@ class Setting:
             rule = f"must be at most the {tokens} tokens of a rank and microbatch"
             raise ConfigError("training.chunks", chunks, rule, "use fewer")
 
-    @property
+    @cached_property
+    def stage(self) -> Cluster:
+        """See `Parallelism.stage`."""
+        return self.parallelism.stage(self.cluster)
+
+    @cached_property
     def layers(self) -> Layers:
         rank_model = self.parallelism.rank_model(self.model)
         return Layers(self.hardware, rank_model, self.training, self.parallelism.tensor)
@@ -120,14 +126,14 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
     return sum(model.layers.values())
 
 
-def step(setting: Setting, planned: list[list[PlannedMicrobatch]], batch: Batch) -> StepForecast:
-    """The step of one batch, planned. Raises ConfigError."""
-    group = setting.parallelism.group(setting.cluster)
-    around = around_us(setting, planned[0][0].projects)
-    timed = [
-        _group(setting, held, [attend(one, setting.hardware, group, around) for one in held])
-        for held in planned
-    ]
+def step(
+    setting: Setting,
+    planned: list[list[PlannedMicrobatch]],
+    attended: list[list[Attended]],
+    batch: Batch,
+) -> StepForecast:
+    """The step of one batch. planned, attended: of each group, its microbatches. Raises ConfigError."""
+    timed = [_group(setting, held, took) for held, took in zip(planned, attended, strict=True)]
     slowest = max(timed, key=lambda parts: sum(parts.values()))
     after = _after(setting, planned[0][0], _least_behind(setting, planned))
     parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
@@ -144,7 +150,7 @@ def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]
     """Of each phase, microseconds of a layer that a token takes before and after attention, in which the other half's
     messages travel: products, row work, traffic of tensor parallelism, and in backward what is made anew. projects:
     whether programs make Q, K and V."""
-    layers, stage = setting.layers, setting.parallelism.stage(setting.cluster)
+    layers, stage = setting.layers, setting.stage
     products = layers.linear_us(1, projects=True)
     projections = layers.linear_us(1) - products
     rows, tensor = layers.rows_us(1) / 2, (layers.tensor_us(1, stage) - layers.tensor_us(0, stage)) / 2
@@ -189,7 +195,7 @@ class _StageWork:
         form, layers = setting.parallelism, setting.layers
         count, recompute = setting.stage_layers(planned), setting.training.recompute
         linear, rows = _products_us(layers, planned) * count, layers.rows_us(planned.even) * count
-        tensor = layers.tensor_us(planned.even, form.stage(setting.cluster)) * count
+        tensor = layers.tensor_us(planned.even, setting.stage) * count
         head = layers.head_us(planned.even) * (stage == form.pipeline - 1)
         attention = attended.forward_us / form.pipeline
         again = {"none": 0.0, "selective": linear + rows + tensor}.get(
@@ -247,7 +253,7 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
     comes last; those of the head are hidden where anything is."""
     if not setting.training.shards("gradients"):
         return 0.0, 0.0
-    layers, ranks = setting.layers, setting.parallelism.stage(setting.cluster)
+    layers, ranks = setting.layers, setting.stage
     count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
     sizes = layers.model.element_bytes, layers.gradient_bytes
     gathered, scattered = (gather_us(layers.parameters * size, ranks) for size in sizes)
@@ -271,7 +277,7 @@ def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[
     """Microseconds once a step: the reduction of gradients that are not sharded as they are made, the gathering of
     weights whose optimizer is sharded (of the vocabulary's nothing is hidden), and the optimizer."""
     layers, training = setting.layers, setting.training
-    stage = setting.parallelism.stage(setting.cluster)
+    stage = setting.stage
     count = setting.stage_layers(planned)
     first, last = vocabularies(training, setting.parallelism.pipeline)
     parameters = layers.parameters * count + layers.vocabulary_parameters * max(first, last)
@@ -309,7 +315,7 @@ def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
 def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
     """Of the first or the last stage, whichever needs more."""
     form, most, layers = setting.parallelism, largest(planned), setting.layers
-    ranks, count = form.stage(setting.cluster).ranks, setting.stage_layers(most)
+    ranks, count = setting.stage.ranks, setting.stage_layers(most)
     found = []
     for stage, ends in zip(
         (0, form.pipeline - 1), vocabularies(setting.training, form.pipeline), strict=True

@@ -16,6 +16,7 @@ starts for a program is in `launches`, what that takes in `durations`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,7 @@ from apportion.planner.simulate.durations import Costs, Work, end_us, work_us
 from apportion.planner.simulate.path import PathStep
 from apportion.planner.simulate.program import (
     WAIT,
+    PricedTasks,
     RowWork,
     Script,
     Traffic,
@@ -40,6 +42,7 @@ from apportion.planner.simulate.program import (
     congested,
     port_count,
     prepare_tables,
+    relinked,
 )
 from apportion.planner.simulate.recurrent import RecurrentRun, run_recurrent
 from apportion.planner.simulate.simulation import Simulation
@@ -53,6 +56,7 @@ __all__ = [
     "Simulation",
     "Spans",
     "PathStep",
+    "makespans_us",
     "prepare",
     "run_all",
     "simulate",
@@ -117,11 +121,48 @@ def prepare_program(
     view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
     traffic = congested(traffic, script, costs.congestion, view.ranks)
-    busy, work = work_us(view, costs, tasks, row_work)
-    script = script._replace(work_us=busy, end_us=end_us(view, costs, row_work.cast))
+    script, work = _timed(view, costs, script, tasks, row_work)
     # all pairs at saturated throughput, spread over the ranks by their speeds
     ideal = float(costs.ideal_us(phase, int((tasks.pairs * tasks.heads).sum()), 1)) / float(view.speeds.sum())
     return Prepared(kind, phase, view, traffic, script, row_work, work, ideal, costs.contention)
+
+
+def _timed(
+    view: View, costs: Costs, script: Script, tasks: PricedTasks, row_work: RowWork
+) -> tuple[Script, Work]:
+    """The script with what its work takes."""
+    busy, work = work_us(view, costs, tasks, row_work)
+    return script._replace(work_us=busy, end_us=end_us(view, costs, row_work.cast)), work
+
+
+def makespans_us(
+    plan: Plan, under: Sequence[tuple[CostModel, Cluster]]
+) -> list[dict[tuple[str, str], float]]:
+    """(kind, phase) -> until the last rank is done, as `simulate` has it, under each of several costs and clusters,
+    which differ in links and in what the hardware says of kernels and congestion. Tables are made once, work is priced
+    once for equal kernels, and what takes the same on all wires runs once. Raises as `simulate`."""
+    kernels = [costs.kernels for costs, _ in under]
+    first = [kernels.index(own) for own in kernels]
+    found: list[dict[tuple[str, str], float]] = [{} for _ in under]
+    for kind, phase in plan.programs:
+        view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, under[0][1]))
+        script, traffic, tasks, row_work = prepare_tables(view, under[0][0].post_us)
+        timed = {n: _timed(view, under[n][0], script, tasks, row_work)[0] for n in set(first)}
+        ran: dict[tuple[object, ...], float] = {}
+        for n, (costs, cluster) in enumerate(under):
+            linked = congested(relinked(traffic, view, cluster), script, costs.congestion, view.ranks)
+            contention = costs.contention if len(linked.bytes) else 0.0
+            key = (first[n], contention, linked.wire_us.tobytes(), linked.latency_us.tobytes())
+            if key not in ran:
+                times, finish, blocked = engine.run(timed[first[n]], linked, port_count(cluster), contention)
+                _check_finished(kind, phase, script, blocked)
+                ran[key] = _makespan_us(times, finish)
+            found[n][kind, phase] = ran[key]
+    return found
+
+
+def _makespan_us(times: engine.Times, finish: Floats) -> float:
+    return float(max(finish.max(), times.done.max(initial=0.0)))
 
 
 def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
@@ -174,7 +215,7 @@ def _run(prepared: Prepared) -> Run:
     return Run(
         prepared.kind,
         prepared.phase,
-        float(max(finish.max(), times.done.max(initial=0.0))),
+        _makespan_us(times, finish),
         prepared.ideal_us,
         prepared.work,
         busy + slowed,

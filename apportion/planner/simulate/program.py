@@ -214,6 +214,15 @@ def congested(traffic: Traffic, script: Script, congestion: Congestion | None, r
     return traffic._replace(wire_us=wire)
 
 
+def relinked(traffic: Traffic, view: View, cluster: Cluster) -> Traffic:
+    """The traffic of a view, not congested yet, over the links of another cluster of its ranks."""
+    far = (traffic.in_port >= 2 * view.ranks).astype(np.int64)
+    rates = np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US
+    ways = ("intra_latency_us", "inter_latency_us")
+    more = np.array([getattr(cluster, way) - getattr(view.cluster, way) for way in ways])
+    return traffic._replace(wire_us=traffic.bytes / rates[far], latency_us=traffic.latency_us + more[far])
+
+
 def launch_instructions(script: Script) -> Ints:
     """int64 [launches]: the instruction of each launch."""
     return np.flatnonzero(script.role == LAUNCH)
