@@ -28,15 +28,24 @@ TABLES = {
     "tasks": "q kv o dmin dmax first",
     "grads": "q kv do delta dq dkv dmin dmax first",
     "rowops": "a b c d first",
+    "runs": "row rows sequence position peer past leads",
+    "folds": "kind head heads peer run parent",
+    "states": "kind head heads peer run",
+    "halo": "send peer row rows",
 }
 #: what a column is at least, and at most: else 0, and 2**48
 LEAST = dict.fromkeys(["arenas.tensor", "arenas.rows", "instructions.op", "spans.length", "moves.rows"], 1)
+LEAST |= dict.fromkeys(["runs.rows", "halo.rows", "folds.heads", "states.heads"], 1)
+LEAST |= dict.fromkeys(["runs.past", "folds.parent"], -1)
 LEAST |= dict.fromkeys(["tasks.dmin", "tasks.dmax", "grads.dmin", "grads.dmax"], -(2**48))
 MOST = {"tensor": 9, "space": 1, "col": 2**16, "op": 13, "mode": 3, "send": 1, "first": 1, "grads.first": 3}
-MOST["arenas.heads"] = 2**16
+MOST |= dict.fromkeys(["arenas.heads", "folds.heads", "states.heads"], 2**16) | {"leads": 1}
 DTYPES = {"bf16": 16, "fp16": 16, "fp32": 32, "fp64": 64}
 SLICED = ("header", "layouts", "moves")
 SECTIONS = ("header", "request", "layouts", "moves", "report")
+RECURRENT = ("runs", "folds", "states", "halo")
+SIZES = dict.fromkeys(["heads", "key_heads", "key_dim", "value_dim"], (1, 2**16))
+SIZES |= {"conv": (0, 1024), "layers": (1, 2**24)}
 PROGRAM = ("arenas", "operands", "instructions", "transfers", "tasks", "grads", "rowops")
 
 
@@ -111,6 +120,8 @@ def read_part(data, rank, header, moves):
         for kind in header["kinds"]
     }
     found["moves"] = [part.table("moves") for _ in moves]
+    if "recurrent" in header:
+        found["recurrent"] = {name: part.table(name) for name in RECURRENT}
     part.end()
     return found
 
@@ -197,9 +208,24 @@ def check_header(header, version):
         rises = len(pairs) <= 8 and pairs == sorted(map(list, set(map(tuple, pairs))))
         right = rises and all(-(2**62) <= low <= high <= 2**62 for low, high in pairs)
         require(right, "sections: such diagonals cannot be")
+    if "recurrent" in header:
+        check_recurrent(header)
     for heads in header["head_sets"]:
         require(heads and len(set(heads)) == len(heads), "sections: a head set must hold distinct heads")
         require(all(0 <= head < header["q_heads"] for head in heads), "sections: a head that is not there")
+
+
+def check_recurrent(header):
+    kinds = header["recurrent"]
+    require(1 <= len(kinds) <= 16 and not set(kinds) & set(header["kinds"]), "sections: recurrent kinds")
+    for name, kind in kinds.items():
+        sizes = {size: kind[size] for size in SIZES}
+        right = all(type(n) is int and SIZES[size][0] <= n <= SIZES[size][1] for size, n in sizes.items())
+        right &= (
+            set(kind) == {*SIZES, "gate", "delta"} and type(kind["delta"]) is bool and 0 < len(name) <= 128
+        )
+        right &= kind["gate"] in ("scalar", "diagonal") and kind["heads"] % max(kind["key_heads"], 1) == 0
+        require(right, "sections: such a recurrent kind cannot be")
 
 
 def check_part(part, found):
@@ -211,11 +237,34 @@ def check_part(part, found):
     limits = {"peer": header["ranks"] - 1, "operands.heads": len(header["head_sets"])}
     for moves in part["moves"]:
         check_rows("moves", moves, limits)
+    if "recurrent" in part:
+        check_tables(part["recurrent"], [*header["recurrent"].values()], limits)
     for phases in part["programs"].values():
         for program in phases.values():
             for name, rows in program.items():
                 check_rows(name, rows, limits | dict.fromkeys(INDEXES, len(program["operands"]) - 1))
             check_program(program, header)
+
+
+def check_tables(tables, kinds, limits):
+    """Of recurrent layers: what is named is there."""
+    for name, rows in tables.items():
+        check_rows(name, rows, limits | {"kind": len(kinds) - 1})
+    runs, end = tables["runs"], 0
+    for run in runs:
+        require(run["row"] == end, "values: a run does not begin where the one before it ends")
+        require(run["past"] >= 0 or run["peer"] == 0, "values: a peer without a past")
+        end = run["row"] + run["rows"]
+    for slot, row in enumerate(tables["folds"]):
+        require(row["parent"] < slot, "indexes: a parent that is no earlier slot")
+    for row in tables["folds"] + tables["states"]:
+        require(
+            row["head"] + row["heads"] <= kinds[row["kind"]]["heads"], "indexes: a head that is not there"
+        )
+    require(all(row["run"] < len(runs) for row in tables["states"]), "indexes: a run that is not there")
+    rows = max(max(kind["conv"] for kind in kinds) - 1, 0) * len(runs)
+    inside = all(row["send"] or row["row"] + row["rows"] <= rows for row in tables["halo"])
+    require(inside, "indexes: rows of the halo that are not there")
 
 
 def check_rows(table, rows, limits):
@@ -257,6 +306,8 @@ def plain(plan):
     for part in plan.get("parts") or [plan["part"]]:
         part["layouts"] = [*map(rows_of, part["layouts"])]
         part["moves"] = [*map(rows_of, part["moves"])]
+        if "recurrent" in part:
+            part["recurrent"] = [rows_of(part["recurrent"][name]) for name in RECURRENT]
         for phases in part["programs"].values():
             for phase, program in phases.items():
                 phases[phase] = [rows_of(program[name]) for name in PROGRAM]
@@ -282,6 +333,8 @@ def show(plan, rank):
     part = plan["parts"][rank] if "parts" in plan else plan["part"]
     for name, spans in zip(plan["header"]["layouts"], part["layouts"], strict=True):
         print(f"layout {name}:", *(tuple(span.values()) for span in spans))
+    for name, rows in part.get("recurrent", {}).items():
+        print(f"recurrent {name}:", *(tuple(row.values()) for row in rows))
     for kind, phases in part["programs"].items():
         for phase, tables in phases.items():
             print(f"program {kind} {phase} of rank {part['rank']}")

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import OP_NAMES, TABLES, Op
+from apportion.ir.isa import OP_NAMES, RECURRENCE_TABLES, TABLES, Op
 from apportion.ir.plan.plain import header_data, request_data
 from apportion.ir.plan.tables import ProgramSet, Table, empty_programs
 from apportion.ir.text.listing import instruction_lines
@@ -44,6 +44,7 @@ class PlanDiff:
     values: tuple[Change, ...]
     layouts: tuple[str, ...]  # names of those that differ or that one plan lacks
     moves: bool
+    recurrent: tuple[str, ...]  # tables of recurrent layers that differ or that one plan lacks
     programs: tuple[ProgramChange, ...]
 
     @property
@@ -62,6 +63,7 @@ class PlanDiff:
         lines += [f"{change.field}: {change.a!r} | {change.b!r}" for change in self.values]
         lines += [f"layout {name} differs" for name in self.layouts]
         lines += ["moves differ"] if self.moves else []
+        lines += [f"recurrent {name} differ" for name in self.recurrent]
         for change in self.programs[:programs]:
             lines += _program_lines(change)
         if len(self.programs) > programs:
@@ -91,6 +93,7 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
         values=tuple(_changes("", _values(a), _values(b))),
         layouts=tuple(name for name in names if not _same_layout(a, b, name)),
         moves=not _same_moves(a, b),
+        recurrent=tuple(name for name in RECURRENCE_TABLES if not _same_recurrent(a, b, name)),
         programs=tuple(_program_changes(a, b)),
     )
 
@@ -129,6 +132,12 @@ def _same_moves(a: Plan, b: Plan) -> bool:
     return all(
         x and y and (x.source, x.target) == (y.source, y.target) and _same(x.table, y.table) for x, y in pairs
     )
+
+
+def _same_recurrent(a: Plan, b: Plan, name: str) -> bool:
+    if a.recurrence is None or b.recurrence is None:
+        return a.recurrence is b.recurrence
+    return _same(a.recurrence[name], b.recurrence[name])
 
 
 def _same(a: Table, b: Table) -> bool:

@@ -1,8 +1,10 @@
-/* A rank's memory, and programs that run on it; see execute.c. */
+/* A rank's memory, and programs that run on it, see execute.c; recurrent layers, see recurrent.c. */
 #ifndef EXECUTE_H
 #define EXECUTE_H
 
 #include "plan.h"
+
+#include <stdio.h>
 
 enum { NONE, X, Q, KV, O, DX, DQ, DKV, DO, DELTA, TENSORS };
 
@@ -26,5 +28,10 @@ int64_t heads_at_home(const Plan *plan, int64_t tensor);
 int64_t rows_at(const Plan *plan, int64_t layout, int64_t rank);
 /* Runs the programs of all ranks for a kind and a phase: 0 forward, 1 backward. */
 void run_phase(Machine *m, int64_t kind, int phase);
+/* Runs a recurrent kind on the numbers of a case, forward and backward. */
+void run_recurrent(const Plan *plan, Bytes *in, FILE *out, int64_t kind);
+/* The next numbers of a case's inputs; a number of its outputs. */
+double *take(Bytes *in, int64_t count);
+void give(FILE *out, double x);
 
 #endif

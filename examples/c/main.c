@@ -1,6 +1,6 @@
 /* Reads plans and executes them: all ranks in one process, in float64. C99 and its library, nothing else.
  *
- *   cc -O2 -std=c99 -o execute_plan main.c plan.c execute.c -lm
+ *   cc -O2 -std=c99 -o execute_plan main.c plan.c execute.c recurrent.c -lm
  *
  *   execute_plan read PLAN            tables of a plan or a slice as JSON
  *   execute_plan check PLAN           exit 1 where a reader must refuse it
@@ -88,6 +88,10 @@ static void print_part(const Plan *plan, int64_t rank) {
         if (i) putchar(',');
         print_table(MOVES, part->moves + i);
     }
+    for (int t = RUNS; t <= HALO && plan->recurrent_count; t++) {
+        printf(t == RUNS ? "],\"recurrent\":[" : ",");
+        print_table(t, part->recurrent + t - RUNS);
+    }
     printf("]}");
 }
 
@@ -112,7 +116,7 @@ static void print_plan(const Plan *plan) {
 
 /* ------------------------------------------------------------------------------------------ a case of the suite */
 
-static double *take(Bytes *in, int64_t count) {
+double *take(Bytes *in, int64_t count) {
     double *found = allot(count, sizeof *found);
     if (count * 8 > in->end - in->at) refuse("inputs.f64 ends too soon");
     for (int64_t i = 0; i < count; i++, in->at += 8) {
@@ -123,7 +127,7 @@ static double *take(Bytes *in, int64_t count) {
     return found;
 }
 
-static void give(FILE *out, double x) {
+void give(FILE *out, double x) {
     uint64_t bits;
     memcpy(&bits, &x, 8);
     for (int byte = 0; byte < 8; byte++) fputc((int)(bits >> 8 * byte & 255), out);
@@ -244,6 +248,7 @@ static void run_case(const char *folder, const char *outputs) {
     FILE *out = fopen(outputs, "wb");
     if (!out) refuse("%s cannot be written", outputs);
     for (int64_t kind = 0; kind < plan.kinds; kind++) run_kind(&m, &in, out, kind);
+    for (int64_t kind = 0; kind < plan.recurrent_count; kind++) run_recurrent(&plan, &in, out, kind);
     for (int64_t move = 0; move < plan.move_count; move++) run_move(&plan, out, move);
     if (fclose(out)) refuse("%s cannot be written", outputs);
 }

@@ -240,7 +240,13 @@ const Form FORMS[] = {
                    {"dkv", 0, OPERANDS}, {"dmin", -LIMIT, LIMIT}, {"dmax", -LIMIT, LIMIT}, {"first", 0, 3}}},
     [ROWOPS] = {5, {{"a", 0, OPERANDS}, {"b", 0, OPERANDS}, {"c", 0, OPERANDS}, {"d", 0, OPERANDS}, {"first", 0, 1}}},
     [SPANS] = {5, {{"row", 0, LIMIT}, {"token", 0, LIMIT}, {"length", 1, LIMIT}, {"sequence", 0, LIMIT}, {"position", 0, LIMIT}}},
-    [MOVES] = {4, {{"send", 0, 1}, {"peer", 0, PEERS}, {"row", 0, LIMIT}, {"rows", 1, LIMIT}}}};
+    [MOVES] = {4, {{"send", 0, 1}, {"peer", 0, PEERS}, {"row", 0, LIMIT}, {"rows", 1, LIMIT}}},
+    [RUNS] = {7, {{"row", 0, LIMIT}, {"rows", 1, LIMIT}, {"sequence", 0, LIMIT}, {"position", 0, LIMIT}, {"peer", 0, PEERS},
+                  {"past", -1, LIMIT}, {"leads", 0, 1}}},
+    [FOLDS] = {6, {{"kind", 0, KINDS}, {"head", 0, LIMIT}, {"heads", 1, 65536}, {"peer", 0, PEERS}, {"run", 0, LIMIT},
+                   {"parent", -1, LIMIT}}},
+    [STATES] = {5, {{"kind", 0, KINDS}, {"head", 0, LIMIT}, {"heads", 1, 65536}, {"peer", 0, PEERS}, {"run", 0, LIMIT}}},
+    [HALO] = {4, {{"send", 0, 1}, {"peer", 0, PEERS}, {"row", 0, LIMIT}, {"rows", 1, LIMIT}}}};
 
 static uint64_t little_endian(Bytes *in, int size) {
     uint64_t number = 0;
@@ -252,6 +258,7 @@ static uint64_t little_endian(Bytes *in, int size) {
 static int64_t bound(int64_t most, const Plan *plan, const Table *operands) {
     if (most == HEAD_SETS) return plan->head_sets;
     if (most == PEERS) return plan->ranks - 1;
+    if (most == KINDS) return plan->recurrent_count - 1;
     return most == OPERANDS ? operands->rows - 1 : most;
 }
 
@@ -378,6 +385,28 @@ static void read_phases(Plan *plan) {
     if (!plan->phases) refuse("sections: no phase");
 }
 
+static void read_recurrent(Plan *plan, Value map) {
+    if (map.type != MAP || !map.number || map.number > 16) refuse("sections: recurrent has 1 to 16 kinds");
+    plan->recurrent = allot(plan->recurrent_count = map.number, sizeof(Recurrent));
+    for (int64_t i = 0; i < map.number; i++) {
+        Recurrent *kind = plan->recurrent + i;
+        Value name = whole(&map.bytes, 0), held = whole(&map.bytes, 0), gate;
+        if (name.type != STR || !name.number || name.number > 512 || held.type != MAP) refuse("sections: a recurrent kind is a map");
+        for (int64_t n = 0; n < plan->kinds; n++)
+            if (equal(name, plan->kind_name[n])) refuse("sections: a recurrent kind has the name of another");
+        kind->heads = whole_number(held, "heads", 1, 65536);
+        kind->key_heads = whole_number(held, "key_heads", 1, 65536);
+        kind->key_dim = whole_number(held, "key_dim", 1, 65536);
+        kind->value_dim = whole_number(held, "value_dim", 1, 65536);
+        kind->conv = whole_number(held, "conv", 0, 1024);
+        whole_number(held, "layers", 1, 1 << 24);
+        kind->delta = get(held, "delta", BOOL, "sections").number != 0;
+        kind->diagonal = is(gate = get(held, "gate", STR, "sections"), "diagonal");
+        if ((!kind->diagonal && !is(gate, "scalar")) || kind->heads % kind->key_heads) refuse("sections: such a recurrent kind cannot be");
+        if (kind->conv > plan->width) plan->width = kind->conv;
+    }
+}
+
 static void read_header(Plan *plan, Value version) {
     Value header = plan->header, dtype = get(header, "dtype", STR, "sections"), sent;
     Value inner = get(header, "version", ARRAY, "sections"), home = get(header, "home_layout", STR, "sections");
@@ -402,6 +431,9 @@ static void read_header(Plan *plan, Value version) {
     plan->home = place_of(home, plan->layout_name, plan->layout_count, "sections: home_layout is no layout");
     read_head_sets(plan);
     check_diagonals(plan);
+    plan->width = 1;
+    sent = find(header, "recurrent", &found);
+    if (found) read_recurrent(plan, sent);
 }
 
 static void read_names(Plan *plan) {
@@ -454,6 +486,27 @@ static void check_program(const Plan *plan, const Program *program) {
         if (used[list] != program->table[list].rows) refuse("counts: they do not add up to the list");
 }
 
+/* Section 18: what the tables of recurrent layers name is there. */
+static void check_recurrent(const Plan *plan, const Table *table) {
+    const Table *runs = table, *halo = table + HALO - RUNS;
+    for (int64_t i = 0, end = 0; i < runs->rows; end = runs->column[R_ROW][i] + runs->column[R_ROWS][i], i++) {
+        if (runs->column[R_ROW][i] != end) refuse("values: a run does not begin where the one before it ends");
+        if (runs->column[R_PAST][i] < 0 && runs->column[R_PEER][i]) refuse("values: a peer without a past");
+    }
+    for (int t = FOLDS; t <= STATES; t++) {
+        const Table *rows = table + t - RUNS;
+        for (int64_t i = 0; i < rows->rows; i++) {
+            if (rows->column[F_HEAD][i] + rows->column[F_HEADS][i] > plan->recurrent[rows->column[F_KIND][i]].heads)
+                refuse("indexes: a head that is not there");
+            if (t == FOLDS ? rows->column[F_PARENT][i] >= i : rows->column[F_RUN][i] >= runs->rows)
+                refuse("indexes: a parent or a run that is not there");
+        }
+    }
+    for (int64_t i = 0; i < halo->rows; i++)
+        if (!halo->column[M_SEND][i] && halo->column[M_ROW][i] + halo->column[M_ROWS][i] > runs->rows * (plan->width - 1))
+            refuse("indexes: rows of the halo that are not there");
+}
+
 static void read_part(Plan *plan, Bytes bytes, int64_t rank) {
     Part *part = plan->parts + rank;
     part->spans = allot(plan->layout_count, sizeof(Table));
@@ -476,6 +529,8 @@ static void read_part(Plan *plan, Bytes bytes, int64_t rank) {
             check_program(plan, program);
         }
     for (int64_t i = 0; i < plan->move_count; i++) part->moves[i] = read_table(MOVES, &bytes, plan, 0);
+    for (int t = RUNS; t <= HALO && plan->recurrent_count; t++) part->recurrent[t - RUNS] = read_table(t, &bytes, plan, 0);
+    if (plan->recurrent_count) check_recurrent(plan, part->recurrent);
     if (bytes.at != bytes.end) refuse("tables: bytes are left over");
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ import pytest
 import apportion as ap
 from apportion.backends import recurrent
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.plan.tables import Recurrence, Table
 from apportion.ir.request.recurrent import Recurrent
-from tests.support.recurrences import dense, predecessors, random_inputs
+from tests.support.recurrences import Edit, changed, dense, predecessors, random_inputs, setting
 
 KINDS = {
     "gated_delta": Recurrent(heads=4, key_dim=3, value_dim=2, key_heads=2, conv=4),
@@ -86,26 +84,16 @@ def test_a_kind_that_the_plan_does_not_have() -> None:
         recurrent.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", given)
 
 
-def changed(plan: ap.Plan, name: str, edit: Any) -> ap.Plan:
-    """The plan with other columns of one table."""
-    assert plan.recurrence is not None
-    table = plan.recurrence[name]
-    columns = {key: np.array(column) for key, column in table.columns.items()}
-    edit(columns)
-    recurrence = Recurrence({**plan.recurrence.tables, name: Table.of(table.ptr, columns)})
-    return replace(plan, recurrence=recurrence, sections=None)
-
-
 @pytest.mark.parametrize(
     ("name", "edit", "words"),
     [
-        ("states", lambda c: c["peer"].__setitem__(0, 3 - c["peer"][0]), "sends|receives"),
-        ("states", lambda c: c["head"].__setitem__(0, 1), "receives"),
-        ("halo", lambda c: c["rows"].__setitem__(0, 2), "receives"),
-        ("runs", lambda c: c["leads"].__imul__(0), "nobody brings"),
+        ("states", lambda c: c["peer"].fill(0), "sends|receives"),
+        ("states", setting("head", 0, 1), "receives"),
+        ("halo", setting("rows", 0, 2), "receives"),
+        ("runs", lambda c: c["leads"].fill(0), "nobody brings"),
     ],
 )
-def test_ranks_that_do_not_meet(name: str, edit: Any, words: str) -> None:
+def test_ranks_that_do_not_meet(name: str, edit: Edit, words: str) -> None:
     given, _ = random_inputs(KINDS["gated_delta"], BATCH.tokens)
     with pytest.raises(ExecutionError, match=words):
         recurrent.run(changed(plan_of("blend"), name, edit), "gated_delta", given)

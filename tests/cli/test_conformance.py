@@ -62,6 +62,12 @@ def test_cases_show_what_the_format_has() -> None:
     assert {plan.header.sent_gradients for plan in plans} == {"wide", "model"}
     assert any(plan.moves for plan in plans)
     assert any(len(plan.header.kinds) > 1 for plan in plans)
+    kinds = [kind for plan in plans for kind in plan.header.recurrent.values()]
+    assert {(kind.gate, kind.delta) for kind in kinds} >= {
+        ("scalar", True),
+        ("scalar", False),
+        ("diagonal", True),
+    }
     assert any(0 in plan.layout(plan.header.home_layout).rows_per_rank for plan in plans)
     assert {plan.header.home_layout for plan in plans} == {"attention", "loader"}
     assert {phase for plan in plans for _, phase in plan.programs} == set(PHASES)
@@ -139,10 +145,14 @@ def test_the_example_in_c_touches_no_memory_of_others(tmp_path: Path) -> None:
     folder.mkdir()
     good = parse(broken_plans.GOOD)
     inputs = conformance_suite.inputs_of(good, conformance_suite.Case("broken"))
-    (folder / "inputs.f64").write_bytes(conformance_suite.packed(inputs))
+    of_good, of_recurrent = (
+        conformance_suite.packed(inputs),
+        (FOLDER / "cases/recurrent/inputs.f64").read_bytes(),
+    )
     paths = sorted((FOLDER / "broken").glob("*.plan")) + sorted((FOLDER / "malformed").glob("*.plan"))
     for data in [*(path.read_bytes() for path in paths), *damaged(60)]:
         (folder / "case.plan").write_bytes(data)
+        (folder / "inputs.f64").write_bytes(of_recurrent if b"gated_delta" in data else of_good)
         done = subprocess.run(
             [program, "run", folder, folder / "outputs.f64"], capture_output=True, text=True, check=False
         )
@@ -241,7 +251,7 @@ def test_differences_of_plain_data(found: object, why: str) -> None:
 def test_the_command_writes_the_suite_and_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "suite"
     assert cli.main(["conformance", str(folder)]) == 0
-    assert "the suite of format 3.0: 29 cases, 5 reading, 6 slices" in capsys.readouterr().out
+    assert "the suite of format 3.0: 31 cases, 5 reading, 7 slices" in capsys.readouterr().out
     assert (folder / "README.md").read_text() == (FOLDER / "README.md").read_text()
     options = [str(folder), "--level", "read", "--only", "malformed/cut", "--json", "--", *READ_PLAN]
     assert cli.main(["conformance", *options]) == 0

@@ -23,6 +23,7 @@ from apportion.ir.isa import (
     MOVE_COLUMNS,
     OP_NAMES,
     OPERAND_COLUMNS,
+    RECURRENCE_TABLES,
     SPAN_COLUMNS,
     TABLES,
     VERSION,
@@ -212,9 +213,12 @@ def test_the_schema_refuses(
 def test_the_schema_lists_the_columns() -> None:
     data = json.loads((SCHEMAS / "plan.schema.json").read_text())["$defs"]
     tables = data["program"]["properties"]
-    assert {name: tuple(table["description"].split(", ")) for name, table in tables.items()} == dict(TABLES)
-    for name, names in TABLES.items():
-        assert data[tables[name]["$ref"].split("/")[-1]]["minItems"] == len(names)
+    assert tables.keys() == TABLES.keys()
+    recurrent = data["part"]["properties"]["recurrent"]["properties"]
+    for name, names in {**TABLES, **RECURRENCE_TABLES}.items():
+        held = {**tables, **recurrent}[name]
+        assert held["description"].split(", ") == [*names]
+        assert data[held["$ref"].split("/")[-1]]["minItems"] == len(names)
 
 
 def test_the_prose_lists_every_code() -> None:
@@ -283,12 +287,13 @@ def test_the_prose_says_which_sums_first_overwrites() -> None:
 
 
 def test_the_prose_says_the_range_of_every_column() -> None:
-    tables = {"layouts": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES}
+    tables = {"layouts": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **TABLES, **RECURRENCE_TABLES}
     rows = rows_of("The tables", "| table |")
     assert [(table.strip("`"), column.strip("`")) for table, column, *_ in rows] == [
         (table, column) for table, columns in tables.items() for column in columns
     ]
     special = {"operand": "operand", "peer": "0 to ranks - 1", "operands.heads": "0 to head sets"}
+    special |= {"kind": "recurrent kind"}
     for table, column, values, _ in ([cell.strip("`") for cell in row] for row in rows):
         name = "spans" if table == "layouts" else table
         kind = "operand" if column in OPERAND_COLUMNS.get(table, ()) else column

@@ -3,7 +3,6 @@ nothing wrong is accepted. `python -m benchmarks.fuzz_judge` tries more mutants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +19,10 @@ from apportion.ir.plan.tables import Layout, Recurrence, Table
 from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.verify import check
 from apportion.planner.recurrent import recurrence
+from apportion.report.diff import diff
 from benchmarks import fuzz_judge
 from tests.support.parse import parse
+from tests.support.recurrences import Edit, changed, setting
 from tests.support.sparse import sparse
 
 KINDS = {"delta": Recurrent(heads=3, key_dim=2, value_dim=2, conv=4)}
@@ -105,24 +106,7 @@ def good() -> ap.Plan:
     return plan
 
 
-def broken(plan: ap.Plan, name: str, edit: Callable[[Columns], None]) -> ap.Plan:
-    """The plan with other columns of one table."""
-    assert plan.recurrence is not None
-    table = plan.recurrence[name]
-    columns = {key: np.array(column) for key, column in table.columns.items()}
-    edit(columns)
-    tables = {**plan.recurrence.tables, name: Table.of(table.ptr, columns)}
-    return replace(plan, recurrence=Recurrence(tables), sections=None)
-
-
-def setting(column: str, at: int, value: int) -> Callable[[Columns], None]:
-    def edit(columns: Columns) -> None:
-        columns[column][at] = value
-
-    return edit
-
-
-def swapping(column: str, at: int, other: int) -> Callable[[Columns], None]:
+def swapping(column: str, at: int, other: int) -> Edit:
     def edit(columns: Columns) -> None:
         columns[column][[at, other]] = columns[column][[other, at]]
 
@@ -168,7 +152,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_broken_in_one_place_is_refused_there(good: ap.Plan, case: str) -> None:
     name, edit, rule, words = CASES[case]
-    first = check(broken(good, name, edit))[0]
+    first = check(changed(good, name, edit))[0]
     assert first.rule == rule
     assert words in first.message
     assert first.rank is not None or rule == "structure" or "halo:" in first.message
@@ -180,6 +164,12 @@ def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
     assert result.missed == []
     assert result.accepted > 10
     assert result.refused["recurrences"] > 100
+
+
+def test_what_differs_is_named(good: ap.Plan) -> None:
+    other = codec.seal(changed(good, "halo", setting("row", 0, 0)))
+    assert diff(good, other).lines()[-1] == "recurrent halo differ"
+    assert diff(good, codec.seal(replace(good, report={}))).recurrent == ()
 
 
 # ---- bytes, text, header

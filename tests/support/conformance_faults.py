@@ -20,6 +20,7 @@ from apportion.ir.plan.tables import Layout, Table
 from apportion.ir.verify import check
 from tests.support import broken_plans
 from tests.support.parse import parse
+from tests.support.recurrences import changed, setting
 
 PLANS = Path(__file__).resolve().parents[1] / "plans"
 
@@ -75,10 +76,49 @@ def _with_tables(plan: Plan, changed: Plan) -> bytes:
     return rebuilt(plan, parts=table_bytes.encode_parts(tables, plan.header.ranks))
 
 
-def malformed() -> Faults:
-    """name -> (what a reader refuses, as FORMAT.md lists it; bytes)."""
+def malformed(recurrent: Plan) -> Faults:
+    """name -> (what a reader refuses, as FORMAT.md lists it; bytes). recurrent: a plan with recurrent layers."""
     plan = parse(broken_plans.GOOD)
-    return _envelopes(plan) | _sections(plan) | _tables(plan) | _values(plan) | _slices(plan)
+    found = _envelopes(plan) | _sections(plan) | _tables(plan) | _values(plan) | _slices(plan)
+    return found | _recurrent(recurrent)
+
+
+def _recurrent(plan: Plan) -> Faults:
+    """Kinds and tables of recurrent layers that cannot be."""
+    kinds = {name: held.to_data() for name, held in plan.header.recurrent.items()}
+    first = next(iter(kinds))
+    of_kind = {
+        "recurrent_heads": {first: kinds[first] | {"key_heads": 3}},
+        "recurrent_gate": {first: kinds[first] | {"gate": "none"}},
+        "recurrent_conv": {first: kinds[first] | {"conv": 1025}},
+        "recurrent_attention": {"default": kinds[first]},
+        "recurrent_none": {},
+    }
+    values = {
+        "run_behind_a_gap": ("values", "runs", "row", 1),
+        "run_without_rows": ("values", "runs", "rows", 0),
+        "run_of_a_past_that_cannot_be": ("values", "runs", "past", -2),
+        "fold_of_no_head": ("values", "folds", "heads", 0),
+        "fold_of_heads_that_are_not_there": ("indexes", "folds", "head", 9),
+        "fold_of_a_kind_that_is_not_there": ("indexes", "folds", "kind", len(kinds)),
+        "fold_before_its_parent": ("indexes", "folds", "parent", 0),
+        "state_of_a_run_that_is_not_there": ("indexes", "states", "run", 99),
+        "state_for_a_rank_that_is_not_there": ("indexes", "states", "peer", plan.header.ranks),
+        "halo_sent_twice": ("values", "halo", "send", 2),
+    }
+    sections = {
+        name: ("sections", _with_section(plan, "header", recurrent=held)) for name, held in of_kind.items()
+    }
+    tables = {
+        name: (rule, _with_tables(plan, changed(plan, table, setting(column, 0, value))))
+        for name, (rule, table, column, value) in values.items()
+    }
+    arrives = setting("row", -1, 2**20)
+    return (
+        sections
+        | tables
+        | {"halo_of_no_run": ("indexes", _with_tables(plan, changed(plan, "halo", arrives)))}
+    )
 
 
 def _envelopes(plan: Plan) -> Faults:
@@ -223,8 +263,8 @@ def _row_of_keys(plan: Plan) -> int:
 # ---------------------------------------------------------------------------------------------- broken plans
 
 
-def broken() -> Faults:
-    """name -> (the rule of the verifier that the plan breaks first, bytes)."""
+def broken(recurrent: Plan) -> Faults:
+    """name -> (the rule of the verifier that the plan breaks first, bytes). recurrent: a plan with recurrent layers."""
     found = {
         name.replace(" ", "_"): broken_plans.broken(edit, rank=rank, phase=phase)
         for name, (_, rank, phase, _, edit, _) in broken_plans.CASES.items()
@@ -242,9 +282,23 @@ def broken() -> Faults:
         "results_added_to": _results("wait 1\n  finish", f"wait 1\n  merge {_OUTPUTS}\n  finish"),
         "results_at_home_twice": _results(f"deliver {_OUTPUTS}", f"copy {_OUTPUTS}"),
     }
+    found |= {
+        f"recurrent_{name}": codec.seal(changed(recurrent, table, edit))
+        for name, (table, edit) in _RECURRENCES.items()
+    }
     return {name: (check(plan)[0].rule, codec.encode_wire(plan.sealed())) for name, plan in found.items()}
 
 
+_RECURRENCES = {
+    "run_of_another_sequence": ("runs", setting("sequence", 0, 3)),
+    "run_that_leads_nobody": ("runs", lambda columns: columns["leads"].fill(0)),
+    "run_too_short": ("runs", setting("rows", -1, 1)),
+    "heads_folded_twice": ("folds", lambda columns: columns["head"].fill(0)),
+    "slot_without_its_parent": ("folds", lambda columns: columns["parent"].fill(-1)),
+    "states_for_another_rank": ("states", lambda columns: columns["peer"].fill(0)),
+    "halo_of_other_rows": ("halo", lambda columns: columns["row"].fill(0)),
+    "halo_from_another_rank": ("halo", lambda columns: columns["peer"].fill(0)),
+}
 _SPANS = {"token": 9, "row": 1, "position": 3, "sequence": 1, "length": 7}
 _LIMITS = {"token_cap": 7, "memory_cap_gib": 1e-7, "tolerance": 0.2}
 

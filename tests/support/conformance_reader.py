@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends import numpy as executor
+from apportion.backends import numpy as executor, recurrent
 from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
@@ -73,6 +73,8 @@ def run(folder: Path) -> bytes:
     found: list[Array] = []
     for kind in head.kinds:
         found += _run_kind(plan, kind, inputs, weights)
+    for name in head.recurrent:
+        found += _run_recurrent(plan, name, inputs)
     for number, move in enumerate(plan.moves):
         source = plan.layout(move.source)
         found += remap(plan, number, [source.tokens(rank) for rank in range(head.ranks)])
@@ -95,6 +97,22 @@ def _run_kind(plan: Plan, kind: str, inputs: _Inputs, weights: Weights | None) -
     found = [np.zeros(head.q_heads) if dsinks is None else dsinks]
     for rank in range(head.ranks):
         found += [array[home.tokens(rank)] for array in (o, lse, *grads)]
+    return found
+
+
+def _run_recurrent(plan: Plan, name: str, inputs: _Inputs) -> list[Array]:
+    kind, home = plan.header.recurrent[name], plan.layout(plan.header.home_layout)
+    weight = inputs.take(kind.conv_channels, kind.conv) if kind.halo else None
+    decay = (kind.heads, kind.key_dim) if kind.gate == "diagonal" else (kind.heads,)
+    shapes = [(kind.conv_channels,), decay, *([(kind.heads,)] if kind.delta else [])]
+    shapes.append((kind.heads, kind.value_dim))
+    parts = [[inputs.take(int(rows), *shape) for shape in shapes] for rows in home.rows_per_rank]
+    x, decays, *beta, do = (executor.gather(home, part) for part in zip(*parts, strict=True))
+    given = recurrent.Inputs(x, decays, beta[0] if beta else None, weight)
+    *rows, dweight = recurrent.run(plan, name, given, do)
+    found = [] if dweight is None else [dweight]
+    for rank in range(plan.header.ranks):
+        found += [array[home.tokens(rank)] for array in rows if array is not None]
     return found
 
 

@@ -23,13 +23,15 @@ import numpy as np
 import apportion as ap
 from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
+from apportion.backends.recurrent import Inputs
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
+from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.plan.tables import Table
+from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.request.sequences import Sequence
-from tests.support import oracle
+from tests.support import oracle, recurrences
 from tests.support.conformance_faults import broken, malformed, newer
 from tests.support.parse import parse
 from tests.support.random_plans import random_plan
@@ -42,6 +44,7 @@ TOLERANCE = 1e-9
 _RANDOM = (1, 2, 5, 11)
 #: cases of which the suite has a slice, and the rank of it
 _SLICES = {"one_rank": 0, "reshuffle": 1, "questions": 2, "zeppelin": 3, "few_tokens": 3, "mixed_kinds": 1}
+_SLICES |= {"recurrent": 2}
 #: what one rounding of a gradient to bf16 may change, relative to the largest one
 _ROUNDED = 2.0**-6
 _HIDDEN = 3  # width of X
@@ -80,6 +83,11 @@ _HEADS = replace(_MODEL, q_heads=4, kv_heads=2)
 _BF16 = replace(_HEADS, dtype="bf16")
 _KINDS = {"global": masks.causal(), "local": masks.sliding_window(5)}
 _LAYERS = {"global": 1, "local": 1}
+_RECURRENT = {
+    "gated_delta": Recurrent(heads=4, key_dim=2, value_dim=1, key_heads=2, conv=4),
+    "gated_linear": Recurrent(heads=3, key_dim=2, value_dim=2, gate="diagonal", delta=False, conv=2),
+    "lightning": Recurrent(heads=1, key_dim=2, value_dim=3, delta=False),
+}
 _TREE = masks.tree([(-1, 9), (0, 6), (0, 5), (1, 7), (1, 3)])
 CASES: dict[str, Case] = {
     "fcp": Case("blocks by LPT, keys and values travel in matchings", "fcp"),
@@ -130,6 +138,19 @@ CASES: dict[str, Case] = {
         model=replace(_MODEL, layers=_LAYERS),
     ),
     "tree": Case("a prefix tree: positions go on from the parent's", "node", lengths=(30, 30), mask=_TREE),
+    "recurrent": Case(
+        "three kinds of recurrent layers beside attention",
+        "fcp",
+        lengths=(17, 6, 1, 3),
+        model=replace(_MODEL, recurrent=_RECURRENT),
+    ),
+    "recurrent_tree": Case(
+        "recurrent layers on a prefix tree: branches go on from their trunk",
+        "node",
+        lengths=(30,),
+        mask=_TREE,
+        model=replace(_MODEL, recurrent={"kimi_delta": Recurrent(2, 2, 2, gate="diagonal", conv=3)}),
+    ),
     "questions": Case(
         "shared questions on a ring over three ranks",
         "ring_of_holders",
@@ -217,6 +238,18 @@ def problem_of(plan: Plan, case: Case, number: int) -> tuple[oracle.Problem, Arr
     return oracle.Problem(q, k, v, do, sinks, scale, case.softcap or None), hidden
 
 
+def recurrent_inputs(kind: Recurrent, tokens: int, number: int) -> tuple[Inputs, Array]:
+    """What a recurrent kind takes, in token order, and the gradient of its output."""
+    seed, diagonal = 200 + 10 * number, (kind.key_dim,) if kind.gate == "diagonal" else ()
+    given = Inputs(
+        numbers(seed, tokens, kind.conv_channels) / 4,
+        1 - np.floor(32 * numbers(seed + 1, tokens, kind.heads, *diagonal) + 64) / 256,
+        numbers(seed + 2, tokens, kind.heads) / 8 + 0.25 if kind.delta else None,
+        numbers(seed + 3, kind.conv_channels, kind.conv) / 2 if kind.halo else None,
+    )
+    return given, numbers(seed + 4, tokens, kind.heads, kind.value_dim)
+
+
 def inputs_of(plan: Plan, case: Case) -> Arrays:
     """The arrays of `inputs.f64`, in order."""
     hidden = _HIDDEN if projects(plan) else 0
@@ -231,6 +264,11 @@ def inputs_of(plan: Plan, case: Case) -> Arrays:
         found += [({"name": name, "kind": kind}, array) for name, array in layer.items()]
         given = {"q": problem.q, "k": problem.k, "v": problem.v} if x is None else {"x": x}
         found += by_rank(plan, kind, given | {"do": problem.do})
+    for number, (name, held) in enumerate(plan.header.recurrent.items()):
+        of_layer, do = recurrent_inputs(held, plan.request.batch.tokens, number)
+        *rows, weight = of_layer._asdict().items()
+        found += [({"name": weight[0], "kind": name}, one) for one in weight[1:] if one is not None]
+        found += by_rank(plan, name, {key: one for key, one in (*rows, ("do", do)) if one is not None})
     return found
 
 
@@ -247,6 +285,12 @@ def outputs_of(plan: Plan, case: Case) -> Arrays:
             positions = plan.request.batch.positions()
             grads = {"dx": weights_of(plan).gradient(positions, (answer.dq, answer.dk, answer.dv))}
         found += by_rank(plan, kind, {"o": answer.o, "lse": answer.lse} | grads)
+    for number, (name, held) in enumerate(plan.header.recurrent.items()):
+        batch = plan.request.batch
+        given, do = recurrent_inputs(held, batch.tokens, number)
+        *rows, weight = recurrences.dense(held, recurrences.predecessors(batch), given, do)._asdict().items()
+        found += [({"name": weight[0], "kind": name}, one) for one in weight[1:] if one is not None]
+        found += by_rank(plan, name, {key: one for key, one in rows if one is not None})
     for move in plan.moves:
         target = plan.layout(move.target)
         for rank in range(plan.header.ranks):
@@ -308,7 +352,9 @@ def _part(held: Plan | Slice, rank: int, row: int) -> dict[str, Any]:
     for (kind, phase), program in held.programs.items():
         tables = [_rows(program[name].rank(row), TABLES[name]) for name in TABLES]
         programs.setdefault(kind, {})[phase] = tables
-    return {
+    tables = {} if held.recurrence is None else held.recurrence.tables
+    found = [_rows(tables[name].rank(row), RECURRENCE_TABLES[name]) for name in tables]
+    return ({"recurrent": found} if found else {}) | {
         "rank": rank,
         "layouts": [_rows(layout.spans.rank(row), SPAN_COLUMNS) for layout in held.layouts.values()],
         "programs": programs,
@@ -371,7 +417,8 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
         held = plans[name].for_rank(rank)
         files[f"slices/{name}.plan"], files[f"slices/{name}.json"] = held.encode(), compact(tables_of(held))
         index["slices"].append({"name": name, "what": f"what rank {rank} gets"})
-    for group, found in (("malformed", malformed()), ("broken", broken())):
+    recurrent = plans["recurrent"]
+    for group, found in (("malformed", malformed(recurrent)), ("broken", broken(recurrent))):
         for name, (rule, data) in found.items():
             files[f"{group}/{name}.plan"] = data
             index[group].append({"name": name, "breaks": rule})

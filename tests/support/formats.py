@@ -7,7 +7,7 @@ from typing import Any
 
 import msgpack
 
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES
+from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES
 from tests.support.stand_alone import read_plan as reader
 
 SCHEMAS = Path(__file__).parents[2] / "apportion/schemas"
@@ -23,6 +23,11 @@ def decoded(data: bytes) -> dict[str, Any]:
     for part in parts:
         part["layouts"] = [columns(rows, SPAN_COLUMNS) for rows in part["layouts"]]
         part["moves"] = [columns(rows, MOVE_COLUMNS) for rows in part["moves"]]
+        if "recurrent" in part:
+            tables = part["recurrent"].items()
+            part["recurrent"] = {
+                name: columns(rows, RECURRENCE_TABLES[name]) for name, rows in tables if rows
+            }
         for phases in part["programs"].values():
             for phase, tables in phases.items():
                 phases[phase] = {name: columns(rows, TABLES[name]) for name, rows in tables.items() if rows}

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, SPAN_COLUMNS, TABLES, Op
+from apportion.ir.isa import MOVE_COLUMNS, OPERAND_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, Op
 from apportion.ir.plan.plain import diagonals_of
-from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Request, Table
+from apportion.ir.plan.tables import Header, Layout, Move, ProgramSet, Recurrence, Request, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.tensors import PHASES, Tensor
 
 Rng = np.random.Generator
+RECURRENT = {"gated": Recurrent(4, 2, 2, conv=3), "wide": Recurrent(6, 2, 2, 3, "diagonal", False)}
 HEAD_SETS = ((0,), (1, 0), (3, 2))  # the last one holds query heads only
 
 
 def random_plan(seed: int, ranks: int | None = None) -> Plan:
-    """A plan of 1 to 5 ranks, unsealed; its numbers may be of any size."""
+    """A plan of 1 to 5 ranks, unsealed; its numbers may be of any size. One of seven has recurrent layers."""
     rng = np.random.default_rng(seed)
     ranks = ranks or int(rng.integers(1, 6))
     model = Model(q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, hidden=16, ffn=16, layers=1)
+    model = replace(model, recurrent={} if seed % 7 != 3 else RECURRENT)
     lengths = [int(n) for n in rng.integers(1, 2 ** rng.integers(2, 30), rng.integers(1, 5))]
     request = Request(Batch.from_lengths(lengths), Cluster(1, ranks), model, Policy(Recipe("by-hand")))
     kinds = ("default",) if rng.random() < 0.7 else ("global kind", "лок:al")
@@ -47,6 +51,7 @@ def random_plan(seed: int, ranks: int | None = None) -> Plan:
         {"b": "1", "a": "2"},
         diagonals=diagonals_of(request.batch, kinds),
         phases=phases,
+        recurrent=model.recurrent,
     )
     return Plan(
         header,
@@ -55,7 +60,36 @@ def random_plan(seed: int, ranks: int | None = None) -> Plan:
         {key: _program(rng, ranks) for key in keys},
         (Move(*names, _moves(rng, ranks)),) if rng.random() < 0.5 else (),
         {"slots": 3, "gap": 0.25, "limit": None, "näme": [1, {"x": []}]} if rng.random() < 0.7 else {},
+        _recurrence(rng, ranks) if model.recurrent else None,
     )
+
+
+def _recurrence(rng: Rng, ranks: int) -> Recurrence:
+    rows: dict[str, list[list[tuple[int, ...]]]] = {
+        name: [[] for _ in range(ranks)] for name in RECURRENCE_TABLES
+    }
+    for rank in range(ranks):
+        end = 0
+        for _ in range(rng.integers(0, 4)):
+            past = int(rng.integers(-1, 3))
+            peer = int(rng.integers(0, ranks)) if past >= 0 else 0
+            length = _size(rng) // 8 + 1
+            rows["runs"][rank].append(
+                (end, length, _size(rng), _size(rng), peer, past, int(rng.integers(0, 2)))
+            )
+            end += length
+        runs = len(rows["runs"][rank])
+        for name in ("folds", "states") if runs else ("folds",):
+            for slot in range(rng.integers(0, 5)):
+                kind, peer = (int(rng.integers(0, most)) for most in (2, ranks))
+                head, run = int(rng.integers(0, 3)), int(rng.integers(0, runs or 9))
+                more = (int(rng.integers(-1, slot)) if slot else -1,) if name == "folds" else ()
+                rows[name][rank].append((kind, head, int(rng.integers(1, 3 - head + 1)), peer, run, *more))
+        for _ in range(rng.integers(0, 3)):
+            send = int(rng.integers(0, 2)) if runs else 1
+            place = (_size(rng), _size(rng)) if send else (int(rng.integers(0, 2 * runs)), 1)
+            rows["halo"][rank].append((send, int(rng.integers(0, ranks)), *place))
+    return Recurrence({name: _table(rows[name], columns) for name, columns in RECURRENCE_TABLES.items()})
 
 
 def _table(rows_of: list[list[tuple[int, ...]]], names: tuple[str, ...]) -> Table:

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apportion.backends.recurrent import Inputs, Outputs
+from apportion.ir.arrays import Ints
+from apportion.ir.bytes.codec import Plan
+from apportion.ir.plan.tables import Recurrence, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.recurrent import Recurrent
 
 Array = NDArray[Any]
+Edit = Callable[[dict[str, Ints]], object]  # of the columns of a table, int64
+
+
+def changed(plan: Plan, name: str, edit: Edit) -> Plan:
+    """The plan, not sealed, with other columns of one table of recurrent layers."""
+    assert plan.recurrence is not None
+    table = plan.recurrence[name]
+    columns = {key: np.array(column, np.int64) for key, column in table.columns.items()}
+    edit(columns)
+    tables = {**plan.recurrence.tables, name: Table.of(table.ptr, columns)}
+    return replace(plan, recurrence=Recurrence(tables), sections=None)
+
+
+def setting(column: str, row: int, value: int) -> Edit:
+    """An edit of one number."""
+
+    def edit(columns: dict[str, Ints]) -> None:
+        columns[column][row] = value
+
+    return edit
 
 
 def predecessors(batch: Batch) -> list[int]:
