@@ -24,6 +24,7 @@ from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.rehearsal import Rehearsal
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of, windows_of
+from apportion.ir.request.hf_fields import BOTH, CHUNKED, FULL, LINEAR, SLIDING, layer_types, text_config
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import check_rows
@@ -33,10 +34,12 @@ from apportion.trainer.step.loss import check_share
 
 try:
     from transformers import AttentionInterface, Cache
+
+    from apportion.trainer.hf_recurrent import NAME as NAME, adapt, is_known, mixers_of
 except ModuleNotFoundError as error:
     raise MissingDependencyError("transformers", "hf", "apportion.trainer.hf") from error
 
-NAME = "apportion"  # of the attention implementation, and of the kwarg that brings the handle
+ATTENDING, RECURRING = (FULL, SLIDING, CHUNKED, BOTH), (LINEAR, BOTH)  # types of layers
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
@@ -50,13 +53,13 @@ def enable(model: Any, *, check: bool = True) -> Any:
     this process yet, `loader` does. Raises ConfigError for a model whose layers are not all attention that can be
     replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
     AttentionInterface.register(NAME, attention)
-    base, layers = model.base_model, _layers(model)
-    indexes, count = {layer.layer_idx for layer in layers}, model.config.get_text_config().num_hidden_layers
-    if len(indexes) != count or not model._can_set_attn_implementation():
-        rule = f"{len(layers)} of its {count} layers are attention that can be replaced"
-        raise ConfigError("model", type(model).__name__, rule, "plan models of attention layers alone")
+    base, layers, mixers = model.base_model, _layers(model), mixers_of(model)
+    _require_known(model, layers, mixers)
     if not hasattr(base, "_served"):
-        base._planned, base._served = indexes, set()  # layers that must use a handle, and that have
+        base._planned, base._served = (
+            {*map(_key, (*layers, *mixers))},
+            set(),
+        )  # that must use a handle, and that have
         base._ran = set()  # whether forwards with gradients had a plan, since the last step
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
         model.register_forward_hook(_share_loss, with_kwargs=True)
@@ -65,6 +68,9 @@ def enable(model: Any, *, check: bool = True) -> Any:
         _choose(base)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
+    for mixer in mixers:
+        if not hasattr(mixer, "_served"):
+            adapt(mixer, base._served, _key(mixer))
     for layer in layers:  # too: checkpointing runs them a second time, alone
         if not hasattr(layer, "_served"):  # made since the model was enabled
             layer._served = base._served
@@ -72,6 +78,32 @@ def enable(model: Any, *, check: bool = True) -> Any:
     wiring.watch.models.add(model)
     model._rows_checked = not check or check_rows(model, _arguments)
     return model
+
+
+def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> None:
+    """Raises ConfigError where some of its layers are neither attention that can be replaced nor a recurrence of which
+    there is an adapter."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    if unknown := sorted({type(one).__name__ for one in mixers if not is_known(one)}):
+        rule = f"there is no adapter for its recurrent layers, {', '.join(unknown)}"
+        raise ConfigError("model", name, rule, "train it without context parallelism")
+    found = [*({one.layer_idx for one in own} for own in (layers, mixers))]
+    count = config.num_hidden_layers
+    wanted = [{*range(count)}, set()]
+    if mixers:
+        types = [*enumerate(layer_types(text_config(config.to_dict())))]
+        wanted = [{n for n, kind in types if kind in own} for own in (ATTENDING, RECURRING)]
+    if found != wanted or not model._can_set_attn_implementation():
+        rule = f"{len(found[0])} of its {count} layers are attention that can be replaced"
+        rule += f", and {len(found[1])} recurrent ones, of {len(wanted[1])}" if mixers else ""
+        raise ConfigError(
+            "model", name, rule, "plan models of attention layers, and of recurrent ones that are known"
+        )
+
+
+def _key(layer: Any) -> str:
+    """Its name in errors."""
+    return f"{layer.layer_idx}{'' if hasattr(layer, 'is_causal') else ' (recurrent)'}"
 
 
 def _choose(module: Any) -> None:
@@ -104,10 +136,11 @@ def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
 
 def require_enabled(model: Any) -> None:
     """Raises ConfigError for a model that has attention layers without the hooks of `enable`."""
-    layers = _layers(model)
-    without = [layer.layer_idx for layer in layers if not hasattr(layer, "_served")]
+    layers = [*_layers(model), *mixers_of(model)]
+    without = [_key(layer) for layer in layers if not hasattr(layer, "_served")]
     if without or not layers:
-        rule = f"is not enabled: attention of {f'layers {without}' if layers else 'its layers'} would ignore the plan"
+        named = f"layers {', '.join(without)}" if layers else "its layers"
+        rule = f"is not enabled: attention of {named} would ignore the plan"
         remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
         raise ConfigError("model", type(model).__name__, rule, remedy)
 
@@ -129,7 +162,7 @@ def attention(
     if handle is None:
         rule = "does not pass the keyword arguments of forward on, so that the plan does not reach it"
         raise ConfigError("attention", type(module).__name__, rule, "train without context parallelism")
-    module._served.add(module.layer_idx)
+    module._served.add(_key(module))
     if isinstance(handle, Rehearsal):
         return handle.attend(f"layer {module.layer_idx}", query, key, value), None
     kind = module.config.layer_types[module.layer_idx] if len(handle.kinds) > 1 else None
@@ -282,8 +315,11 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
     if kwargs.get(NAME) is None:
         return
     if without := sorted(base._planned - base._served):
-        what = f"layers {without} of {type(base).__name__} did not use the plan: their attention was replaced, skipped"
-        raise ExecutionError(f"{what} or is another implementation's; call hf.enable when the model is whole")
+        what = (
+            f"layers {', '.join(without)} of {type(base).__name__} did not use the plan: they were replaced,"
+        )
+        why = "skipped, or are another implementation's"
+        raise ExecutionError(f"{what} {why}; call hf.enable when the model is whole")
     base._served.clear()  # torch.compile finds it as it was
 
 

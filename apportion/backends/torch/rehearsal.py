@@ -32,6 +32,7 @@ class Rehearsal:
 
     def __init__(self, taken: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
         self.taken, self.rows, self.whole, self.exact = taken, len(taken), whole, True
+        self._documents = documents
         behind = taken[:, None] >= taken
         self._mask = behind & (documents[:, None] == documents)
         self.attended: list[Tensor] = []
@@ -41,14 +42,25 @@ class Rehearsal:
         self._calls: dict[str, int] = {}
         self.communicator = self
 
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each document of the whole, one after another."""
+        found: list[int] = torch.unique_consecutive(self._documents, return_counts=True)[1].tolist()
+        return found
+
     def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query, key, value [1, heads, rows, width] -> [1, rows, heads, width]."""
-        self.record(f"the queries, keys and values of {layer}", (query, key, value), decides=True)
-        if self.whole is None:
+
+        def run() -> Tensor:
             mask, groups = self._mask, query.shape[1] != key.shape[1]
-            out = scaled_dot_product_attention(query, key, value, mask, enable_gqa=groups).transpose(1, 2)
-        else:
-            out = self.whole.attended[len(self.attended)][:, self.taken]
+            return scaled_dot_product_attention(query, key, value, mask, enable_gqa=groups).transpose(1, 2)
+
+        return self.replay(f"the queries, keys and values of {layer}", (query, key, value), run)
+
+    def replay(self, given: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
+        """What `run` gives, [1, rows, ...], of the whole; a part takes its rows of that."""
+        self.record(given, inputs, decides=True)
+        out = run() if self.whole is None else self.whole.attended[len(self.attended)][:, self.taken]
         self.attended.append(out)
         return out
 

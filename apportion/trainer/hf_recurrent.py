@@ -1,0 +1,185 @@
+"""Recurrent layers of transformers under a plan: Gated DeltaNet, Kimi Delta Attention, Mamba-2, lightning attention.
+
+    layer(hidden, apportion=handle) ──projections──► causal_conv1d_fn(…, apportion=…) ──► planned_conv
+                                                     mamba2_chunk_scan(…, apportion=…) ──► planned_scan ──norm, gate──►
+
+Layers keep their own code but for the functions of their modules that look at more than one row: these are wrapped,
+once, and as they were where no handle is among their arguments. Written for transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, softplus
+from transformers.activations import ACT2FN
+
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.kernels.recurrent import chunk_recurrence
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.rehearsal import Rehearsal
+from apportion.trainer.step.recurrence import planned_conv, planned_scan
+
+NAME = "apportion"  # kwarg that brings the handle
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """In the place of the handle among the arguments of a layer's functions. name: of the layer, in errors."""
+
+    handle: PlanHandle | Rehearsal
+    name: str
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [1, rows, channels] -> as x."""
+        if isinstance(self.handle, PlanHandle):
+            planned: Tensor = planned_conv(x, weight, self.handle, bias=bias)
+            return planned
+        lengths = self.handle.lengths
+
+        def run() -> Tensor:
+            parts = [one.T[None] for one in torch.split(x[0], lengths)]
+            before = weight.shape[1] - 1
+            outs = [conv1d(one, weight[:, None], bias, padding=before, groups=len(weight)) for one in parts]
+            return torch.cat([out[..., : out.shape[-1] - before] for out in outs], -1).mT
+
+        return self.handle.replay(f"the rows that the convolution of {self.name} is given", [x], run)
+
+    def scan(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
+    ) -> Tensor:
+        """As `planned_scan`, [1, rows, ...] each."""
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if isinstance(self.handle, PlanHandle):
+            planned: Tensor = planned_scan(None, q, k, v, g, beta, self.handle, scale=scale)
+            return planned
+        ends = torch.tensor([0, *self.handle.lengths]).cumsum(0)
+
+        def run() -> Tensor:
+            return chunk_recurrence(q, k, v, g, beta, scale, cu_seqlens=ends)[0]
+
+        given = [x for x in (q, k, v, g, beta) if x is not None]
+        return self.handle.replay(f"the rows that the recurrence of {self.name} is given", given, run)
+
+
+def mixers_of(model: Any) -> list[Any]:
+    """Its layers that recur, whether there is an adapter for them or not."""
+    return [one for one in model.modules() if hasattr(one, "layer_idx") and _recurs(one)]
+
+
+def _recurs(module: Any) -> bool:
+    return hasattr(module, "conv1d") or type(module).__name__.endswith("LightningAttention")
+
+
+def is_known(mixer: Any) -> bool:
+    """Whether there is an adapter for it."""
+    home = sys.modules[type(mixer).__module__]
+    return type(mixer).__name__ == _LIGHTNING or any(hasattr(home, name) for name in _SCANS)
+
+
+def adapt(mixer: Any, served: set[Any], key: Any) -> None:
+    """Has a layer that `is_known` run under a plan where it is given a handle, and add its `key` to `served` then."""
+    home = sys.modules[type(mixer).__module__]
+    for name, wrap in {**_SCANS, **_OTHERS}.items():
+        _replace(home, name, wrap)
+    if type(mixer).__name__ == _LIGHTNING:
+        _replace(type(mixer), "forward", _lightning)
+
+    def bring(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get(NAME) is None:
+            return None
+        module._served.add(key)
+        return args, {**kwargs, NAME: Mixing(kwargs[NAME], f"layer {module.layer_idx}")}
+
+    mixer._served = served
+    mixer.register_forward_pre_hook(bring, with_kwargs=True)
+
+
+def _replace(home: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    own = getattr(home, name, None)
+    if own is not None and not hasattr(own, "unplanned"):
+        planned: Any = wraps(own)(wrap(own))
+        planned.unplanned = own
+        setattr(home, name, planned)
+
+
+# ---- the functions
+
+
+def _conv(own: Any) -> Any:
+    def planned(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    ) -> Any:
+        mixing = kwargs.get(NAME)
+        if not isinstance(mixing, Mixing):
+            return own(x, weight, bias, activation=activation, **kwargs)
+        out = mixing.conv(x.mT.to(weight.dtype), weight, bias).mT
+        return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
+
+    return planned
+
+
+def _delta(own: Any) -> Any:
+    def planned(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+        mixing = kwargs.get(NAME)
+        if not isinstance(mixing, Mixing):
+            return own(q, k, v, **kwargs)
+        if kwargs["use_qk_l2norm_in_kernel"]:
+            q, k = _normalised(q), _normalised(k)
+        return mixing.scan(q, k, v, kwargs["g"], kwargs["beta"]), None
+
+    return planned
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = x.to(accumulator_dtype(x.dtype))
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _mamba2(own: Any) -> Any:
+    def planned(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any) -> Any:
+        mixing = kwargs.get(NAME)
+        if not isinstance(mixing, Mixing):
+            return own(x, dt, A, B, C, **kwargs)
+        dt = dt.to(accumulator_dtype(x.dtype))
+        dt = softplus(dt + kwargs["dt_bias"]).clamp(*kwargs["dt_limit"])
+        out = mixing.scan(C, B, (x * dt[..., None]).to(x.dtype), A * dt, None, 1.0)
+        return out + kwargs["D"][:, None] * x
+
+    return planned
+
+
+def _unfused(own: Any) -> Any:
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        return None if isinstance(kwargs.get(NAME), Mixing) else own(*args, **kwargs)
+
+    return planned
+
+
+def _lightning(own: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        mixing = kwargs.get(NAME)
+        if not isinstance(mixing, Mixing):
+            return own(self, hidden_states, *args, **kwargs)
+        shape = *hidden_states.shape[:2], self.num_attention_heads, 3 * self.head_dim
+        q, k, v = self.act_fn(self.qkv_proj(hidden_states)).view(shape).split(self.head_dim, -1)
+        decay = -self.slope_rate.flatten().expand(*shape[:3])
+        out = self.norm(mixing.scan(q, k, v, decay, None, 1.0).flatten(2))
+        return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
+
+    return forward
+
+
+_LIGHTNING = "MiniMaxLightningAttention"
+_SCANS = {
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _mamba2,
+}
+_OTHERS = {"causal_conv1d_fn": _conv, "mamba2_split_conv1d_scan_combined": _unfused}

@@ -1,0 +1,212 @@
+"""What ranks of the pool do with models of transformers that have recurrent layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+
+import apportion as ap
+from apportion.ir.bytes.job import Job
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hf_config import model_of
+from apportion.ir.request.policy import Policy
+from apportion.planner.recipe.recipes import find_recipe
+from apportion.trainer import hf
+from tests.ranks.loading import planning_of
+
+VOCABULARY, DOCUMENTS = 64, (50, 1, 23, 9)
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "max_position_embeddings": 256,
+}
+LAYERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GATED = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+MLA = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+#: class -> (config, fields)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3Next": ("Qwen3NextConfig", {**LAYERS, **GATED, "mlp_only_layers": [0, 1, 2]}),
+    "Qwen3_5": ("Qwen3_5TextConfig", {**LAYERS, **GATED}),
+    "OlmoHybrid": ("OlmoHybridConfig", {**LAYERS, **GATED}),
+    "KimiLinear": (
+        "KimiLinearConfig",
+        {**LAYERS, **MLA, "mlp_layer_types": ["dense"] * 3, "linear_head_dim": 8, "linear_num_heads": 4},
+    ),
+    "NemotronH": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+        },
+    ),
+    "GraniteMoeHybrid": (
+        "GraniteMoeHybridConfig",
+        {**LAYERS, **MAMBA, **EXPERTS, "shared_intermediate_size": 32},
+    ),
+    "Bamba": ("BambaConfig", {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA}),
+    "FalconH1": ("FalconH1Config", {"num_hidden_layers": 2, **MAMBA, "mamba_d_ssm": 64}),
+    "MiniMax": ("MiniMaxConfig", {**LAYERS, **EXPERTS, "block_size": 16}),
+}
+
+
+def made(name: str, **changes: Any) -> Any:
+    """A small model of that class in float64, the same on all ranks."""
+    own, fields = MODELS[name]
+    form = getattr(transformers, own)
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or hasattr(form(), "head_dim")}
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)  # tables of decays too
+    config = form(**{**sizes, **fields, **changes})
+    config._experts_implementation = "eager"  # grouped products of experts take no float64
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if not key.endswith(("A_log", "dt_bias", "D")):
+                value.normal_(std=0.2)
+    return model
+
+
+class Wide:
+    """torch, whose float32 is float64: models compute some of their numbers in what they call float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def wide(model: Any) -> Iterator[None]:
+    """A model in float64 throughout."""
+    homes = {sys.modules[type(one).__module__] for one in model.modules()}
+    homes = {home for home in homes if home.__name__.startswith("transformers.models")}
+    own = torch.Tensor.float
+    try:
+        torch.Tensor.float = torch.Tensor.double
+        for home in homes:
+            home.__dict__["torch"] = Wide()
+        yield
+    finally:
+        torch.Tensor.float = own
+        for home in homes:
+            home.__dict__["torch"] = torch
+
+
+def by_documents(name: str, batch: Batch, tokens: Any, grad: Any) -> tuple[Any, dict[str, Any]]:
+    """Logits of all tokens, each document and each path of a tree alone, and gradients, by the model's own code."""
+    starts, parents, _ = batch.branches()
+    ends = np.append(starts[1:], batch.tokens)
+    model = made(name)
+    parts = []
+    with wide(model):
+        for number in range(len(starts)):
+            above, path = number, []
+            while above >= 0:
+                path = [*range(starts[above], ends[above]), *path]
+                above = int(parents[above])
+            out = model(input_ids=torch.from_numpy(tokens[path])[None], use_cache=False).logits[0]
+            parts.append(out[len(path) - int(ends[number] - starts[number]) :])
+        logits = torch.cat(parts)
+        (logits * torch.from_numpy(grad)).sum().backward()
+    return logits.detach().numpy(), gradients(model)
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {name: value.grad.numpy() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def planned(comm: Any, name: str, given: Any) -> tuple[Any, Any]:
+    """Logits of this rank's rows, and gradients of all ranks. rows: tokens, the gradient of logits; all tokens."""
+    data, rows, checkpointing, padding = given
+    handle = ap.PlanHandle(ap.Slice.decode(data), comm, padding=padding)
+    tokens, grad = (torch.from_numpy(one)[handle.tokens] for one in rows)
+    model = hf.enable(made(name))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids, places = (torch.nn.functional.pad(one, (0, padding)) for one in (tokens, handle.position_ids))
+    named = {"input_ids": ids[None], "position_ids": places[None], "use_cache": False}
+    with wide(model):
+        last = places.new_tensor([len(rows[0])])
+        logits = model(**named, **{hf.NAME: handle, hf.LAST: last}).logits[0, : handle.rows]
+        (logits * grad).sum().backward()
+    for value in model.parameters():
+        if value.grad is not None:
+            dist.all_reduce(value.grad, group=comm._groups[0])
+    return logits.detach().numpy(), gradients(model)
+
+
+def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
+    """Loss, and norms of gradients, of one microbatch of a loader; else of its documents one by one."""
+    documents = [
+        np.random.default_rng(n).integers(0, VOCABULARY, length) for n, length in enumerate(DOCUMENTS)
+    ]
+    model = made(name).float()
+    if under_plan:
+        shape = replace(model_of(model.config.to_dict()), dtype="fp32")
+        given = Job(
+            ap.Cluster(1, comm.ranks), shape, Policy(find_recipe("fcp")), sum(DOCUMENTS) // comm.ranks + 1, 1
+        )
+        options = {**planning_of(given), "shuffle": False, "rows_multiple": 8, "communicator": comm}
+        batch = next(iter(hf.loader(Held(documents), hf.enable(model), dtype="fp32", **options)))
+        loss = model(**hf.inputs(batch)).loss
+    else:
+        valid = sum(len(ids) - 1 for ids in documents)
+        rows = [torch.from_numpy(ids)[None] for ids in documents]
+        named = {"num_items_in_batch": valid, "use_cache": False}
+        losses = [model(input_ids=ids, labels=ids, **named).loss for ids in rows if ids.numel() > 1]
+        loss = torch.stack(losses).sum()
+    loss.backward()
+    total = loss.detach().double()
+    for one in (total, *(value.grad for value in model.parameters() if value.grad is not None)):
+        dist.all_reduce(one, group=comm._groups[0])
+    return float(total), [float(value.grad.norm()) for value in model.parameters() if value.grad is not None]
+
+
+class Held:
+    """A dataset of given documents."""
+
+    def __init__(self, documents: list[Any]) -> None:
+        self.documents, self.lengths = documents, [*map(len, documents)]
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.documents[index]

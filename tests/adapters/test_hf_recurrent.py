@@ -1,0 +1,114 @@
+"""Models of transformers with recurrent layers under plans: logits and gradients are those of each document alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import apportion as ap
+from apportion.ir.errors import ConfigError
+from apportion.ir.masks import specs as masks
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hf_config import model_of
+from apportion.ir.request.sequences import Sequence
+from apportion.trainer import hf
+from tests.adapters import jobs_hf_recurrent
+from tests.adapters.jobs_hf_recurrent import VOCABULARY, by_documents, made
+from tests.ranks.rank_pool import Pool
+from tests.support.strategies import STRATEGIES
+
+PACKED = [Sequence(length, masks.causal()) for length in (50, 1, 23, 9)]
+TREES = [
+    Sequence(36, masks.tree([[-1, 12], [0, 9], [0, 5], [1, 10]])),
+    Sequence(40, masks.shared_question(14, [9, 17])),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "recipe", "sequences", "checkpointing"),
+    [
+        ("Qwen3Next", 4, "fcp", PACKED, False),
+        ("Qwen3Next", 2, "ring", TREES, True),
+        ("Qwen3_5", 2, "contiguous", PACKED, True),
+        ("OlmoHybrid", 4, "ring", PACKED, False),
+        ("KimiLinear", 4, "fcp", PACKED, True),
+        ("KimiLinear", 2, "contiguous", TREES, False),
+        ("NemotronH", 4, "ring", PACKED, True),
+        ("GraniteMoeHybrid", 2, "fcp", TREES, False),
+        ("Bamba", 4, "contiguous", PACKED, False),
+        ("FalconH1", 2, "ring", PACKED, True),
+        ("MiniMax", 4, "fcp", PACKED, True),
+        ("MiniMax", 2, "ring", TREES, False),
+    ],
+)
+def test_logits_and_gradients_are_those_of_each_document_alone(
+    pool: Pool, name: str, ranks: int, recipe: str, sequences: list[Sequence], checkpointing: bool
+) -> None:
+    batch = Batch.from_sequences(sequences)
+    rng = np.random.default_rng(0)
+    tokens, grad = rng.integers(0, VOCABULARY, batch.tokens), rng.standard_normal((batch.tokens, VOCABULARY))
+    wanted, wanted_grads = by_documents(name, batch, tokens, grad)
+    model = replace(model_of(made(name).config.to_dict()), dtype="fp64")
+    steps = {"name": recipe, "steps": STRATEGIES[recipe]}
+    plan = ap.plan(batch, ap.Cluster(nodes=1, ranks_per_node=ranks), model, steps)
+    each = [plan.for_rank(rank).encode() for rank in range(ranks)]
+    job, home = jobs_hf_recurrent.planned, plan.layout(plan.header.home_layout)
+    found = pool.run(job, ranks, name, each=[(data, (tokens, grad), checkpointing, 2) for data in each])
+    for rank, (logits, grads) in enumerate(found):
+        np.testing.assert_allclose(
+            logits, wanted[home.tokens(rank)], atol=1e-10 * np.abs(wanted).max(), rtol=0
+        )
+        assert grads.keys() == wanted_grads.keys()
+        for key, want in wanted_grads.items():
+            np.testing.assert_allclose(grads[key], want, atol=1e-10 * max(np.abs(want).max(), 1e-3), rtol=0)
+
+
+def test_a_step_of_a_loader_is_that_of_the_documents(pool: Pool) -> None:
+    """The loss and its gradients, in float32, with rows for padding."""
+    found = pool.run(jobs_hf_recurrent.step, 4, "Qwen3Next", True)
+    ((wanted, norms),) = pool.run(jobs_hf_recurrent.step, 1, "Qwen3Next", False)
+    for loss, own in found:
+        assert loss == pytest.approx(wanted, rel=1e-5)
+        assert own == pytest.approx(norms, rel=1e-4, abs=1e-5)
+
+
+def test_without_a_handle_a_model_is_as_it_was() -> None:
+    tokens = torch.arange(20)[None] % VOCABULARY
+    for name in ("KimiLinear", "MiniMax", "Bamba"):
+        model = made(name)
+        before = model(input_ids=tokens, use_cache=False).logits
+        torch.testing.assert_close(
+            hf.enable(model)(input_ids=tokens, use_cache=False).logits, before, rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("Jamba", {"num_experts": 1}, "no adapter for its recurrent layers, JambaMambaMixer"),
+        (
+            "Lfm2",
+            {"layer_types": ["conv", "full_attention"]},
+            "1 of its 2 layers are attention that can be replaced",
+        ),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8}, "model of type mamba2|a model of this type"),
+    ],
+)
+def test_other_recurrences_are_refused_by_name(name: str, fields: dict[str, Any], says: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, "num_attention_heads": 4, **fields})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with pytest.raises(ConfigError, match=says):
+        hf.enable(model)
+
+
+def test_a_recurrent_layer_that_was_put_in_later_is_found() -> None:
+    model = hf.enable(made("Bamba"))
+    model.model.layers[0].mamba = made("Bamba").model.layers[0].mamba
+    with pytest.raises(ConfigError, match=r"attention of layers 0 \(recurrent\) would ignore the plan"):
+        hf.require_enabled(model)
