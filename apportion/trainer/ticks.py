@@ -47,8 +47,8 @@ class TickPipeline:
 
     chunks: the layers of each of its chunks, equally many on all stages. row: shape of a row of hidden states; dtype:
     theirs, by default the plan's. embed: of the first stage, hidden states [rows, *row] of a microbatch. loss: of the
-    last stage, this rank's share of the loss, of hidden states and their microbatch, such as `normalised_loss`. Raises
-    ConfigError.
+    last stage, this rank's share of the loss, of hidden states and their microbatch, such as `normalised_loss`. done:
+    called with a chunk's number when a backward tick has added to its gradients. Raises ConfigError.
     """
 
     table: TickTable
@@ -57,6 +57,7 @@ class TickPipeline:
     embed: Callable[[PlannedBatch], Tensor] | None = None
     loss: Callable[[Tensor, PlannedBatch], Tensor] | None = None
     dtype: torch.dtype | None = None
+    done: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
         sizes = sorted({len(chunk) for chunk in self.chunks})
@@ -154,6 +155,7 @@ class _Iteration:
             grads[x] = dx
         if grads:  # accumulates, with the hooks of data-parallel wrappers
             torch.autograd.backward(list(grads), list(grads.values()))
+        self.own.done(virtual // self.own.table.stages)
         return dx
 
     def _loss(self, number: int, y: Tensor) -> Tensor:

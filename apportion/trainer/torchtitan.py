@@ -9,11 +9,11 @@ of all ranks and sums gradients by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,17 +22,20 @@ from apportion.ir.errors import ConfigError, MissingDependencyError
 from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.ir.request.policy import DEFAULT_RECIPE
+from apportion.planner.iteration.ticks import TickTable, tick_table
 from apportion.trainer.halves import both, joined
+from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.shared import communicator_of, count_planned, endless, kinds_of, require
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
 from apportion.trainer.step.pingpong import PingPongLayer
+from apportion.trainer.ticks import TickPipeline
 
 try:
     import tyro
+    from torch.distributed.fsdp import FSDPModule, fully_shard
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.config.override import OverrideConfig, derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -50,9 +53,10 @@ FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Tit
 
 class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
     """kind -> (handle, kind), where Titan's models look for their masks; its validator moves what loaders give.
-    handles: of two halves."""
+    handles: of two halves; ticks: of the iteration."""
 
     handles: tuple[PlanHandle, ...] = ()
+    ticks: tuple[PlannedBatch, ...] = ()
 
     @property
     def handle(self) -> PlanHandle:
@@ -90,14 +94,12 @@ class PlannedAttention(Module):
         return masks.get(name) or next(iter(masks.values()))
 
 
-def take_turns(block: Any) -> None:
-    """Has a dense block run two halves around each other's attention, where it is given two. Raises ConfigError."""
-    attention, own = block.attention, block.forward
+def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
+    """A dense block, [rows, E], around its attention. Raises ConfigError."""
+    attention = block.attention
     if type(attention) is not GQAttention or not hasattr(block, "feed_forward"):
-        rule = (
-            "has no dense feed-forward network behind grouped-query attention, which halves take turns around"
-        )
-        raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong")
+        rule = "has no dense feed-forward network behind grouped-query attention, which halves and ticks run around"
+        raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
 
     def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = attention.qkv_linear(block.attention_norm(hidden[None]))
@@ -111,12 +113,19 @@ def take_turns(block: Any) -> None:
         rows: Tensor = (x + block.feed_forward(block.ffn_norm(x)))[0]
         return rows
 
+    handle, kind = attention.inner_attention.mask_of(masks)
+    handle.check(kind, **attention.inner_attention.says)
+    return PingPongLayer(pre, post, block.parameters(), kind, attention.scaling)
+
+
+def take_turns(block: Any) -> None:
+    """Has a dense block run two halves around each other's attention, where it is given two."""
+    own, says = block.forward, block.attention.inner_attention.says
+
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
         if not attention_masks.handles:
             return own(x, attention_masks, positions)
-        _, kind = attention.inner_attention.mask_of(attention_masks)
-        layer = PingPongLayer(pre, post, block.parameters(), kind, attention.scaling)
-        return both(layer, x[0], attention_masks.handles, attention.inner_attention.says)[None]
+        return both(split(block, attention_masks), x[0], attention_masks.handles, says)[None]
 
     block.forward = forward
 
@@ -169,20 +178,24 @@ class PlannedDataLoader(BaseDataLoader):
         cluster: str | None = None  # a file
         tokens_per_rank: int | None = None
         microbatches: int = 1
-        recipe: str = DEFAULT_RECIPE
+        recipe: str | None = None
         seed: int = 0
         infinite: bool = True  # pass after pass, and of each only whole iterations
         rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper makes 8 chunks of them
         timeout_s: float = 300.0
         workers: int = 0
         ping_pong: bool = False  # two microbatches at a time, whose layers take turns
+        ticks: int = (
+            0  # chunks of a stage, of which all stages compute attention together; 0: Titan's own schedules
+        )
         _seat: Annotated[Any, tyro.conf.Suppress] = None  # see PlannedTrainer
 
     def __init__(
         self, config: Config, *, tokenizer: Any, dp_world_size: int, seq_len: int, **titan: Any
     ) -> None:
         require("training.local_batch_size", titan["local_batch_size"], 1, "documents lie end to end")
-        seat = {"tp": 1, **(config._seat or {})}
+        seat = {"tp": 1, "stages": 1, **(config._seat or {})}
+        stages = seat.pop("stages")
         try:
             make = resolve_name(config.dataset)
         except (AttributeError, ValueError) as error:
@@ -197,22 +210,36 @@ class PlannedDataLoader(BaseDataLoader):
         options["token"] = None if config.token_file is None else read_text(Path(config.token_file)).strip()
         if getattr(data, "masks", None) is not None:
             seat.pop("masks", None)
-        cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, dp_world_size)
+        self.table: TickTable | None = None
         self.infinite, self.pairs = config.infinite, config.ping_pong and config.infinite
+        if config.ticks:
+            require("ping_pong", config.ping_pong, False, "stages take turns already")
+            options["ticks"] = self.table = tick_table(stages, options.pop("microbatches"), config.ticks)
+        ranks = dp_world_size * (stages if config.ticks else 1)
+        cluster = Cluster.load(config.cluster) if config.cluster else Cluster(1, ranks)
         self.loader = PlannedLoader(data, cluster, drop_last=self.infinite, **options, **seat)
         wiring.watch.trusted.add(self.loader)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        passes: Any = PlannedLoader.pairs if self.pairs else iter
-        for found in endless(self.loader, passes) if self.infinite else self.loader:
+        passes: Any = PlannedLoader.iterations if self.table else PlannedLoader.pairs if self.pairs else iter
+        for found in endless(self.loader, passes) if self.infinite else passes(self.loader):
             batches = found if isinstance(found, tuple) else (found,)
             for b in batches:
                 b.check_unweighted("Titan's loss")
-            rows = joined(batches)
-            kinds = PlannedMasks({kind: (rows.handle, kind) for kind in rows.handle.kinds})
-            kinds.handles = tuple(b.handle for b in batches) if self.pairs else ()
-            given = {"input": rows.tokens[None], "positions": rows.position_ids[None]}
-            yield {**given, "attention_masks": kinds}, rows.labels[None]
+            handles = tuple(b.handle for b in batches) if self.pairs else ()
+            ticks = batches if self.table else ()
+            for rows in [joined(batches)] if self.table is None else self._microbatches(batches):
+                masks = PlannedMasks({kind: (rows.handle, kind) for kind in rows.handle.kinds})
+                masks.handles, masks.ticks = handles, ticks
+                given = {"input": rows.tokens[None], "positions": rows.position_ids[None]}
+                yield {**given, "attention_masks": masks}, rows.labels[None]
+
+    def _microbatches(self, ticks: tuple[PlannedBatch, ...]) -> list[PlannedBatch]:
+        """Those of this rank's stage, each once."""
+        table, ranks = cast("TickTable", self.table), ticks[0].handle.communicator
+        stage = ranks.rank * table.stages // ranks.ranks
+        held = dict(zip(table.microbatch[:, stage].tolist(), ticks, strict=True))
+        return [held[number] for number in range(table.microbatches)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()
@@ -231,20 +258,26 @@ class PlannedTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        job, pairs = self.dataloader.loader.job, self.dataloader.pairs
+        job, pairs, table = self.dataloader.loader.job, self.dataloader.pairs, self.dataloader.table
         taken = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches * (1 + pairs)
-        require("microbatches of global_batch_size", taken, job.microbatches, "a step is an iteration")
+        wanted = job.microbatches if table is None else table.microbatches
+        require("microbatches of global_batch_size", taken, wanted, "a step is an iteration")
         remedy = 'build the layers with attn_backend="flex" or "varlen"'
         self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
-        if pairs:
+        if pairs or table:
             remake = isinstance(config.activation_checkpoint, SelectiveAC.Config)
+            require("selective activation_checkpoint", remake, False, "it cannot keep attention run around")
+            require("compile.enable", config.compile.enable, False, "layers run in an autograd function")
+            require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would part the rows")
+        if table is not None:
             require(
-                "selective activation_checkpoint", remake, False, "it cannot keep attention of two halves"
+                "activation_checkpoint", config.activation_checkpoint, None, "ticks keep what layers make"
             )
-            require("compile.enable", config.compile.enable, False, "halves run in one autograd function")
-            require(
-                "tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would part the rows of halves"
-            )
+            require("validator.enable", config.validator.enable, False, "ticks are of iterations alone")
+            layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
+            held, rule = [len(part.layers) for part in self.model_parts], "stages have equally many layers"
+            require("layers of this stage's chunks", held, [layers // stages] * table.virtual, rule)
+        if pairs:
             blocks = (block for part in self.model_parts for block in part.modules())
             for block in (block for block in blocks if "attention" in block._modules):
                 take_turns(block)
@@ -256,8 +289,11 @@ class PlannedTrainer(Trainer):
         if type(config.activation_checkpoint) is SelectiveAC.Config:
             config.activation_checkpoint = derive(config.activation_checkpoint, PlannedSelectiveAC.Config)
         ranks = torch.arange(dims.world_size).view(dims.pp, -1, dims.tp)
-        groups = ranks.transpose(1, 2).flatten(0, 1).tolist()  # of equal places in pipeline and tensors
-        seat = {**job_of(config), "communicator": communicator_of(groups), "tp": dims.tp}
+        groups = ranks.transpose(1, 2).flatten(0, 1)  # of equal places in pipeline and tensors
+        if getattr(config.dataloader, "ticks", 0):
+            groups = ranks.permute(2, 0, 1).flatten(1)  # of all stages
+        communicator = communicator_of(groups.tolist())
+        seat = {**job_of(config), "communicator": communicator, "tp": dims.tp, "stages": dims.pp}
         config.validator = replace(config.validator)
         for owner in (config, config.validator):
             if isinstance(owner.dataloader, PlannedDataLoader.Config):
@@ -266,6 +302,8 @@ class PlannedTrainer(Trainer):
 
     def forward_backward_step(self, *, input_dict: Any, **given: Any) -> Tensor:
         batches = input_dict if isinstance(input_dict, list) else [input_dict]
+        if batches[0]["attention_masks"].ticks:
+            return self._run_ticks(batches[0]["attention_masks"], **given)
         handles = [one["attention_masks"].handle for one in batches]
         before = [handle.calls for handle in handles]
         loss: Tensor = super().forward_backward_step(input_dict=input_dict, **given)
@@ -274,6 +312,40 @@ class PlannedTrainer(Trainer):
             require_calls(handle, calls, self.planned_layers, remedy)
         return loss
 
+    def _run_ticks(
+        self, masks: PlannedMasks, labels: Sequence[Tensor], global_valid_tokens: Tensor
+    ) -> Tensor:
+        """An iteration in the place of Titan's schedule: the loss on the last stage, as schedules give it. Weights stay
+        whole; what a microbatch's backward leaves is added up as FSDP adds it up, and reduced in the end."""
+        parts, ticks = self.model_parts, [one.to(self.device) for one in masks.ticks]
+        self.ntokens_seen += sum(one.numel() for one in labels)
+        for part in parts:
+            fully_shard.state(part)._lazy_init()
+            _gather(part)
+        chunks = [[split(block, masks) for block in part.layers.values()] for part in parts]
+        first, last = parts[0], parts[-1]
+
+        def embed(batch: PlannedBatch) -> Tensor:
+            hidden: Tensor = first.tok_embeddings.forward(batch.tokens[None])[0]
+            return hidden
+
+        def loss(hidden: Tensor, batch: PlannedBatch) -> Tensor:
+            hidden = last.norm.forward(hidden[None])
+            found = hidden if last._skip_lm_head else last.lm_head.forward(hidden)
+            total: Tensor = self.loss_fn(found, batch.labels[None], global_valid_tokens)[0]
+            _gather(last)  # a loss in chunks has given the head back
+            return total
+
+        def added(chunk: int) -> None:
+            _add_up(parts[chunk], last=False)
+
+        row = (self.config.model_spec.model.dim,)
+        with self.train_context():
+            total = TickPipeline(self.dataloader.table, chunks, row, embed, loss, done=added).step(ticks)
+        for part in parts:
+            _add_up(part, last=True)
+        return total.float() if last.norm is not None else torch.tensor([-1.0], device=self.device)
+
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         super().train_step(data_iterator)
         if self.metrics_processor.should_log(self.step):
@@ -281,12 +353,32 @@ class PlannedTrainer(Trainer):
             self.metrics_processor.logger.log({f"planning/{name}": told[name] for name in _TOLD}, self.step)
 
 
+def _gather(part: Any) -> None:
+    """Has whole weights under all modules."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+def _add_up(part: Any, last: bool) -> None:
+    """What FSDP does at the end of a backward: gradients into sums in its reduction's dtype, and, of the last, over
+    ranks."""
+    part.set_is_last_backward(last)
+    part.set_reshard_after_backward(last)
+    part.set_requires_gradient_sync(last)
+    fully_shard.state(part)._root_post_backward_final_callback()
+
+
 def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:
     """A `PlannedTrainer.Config`. data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
     loader: Any = PlannedDataLoader.Config(**data)
-    training = replace(config.training, local_batch_size=1)
+    microbatches = loader.microbatches if loader.ticks else 1
+    training = replace(config.training, local_batch_size=microbatches)
     training.disable_cuda_graphs = True  # a microbatch has the rows that its plan gives a rank
     changes = {"dataloader": loader, "training": training}
+    if loader.ticks:
+        even = {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+        changes["parallelism"] = replace(config.parallelism, **even)
     if validation is not None:
         held_out = replace(loader, dataset=validation)
         changes["validator"] = replace(config.validator, enable=True, dataloader=held_out)

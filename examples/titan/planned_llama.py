@@ -1,6 +1,7 @@
 """A config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, by Titan's own attention and planned.
 
 torchrun --nproc-per-node 2 examples/titan/train.py --module planned_llama --config planned_tiny
+torchrun --nproc-per-node 4 examples/titan/train.py --module planned_llama --config planned_ticks
 """
 
 from dataclasses import dataclass, replace
@@ -81,3 +82,10 @@ def tiny() -> Trainer.Config:
 def planned_tiny() -> PlannedTrainer.Config:
     """2 ranks, 2 microbatches a step: global_batch_size is 4."""
     return planned(tiny(), dataset="planned_llama.documents", tokens_per_rank=4096, microbatches=2)
+
+
+def planned_ticks() -> PlannedTrainer.Config:
+    """4 ranks, two stages of two replicas each, which compute the attention of every tick together."""
+    data = {"dataset": "planned_llama.documents", "tokens_per_rank": 4096, "microbatches": 2}
+    config = planned(tiny(), **data, ticks=1)
+    return replace(config, parallelism=replace(config.parallelism, pipeline_parallel_degree=2))

@@ -37,7 +37,7 @@ from apportion.trainer.torchtitan import planned
 from tests.adapters.documents import VOCABULARY, documents, packed
 from tests.ranks.loading import HereSource
 
-TOKENS, SEED, LAYERS, DIM, WINDOW = 128, 3, 2, 32, 7
+TOKENS, SEED, DIM, WINDOW = 128, 3, 32, 7
 ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}
 
 
@@ -86,9 +86,9 @@ class PackedDataLoader(BaseDataLoader):
         pass
 
 
-def llama(backend: Any) -> Any:
+def llama(backend: Any, count: int) -> Any:
     layers = llama3._build_llama3_layers(
-        n_layers=LAYERS,
+        n_layers=count,
         dim=DIM,
         n_heads=4,
         n_kv_heads=2,
@@ -100,9 +100,9 @@ def llama(backend: Any) -> Any:
     return replace(llama3.model_registry("debugmodel", attn_backend=backend), model=model)
 
 
-def gptoss(backend: Any) -> Any:
+def gptoss(backend: Any, count: int) -> Any:
     layers = gpt_oss._build_gptoss_layers(
-        n_layers=LAYERS,
+        n_layers=count,
         dim=DIM,
         hidden_dim=32,
         num_experts=4,
@@ -144,12 +144,14 @@ CHECKPOINTS = {"none": None, "full": FullAC.Config(), "selective": SelectiveAC.C
 class Case:
     model: str = "llama"
     backend: str = "flex"
+    layers: int = 2
     steps: int = 3
     microbatches: int = 1
     dtype: str = "float32"
     checkpoint: str = "none"
     chunked: bool = True
     tp: int = 1
+    pp: int = 1
     spmd: str = "partial_dtensor"  # spmd_types needs a torch behind 2.13
     validate: bool = False
     folder: str = ""
@@ -157,13 +159,14 @@ class Case:
     broken: str = ""  # "own": attention of a layer is not planned; "deaf": a layer passes it by
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
     ping_pong: bool = False
+    ticks: int = 0  # chunks of a stage; all stages compute the attention of each
 
 
 def own_config(case: Any, ranks: int) -> Any:
     """Titan's own trainer, on the packed microbatches."""
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     return Trainer.Config(
-        model_spec=MODELS[case.model](case.backend),
+        model_spec=MODELS[case.model](case.backend, case.layers),
         loss=ChunkedLossWrapper.Config(loss_fn=loss) if case.chunked else loss,
         tokenizer=NoTokenizer.Config(),
         dump_folder=case.folder or "/nowhere",
@@ -171,13 +174,18 @@ def own_config(case: Any, ranks: int) -> Any:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(
             local_batch_size=1,
-            global_batch_size=ranks // case.tp * case.microbatches // (1 + case.ping_pong),
+            global_batch_size=ranks // case.tp // case.pp * case.microbatches // (1 + case.ping_pong),
             seq_len=64,
             steps=case.steps,
             mixed_precision_param=case.dtype,
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(tensor_parallel_degree=case.tp, spmd_backend=case.spmd),
+        parallelism=ParallelismConfig(
+            tensor_parallel_degree=case.tp,
+            pipeline_parallel_degree=case.pp,
+            pipeline_parallel_schedule="1F1B" if case.ticks < 2 else "Interleaved1F1B",
+            spmd_backend=case.spmd,
+        ),
         dataloader=PackedDataLoader.Config(microbatches=case.microbatches),
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=CHECKPOINTS[case.checkpoint],
@@ -192,10 +200,10 @@ def own_config(case: Any, ranks: int) -> Any:
 def planned_config(case: Any, ranks: int) -> Any:
     """The same with plans."""
     config = own_config(case, ranks)
-    cluster = Cluster(1, ranks // case.tp)
+    cluster = Cluster(1, ranks // case.tp // case.pp)
     held_out = "documents.documents" if case.validate else None
     told = {"tokens_per_rank": TOKENS // cluster.ranks, "microbatches": case.microbatches, "seed": SEED}
-    told["ping_pong"] = case.ping_pong
+    told |= {"ping_pong": case.ping_pong, "ticks": case.ticks}
     return planned(config, held_out, dataset="documents.documents", source=HereSource(), **told)
 
 

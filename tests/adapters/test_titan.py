@@ -38,7 +38,7 @@ def two() -> Iterator[Any]:
 
 def own(pool: Any, case: Any) -> Any:
     """Steps of Titan's own trainer in one process; a mesh of one rank holds the whole batch."""
-    return pool.run(jobs_titan.train, 1, True, replace(case, tp=1, ping_pong=False))[0][0]
+    return pool.run(jobs_titan.train, 1, True, replace(case, tp=1, pp=1, ping_pong=False, ticks=0))[0][0]
 
 
 def planned(pool: Any, ranks: int, case: Any) -> Any:
@@ -68,6 +68,23 @@ def test_losses_are_titan_s_own(one: Any, two: Any, pool: Any, ranks: int, case:
     for found, wanted in zip(steps, own(one, case), strict=True):
         assert found == pytest.approx(wanted, abs=CLOSE, rel=2e-6 if found[0] == "validation" else 1e-6)
     assert len(steps) == case.steps
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, microbatches=3, ticks=1),
+        Case(pp=2, microbatches=2, ticks=2, layers=4, chunked=False, steps=2),
+    ],
+)
+def test_a_pipeline_of_ticks_trains_as_titan_s_own(one: Any, pool: Any, case: Any) -> None:
+    """Two stages of two replicas each. The norm of gradients is that of all stages; losses are the last one's."""
+    found = pool.run(jobs_titan.train, 4, False, case)
+    wanted = own(one, case)
+    for rank, (told, _) in enumerate(found):
+        assert [norm for _, norm in told] == pytest.approx([norm for _, norm in wanted], rel=1e-6)
+        if rank >= 2:
+            assert [loss for loss, _ in told] == pytest.approx([loss for loss, _ in wanted], abs=CLOSE)
 
 
 def test_kinds_of_layers_whose_own_kernels_need_a_gpu(one: Any, two: Any) -> None:
