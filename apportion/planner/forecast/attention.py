@@ -28,19 +28,21 @@ from apportion.planner.remap import LINEAR, even_parameters
 from apportion.planner.simulate import makespans_us
 from apportion.planner.simulate.pair.run import turns_us
 
+#: of the groups of a static grid with the most pairs so many are planned
+HEAVIEST = 3
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedMicrobatch:
     """The plan of one microbatch in one group, or of its halves, plan and pong, which take turns.
 
-    pairs: that its masks allow, over all layers; tokens: of the fullest rank; busy: tokens over speed of the rank that
+    tokens: of the fullest rank; busy: tokens over speed of the rank that
     takes longest, and even: the same in the layout of even tokens, where there is one; bytes: home and work rows of a
     call on the rank that needs most; stages: in which its programs make Q, K and V of some heads at a time, 0 where the
     layer makes them; moves_us: of moves between the layouts, a layer, both phases.
     """
 
     plan: Plan
-    pairs: int
     tokens: int
     busy: float
     even: float
@@ -48,11 +50,6 @@ class PlannedMicrobatch:
     stages: int
     moves_us: float
     pong: Plan | None = None
-
-    @property
-    def batch_tokens(self) -> int:
-        """Of all ranks."""
-        return sum(one.request.batch.tokens for one in (self.plan, self.pong) if one is not None)
 
     @property
     def projects(self) -> bool:
@@ -75,22 +72,41 @@ def plan_attention(
     model: Model,
     hardware: Hardware,
     seed: int,
-) -> list[list[PlannedMicrobatch]]:
-    """Of each group, its microbatches in order. batch: all sequences of a step. Raises
-    ConfigError, CapacityError."""
+) -> tuple[list[list[PlannedMicrobatch]], int]:
+    """Of the groups that are planned, the microbatches in order; and the pairs of all groups. batch: all sequences of a
+    step. Raises ConfigError, CapacityError."""
     group, rank_model = parallelism.group(cluster), parallelism.rank_model(model)
     policy = Policy(parallelism.recipe, seed=seed)
-    groups: list[list[PlannedMicrobatch]] = [[] for _ in range(parallelism.groups(cluster))]
-    for part in _microbatches(parallelism, batch, group, rank_model, policy, hardware):
-        for held, own in zip(
-            groups, groups_of(part, len(groups), parallelism.packing or "order"), strict=True
-        ):
+    count, packing = parallelism.groups(cluster), parallelism.packing or "order"
+    microbatches = [
+        groups_of(part, count, packing)
+        for part in _microbatches(parallelism, batch, group, rank_model, policy, hardware)
+    ]
+    groups = list(zip(*microbatches, strict=True))
+    pairs = [sum(_pairs(rank_model, own) for own in held) for held in groups]
+    planned: list[list[PlannedMicrobatch]] = []
+    for held in (groups[number] for number in _slowest(groups, pairs)):
+        planned.append([])
+        for own in held:
             parts = _halves(own, group, rank_model, policy, hardware) if parallelism.ping_pong else [own]
             made = (
                 plan(one, group, rank_model, policy=policy, hardware=hardware, verify=False) for one in parts
             )
-            held.append(_planned(*made))
-    return groups
+            planned[-1].append(_planned(*made))
+    return planned, sum(pairs)
+
+
+def _pairs(model: Model, batch: Batch) -> int:
+    """That the masks allow, over all layers."""
+    return sum(model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
+
+
+def _slowest(groups: Sequence[Sequence[Batch]], pairs: Sequence[int]) -> list[int]:
+    """Which groups are planned: the one with the most tokens, and those with the most pairs. A group has no more than
+    its share of the tokens, so that only attention differs, and the step ends with the slowest."""
+    most = max(range(len(groups)), key=lambda number: sum(own.tokens for own in groups[number]))
+    heaviest = sorted(range(len(groups)), key=lambda number: -pairs[number])
+    return list(dict.fromkeys((most, *heaviest[:HEAVIEST])))
 
 
 def _halves(batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware) -> list[Batch]:
@@ -114,15 +130,13 @@ def _microbatches(
 
 
 def _planned(made: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
-    plans, model = [made] if pong is None else [made, pong], made.request.model
+    plans = [made] if pong is None else [made, pong]
     home = np.sum([one.layouts[one.header.home_layout].rows_per_rank for one in plans], 0)
     speeds = np.asarray(made.request.cluster.speeds or np.ones(len(home)))
     even = np.sum([one.layouts[_even_layout(one)].rows_per_rank for one in plans], 0)
-    batches = [one.request.batch for one in plans]
     programs = [program for one in plans for program in one.programs.values()]
     return PlannedMicrobatch(
         made,
-        sum(model.layers_of(kind) * batch.area(kind) for batch in batches for kind in batch.kinds),
         int(home.max()),
         float((home / speeds).max()),
         float((even / speeds).max()),

@@ -85,9 +85,10 @@ def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
 
 
 class _Attention(NamedTuple):
-    """Of each batch, group and microbatch. attended: under each scenario."""
+    """Of each batch, group that is planned, and microbatch. attended: under each scenario; pairs: of each batch."""
 
     planned: list[list[list[PlannedMicrobatch]]]
+    pairs: list[int]
     attended: list[list[list[list[Attended]]]]
 
 
@@ -103,11 +104,11 @@ def _row(
             nominal.check(batch)
         if not shared:
             shared.append(_attention(settings, batches, seed))
-        planned, attended = shared.pop() if form.ping_pong else shared[0]
+        planned, pairs, attended = shared.pop() if form.ping_pong else shared[0]
         steps = tuple(
             tuple(
-                step(setting, groups, [[took[number] for took in held] for held in taken], batch)
-                for groups, taken, batch in zip(planned, attended, batches, strict=True)
+                step(setting, groups, [[took[number] for took in held] for held in taken], kept, batch)
+                for groups, kept, taken, batch in zip(planned, pairs, attended, batches, strict=True)
             )
             for number, setting in enumerate(settings)
         )
@@ -119,12 +120,13 @@ def _row(
 def _attention(settings: Sequence[Setting], batches: Sequence[Batch], seed: int) -> _Attention:
     nominal, *_ = settings
     form, model = nominal.parallelism, nominal.layers.model
-    planned = [
+    made = [
         plan_attention(form, batch, nominal.cluster, nominal.model, nominal.hardware, seed)
         for batch in batches
     ]
+    planned, pairs = (list(part) for part in zip(*made, strict=True))
     projects = planned[0][0][0].projects
     under = [(CostModel(one.hardware, model), form.group(one.cluster)) for one in settings]
     around = [around_us(one, projects) for one in settings]
     attended = [[[attend(one, under, around) for one in held] for held in groups] for groups in planned]
-    return _Attention(planned, attended)
+    return _Attention(planned, pairs, attended)

@@ -130,20 +130,19 @@ def step(
     setting: Setting,
     planned: list[list[PlannedMicrobatch]],
     attended: list[list[Attended]],
+    pairs: int,
     batch: Batch,
 ) -> StepForecast:
-    """The step of one batch. planned, attended: of each group, its microbatches. Raises ConfigError."""
+    """The step of one batch. planned, attended: of the groups that are planned, their microbatches; pairs: of all.
+    Raises ConfigError."""
     timed = [_group(setting, held, took) for held, took in zip(planned, attended, strict=True)]
     slowest = max(timed, key=lambda parts: sum(parts.values()))
     after = _after(setting, planned[0][0], _least_behind(setting, planned))
     parts = {name: (slowest.get(name, 0.0) + after.get(name, 0.0)) / 1e6 for name in PARTS}
-    tokens = sum(one.batch_tokens for held in planned for one in held)
-    pairs = sum(one.pairs for held in planned for one in held)
-    flops = model_flops(
-        setting.model, setting.training, all_layers(setting.model, batch.kinds), tokens, pairs
-    )
+    count = all_layers(setting.model, batch.kinds)
+    flops = model_flops(setting.model, setting.training, count, batch.tokens, pairs)
     whole = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
-    return StepForecast(parts, tokens, flops, pairs, whole, _memory(setting, planned))
+    return StepForecast(parts, batch.tokens, flops, pairs, whole, _memory(setting, planned))
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
