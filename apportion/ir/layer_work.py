@@ -18,6 +18,9 @@ BACKWARD = 2
 NORMS = 8
 #: of a gated FFN: gate and up read, their product written, in numbers of its size
 GATED = 3
+#: of a row that goes to an expert: read and written in the order of experts, and again as it comes back, in numbers of
+#: the hidden size
+DISPATCHED = 4
 #: of a logit: written by the product, read by the loss, its gradient written
 LOSS = 3
 #: bytes of a float32 number

@@ -11,7 +11,8 @@ import pytest
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
-from apportion.ir.request.hf_config import check_dense, head_fields, masks_of, model_of, windows_of
+from apportion.ir.request.hf_config import head_fields, masks_of, model_of, windows_of
+from apportion.ir.request.hf_experts import layer_fields
 from apportion.ir.request.model import Model
 from apportion.ir.request.recurrent import Recurrent
 
@@ -357,22 +358,61 @@ def test_vocabulary_and_ties_are_the_config_s() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "count", "active", "width", "shared", "dense"),
+    [
+        (changed(LLAMA, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2), 8, 2, 14336, 0, 0),
+        (
+            changed(QWEN3, model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8)
+            | {"moe_intermediate_size": 768, "mlp_only_layers": [1, 3], "decoder_sparse_step": 2},
+            *(128, 8, 768, 0, 20),
+        ),
+        (
+            changed(DEEPSEEK, n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048)
+            | {"n_shared_experts": 2, "first_k_dense_replace": 3},
+            *(256, 8, 2048, 4096, 3),
+        ),
+    ],
+)
+def test_experts_are_the_config_s(
+    config: dict[str, Any], count: int, active: int, width: int, shared: int, dense: int
+) -> None:
+    found = layer_fields(config)["experts"]
+    expected = {
+        "count": count,
+        "active": active,
+        "width": width,
+        "shared": shared,
+        "dense": dense,
+        "nodes": 0,
+    }
+    assert found == expected
+
+
+def test_projections_of_low_rank_are_the_config_s() -> None:
+    found = layer_fields(changed(DEEPSEEK, q_lora_rank=1536))
+    assert found == {"experts": {}, "q_rank": 1536, "kv_rank": 512, "rope_dim": 64}
+    assert layer_fields(changed(LLAMA, num_local_experts=1, q_lora_rank=None)) == {"experts": {}}
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
         (
-            changed(LLAMA, model_type="mixtral", num_local_experts=8),
-            "num_local_experts = 8: .* experts are not priced",
+            changed(LLAMA, model_type="dbrx", num_local_experts=16),
+            "num_local_experts = 16: .*dbrx use experts",
         ),
-        (changed(QWEN3, model_type="qwen3_moe", num_experts=128), "num_experts = 128"),
-        (changed(DEEPSEEK, n_routed_experts=256), "n_routed_experts = 256"),
-        (json.loads(DEEPSEEK), r"kv_lora_rank = 512: .* low rank \(MLA\)"),
+        (
+            changed(DEEPSEEK, n_routed_experts=256, moe_intermediate_size=2048, num_experts_per_tok=8),
+            "first_k_dense_replace = None",
+        ),
+        (
+            changed(DEEPSEEK, n_routed_experts=256, moe_intermediate_size=8, num_experts_per_tok=8)
+            | {"mlp_layer_types": ["sparse"]},
+            "^mlp_layer_types = ",
+        ),
+        (changed(QWEN3, model_type="qwen3_moe", num_experts=128), "^moe_intermediate_size = None"),
     ],
 )
-def test_experts_and_projections_of_low_rank_are_not_priced(config: dict[str, Any], said: str) -> None:
+def test_experts_that_are_not_understood_are_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_dense(config)
-
-
-def test_dense_layers_are_priced() -> None:
-    check_dense(json.loads(QWEN2))
-    check_dense(changed(LLAMA, num_local_experts=1, q_lora_rank=None))
+        layer_fields(config)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Recipe
+    from apportion.planner.forecast.experts import Experts
     from apportion.planner.forecast.parallelism import Degrees, Parallelism
     from apportion.planner.forecast.training import Training
 
@@ -52,6 +53,9 @@ Virtual = Annotated[int, Option("--virtual", help="Chunks of layers of a stage: 
 Microbatches = Annotated[
     int, Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1)
 ]
+Expert = Annotated[
+    int, Option("--expert", help="Expert-parallel degree: ranks of a stage that share experts.", min=1)
+]
 PingPong = Annotated[
     bool,
     Option(
@@ -62,7 +66,10 @@ PingPong = Annotated[
 ]
 Search = Annotated[
     bool,
-    Option("--search", help="Try every tensor and pipeline degree for the recipes, and propose the fastest."),
+    Option(
+        "--search",
+        help="Try every tensor, pipeline and expert degree for the recipes, and propose the fastest.",
+    ),
 ]
 TrainingOption = Annotated[
     str | None,
@@ -70,7 +77,7 @@ TrainingOption = Annotated[
         "--training",
         help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
         "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
-        "mlp_tile, offload, chunks, overlap.",
+        "mlp_tile, offload, chunks, overlap, experts, q_rank, kv_rank, rope_dim.",
         metavar="T.yaml|YAML",
     ),
 ]
@@ -95,6 +102,7 @@ def forecast(
     pipeline: Annotated[int, Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
     virtual: Virtual = 1,
     microbatches: Microbatches = 1,
+    expert: Expert = 1,
     ping_pong: PingPong = False,
     search: Search = False,
     training: TrainingOption = None,
@@ -132,12 +140,14 @@ def forecast(
     held = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)  # of the microbatches of all stages
     amount = tokens_per_rank, held * microbatches, batches, BATCHES, seed, max(1, held // pipeline)
     drawn, skipped = inputs.batches_of(sources, mask, *amount)
-    degrees = Degrees(tensor, pipeline, virtual, microbatches)
+    degrees = Degrees(tensor, pipeline, virtual, microbatches, expert)
     planned = [] if recipes == "none" else inputs.recipes_of(recipes)
     chosen = [
         *(
             replace(form, ping_pong=ping_pong)
-            for form in _planned(planned, search, degrees, the_cluster, the_model, drawn[0].kinds)
+            for form in _planned(
+                planned, search, degrees, the_cluster, the_model, trained.experts, drawn[0].kinds
+            )
         ),
         *_grids(grids, degrees, the_cluster),
     ]
@@ -161,6 +171,7 @@ def _planned(
     degrees: Degrees,
     cluster: Cluster,
     model: Model,
+    experts: Experts,
     kinds: tuple[str, ...],
 ) -> list[Parallelism]:
     from apportion.planner.forecast.choices import recipe_parallelisms, search_space
@@ -170,10 +181,10 @@ def _planned(
         return []
     if not search:
         return recipe_parallelisms(recipes, degrees)
-    given = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual")}
+    given = {f"--{name}": getattr(degrees, name) for name in ("tensor", "pipeline", "virtual", "expert")}
     given = {name: degree if degree > 1 else None for name, degree in given.items()}
     inputs.refuse(given, "is what --search tries", "drop --search or")
-    return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches)
+    return search_space(cluster, model, all_layers(model, kinds), recipes, degrees.microbatches, experts)
 
 
 def _grids(text: str, degrees: Degrees, cluster: Cluster) -> list[Parallelism]:

@@ -10,7 +10,6 @@ What a file leaves out is filled in by `hf_fields`; what is not planned is refus
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from apportion.ir.errors import ConfigError
@@ -32,10 +31,6 @@ from apportion.ir.request.hf_fields import (
 from apportion.ir.request.hf_layers import words
 from apportion.ir.request.hf_recurrent import recurrent_kinds
 from apportion.ir.request.model import Model
-
-# What a dense layer has at most of these.
-_EXPERTS = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 1)
-_SPARSE = MappingProxyType({**_EXPERTS, "q_lora_rank": 0, "kv_lora_rank": 0})
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
@@ -85,18 +80,6 @@ def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[
 
 def _ties(kind: str) -> bool:
     return kind in words("tied") or kind in words("encoders") - words("untied")
-
-
-def check_dense(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError where layers have experts, or projections of low rank: planning does not see them, but what a
-    layer computes and holds besides its attention is another thing."""
-    text = text_config(config)
-    for field, most in _SPARSE.items():
-        if text.get(field) not in (None, 0, most):
-            what = "experts" if most else "projections of low rank (MLA)"
-            rule = f"layers with {what} are not priced, only their attention is planned"
-            remedy = "compare and simulate the attention alone, or forecast a dense model"
-            raise ConfigError(field, text[field], rule, remedy)
 
 
 def _mask(text: Mapping[str, Any], kind: str) -> Mask:

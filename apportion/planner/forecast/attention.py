@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError
 from apportion.ir.isa import Op
@@ -24,7 +25,7 @@ from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.pack import Sequential, Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.recipe.recipes import pack_of
-from apportion.planner.remap import LINEAR, even_parameters
+from apportion.planner.remap import LINEAR
 from apportion.planner.simulate import makespans_us
 from apportion.planner.simulate.pair.run import turns_us
 
@@ -36,16 +37,17 @@ HEAVIEST = 3
 class PlannedMicrobatch:
     """The plan of one microbatch in one group, or of its halves, plan and pong, which take turns.
 
-    tokens: of the fullest rank; busy: tokens over speed of the rank that
-    takes longest, and even: the same in the layout of even tokens, where there is one; bytes: home and work rows of a
-    call on the rank that needs most; stages: in which its programs make Q, K and V of some heads at a time, 0 where the
-    layer makes them; moves_us: of moves between the layouts, a layer, both phases.
+    tokens: of the fullest rank; busy: tokens over speed of the rank that takes longest, and even: the same in the
+    layout of even tokens, where there is one; rows: of each rank, in the layout in which the FFN runs; bytes: home and
+    work rows of a call on the rank that needs most; stages: in which its programs make Q, K and V of some heads at a
+    time, 0 where the layer makes them; moves_us: of moves between the layouts, a layer, both phases.
     """
 
     plan: Plan
     tokens: int
     busy: float
     even: float
+    rows: Ints = field(repr=False)
     bytes: int
     stages: int
     moves_us: float
@@ -140,6 +142,7 @@ def _planned(made: Plan, pong: Plan | None = None) -> PlannedMicrobatch:
         int(home.max()),
         float((home / speeds).max()),
         float((even / speeds).max()),
+        even,
         sum(attention_bytes(one) for one in plans),
         max(_stages(program["instructions"]) for program in programs),
         sum(float(one.report["remap"]["moves_us"]) for one in plans if LINEAR in one.layouts),
@@ -180,11 +183,6 @@ def attend(
         )
         for layer in layers
     ]
-
-
-def even_share(model: Model, parameters: int) -> float:
-    """The share of a layer's products that runs on even tokens, where a plan has such a layout."""
-    return even_parameters(model) / parameters
 
 
 def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import instance
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.planner.forecast.experts import NO_EXPERTS, Experts
 from apportion.planner.forecast.parallelism import PACKINGS, Degrees, Parallelism
 from apportion.planner.recipe.recipes import entries, find_recipes
 
@@ -56,23 +58,29 @@ def _divisors(whole: int) -> list[int]:
 
 
 def search_space(
-    cluster: Cluster, model: Model, layers: int, recipes: Sequence[Recipe | str], microbatches: int = 1
+    cluster: Cluster,
+    model: Model,
+    layers: int,
+    recipes: Sequence[Recipe | str],
+    microbatches: int = 1,
+    experts: Experts = NO_EXPERTS,
 ) -> list[Parallelism]:
-    """Each recipe over all ranks under every tensor and pipeline degree that fits the model and the cluster, and
-    interleaved with two chunks where the layers allow it."""
+    """Each recipe over all ranks under every tensor, pipeline and expert degree that fits the model and the cluster,
+    and interleaved with two chunks where the layers allow it."""
     tried = [
-        Degrees(tensor, pipeline, virtual, microbatches)
+        Degrees(tensor, pipeline, virtual, microbatches, expert)
         for tensor in _divisors(cluster.ranks_per_node)
         for pipeline in _divisors(cluster.ranks // tensor)
         for virtual in ((1, 2) if pipeline > 1 else (1,))
+        for expert in _divisors(gcd(experts.count, cluster.ranks // pipeline) or 1)
     ]
     found = [form for degrees in tried for form in recipe_parallelisms(recipes, degrees)]
-    return [form for form in found if _possible(form, cluster, model, layers)]
+    return [form for form in found if _possible(form, cluster, model, layers, experts)]
 
 
-def _possible(form: Parallelism, cluster: Cluster, model: Model, layers: int) -> bool:
+def _possible(form: Parallelism, cluster: Cluster, model: Model, layers: int, experts: Experts) -> bool:
     try:
-        form.check(cluster, model, layers)
+        form.check(cluster, model, layers, experts)
     except ConfigError:
         return False
     return True

@@ -9,42 +9,63 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apportion.ir.layer_work import GATED, LOSS, adam_bytes, adam_state_bytes, row_numbers
+from apportion.ir.layer_work import DISPATCHED, GATED, LOSS, adam_bytes, adam_state_bytes, row_numbers
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.planner.cost import CostModel
 from apportion.planner.forecast.training import Training
 
 
 @dataclass(frozen=True)
 class Layers:
-    """One rank's share of the layers. model: of a tensor-parallel rank; tensor: their number."""
+    """One rank's share of the layers, the mean of those with experts and without. model: of a tensor-parallel rank;
+    tensor: their number. sparse: share of the layers that has experts; degree: ranks that share these; spread: rows of
+    the fullest of them over the mean."""
 
     hardware: Hardware
     model: Model
     training: Training
     tensor: int = 1
+    sparse: float = 0.0
+    degree: int = 1
+    spread: float = 1.0
 
     @property
-    def _cost(self) -> CostModel:
-        return CostModel(self.hardware, self.model)
+    def linear_parameters(self) -> float:
+        """Of the products of one layer that each token takes part in, on one rank: all but those of routed experts."""
+        return linear_parameters(self.model, self.training, self.sparse, self.tensor)
 
     @property
-    def linear_parameters(self) -> int:
-        """Of the products of one layer, on one rank."""
-        return self._cost.linear_parameters
-
-    @property
-    def parameters(self) -> int:
-        """Of one layer, on one rank: its products and two norms."""
+    def parameters(self) -> float:
+        """Of one layer, on one rank: its products and two norms; without routed experts."""
         return self.linear_parameters + 2 * self.model.hidden
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of routed experts, on one rank."""
+        experts = self.training.experts
+        return self.sparse * experts.count / self.degree * 3 * self.model.hidden * experts.width
+
+    def experts_us(self, rows: float) -> float:
+        """Products of so many rows of a layer with experts; its gate; and what dispatching and summing them moves."""
+        m, width = self.model, self.training.experts.width
+        products = 6 * m.hidden * width / (self.hardware.linear_tflops.value * 1e6)
+        moved = m.element_bytes * (GATED * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
+        return self.sparse * rows * (products + moved)
+
+    def ffn_numbers(self, gates: float, sparse: float) -> float:
+        """Numbers that a token has in FFNs, with so many of their size, on one rank, where such a share of the layers
+        has experts: the rows of those come and go beside."""
+        m, experts = self.model, self.training.experts
+        rows = experts.active * self.spread
+        routed = (gates * (experts.shared + rows * experts.width) + 2 * rows * m.hidden) / self.tensor
+        return (1 - sparse) * gates * m.ffn + sparse * routed
 
     @property
     def projection_parameters(self) -> int:
         """Those of Q, K and V, which programs that `project` run themselves."""
         m = self.model
-        return m.hidden * (m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim))
+        return attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -53,18 +74,23 @@ class Layers:
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
         """One layer. projects: without the projections of Q, K and V."""
-        share = 1.0 - projects * self.projection_parameters / self.linear_parameters
-        return float(self._cost.linear_us(1)) * tokens * share
+        parameters = self.linear_parameters - projects * self.projection_parameters
+        return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
 
     def mlp_us(self, tokens: float) -> float:
         """The FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
         m = self.model
-        products = float(self._cost.linear_us(1)) * 3 * m.hidden * m.ffn / self.linear_parameters
+        products = 6 * m.hidden * m.ffn / (self.hardware.linear_tflops.value * 1e6)
         return tokens * (products + m.element_bytes * GATED * m.ffn / self._bytes_per_us("rows_gbs"))
 
     def rows_us(self, tokens: float) -> float:
-        """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory."""
-        moved = tokens * self.model.element_bytes * row_numbers(self.model, self.tensor)
+        """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory; of experts those of the
+        shared ones."""
+        m, training = self.model, self.training
+        gates = training.experts.shared / self.tensor - m.ffn
+        numbers = row_numbers(m, self.tensor) + self.sparse * GATED * gates
+        numbers += 2 * (training.q_rank + training.kv_rank)
+        moved = tokens * m.element_bytes * numbers
         return moved / self._bytes_per_us("rows_gbs")
 
     def _bytes_per_us(self, rate: str) -> float:
@@ -96,18 +122,46 @@ class Layers:
 
     def tensor_us(self, tokens: float, cluster: Cluster) -> float:
         """One layer, forward or backward: two all-gathers and two reduce-scatters of its input rows, which nothing
-        hides."""
+        hides; routed experts are whole, and need none."""
         if self.tensor == 1:
             return 0.0
         moved = tokens * self.model.hidden * self.model.element_bytes * (self.tensor - 1) / self.tensor
-        return 4 * (moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us)
+        ways = 4 - 2 * self.sparse * (not self.training.experts.shared)
+        return ways * (moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us)
+
+
+def attention_parameters(model: Model, training: Training) -> int:
+    """Projections of Q, K, V and O of one layer, on one rank; of MLA those to the low ranks are whole on each."""
+    m, rope = model, training.rope_dim
+    output = m.hidden * m.q_heads * m.value_dim
+    if not training.kv_rank:
+        return output + m.hidden * (m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim))
+    q, heads = training.q_rank, m.q_heads * m.head_dim
+    queries = q * (m.hidden + heads) if q else m.hidden * heads
+    low = m.hidden * (training.kv_rank + rope)
+    return output + queries + low + training.kv_rank * m.q_heads * (m.head_dim - rope + m.value_dim)
+
+
+def linear_parameters(model: Model, training: Training, sparse: float, tensor: int = 1) -> float:
+    """Of one layer's products on one rank, without routed experts, where such a share of the layers has some: the mean
+    of both kinds."""
+    experts, dense = training.experts, 3 * model.hidden * model.ffn
+    always = model.hidden * (experts.count + 3 * experts.shared / tensor)
+    return attention_parameters(model, training) + (1 - sparse) * dense + sparse * always
+
+
+def whole_parameters(model: Model, training: Training, layers: int, routed: int) -> float:
+    """Of all layers' products, with so many routed experts in each that has some: `count` for all that there are,
+    `active` for those of a token."""
+    sparse = training.experts.share(layers)
+    each = 3 * model.hidden * training.experts.width * routed
+    return layers * (linear_parameters(model, training, sparse) + sparse * each)
 
 
 def model_flops(model: Model, training: Training, layers: int, tokens: int, pairs: int) -> float:
     """FLOPs of a step of the whole model, forward and backward without recomputation, as MFU counts them: 6 a token and
-    parameter of products (embeddings are none), and attention's of the pairs that the masks allow. pairs: over all
-    layers."""
-    m = model
-    attention = m.q_heads * (m.head_dim + m.value_dim)
-    products = m.hidden * (attention + m.kv_heads * (m.head_dim + m.value_dim) + 3 * m.ffn) * layers
-    return 6.0 * tokens * (products + m.hidden * training.vocab) + 6.0 * pairs * attention
+    parameter of products that it takes part in (embeddings are none), and attention's of the pairs that masks allow.
+    pairs: over all layers."""
+    attention = model.q_heads * (model.head_dim + model.value_dim)
+    products = whole_parameters(model, training, layers, training.experts.active)
+    return 6.0 * tokens * (products + model.hidden * training.vocab) + 6.0 * pairs * attention

@@ -108,7 +108,7 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
         return row
     if recompute == "selective":
         return row + output
-    gated = 0 if layers.training.tiles_mlp else 3 * m.ffn * m.element_bytes
+    gated = 0.0 if layers.training.tiles_mlp else layers.ffn_numbers(3, layers.sparse) * m.element_bytes
     return 4 * row + attention_row(layers) + output + gated
 
 
@@ -142,11 +142,12 @@ def activations(
     made = output_row(layers) + attention_row(layers) * (not projects)
     whole = 3 * row if chunks > 1 else 5 * row + made
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
+    fullest = max(layers.ffn_numbers(4, kind) for kind in {layers.sparse > 0, layers.sparse == 1})
     gathered = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
         attention=((3 - projects) * row * tokens + attention_bytes) / chunks,
-        feed_forward=whole * tokens + (4 * m.ffn * m.element_bytes + gathered) * tile,
+        feed_forward=whole * tokens + (fullest * m.element_bytes + gathered) * tile,
         cross_entropy=(
             2 * row * tokens
             + gathered * min(tokens, training.loss_tokens)
@@ -158,28 +159,37 @@ def activations(
 
 
 def memory(
-    layers: Layers, stage_layers: float, ranks: int, ends: float, held: Activations, head: bool = True
+    layers: Layers,
+    stage_layers: float,
+    ranks: int,
+    ends: float,
+    held: Activations,
+    head: bool = True,
+    copies: int = 1,
 ) -> Memory:
     """Of the fullest rank. stage_layers: layers of a stage; ranks: that share its weights; ends: how many matrices of
-    the vocabulary's size it has (embedding, head); head: whether the head is one of them.
+    the vocabulary's size it has (embedding, head); head: whether the head is one of them; copies: ranks that share the
+    weights of its experts.
 
     What one rank holds alone is whole already. Sharded ones stay gathered through both passes, as those of FSDP's root
     module; the head's gradient is whole until it is scattered."""
     training, number = layers.training, layers.model.element_bytes
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
+    experts = layers.expert_parameters * stage_layers
 
     def shares(what: Held) -> bool:
         return ranks > 1 and training.shards(what)
 
     def share(what: Held) -> float:
-        return parameters / ranks if shares(what) else parameters
+        return parameters / ranks + experts / copies if shares(what) else parameters + experts
 
     vocabulary = layers.vocabulary_parameters
-    whole = (2 * layers.parameters + vocabulary * ends) * shares("weights")  # this layer's and the next one's
+    layer = layers.parameters + layers.expert_parameters * (copies > 1)
+    whole = (2 * layer + vocabulary * ends) * shares("weights")  # this layer's and the next one's
     loss = vocabulary * layers.gradient_bytes * (head and shares("gradients"))
     return Memory(
         weights=(share("weights") + whole) * number,
-        gradients=(share("gradients") + layers.parameters * shares("gradients")) * layers.gradient_bytes,
+        gradients=(share("gradients") + layer * shares("gradients")) * layers.gradient_bytes,
         optimizer=share("optimizer") * layers.optimizer_bytes,
         activations=replace(held, cross_entropy=held.cross_entropy + loss),
     )

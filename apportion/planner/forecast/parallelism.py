@@ -21,6 +21,7 @@ from apportion.ir.fields import choice, flag, instance, integer, keep
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.planner.forecast.experts import NO_EXPERTS, ExpertRanks, Experts
 
 #: how a static grid gives sequences to its groups
 PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")
@@ -30,13 +31,14 @@ PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")
 class Degrees:
     """tensor: ranks that share heads and FFN; pipeline: stages; virtual: chunks of layers of a stage (interleaved
     1F1B). microbatches: of a step where there is one stage; with more, times their number, so that a rank holds as many
-    tokens at a time. Raises ConfigError.
+    tokens at a time. expert: ranks of a stage that share the experts of a layer. Raises ConfigError.
     """
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
     microbatches: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -81,6 +83,10 @@ class Parallelism:
     @property
     def pipeline(self) -> int:
         return self.degrees.pipeline
+
+    @property
+    def expert(self) -> int:
+        return self.degrees.expert
 
     @property
     def virtual(self) -> int:
@@ -167,15 +173,39 @@ class Parallelism:
         )
         return layers / self.pipeline
 
-    def check(self, cluster: Cluster, model: Model, layers: int) -> None:
-        """Raises ConfigError where degrees do not divide what they share."""
+    def check(self, cluster: Cluster, model: Model, layers: int, experts: Experts = NO_EXPERTS) -> None:
+        """Raises ConfigError where degrees do not divide what they share, and where halves take turns that have
+        experts."""
         self.group(cluster)
         self.rank_model(model)
         self.stage_layers(layers)
+        if experts.count:
+            self._check_experts(cluster, experts, layers)
+        elif self.expert > 1:
+            rule, remedy = "is for models with experts", "write 1, or experts of the training"
+            raise ConfigError("parallelism.expert", self.expert, rule, remedy)
+
+    def _check_experts(self, cluster: Cluster, experts: Experts, layers: int) -> None:
+        experts.share(layers)
+        _divides("parallelism.expert", self.expert, experts.count, "the experts of a layer")
+        ranks = self.ranks(cluster) * self.tensor
+        if max(self.expert, self.tensor) % min(self.expert, self.tensor):
+            rule = f"must divide the tensor-parallel degree ({self.tensor}), or be a multiple of it"
+            raise ConfigError("parallelism.expert", self.expert, rule, "use another degree")
+        ExpertRanks(cluster, self.expert, ranks)
+        together, group = self.expert // self.tensor, self.group(cluster).ranks
+        if together > 1 and max(together, group) % min(together, group):
+            rule = f"must divide the {group * self.tensor} ranks of a group, or be a multiple of them"
+            raise ConfigError("parallelism.expert", self.expert, rule, "use another degree")
+        if experts.shared % self.tensor:
+            _divides("parallelism.tensor", self.tensor, experts.shared, "training.experts.shared")
+        if self.ping_pong:
+            rule = "halves that take turns are not priced with experts"
+            raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
 
     def planned_as(self, cluster: Cluster) -> Parallelism:
         """The one that has its plans: degrees that attention does not see are 1, and a grid of one group is none."""
-        degrees = replace(self.degrees, virtual=1)
+        degrees = replace(self.degrees, virtual=1, expert=1)
         if self.context is None or self.context * self.tensor * self.pipeline < cluster.ranks:
             return replace(self, degrees=degrees)
         return replace(self, degrees=degrees, context=None, packing=None)
@@ -193,7 +223,8 @@ class Parallelism:
 
     def __str__(self) -> str:
         name = self.recipe.name
-        degrees = [f"TP {self.tensor}"] * (self.tensor > 1) + [f"PP {self.pipeline}"] * (self.pipeline > 1)
+        named = {"TP": self.tensor, "PP": self.pipeline, "EP": self.expert}
+        degrees = [f"{letters} {degree}" for letters, degree in named.items() if degree > 1]
         if self.virtual > 1:
             degrees.append(f"{self.virtual} chunks")
         if self.context is not None:

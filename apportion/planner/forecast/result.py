@@ -12,6 +12,7 @@ import numpy as np
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.planner.forecast.layers import whole_parameters
 from apportion.planner.forecast.memory import Memory
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.step import PARTS, StepForecast
@@ -21,6 +22,8 @@ from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 #: what is varied for an interval, one at a time: what `SCENARIOS` has but for all at once, and kernels a tenth faster.
 #: Bandwidths and latencies of hardware files are those of data sheets: nothing is expected to be better
 INTERVAL = (*(one for one in SCENARIOS if one.name != "all"), Scenario("fast-kernels", compute=0.9))
+#: and of models with experts: these as even as can be, and twice as uneven as assumed
+UNEVEN = (Scenario("even-experts", experts=0.0), Scenario("uneven-experts", experts=2.0))
 #: share of the pairs that a static grid must compute to be proposed or what others are held against: one that cuts long
 #: sequences trains something else
 KEPT = 0.98
@@ -56,6 +59,11 @@ class ForecastRow:
     def parts(self) -> dict[str, float]:
         """Seconds by part, means over batches."""
         return {name: float(np.mean([one.parts[name] for one in self.nominal])) for name in PARTS}
+
+    def experts(self) -> dict[str, float] | None:
+        """Rows of experts and how uneven tokens are, of the microbatch that sends most; None: there are no experts."""
+        found = [one.experts for one in self.nominal if one.experts is not None]
+        return max(found)._asdict() if found else None
 
     def memory(self) -> Memory:
         """Of the batch that needs most."""
@@ -114,8 +122,18 @@ class Forecast:
             "cluster": self.cluster.to_data(),
             "model": self.model.to_data(),
             "training": self.training.to_data(),
+            "parameters": self._parameters(),
             "hardware": {"name": self.hardware.name, "digest": self.hardware.digest()},
         }
+
+    def _parameters(self) -> dict[str, float]:
+        """Of the whole model without norms: all, and those of a token's products, the head's too, not the
+        embedding's."""
+        model, training = self.model, self.training
+        layers = model.layers if isinstance(model.layers, int) else sum(model.layers.values())
+        head, experts = model.hidden * training.vocab, training.experts
+        total = whole_parameters(model, training, layers, experts.count) + head * (1 if training.tied else 2)
+        return {"total": total, "active": whole_parameters(model, training, layers, experts.active) + head}
 
     def _record(self, row: ForecastRow) -> dict[str, Any]:
         held = {"name": str(row.parallelism), "parallelism": row.parallelism.to_data() | {"data": row.groups}}
@@ -137,6 +155,7 @@ class Forecast:
             "pairs_kept": row.kept,
             "memory_gib": row.memory().to_data(self.cluster.memory_gib),
             "parts_s": parts,
+            "experts": row.experts(),
             "shares": {name: part / step_s for name, part in parts.items()},
             "gain": gain,
             "saved_gpu_hours_a_week": gain and ranks * HOURS_A_WEEK * (1 - 1 / gain["value"]),

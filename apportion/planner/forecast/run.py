@@ -15,7 +15,7 @@ from apportion.planner.cost import CostModel
 from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism
-from apportion.planner.forecast.result import INTERVAL, Forecast, ForecastRow
+from apportion.planner.forecast.result import INTERVAL, UNEVEN, Forecast, ForecastRow
 from apportion.planner.forecast.step import Setting, around_us, step
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import applied
@@ -60,7 +60,8 @@ def forecast(
             "baseline", baseline, "is none of the parallelisms", f"use one of {'; '.join(names)}"
         )
     used = Hardware.named(hardware) or Hardware.load("h100")
-    scenarios = [applied(scenario, used, cluster) for scenario in INTERVAL]
+    scenarios = INTERVAL + UNEVEN * bool(trained.experts.count)
+    varied = [(one.experts, *applied(one, used, cluster)) for one in scenarios]
     alike: dict[Parallelism, list[int]] = {}
     for number, form in enumerate(chosen):
         alike.setdefault(form.planned_as(cluster), []).append(number)
@@ -69,11 +70,13 @@ def forecast(
         shared: list[_Attention] = []
         for number in numbers:
             form = chosen[number]
-            settings = [Setting(form, varied, model, trained, kernels) for kernels, varied in scenarios]
+            settings = [
+                Setting(form, links, model, trained, kernels, excess) for excess, kernels, links in varied
+            ]
             rows[number] = _row(settings, drawn, seed, shared)
             progress(str(form))
     found = tuple(rows[number] for number in range(len(chosen)))
-    return Forecast(found, cluster, model, trained, used, named=baseline)
+    return Forecast(found, cluster, model, trained, used, scenarios, named=baseline)
 
 
 def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
@@ -126,6 +129,9 @@ def _attention(settings: Sequence[Setting], batches: Sequence[Batch], seed: int)
     ]
     planned, pairs = (list(part) for part in zip(*made, strict=True))
     projects = planned[0][0][0].projects
+    if projects and nominal.training.kv_rank:
+        rule = f"{form.recipe.name} makes Q, K and V of some heads at a time from hidden states, not from a low rank"
+        raise ConfigError("training.kv_rank", nominal.training.kv_rank, rule, "use another recipe")
     under = [(CostModel(one.hardware, model), form.group(one.cluster)) for one in settings]
     around = [around_us(one, projects) for one in settings]
     attended = [[[attend(one, under, around) for one in held] for held in groups] for groups in planned]

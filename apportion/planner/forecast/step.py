@@ -11,7 +11,7 @@ gradients hides behind products and row work, not behind attention, which has th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,8 +25,9 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.congestion import Congestion
-from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, even_share, largest
+from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
+from apportion.planner.forecast.experts import ExpertRanks, Rows
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
 from apportion.planner.forecast.memory import Memory, activations, in_flight, memory, vocabularies
@@ -36,7 +37,7 @@ from apportion.planner.forecast.training import Training
 
 PARTS = (
     *("attention", "linear", "rows", "remap", "head", "recomputation", "tensor_parallel", "data_parallel"),
-    *("host", "optimizer", "bubble"),
+    *("experts", "all_to_all", "host", "optimizer", "bubble"),
 )
 
 
@@ -44,7 +45,8 @@ PARTS = (
 class StepForecast:
     """One step. parts: seconds by `PARTS`, of the stage that is busy longest in the group that is done last; they add
     up. tokens, flops: of all ranks, without recomputation; pairs: that are computed, over all layers, and whole_pairs,
-    those of sequences that are not cut; memory: of the rank that needs most."""
+    those of sequences that are not cut; memory: of the rank that needs most; experts: rows of the microbatch that
+    sends most, where there are experts."""
 
     parts: dict[str, float]
     tokens: int
@@ -52,6 +54,7 @@ class StepForecast:
     pairs: int
     whole_pairs: int
     memory: Memory
+    experts: Rows | None = None
 
     @property
     def seconds(self) -> float:
@@ -60,17 +63,20 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step runs on. cluster: all ranks, and their links; model: whole; hardware: of its kernels."""
+    """What a step runs on. cluster: all ranks, and their links; model: whole; hardware: of its kernels; excess: see
+    `Experts.spread`."""
 
     parallelism: Parallelism
     cluster: Cluster
     model: Model
     training: Training
     hardware: Hardware
+    excess: float = 1.0
 
     def check(self, batch: Batch) -> None:
         """Raises ConfigError where degrees do not divide what they share, or there are no such chunks."""
-        self.parallelism.check(self.cluster, self.model, all_layers(self.model, batch.kinds))
+        layers = all_layers(self.model, batch.kinds)
+        self.parallelism.check(self.cluster, self.model, layers, self.training.experts)
         if self.training.chunks > 1:
             self._check_chunks(batch)
 
@@ -99,8 +105,29 @@ class Setting:
 
     @cached_property
     def layers(self) -> Layers:
-        rank_model = self.parallelism.rank_model(self.model)
-        return Layers(self.hardware, rank_model, self.training, self.parallelism.tensor)
+        form, experts, layers = self.parallelism, self.training.experts, self.model.layers
+        share = experts.share(layers if isinstance(layers, int) else sum(layers.values()))
+        spread = experts.spread(form.expert, self.excess)
+        rank_model = form.rank_model(self.model)
+        return Layers(self.hardware, rank_model, self.training, form.tensor, share, form.expert, spread)
+
+    @cached_property
+    def expert_ranks(self) -> ExpertRanks:
+        form = self.parallelism
+        return ExpertRanks(self.cluster, form.expert, self.stage.ranks * form.tensor)
+
+    def expert_rows(self, planned: PlannedMicrobatch) -> Rows:
+        form, experts = self.parallelism, self.training.experts
+        return Rows.of(experts, planned.rows, form.expert, form.tensor, self.layers.spread)
+
+    def experts_us(self, planned: PlannedMicrobatch) -> tuple[float, float]:
+        """Of one layer, forward: products and rows of routed experts, and both all-to-alls."""
+        layers, experts = self.layers, self.training.experts
+        if not experts.count:
+            return 0.0, 0.0
+        rows, row_bytes = self.expert_rows(planned), layers.model.hidden * layers.model.element_bytes
+        sent = 2 * layers.sparse * self.expert_ranks.dispatch_us(experts, rows, row_bytes)
+        return layers.experts_us(rows.received), sent
 
     def stage_layers(self, planned: PlannedMicrobatch) -> float:
         return self.parallelism.stage_layers(all_layers(self.model, planned.plan.header.kinds))
@@ -135,6 +162,8 @@ def step(
 ) -> StepForecast:
     """The step of one batch. planned, attended: of the groups that are planned, their microbatches; pairs: of all.
     Raises ConfigError."""
+    if setting.parallelism.expert > setting.parallelism.tensor * len(planned[0][0].rows):
+        attended = [[_last(took) for took in zip(*attended, strict=True)]] * len(planned)
     timed = [_group(setting, held, took) for held, took in zip(planned, attended, strict=True)]
     slowest = max(timed, key=lambda parts: sum(parts.values()))
     after = _after(setting, planned[0][0], _least_behind(setting, planned))
@@ -142,7 +171,14 @@ def step(
     count = all_layers(setting.model, batch.kinds)
     flops = model_flops(setting.model, setting.training, count, batch.tokens, pairs)
     whole = sum(setting.model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
-    return StepForecast(parts, batch.tokens, flops, pairs, whole, _memory(setting, planned))
+    every = [one for held in planned for one in held] if setting.training.experts.count else []
+    rows = max((setting.expert_rows(one) for one in every), default=None)
+    return StepForecast(parts, batch.tokens, flops, pairs, whole, _memory(setting, planned), rows)
+
+
+def _last(attended: Sequence[Attended]) -> Attended:
+    """Of groups that share experts, which wait for each other in each layer."""
+    return Attended(*(max(getattr(one, way) for one in attended) for way in ("forward_us", "backward_us")))
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
@@ -196,14 +232,15 @@ class _StageWork:
         linear, rows = _products_us(layers, planned) * count, layers.rows_us(planned.even) * count
         tensor = layers.tensor_us(planned.even, setting.stage) * count
         head = layers.head_us(planned.even) * (stage == form.pipeline - 1)
+        experts, sent = (us * count for us in setting.experts_us(planned))
         attention = attended.forward_us / form.pipeline
-        again = {"none": 0.0, "selective": linear + rows + tensor}.get(
-            recompute, linear + rows + tensor + attention
-        )
+        layer = linear + rows + tensor + experts + sent
+        again = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
         moved = planned.moves_us * count / 2
         ahead, behind = _exposed(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": moved, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
+        forward |= {"experts": experts, "all_to_all": sent}
         again += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
         backward = {
             "attention": attended.backward_us / form.pipeline,
@@ -214,6 +251,8 @@ class _StageWork:
             "tensor_parallel": tensor,
             "data_parallel": behind,
             "recomputation": again,
+            "experts": BACKWARD * experts,
+            "all_to_all": sent,
         }
         for phase, did in (("forward", forward), ("backward", backward)):
             did["host"] = _copied_us(setting, planned, phase, sum(did.values()) - did["head"])
@@ -226,7 +265,7 @@ def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
     linear = layers.linear_us(planned.busy, planned.projects)
     if planned.even == planned.busy:
         return linear
-    share = even_share(layers.model, layers.linear_parameters)
+    share = 1 - layers.projection_parameters / layers.linear_parameters
     return (1 - share) * linear + share * layers.linear_us(planned.even, planned.projects)
 
 
@@ -242,7 +281,7 @@ def _behind_us(setting: Setting, planned: PlannedMicrobatch) -> float:
     if not setting.training.overlap:
         return 0.0
     layers = setting.layers
-    return _products_us(layers, planned) + layers.rows_us(planned.even)
+    return _products_us(layers, planned) + layers.rows_us(planned.even) + setting.experts_us(planned)[0]
 
 
 def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
@@ -255,7 +294,7 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
     layers, ranks = setting.layers, setting.stage
     count, behind = setting.stage_layers(planned), _behind_us(setting, planned)
     sizes = layers.model.element_bytes, layers.gradient_bytes
-    gathered, scattered = (gather_us(layers.parameters * size, ranks) for size in sizes)
+    gathered, scattered = (_layer_us(setting, gather_us, size) for size in sizes)
     matrices = float(stage == 0)
     if not setting.training.overlap and stage in (0, setting.parallelism.pipeline - 1):
         matrices = vocabularies(setting.training, setting.parallelism.pipeline)[stage > 0]
@@ -265,6 +304,15 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
         return 0.0, exposed_us(scattered, BACKWARD * behind + again, count) + last
     forward = exposed_us(gathered, behind, count) + first
     return forward, exposed_us(gathered + scattered, BACKWARD * behind + again, count) + last
+
+
+def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], size: int) -> float:
+    """Of the weights or gradients of a layer, of so many bytes each: of all ranks, and of those with the same
+    experts."""
+    layers, shared = setting.layers, collective(setting.layers.parameters * size, setting.stage)
+    if not layers.sparse:
+        return shared
+    return shared + collective(layers.expert_parameters * size, setting.expert_ranks.copies)
 
 
 def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
@@ -280,7 +328,10 @@ def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[
     count = setting.stage_layers(planned)
     first, last = vocabularies(training, setting.parallelism.pipeline)
     parameters = layers.parameters * count + layers.vocabulary_parameters * max(first, last)
-    owned = parameters / stage.ranks if training.shards("optimizer") else parameters
+    experts = layers.expert_parameters * count
+    owned = parameters + experts
+    if training.shards("optimizer"):
+        owned = parameters / stage.ranks + experts / setting.expert_ranks.copies.ranks
     found = {"optimizer": layers.optimizer_us(owned)}
     if training.shards("weights"):
         return found
@@ -288,11 +339,11 @@ def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[
     if not training.shards("gradients"):
         reduce = gather_us if training.shards("optimizer") else reduce_us
         hidden = (BACKWARD + (training.recompute != "none")) * behind
-        waits += exposed_us(reduce(layers.parameters * layers.gradient_bytes, stage), hidden, count)
+        waits += exposed_us(_layer_us(setting, reduce, layers.gradient_bytes), hidden, count)
         waits += reduce(vocabulary * layers.gradient_bytes, stage)
     if training.shards("optimizer"):
         number = layers.model.element_bytes
-        waits += exposed_us(gather_us(layers.parameters * number, stage), behind, count)
+        waits += exposed_us(_layer_us(setting, gather_us, number), behind, count)
         waits += gather_us(vocabulary * number, stage)
     return found | {"data_parallel": waits}
 
@@ -322,5 +373,6 @@ def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
         flight = in_flight(form.pipeline, form.steps(), form.virtual, last=stage > 0)
         has_head = stage == form.pipeline - 1
         held = activations(layers, count * flight, most.tokens, most.bytes, most.projects, has_head)
-        found.append(memory(layers, count, ranks, ends, held, has_head))
+        copies = setting.expert_ranks.copies.ranks
+        found.append(memory(layers, count, ranks, ends, held, has_head, copies))
     return max(found, key=lambda one: one.total)

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import mapping
-from apportion.ir.request.hf_config import check_dense, head_fields
+from apportion.ir.request.hf_config import head_fields
+from apportion.ir.request.hf_experts import layer_fields
 from apportion.planner import options
-from apportion.planner.options import Bytes, Count
+from apportion.planner.forecast.experts import NO_EXPERTS, Experts
+from apportion.planner.options import Bytes, Count, Natural
 
 Held = Literal["optimizer", "gradients", "weights"]
 
@@ -32,6 +34,8 @@ class Training:
     long causal sequence under `ulysses` or `upipe`, with full recomputation and offloading.
     overlap: whether traffic of weights and gradients runs beside work of the layers, or while nothing else does, as in
     Megatron-LM where its overlapping is not switched on.
+    experts: of the layers that have some. kv_rank, q_rank: of MLA's projections of low rank, 0: none; rope_dim: of its
+    heads' numbers those that K shares among heads.
     Raises ConfigError.
     """
 
@@ -46,12 +50,20 @@ class Training:
     offload: bool = False
     chunks: Count = 1
     overlap: bool = True
+    experts: Experts = NO_EXPERTS
+    q_rank: Natural = 0
+    kv_rank: Natural = 0
+    rope_dim: Natural = 0
 
     def __post_init__(self) -> None:
         options.keep(self, "training")
         if self.chunks > 1 and not (self.offload and self.recompute == "full"):
             rule, remedy = "chunks live on the host and are made anew", "write offload: true, recompute: full"
             raise ConfigError("training.chunks", self.chunks, rule, remedy)
+
+        if self.experts.count and self.tiles_mlp:
+            rule = "FFNs in tiles or chunks are not priced with experts"
+            raise ConfigError("training.experts.count", self.experts.count, rule, "drop mlp_tile and chunks")
 
     @property
     def tiles_mlp(self) -> bool:
@@ -61,10 +73,13 @@ class Training:
     @staticmethod
     def from_data(data: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Training:
         """The training of plain data, all fields optional. config: the data of a Hugging Face `config.json`, which says
-        `vocab` and `tied` where `data` do not. Raises ConfigError, also where layers of the config are not priced."""
+        `vocab`, `tied`, experts and MLA's ranks where `data` do not. Raises ConfigError, also where experts are
+        of a type that is not priced."""
         if config is not None:
-            check_dense(mapping("config", config))
-            data = {**head_fields(config, data), **mapping("training", data)}
+            found = head_fields(mapping("config", config), data) | layer_fields(config)
+            data = mapping("training", data)
+            named = mapping("training.experts", data.get("experts", {}))
+            data = {**found, **data, "experts": {**found["experts"], **named}}
         return options.read(Training, "training", data)
 
     def to_data(self) -> dict[str, Any]:

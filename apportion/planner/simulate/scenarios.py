@@ -32,7 +32,8 @@ ONE_PEER = 0.65
 class Scenario:
     """bandwidth, latency: factors of the rates and of the latencies of links, inside nodes and between them. compute: a
     factor of the times of attention kernels and linear layers, above 1 where they are slower. contention: what the
-    hardware's is raised to, incast likewise, one_peer: what it is lowered to (see `Hardware`). Raises ConfigError."""
+    hardware's is raised to, incast likewise, one_peer: what it is lowered to (see `Hardware`). experts: a factor of
+    what the fullest rank of experts has above the mean, in forecasts. Raises ConfigError."""
 
     name: str
     bandwidth: float = 1.0
@@ -41,12 +42,13 @@ class Scenario:
     contention: float = 0.0
     incast: float = 0.0
     one_peer: float = 1.0
+    experts: float = 1.0
 
     def __post_init__(self) -> None:
         name("scenario.name", self.name)
         for field in ("bandwidth", "latency", "compute"):
             keep(self, f"scenario.{field}", number, 0.0, True)
-        for field in ("contention", "incast"):
+        for field in ("contention", "incast", "experts"):
             keep(self, f"scenario.{field}", number)
         keep(self, "scenario.one_peer", amount, LEAST, 1.0)
 

@@ -86,8 +86,18 @@ def test_vocabulary_and_ties_come_from_the_config(run: Run, config: Callable[...
     assert run("forecast", *SIZE).json["training"]["vocab"] == 128256
 
 
-def test_layers_that_are_not_dense_are_refused_and_compared(run: Run, config: Callable[..., Path]) -> None:
-    path = config(model_type="mixtral", num_local_experts=8)
+def test_experts_come_from_the_config(run: Run, config: Callable[..., Path]) -> None:
+    path = config(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    given = ("--training", "{experts: {imbalance: 1.5}}", "--expert", "2")
+    told = run("forecast", *SIZE, "--model", path, *given)
+    experts = told.json["training"]["experts"]
+    assert (experts["count"], experts["active"], experts["imbalance"]) == (8, 2, 1.5)
+    assert told.row["name"].endswith("EP 2") and told.row["parts_s"]["all_to_all"] > 0
+    assert told.row["experts"]["uneven"] >= 1
+
+
+def test_experts_of_other_types_are_refused_and_compared(run: Run, config: Callable[..., Path]) -> None:
+    path = config(model_type="granitemoe", num_local_experts=8)
     refused = run("forecast", *SIZE, "--model", path)
     assert (refused.code, refused.json["error"]["field"]) == (2, "num_local_experts")
     assert run("compare", *SIZE[:6], "--recipes", "fcp", "--model", path, "--json").code == 0

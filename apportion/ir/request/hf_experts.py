@@ -1,0 +1,76 @@
+"""What layers of a Hugging Face `config.json` have besides attention and one FFN: experts, and MLA's projections of low
+rank, as the classes of transformers 5.23 read them.
+
+    {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, …}
+      ──► {"experts": {"count": 128, "active": 8, "width": 768, "shared": 0, "dense": 0, "nodes": 0}, …}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer, sequence
+from apportion.ir.request.hf_fields import count, text_config
+from apportion.ir.request.hf_layers import words
+
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim"})
+
+
+def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`experts`, `q_rank`, `kv_rank` and `rope_dim` of a training. Raises ConfigError where how layers choose or share
+    experts is not known."""
+    text = text_config(config)
+    held = {name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")}
+    field = next((name for name in _COUNTS if text.get(name) not in (None, 0, 1)), None)
+    return {"experts": {} if field is None else _experts(text, field), **held}
+
+
+def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
+    kind = text["model_type"]
+    if kind not in words("experts") | words("leading_dense"):
+        rule = f"how layers of a {kind} use experts is not known"
+        raise ConfigError(
+            field, text[field], rule, "plan, compare and simulate its attention, without a forecast"
+        )
+    width = count(text, "intermediate_size" if kind in words("wide_experts") else "moe_intermediate_size")
+    shared = _natural(text, "shared_expert_intermediate_size") or width * _natural(text, "n_shared_experts")
+    nodes = _natural(text, "topk_group") if _natural(text, "n_group") > 1 else 0
+    layers = count(text, "num_hidden_layers")
+    return {
+        "count": count(text, field),
+        "active": count(text, "num_experts_per_tok"),
+        "width": width,
+        "shared": shared,
+        "dense": sum(not has for has in _sparse(text, layers)),
+        "nodes": nodes,
+    }
+
+
+def _sparse(text: Mapping[str, Any], layers: int) -> list[bool]:
+    """Of each layer, whether it has experts."""
+    listed = text.get("mlp_layer_types")
+    if listed is not None:
+        kinds = sequence("mlp_layer_types", listed)
+        if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+            rule = f"must say dense or sparse for each of the {layers} layers"
+            raise ConfigError("mlp_layer_types", kinds, rule, "correct the config")
+        return [kind == "sparse" for kind in kinds]
+    if text["model_type"] in words("leading_dense"):
+        first, every = (
+            integer("first_k_dense_replace", text.get("first_k_dense_replace"), 0),
+            text.get("moe_layer_freq", 1),
+        )
+        step = integer("moe_layer_freq", every)
+        return [number >= first and number % step == 0 for number in range(layers)]
+    alone = {*sequence("mlp_only_layers", text.get("mlp_only_layers") or [])}
+    step = integer("decoder_sparse_step", text.get("decoder_sparse_step", 1))
+    return [number not in alone and (number + 1) % step == 0 for number in range(layers)]
+
+
+def _natural(text: Mapping[str, Any], field: str) -> int:
+    value = text.get(field)
+    return 0 if value is None else integer(field, value, 0)

@@ -1,0 +1,153 @@
+"""Layers with experts, and attention with projections of low rank (MLA): what they hold, compute and send.
+
+    tokens of a rank ──router──► active rows each ──all-to-all──► experts' ranks ──all-to-all──► sums of rows
+                                                   dispatch        FFN of `width`   combine
+
+Experts are spread over `expert` consecutive ranks of a stage, tensor-parallel ones among them, each whole (Megatron's
+folding, expert-tensor degree 1); ranks with the same experts hold or share them as data-parallel ranks do all weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from msgspec import Meta
+
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import mapping
+from apportion.ir.request.cluster import Cluster
+from apportion.planner import options
+from apportion.planner.options import Natural, Option, Positive
+
+
+@dataclass(frozen=True)
+class Experts(Option):
+    """count: routed experts of a layer, 0: none. active: of a token. width: FFN size of one. shared: FFN size of those
+    that see every token, together. dense: layers with one FFN instead, of the model's size.
+
+    imbalance: rows of the fullest rank of experts over the mean, assumed: no closed form knows the router; scenarios
+    vary what is above 1, from none to twice. capacity: rows that an expert has room for, over
+    an even share of those of the fullest rank, to which all are padded; none: as many as come (dropless).
+    dispatch: what travels between nodes, a row for each expert, or one for each node, handed on inside it, and summed
+    there on its way back (DeepEP). nodes: that a token's experts are on at most, 0: any. Raises ConfigError.
+    """
+
+    count: Natural = 0
+    active: Natural = 0
+    width: Natural = 0
+    shared: Natural = 0
+    dense: Natural = 0
+    imbalance: Annotated[float, Meta(ge=1, le=1e6)] = 1.2
+    capacity: Positive | None = None
+    dispatch: Literal["expert", "node"] = "expert"
+    nodes: Natural = 0
+
+    def __post_init__(self) -> None:
+        options.keep(self, "training.experts")
+        if not self.count:
+            for field in ("active", "width", "shared", "dense"):
+                if getattr(self, field):
+                    rule, remedy = "is of layers with experts, and there are none", "write count"
+                    raise ConfigError(f"training.experts.{field}", getattr(self, field), rule, remedy)
+        elif not 1 <= self.active <= self.count:
+            rule = f"must be from 1 to count ({self.count})"
+            raise ConfigError("training.experts.active", self.active, rule, "write experts of a token")
+        elif not self.width:
+            raise ConfigError(
+                "training.experts.width", 0, "must be at least 1", "write the FFN size of an expert"
+            )
+
+    def share(self, layers: int) -> float:
+        """Of so many layers, those with experts. Raises ConfigError."""
+        if self.dense > layers:
+            rule = f"must be at most the {layers} layers"
+            raise ConfigError("training.experts.dense", self.dense, rule, "count those without experts")
+        return (layers - self.dense) / layers if self.count else 0.0
+
+    def spread(self, degree: int, excess: float = 1.0) -> float:
+        """Rows of the fullest rank of experts over the mean; excess: a factor of what is above 1."""
+        if self.capacity is not None:
+            return self.capacity
+        return 1.0 if degree == 1 else 1 + (self.imbalance - 1) * excess
+
+    def reads(self, where: str, value: Any) -> Self:
+        if isinstance(value, type(self)):
+            return value
+        return options.read(type(self), where, mapping(where, value))
+
+    def says(self) -> str:
+        return "a mapping: count, active, width, shared, dense, imbalance, capacity, dispatch, nodes"
+
+    def data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def schema(self) -> dict[str, Any]:
+        return options.schema(type(self))
+
+
+NO_EXPERTS = Experts()
+
+
+class Rows(NamedTuple):
+    """Of one layer with experts and one microbatch. sent: that the rank with the most tokens sends; received: of the
+    fullest rank of experts, padding too; mean: of one expert, even: over all; uneven: tokens of the fullest rank over
+    the mean of the ranks that it shares experts with."""
+
+    sent: float
+    received: float
+    mean: float
+    uneven: float
+
+    @staticmethod
+    def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> Rows:
+        """tokens: int64 [ranks], of the tensor-parallel groups of a plan; degree: ranks that share experts; spread: see
+        `Experts`."""
+        together = min(max(1, degree // tensor), len(tokens))
+        means = tokens.reshape(-1, together).mean(1)
+        most, mean = float(tokens.max()), float(means.max())
+        shared = experts.active / tensor
+        received = shared * spread * (mean if experts.capacity is None else most)
+        return Rows(shared * most, received, shared * mean * degree / experts.count, most / mean)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Ranks that share experts, and those that have the same ones. cluster: all ranks, with their links; degree:
+    of the first; ranks: GPUs of a stage. Raises ConfigError."""
+
+    cluster: Cluster
+    degree: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        on_node = min(self.ranks, self.cluster.ranks_per_node)
+        if self.ranks % self.degree or (self.degree % on_node and on_node % self.degree):
+            rule = f"must divide the {self.ranks} ranks of a stage, and be whole nodes of {on_node} or part of one"
+            raise ConfigError("parallelism.expert", self.degree, rule, "use another degree")
+
+    @property
+    def copies(self) -> Cluster:
+        """The ranks that have the same experts, which stand `degree` ranks apart."""
+        on_node = max(1, min(self.ranks, self.cluster.ranks_per_node) // self.degree)
+        nodes, gbs = self.ranks // self.degree // on_node, self.cluster.inter_gbs_per_rank
+        shape = replace(self.cluster, nodes=nodes, ranks_per_node=on_node, speeds=None)
+        return replace(shape, nics_per_node=on_node, inter_gbs=gbs)
+
+    def dispatch_us(self, experts: Experts, rows: Rows, row_bytes: float) -> float:
+        """One all-to-all, to the experts or back: the slower of what the fullest rank has for other nodes and for its
+        own, which go at once, and a latency. Every expert is as likely as another."""
+        if self.degree == 1:
+            return 0.0
+        on_node = min(self.degree, self.cluster.ranks_per_node)
+        nodes, most = self.degree // on_node, max(rows.sent, rows.received) * row_bytes
+        far = (nodes - 1) / nodes
+        if experts.dispatch == "node":
+            reached = nodes * (1 - (1 - 1 / nodes) ** experts.active)  # expected nodes of a token's experts
+            far *= min(reached, experts.nodes or reached) / experts.active
+        near = (on_node - 1) / on_node * (1.0 if experts.dispatch == "node" else 1 / nodes)
+        slower = max(
+            most * far / (self.cluster.inter_gbs_per_rank * 1e3), most * near / (self.cluster.intra_gbs * 1e3)
+        )
+        return slower + (self.cluster.inter_latency_us if nodes > 1 else self.cluster.intra_latency_us)
