@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     )
     from apportion.trainer.step.projection import HeadProjection as HeadProjection
     from apportion.trainer.step.recurrence import planned_conv as planned_conv, planned_scan as planned_scan
+    from apportion.trainer.step.visible import Visible as Visible, gather_visible as gather_visible
     from apportion.trainer.ticks import TickPipeline as TickPipeline
 
 _HOMES = {
@@ -123,6 +124,7 @@ _HOMES = {
     "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
     "apportion.trainer.step.projection": ("HeadProjection",),
     "apportion.trainer.step.recurrence": ("planned_conv", "planned_scan"),
+    "apportion.trainer.step.visible": ("Visible", "gather_visible"),
     "apportion.trainer.ticks": ("TickPipeline",),
 }
 #: modules that have another name here, or none of their own

@@ -40,8 +40,8 @@ class Shard(NamedTuple):
     do: np.ndarray
 
 
-def handle_of(comm: Communicator, piece: bytes) -> PlanHandle:
-    return PlanHandle(Slice.decode(piece), comm)
+def handle_of(comm: Communicator, piece: bytes, padding: int = 0) -> PlanHandle:
+    return PlanHandle(Slice.decode(piece), comm, padding=padding)
 
 
 def leaf(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

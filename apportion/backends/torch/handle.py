@@ -43,7 +43,7 @@ class PlanHandle:
     layers are given and give back: their results and gradients are 0. envelope: what rows, buffers and tables are
     padded to. calls: forward calls of attention so far, recomputed ones too; called: of each kind.
     Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine, ConfigError where the
-    plan is larger than the envelope.
+    plan is larger than the envelope. gathered: whether rows were gathered for a kernel of the caller's own.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
-        self.calls, self.called = 0, Counter[str]()
+        self.calls, self.called, self.gathered = 0, Counter[str](), False
         self.wrapper: DistributedDataParallel | None = None  # whose forward called attention last
         self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")

@@ -171,6 +171,11 @@ class Layout:
         """[rows] the position id of each of the rank's rows, in row order."""
         return _expand(self._of(rank), "position")
 
+    def sequences(self, rank: int) -> Ints:
+        """[rows] the sequence of each of the rank's rows, in row order."""
+        spans = self._of(rank)
+        return np.repeat(spans["sequence"], spans["length"]).astype(np.int64)
+
     def to_cu_seqlens(self, rank: int) -> Ints:
         """[pieces + 1] int32 cumulative lengths of the runs of consecutive tokens of one sequence that the rank
         holds, in row order, as varlen attention kernels take them."""

@@ -122,7 +122,7 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
         watch.behind = batch
     known = len(watch.scanned)
     for node in watch.graph(loss):
-        if batch is not None and batch.handle.communicator.ranks > 1:
+        if batch is not None and batch.handle.communicator.ranks > 1 and not batch.handle.gathered:
             _check_attention(node, batch.handle.padded_rows)
     if factor is None:
         return

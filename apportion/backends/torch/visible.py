@@ -1,0 +1,273 @@
+"""The rows that this rank's queries may see, for a kernel of the caller's own: those of all ranks, differentiable.
+
+x [rows, ...] ──hops of the kind's forward program──► [visible, ...]     a row comes once, and crosses to a node once
+dx            ◄──the same hops, the last first──      their gradients    added up where rows were passed on
+
+All rounds start as soon as what they pass on has come, in the order of the program on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.memory.arenas import Post
+from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.transport import Flight, Transport
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.plan.visible import Arranged, Fetch, obstacle
+from apportion.ir.tensors import Tensor as Name
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Rows that queries of this rank may see, each once, in the order of the batch's tokens.
+
+    rows: [visible, ...], one tensor for each that was given, a tuple where several were. first, end: int64 [queries],
+    of each query the first visible row that it sees and one past the last; both 0 where it sees none. spans: int64
+    [queries, most, 2], the ranges [first, end) of visible rows that it sees, rising, (0, 0) where it has fewer: with
+    most = 1 `first` and `end` are all there is to the mask; windows with sinks, trees and the like have several.
+    tokens, positions, sequences: int64 [visible], the number of each visible row in the batch, its position id, and
+    which sequence it is of. Queries are the rows of x, padding too, which sees nothing.
+    """
+
+    rows: Any
+    spans: Tensor
+    tokens: Tensor
+    positions: Tensor
+    sequences: Tensor
+
+    @property
+    def first(self) -> Tensor:
+        return self.spans[:, 0, 0]
+
+    @property
+    def end(self) -> Tensor:
+        return self.spans[:, :, 1].amax(1)
+
+    def mask(self) -> Tensor:
+        """bool [queries, visible]: which rows each query sees; for small batches."""
+        row = torch.arange(len(self.tokens), device=self.spans.device)
+        low, high = self.spans[:, :, :1], self.spans[:, :, 1:]
+        return ((low <= row) & (row < high)).any(1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
+    """What `trainer.step.visible.gather_visible` does, of tensors."""
+    found = _found(handle, kind)
+    for tensor in x:
+        if len(tensor) != handle.padded_rows:
+            raise ExecutionError(f"this rank holds {handle.padded_rows} rows of the plan, got {len(tensor)}")
+    handle.calls += 1
+    handle.called[kind] += 1
+    handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
+    rows: tuple[Tensor, ...] = _Gathered.apply(found, handle, kind, *x)  # type: ignore[no-untyped-call]
+    return Visible(rows, *found.told_on(x[0].device, len(x[0])))
+
+
+#: of each plan in use: kind -> what was found
+_KNOWN: WeakKeyDictionary[PlanHandle, dict[str, Gathering]] = WeakKeyDictionary()
+
+
+def _found(handle: PlanHandle, kind: str) -> Gathering:
+    """A collective the first time: tokens of rows travel as the rows will. Raises ConfigError."""
+    known = _KNOWN.setdefault(handle, {})
+    if kind not in known:
+        with handle.call(f"what gather_visible of kind {kind} brings, plan {handle.name}"):
+            known[kind] = Gathering.of(handle, kind)
+    return known[kind]
+
+
+#: rows of a tensor: those of a slice lie side by side, and need no copy
+Index = slice | Tensor
+
+
+class Leg(NamedTuple):
+    """A hop, or its way back, on a device. behind: the legs before it whose rows it takes on; out, into: peer, rows and
+    how many."""
+
+    channel: int
+    behind: tuple[int, ...]
+    out: list[tuple[int, Index, int]]
+    into: list[tuple[int, Index, int]]
+
+
+class Gathering:
+    """A kind's rows under one plan. told: int64 [visible, 3], token, position and sequence."""
+
+    @staticmethod
+    def of(handle: PlanHandle, kind: str) -> Gathering:
+        """A collective. Raises ConfigError."""
+        program, layout = (
+            handle.slice.programs[kind, "forward"],
+            handle.slice.layout(handle.slice.header.home_layout),
+        )
+        if why := obstacle(program):
+            remedy = f"plan with balance={{{kind!r}: …}} in the model, or with a recipe such as fcp or blend"
+            raise ConfigError("kind", kind, f"has a plan that does not gather rows: {why}", remedy)
+        fetch = Fetch.of(program, handle.rows)
+        own = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
+        (told,) = Gathering(fetch, fetch.as_they_come, own).brought(handle, kind, (own,))
+        arranged = fetch.arranged(told[:, 0].numpy())
+        ordered = torch.empty_like(told)
+        ordered[torch.from_numpy(arranged.place)] = told
+        return Gathering(fetch, arranged, ordered[: arranged.visible])
+
+    def __init__(self, fetch: Fetch, arranged: Arranged, told: Tensor) -> None:
+        self._fetch, self.arranged, self.told = fetch, arranged, told
+        self._told: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._legs: dict[tuple[torch.device, bool], list[Leg]] = {}
+
+    def told_on(self, device: torch.device, queries: int) -> tuple[Tensor, ...]:
+        """Spans of so many queries, and tokens, positions and sequences of visible rows."""
+        if device not in self._told:
+            spans = torch.from_numpy(self.arranged.spans)
+            padded = spans.new_zeros(queries, *spans.shape[1:])
+            padded[: len(spans)] = spans
+            self._told[device] = tuple(part.to(device) for part in (padded, *self.told.T))
+        return self._told[device]
+
+    def brought(self, handle: PlanHandle, kind: str, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Visible rows [visible, ...] of each x [rows, ...]."""
+        found = [part.new_empty(self._fetch.rows, *part.shape[1:]) for part in x]
+        for memory, part in zip(found, x, strict=True):
+            memory[self._home(part.device)] = part[: self._fetch.home]
+        with _call(handle, kind, "rows", x):
+            _travel(
+                handle.communicator, self.legs(x[0].device, back=False), found, [part.dtype for part in x]
+            )
+        return tuple(memory[: self.arranged.visible] for memory in found)
+
+    def returned(self, handle: PlanHandle, kind: str, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the home rows, [home, ...] each, of those of visible rows, [visible, ...], in their dtypes."""
+        found, wire = [], []
+        for grad in grads:
+            wide = accumulator_dtype(grad.dtype)
+            sums = grad.new_zeros(self._fetch.rows, *grad.shape[1:], dtype=wide)
+            sums[: self.arranged.visible] = grad
+            found.append(sums)
+            wire.append(grad.dtype if handle.slice.header.narrows(Name.DKV) else wide)
+        with _call(handle, kind, "gradients of rows", grads):
+            _travel(handle.communicator, self.legs(grads[0].device, back=True), found, wire, add=True)
+        home = self._home(grads[0].device)
+        return [sums[home].to(grad.dtype) for sums, grad in zip(found, grads, strict=True)]
+
+    def _home(self, device: torch.device) -> Tensor:
+        return torch.from_numpy(self.arranged.place[: self._fetch.home]).to(device)
+
+    def legs(self, device: torch.device, back: bool) -> list[Leg]:
+        """The hops in their order; back: their ways back, the last hop first."""
+        if (device, back) not in self._legs:
+            hops = self._fetch.hops
+
+            def side(rows: Mapping[int, Ints]) -> list[tuple[int, Index, int]]:
+                return [
+                    (peer, _index(self.arranged.place[one], device), len(one)) for peer, one in rows.items()
+                ]
+
+            legs = [Leg(hop.channel, hop.behind, side(hop.sends), side(hop.receives)) for hop in hops]
+            if back:
+                last = len(legs) - 1
+                ahead = [
+                    tuple(last - j for j in range(last, i, -1) if i in hops[j].behind)
+                    for i in range(len(hops))
+                ]
+                legs = [Leg(leg.channel, ahead[i], leg.into, leg.out) for i, leg in enumerate(legs)][::-1]
+            self._legs[device, back] = legs
+        return self._legs[device, back]
+
+
+def _call(handle: PlanHandle, kind: str, what: str, x: Sequence[Tensor]) -> AbstractContextManager[None]:
+    forms = ", ".join(f"{part.dtype} {list(part.shape[1:])}" for part in x)
+    return handle.call(f"gather_visible of kind {kind}, plan {handle.name}: {what} of {forms}")
+
+
+def _index(rows: Ints, device: torch.device) -> Index:
+    if len(rows) and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device)
+
+
+def _travel(
+    transport: Transport,
+    legs: Sequence[Leg],
+    memory: Sequence[Tensor],
+    wire: Sequence[torch.dtype],
+    add: bool = False,
+) -> None:
+    """Rows of each of `memory`, [n, ...], travel in the dtypes `wire`; what comes replaces rows, or is added to them,
+    leg after leg and peer after peer."""
+    flights: dict[int, tuple[Flight, list[tuple[Index, list[Tensor]]]]] = {}
+
+    def finish(leg: int) -> None:
+        flight, came = flights.pop(leg)
+        flight.wait()
+        for index, parts in came:
+            for own, part in zip(memory, parts, strict=True):
+                if add:
+                    _add(own, index, part)
+                elif not isinstance(index, slice):
+                    own[index] = part
+
+    for i, leg in enumerate(legs):
+        for j in flights.keys() & {*leg.behind}:
+            finish(j)
+        posts, came = [], []
+        for peer, index, rows in leg.into:
+            direct = isinstance(index, slice) and not add
+            parts = [
+                own[index] if direct else own.new_empty(rows, *own.shape[1:], dtype=dtype)
+                for own, dtype in zip(memory, wire, strict=True)
+            ]
+            posts += [Post(False, peer, _bytes(part)) for part in parts]
+            came.append((index, parts))
+        for peer, index, _ in leg.out:
+            parts = [own[index].to(dtype) for own, dtype in zip(memory, wire, strict=True)]
+            posts += [Post(True, peer, _bytes(part)) for part in parts]
+        flights[i] = transport.batch(leg.channel, posts), came
+    for i in [*flights]:
+        finish(i)
+
+
+def _add(own: Tensor, index: Index, part: Tensor) -> None:
+    if isinstance(index, slice):
+        own[index] += part
+    else:
+        own.index_put_((index,), part.to(own.dtype), accumulate=True)  # in order, also on a GPU
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Of rows that lie side by side."""
+    return rows.view(-1).view(torch.uint8)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Gathering, handle: PlanHandle, kind: str, *x: Tensor) -> tuple[Tensor, ...]:
+        ctx.found, ctx.handle, ctx.kind, ctx.rows = found, handle, kind, len(x[0])
+        rows = found.brought(handle, kind, x)
+        ctx.mark_non_differentiable(*(part for part in rows if not part.is_floating_point()))
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        home = ctx.found.returned(ctx.handle, ctx.kind, [grads[i] for i in wanted])
+        found: list[Tensor | None] = [None] * len(grads)
+        for i, part in zip(wanted, home, strict=True):
+            found[i] = part.new_zeros(ctx.rows, *part.shape[1:])
+            found[i][: len(part)] = part
+        return None, None, None, *found

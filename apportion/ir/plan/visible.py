@@ -1,0 +1,195 @@
+"""The rows that a rank's queries may see, as its forward program brings them: what is left of it without attention.
+
+home rows | rows that came, round by round ──Fetch.of──► hops, and what each task sees of these rows
+their tokens, which travel first           ──arranged──► visible rows in the order of tokens | rows that are passed on
+
+An attention program names work rows, which are used again. Here every row that comes has a number of its own, so all
+stay, and a gradient goes back on the hops that brought its row, the last hop first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, changes, group_of, within
+from apportion.ir.isa import Op
+from apportion.ir.plan.ops import starts_of
+from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.tensors import KV_SIDE, Space, Tensor
+
+
+def obstacle(program: ProgramSet) -> str | None:
+    """Why a forward program, of one rank or of all, does not bring the rows that home queries see; None: it does."""
+    operands = program["operands"]
+    tensor, at_work = operands["tensor"], operands["space"] == Space.WORK
+    if (tensor == Tensor.X).any():
+        return "it projects heads itself"
+    if (operands["heads"] > 0).any():
+        return "it splits heads among ranks"
+    if (at_work & np.isin(tensor, (Tensor.Q, Tensor.O))).any():
+        return "its queries travel"
+    return None
+
+
+class Hop(NamedTuple):
+    """One round of a rank. behind: earlier hops whose rows it passes on; sends, receives: peer -> rows, int64 [n]."""
+
+    channel: int
+    behind: tuple[int, ...]
+    sends: Mapping[int, Ints]
+    receives: Mapping[int, Ints]
+
+
+class Seen(NamedTuple):
+    """What one task attends to: query i, counted from home row `query`, sees keys[j] where dmin <= i - j <= dmax."""
+
+    query: int
+    queries: int
+    keys: Ints
+    dmin: int
+    dmax: int
+
+    @property
+    def some(self) -> Ints:
+        """The keys that any query sees."""
+        return self.keys[max(0, -self.dmax) : max(0, self.queries - self.dmin)]
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Rows in their places: the visible ones, each token once and in the order of tokens, then all others.
+
+    place: int64 [rows]; visible: how many are; spans: int64 [home rows, most, 2], the visible rows that each query
+    sees, as ranges [first, end) in rising order, (0, 0) where it has fewer.
+    """
+
+    place: Ints
+    visible: int
+    spans: Ints
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Rows of one rank: its home rows, then those that come, in the order in which they do. home, rows: how many."""
+
+    home: int
+    rows: int
+    hops: tuple[Hop, ...]
+    seen: tuple[Seen, ...]
+
+    @staticmethod
+    def of(program: ProgramSet, home: int) -> Fetch:
+        """Of one rank's forward program, which has no `obstacle`."""
+        walk, instructions = _Walk(program, home), program["instructions"]
+        starts = starts_of(instructions["op"], instructions.wide("count"))
+        columns = (instructions[name].tolist() for name in ("op", "round", "channel", "count"))
+        for op, _, channel, count, start in zip(*columns, starts.tolist(), strict=True):
+            walk.step(Op(op), channel, slice(start, start + count))
+        return Fetch(home, walk.rows, tuple(walk.hops), tuple(walk.seen))
+
+    @property
+    def as_they_come(self) -> Arranged:
+        """All rows, in the order of their numbers."""
+        return Arranged(np.arange(self.rows), self.rows, np.zeros((self.home, 1, 2), np.int64))
+
+    def arranged(self, tokens: Ints) -> Arranged:
+        """tokens: int64 [rows], the global token of each row."""
+        seen = np.zeros(self.rows, np.bool_)
+        for task in self.seen:
+            seen[task.some] = True
+        those = np.flatnonzero(seen)
+        _, first, at = np.unique(tokens[those], return_index=True, return_inverse=True)
+        place, where = np.full(self.rows, -1), np.full(self.rows, -1)
+        where[those] = at  # of what came twice, both
+        place[those[first]] = np.arange(len(first))
+        others = np.flatnonzero(place < 0)
+        place[others] = len(first) + np.arange(len(others))
+        return Arranged(place, len(first), _spans(self.home, _ranges(self.seen, where)))
+
+
+class _Walk:
+    """A forward program, step by step. held: the row that each work row of keys holds; begins: the first row of each
+    hop."""
+
+    def __init__(self, program: ProgramSet, home: int) -> None:
+        self._tables = {name: list(zip(*program[name].values.tolist(), strict=True)) for name in _LISTS}
+        arenas = program["arenas"]
+        self._held = np.full(int(arenas["rows"][arenas["tensor"] == Tensor.KV].sum()), -1)
+        self._begins = list[int]()
+        self.rows, self.hops, self.seen = home, list[Hop](), list[Seen]()
+
+    def step(self, op: Op, channel: int, listed: slice) -> None:
+        if op == Op.LAUNCH:
+            self._launch(channel, self._tables["transfers"][listed])
+        elif op == Op.ATTEND:
+            for q, kv, _, dmin, dmax, _ in self._tables["tasks"][listed]:
+                _, _, row, rows, _, _ = self._tables["operands"][q]
+                self.seen.append(Seen(row, rows, self._of(kv).copy(), dmin, dmax))
+        elif op == Op.COPY:
+            for a, _, c, _, _ in self._tables["rowops"][listed]:
+                if self._tables["operands"][a][0] in KV_SIDE:
+                    self._of(c)[:] = self._of(a)
+
+    def _of(self, operand: int) -> Ints:
+        """The rows of an operand; of work rows a view."""
+        _, space, row, rows, _, _ = self._tables["operands"][operand]
+        return np.arange(row, row + rows) if space == Space.HOME else self._held[row : row + rows]
+
+    def _launch(self, channel: int, transfers: Sequence[tuple[int, ...]]) -> None:
+        # in the order of the table: the k-th tile sent to a peer meets the k-th that it receives
+        sends: dict[int, list[Ints]] = {}
+        receives: dict[int, list[Ints]] = {}
+        behind: set[int] = set()
+        for send, peer, operand in transfers:
+            if send:
+                sends.setdefault(peer, []).append(rows := self._of(operand).copy())
+                behind |= {*(np.searchsorted(self._begins, rows, "right") - 1).tolist()} - {-1}
+        self._begins.append(self.rows)
+        for send, peer, operand in transfers:
+            if not send:
+                held = self._of(operand)
+                held[:] = np.arange(self.rows, self.rows + len(held))
+                receives.setdefault(peer, []).append(held.copy())
+                self.rows += len(held)
+        self.hops.append(Hop(channel, tuple(sorted(behind)), _joined(sends), _joined(receives)))
+
+
+_LISTS = ("operands", "transfers", "tasks", "rowops")
+
+
+def _joined(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
+    return {peer: np.concatenate(tiles[peer]) for peer in sorted(tiles)}
+
+
+def _ranges(seen: Iterable[Seen], where: Ints) -> Ints:
+    """int64 [n, 3]: query, and first and end of a range of visible rows that it sees; sorted, none of them empty.
+    where: int64 [rows], the visible row of each."""
+    found = [np.zeros((0, 3), np.int64)]
+    for task in seen:
+        at, i = where[task.keys], np.arange(task.queries)[:, None]
+        begin = np.flatnonzero(np.append(True, np.diff(at) != 1))  # runs of visible rows
+        end = np.append(begin[1:], len(at))
+        low, high = np.maximum(begin, i - task.dmax), np.minimum(end, i - task.dmin + 1)
+        query, run = np.nonzero(high > low)
+        shift = (at[begin] - begin)[run]
+        found.append(np.stack([task.query + query, low[query, run] + shift, high[query, run] + shift], 1))
+    every = np.concatenate(found)
+    return every[np.lexsort(every.T[1::-1])]
+
+
+def _spans(home: int, ranges: Ints) -> Ints:
+    """int64 [home, most, 2] of sorted ranges, int64 [n, 3]: those that touch are one."""
+    query, first, end = ranges.T
+    fresh = changes(query)
+    fresh[1:] |= first[1:] != end[:-1]
+    at = np.flatnonzero(fresh)
+    counts = np.bincount(query[at], minlength=home)
+    spans = np.zeros((home, max(1, int(counts.max(initial=0))), 2), np.int64)
+    spans[group_of(counts), within(counts)] = np.stack(
+        [first[at], end[np.append(at[1:], len(ranges)) - 1]], 1
+    )
+    return spans

@@ -1,0 +1,83 @@
+"""Attention that chooses its keys as it runs, over rows that ranks of the pool gather."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import apportion as ap
+from apportion.backends.torch.transport import Communicator
+from tests.ranks.jobs import handle_of
+
+TOP = 5
+
+
+class Projected(NamedTuple):
+    """Of each row: queries, keys beside values, and the indexer's query and key."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    asked: torch.Tensor
+    index: torch.Tensor
+
+
+def project(x: torch.Tensor, weight: torch.Tensor) -> Projected:
+    return Projected(*(x @ weight).split([8, 16, 3, 3], dim=1))
+
+
+def sparse(own: Projected, kv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Each query attends to the TOP rows of the mask that its indexer finds best. kv, index: [visible, ...]; mask: bool
+    [queries, visible]."""
+    score = (own.asked @ index.T).masked_fill(~mask, -torch.inf)
+    best = score.topk(min(TOP, score.shape[1]), dim=1)
+    keys, values = kv[best.indices].chunk(2, dim=2)
+    logits = torch.einsum("qd,qkd->qk", own.q, keys) + best.values
+    return torch.einsum("qk,qkd->qd", logits.softmax(1), values)
+
+
+def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Result, gradients of hidden states and of the weight, and the tokens that are visible; shard: slice, hidden states,
+    weight, gradient."""
+    piece, hidden, weight, grad = shard
+    handle = handle_of(comm, piece, padding)
+    rows = torch.from_numpy(np.concatenate([hidden, np.ones((padding, hidden.shape[1]))])).requires_grad_()
+    weight = torch.from_numpy(weight).requires_grad_()
+    own = project(rows, weight)
+    tokens = torch.cat([handle.tokens, torch.full((padding,), -1)])
+    found = ap.gather_visible((own.kv, own.index, tokens), handle)
+    kv, index, numbers = found.rows
+    assert torch.equal(numbers, found.tokens)
+    real = slice(handle.rows)
+    assert not found.mask()[handle.rows :].any()
+    out = sparse(Projected(*(part[real] for part in own)), kv, index, found.mask()[real])
+    out.backward(torch.from_numpy(grad))
+    assert rows.grad is not None and not rows.grad[handle.rows :].any()
+    told = (found.tokens, found.positions, found.sequences, found.first, found.end, found.spans)
+    return (
+        out.detach().numpy(),
+        rows.grad[real].numpy(),
+        weight.grad.numpy(),  # type: ignore[attr-defined]
+        [part.numpy() for part in told],
+    )
+
+
+def refused(comm: Communicator, piece: bytes) -> str:
+    """Why rows of a plan are not gathered."""
+    handle = handle_of(comm, piece)
+    try:
+        ap.gather_visible(torch.zeros(handle.rows, 2), handle)
+    except ap.ApportionError as error:
+        return str(error)
+    return ""
+
+
+def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Rows in bfloat16 as they come, and their gradients where every visible row wants 1."""
+    piece, rows = shard
+    x = torch.from_numpy(rows).bfloat16().requires_grad_()
+    found = ap.gather_visible(x, handle_of(comm, piece))
+    found.rows.sum().backward()
+    return found.rows.detach().float().numpy(), x.grad.float().numpy()  # type: ignore[union-attr]
