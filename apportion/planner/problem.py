@@ -15,6 +15,7 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.fields import instance
 from apportion.ir.masks.bands import area, joined
+from apportion.ir.masks.profile import Profile, profile
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
@@ -138,6 +139,15 @@ class Problem:
             keys = pairs / np.maximum(bands[:, 1] - bands[:, 0], 1)
             found[kind] = float((pairs * keys).sum() / max(pairs.sum(), 1.0)) / tokens
         return found
+
+    @cached_property
+    def picked(self) -> dict[str, Profile]:
+        """kind -> what its rows count where they choose keys at run time (`Model.balance`)."""
+        keys = {kind: self.model.keys_of(kind) for kind in self.bands}
+        some = {kind: most for kind, most in keys.items() if most is not None}
+        return {
+            kind: profile({kind: self.bands[kind]}, {kind: 1}).capped(most) for kind, most in some.items()
+        }
 
     @cached_property
     def layers(self) -> dict[str, int]:

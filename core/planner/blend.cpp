@@ -33,7 +33,7 @@ constexpr int64_t SPARE = 16;  // pieces of a rank that exchanges may add
 constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that an exchange looks at
 constexpr int64_t EXCHANGES = 8;   // of a rank, at most
 
-// Pairs up to any row: `Profile` of apportion/planner/place/blend/profile.py.
+// Pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
   Column<const int64_t> at, value, slope, below;
 

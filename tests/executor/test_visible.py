@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
+from apportion.ir.plan.tables import ProgramSet
+from apportion.ir.plan.visible import Fetch, obstacle
 from tests.ranks import jobs_visible
 from tests.ranks.rank_pool import Pool
 
@@ -70,10 +74,142 @@ def check(pool: Pool, plan: Plan, padding: int = 0) -> None:
     np.testing.assert_allclose(summed, matrix.grad.numpy(), rtol=0, atol=1e-12)
 
 
+def gathered(mask: str, shape: tuple[int, int], recipe: str, **model: Any) -> Plan:
+    balance = {"default": {"keys": jobs_visible.TOP}}
+    return ap.plan(MASKS[mask], ap.Cluster(*shape), replace(MODEL, balance=balance, **model), recipe)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_run_time_attention_equals_one_process(
     pool: Pool, shape: tuple[int, int], recipe: str, mask: str
 ) -> None:
-    check(pool, ap.plan(MASKS[mask], ap.Cluster(*shape), MODEL, recipe))
+    check(pool, gathered(mask, shape, recipe))
+
+
+def test_other_routes_bring_the_same_and_padding_sees_nothing(pool: Pool) -> None:
+    batch, steps = ap.Batch.from_lengths([90]), {"shard": {"blocks": {"block": 8}}, "place": {"lpt": {}}}
+    ring = ap.Recipe("ring", {**steps, "schedule": {"ring": {}}})
+    tree = ap.Recipe("tree", {**steps, "route": {"tree": {"fanout": 1}}, "schedule": {"matchings": {}}})
+    for recipe in (ring, tree):
+        check(pool, ap.plan(batch, ap.Cluster(2, 2), MODEL, recipe), padding=3)
+
+
+def test_a_rank_without_rows_takes_part(pool: Pool) -> None:
+    plan = ap.plan(ap.Batch.from_lengths([2]), ap.Cluster(1, 4), MODEL, "fcp")
+    assert 0 in plan.layout("attention").rows_per_rank
+    check(pool, plan)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
+def test_a_row_crosses_to_a_node_once(recipe: str, mask: str) -> None:
+    plan = gathered(mask, (2, 2), recipe)
+    crossed, seen = brought(plan)
+    token, node = np.array(crossed).reshape(-1, 2).T
+    assert len(token)
+    assert len(np.unique(token * 2 + node)) == len(token)
+    allowed = dense(plan.request.batch)
+    for rank, tokens in enumerate(seen):
+        own = plan.layout("attention").tokens(rank)
+        np.testing.assert_array_equal(np.unique(tokens), np.flatnonzero(allowed[own].any(0)))
+
+
+def brought(plan: Plan, kind: str = "default") -> tuple[list[tuple[int, int]], list[NDArray[Any]]]:
+    """(token, node) of all rows that come from another node, and the tokens that queries of each rank see."""
+    ranks, program, home = plan.header.ranks, plan.programs[kind, "forward"], plan.layout("attention")
+    every = [Fetch.of(program.rank(rank), int(home.rows_per_rank[rank])) for rank in range(ranks)]
+    tokens = [np.full(fetch.rows, -1) for fetch in every]
+    for rank in range(ranks):
+        tokens[rank][: every[rank].home] = home.tokens(rank)
+    sent = {(i, j): deque[NDArray[Any]]() for i in range(ranks) for j in range(ranks)}
+    crossed, left = [], [deque(fetch.hops) for fetch in every]
+    launched = [False] * ranks
+    while any(left):
+        for rank in (rank for rank in range(ranks) if left[rank]):
+            hop = left[rank][0]
+            if not launched[rank]:
+                for peer, rows in hop.sends.items():
+                    sent[rank, peer].append(tokens[rank][rows])
+                launched[rank] = True
+            if all(sent[peer, rank] for peer in hop.receives):
+                for peer, rows in hop.receives.items():
+                    tokens[rank][rows] = came = sent[peer, rank].popleft()
+                    if peer // 2 != rank // 2:
+                        crossed += [(token, rank // 2) for token in came.tolist()]
+                left[rank].popleft()
+                launched[rank] = False
+    return crossed, [
+        np.concatenate([held[task.some] for task in fetch.seen])
+        for held, fetch in zip(tokens, every, strict=True)
+    ]
+
+
+def test_only_the_other_kind_splits_heads(pool: Pool) -> None:
+    batch = ap.Batch.from_lengths([300, 40], {"dense": ap.masks.causal(), "sparse": ap.masks.causal()})
+    model = replace(MODEL, layers={"dense": 1, "sparse": 3}, balance={"sparse": {"keys": 5}})
+    plan = ap.plan(batch, ap.Cluster(2, 2), model, "mixed")
+    assert obstacle(plan.programs["dense", "forward"]) == "it splits heads among ranks"
+    assert obstacle(plan.programs["sparse", "forward"]) is None
+    pieces = [plan.for_rank(rank).encode() for rank in range(4)]
+    found = pool.run(jobs_visible.refused, 4, "dense", each=pieces)
+    assert found is not None
+    assert all("it splits heads among ranks; plan with balance={'dense'" in why for why in found)
+    assert pool.run(jobs_visible.refused, 4, "sparse", each=pieces) == [""] * 4
+
+
+def test_a_plan_that_brings_too_little_is_refused() -> None:
+    """What tasks read is what is gathered: without one of them, or with a row less, the verifier says so."""
+    plan = gathered("causal", (2, 2), "fcp")
+    program = plan.programs["default", "forward"]
+    for table, column in (("tasks", "dmax"), ("transfers", "operand"), ("operands", "row")):
+        values = program[table].values.copy()
+        row = len(program[table]) - 1 if table != "operands" else 1
+        values[program[table].names.index(column), row] -= 1
+        changed = ProgramSet({**program.tables, table: replace(program[table], values=values)})
+        mutant = replace(plan, programs={**plan.programs, ("default", "forward"): changed}, sections=None)
+        with pytest.raises(ap.VerifyError):
+            ap.verify(mutant)
+
+
+def test_a_plan_whose_queries_travel_is_no_plan_of_a_kind_that_chooses_keys() -> None:
+    batch, cluster = MASKS["causal"], ap.Cluster(1, 4)
+    balance = {"default": {"keys": 5}}
+    for recipe in ("dcp", "distca"):
+        plan = ap.plan(batch, cluster, MODEL, recipe)
+        request = replace(plan.request, model=replace(MODEL, balance=balance))
+        with pytest.raises(ap.VerifyError, match="does not gather what its queries may see"):
+            ap.verify(replace(plan, request=request, sections=None))
+        with pytest.raises(ap.ConfigError, match=f"recipe.steps.place = '{recipe}'"):
+            ap.plan(batch, cluster, replace(MODEL, balance=balance), recipe)
+    shuffled = ap.Recipe(
+        "reshuffled",
+        {
+            "shard": {"sequences": {}},
+            "place": {"blend": {}},
+            "schedule": {"matchings": {}},
+            "reshuffle": True,
+        },
+    )
+    with pytest.raises(ap.ConfigError, match="moves the queries of default"):
+        ap.plan(batch, cluster, replace(MODEL, balance=balance), shuffled)
+
+
+def test_gradients_are_added_up_in_float32(pool: Pool) -> None:
+    """A row that many queries' ranks see: in bfloat16 sums of ones would stop at 256."""
+    batch = ap.Batch.from_lengths([40])
+    for sent in ("wide", "model"):
+        model = replace(MODEL, dtype="bf16", sent_gradients=sent)
+        plan = ap.plan(batch, ap.Cluster(2, 2), model, "fcp")
+        rows = np.random.default_rng(0).normal(size=(40, 2, 3))
+        home = [plan.layout("attention").tokens(rank) for rank in range(4)]
+        each = [(plan.for_rank(rank).encode(), rows[one]) for rank, one in enumerate(home)]
+        found = pool.run(jobs_visible.narrow, 4, each=each)
+        assert found is not None
+        allowed = dense(batch)
+        seen = [allowed[one].any(0) for one in home]
+        for rank, (came, grad) in enumerate(found):
+            np.testing.assert_array_equal(came, torch.from_numpy(rows[seen[rank]]).bfloat16().float().numpy())
+            wanted = np.sum(seen, axis=0)[home[rank]]
+            np.testing.assert_array_equal(grad, np.broadcast_to(wanted[:, None, None], grad.shape))

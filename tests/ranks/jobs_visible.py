@@ -39,8 +39,8 @@ def sparse(own: Projected, kv: torch.Tensor, index: torch.Tensor, mask: torch.Te
 
 
 def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Result, gradients of hidden states and of the weight, and the tokens that are visible; shard: slice, hidden states,
-    weight, gradient."""
+    """Result, gradients of hidden states and of the weight, and what is visible; shard: slice, hidden states, weight,
+    gradient."""
     piece, hidden, weight, grad = shard
     handle = handle_of(comm, piece, padding)
     rows = torch.from_numpy(np.concatenate([hidden, np.ones((padding, hidden.shape[1]))])).requires_grad_()
@@ -54,21 +54,22 @@ def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any
     assert not found.mask()[handle.rows :].any()
     out = sparse(Projected(*(part[real] for part in own)), kv, index, found.mask()[real])
     out.backward(torch.from_numpy(grad))
-    assert rows.grad is not None and not rows.grad[handle.rows :].any()
+    assert rows.grad is not None
+    assert not rows.grad[handle.rows :].any()
     told = (found.tokens, found.positions, found.sequences, found.first, found.end, found.spans)
     return (
         out.detach().numpy(),
         rows.grad[real].numpy(),
-        weight.grad.numpy(),  # type: ignore[attr-defined]
+        weight.grad.numpy(),
         [part.numpy() for part in told],
     )
 
 
-def refused(comm: Communicator, piece: bytes) -> str:
-    """Why rows of a plan are not gathered."""
+def refused(comm: Communicator, kind: str, piece: bytes) -> str:
+    """Why rows of a kind are not gathered, "" where they are."""
     handle = handle_of(comm, piece)
     try:
-        ap.gather_visible(torch.zeros(handle.rows, 2), handle)
+        ap.gather_visible(torch.zeros(handle.rows, 2), handle, kind)
     except ap.ApportionError as error:
         return str(error)
     return ""
@@ -80,4 +81,4 @@ def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArr
     x = torch.from_numpy(rows).bfloat16().requires_grad_()
     found = ap.gather_visible(x, handle_of(comm, piece))
     found.rows.sum().backward()
-    return found.rows.detach().float().numpy(), x.grad.float().numpy()  # type: ignore[union-attr]
+    return found.rows.detach().float().numpy(), x.grad.float().numpy()

@@ -65,7 +65,7 @@ class Visible:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
-    """What `trainer.step.visible.gather_visible` does, of tensors."""
+    """What `trainer.step.visible.gather_visible` does, of several tensors."""
     found = _found(handle, kind)
     for tensor in x:
         if len(tensor) != handle.padded_rows:
@@ -268,6 +268,6 @@ class _Gathered(torch.autograd.Function):
         home = ctx.found.returned(ctx.handle, ctx.kind, [grads[i] for i in wanted])
         found: list[Tensor | None] = [None] * len(grads)
         for i, part in zip(wanted, home, strict=True):
-            found[i] = part.new_zeros(ctx.rows, *part.shape[1:])
-            found[i][: len(part)] = part
+            padding = part.new_zeros(ctx.rows - len(part), *part.shape[1:])
+            found[i] = torch.cat([part, padding])
         return None, None, None, *found

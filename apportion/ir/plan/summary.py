@@ -9,7 +9,7 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.plan.tables import PlanTables
-from apportion.ir.plan.totals import pairs
+from apportion.ir.plan.totals import work
 
 Record = Mapping[str, Any]
 
@@ -107,10 +107,11 @@ def _time_rows(record: Record) -> list[tuple[str, str]]:
 
 
 def loads(plan: PlanTables) -> Floats:
-    """[ranks] pairs of (query, key) that each rank computes forward, over heads, and layers of each kind."""
+    """[ranks] pairs of (query, key) that each rank computes forward, or keys that its queries choose, over heads, and
+    layers of each kind."""
     model, total = plan.request.model, np.zeros(plan.header.ranks)
     for kind in plan.header.kinds:
-        total += model.layers_of(kind) * pairs(plan.programs[kind, "forward"], plan.header)
+        total += model.layers_of(kind) * work(plan, kind)
     return total
 
 

@@ -10,8 +10,10 @@ import numpy as np
 from apportion._core import totals as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.isa import Op
+from apportion.ir.masks.profile import profile
 from apportion.ir.plan.programs import head_counts
-from apportion.ir.plan.tables import Header, ProgramSet
+from apportion.ir.plan.tables import Header, Layout, PlanTables, ProgramSet
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor
@@ -25,12 +27,36 @@ def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Float
     return core.pairs(programs.arrays, phase == "backward", sizes)
 
 
-def loads(programs: Mapping[Key, ProgramSet], header: Header, model: Model, phase: str) -> Floats:
-    """[ranks] pairs times layers of all kinds in a phase, in shares of the heads."""
-    found = np.zeros(header.ranks)
-    for (kind, own), program in programs.items():
+def picked(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | None:
+    """[ranks] keys that queries of a kind choose at run time, by `Model.balance`, where the layout has them; None where
+    they choose none."""
+    keys, spans = model.keys_of(kind), layout.spans
+    if keys is None:
+        return None
+    weights = profile({kind: batch.bands(kind)}, {kind: 1}).capped(keys)
+    token = spans.wide("token")
+    held = weights.between(token, token + spans.wide("length"))
+    return np.bincount(spans.rank_of_row(), held, spans.ranks).astype(np.float64)
+
+
+def work(plan: PlanTables, kind: str, phase: str = "forward") -> Floats:
+    """[ranks] pairs that each rank's program computes, over heads, or keys that its queries choose."""
+    layout = plan.layouts.get("attention") or plan.layout(plan.header.home_layout)
+    chosen = picked(plan.request.batch, plan.request.model, kind, layout)
+    return (
+        pairs(plan.programs[kind, phase], plan.header, phase)
+        if chosen is None
+        else chosen * plan.header.q_heads
+    )
+
+
+def loads(plan: PlanTables, phase: str) -> Floats:
+    """[ranks] `work` times layers of all kinds in a phase, in shares of the heads."""
+    found = np.zeros(plan.header.ranks)
+    for kind, own in plan.programs:
         if own == phase:
-            found += model.layers_of(kind) * (pairs(program, header, phase) / header.q_heads)
+            layers = plan.request.model.layers_of(kind)
+            found += layers * (work(plan, kind, phase) / plan.header.q_heads)
     return found
 
 

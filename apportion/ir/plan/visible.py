@@ -189,7 +189,6 @@ def _spans(home: int, ranges: Ints) -> Ints:
     at = np.flatnonzero(fresh)
     counts = np.bincount(query[at], minlength=home)
     spans = np.zeros((home, max(1, int(counts.max(initial=0))), 2), np.int64)
-    spans[group_of(counts), within(counts)] = np.stack(
-        [first[at], end[np.append(at[1:], len(ranges)) - 1]], 1
-    )
+    last = np.append(at, len(ranges))[1:] - 1
+    spans[group_of(counts), within(counts)] = np.stack([first[at], end[last]], 1)
     return spans

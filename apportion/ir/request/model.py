@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import integer, load, mapping, name, suggestion
+from apportion.ir.fields import MAX_INT, integer, known, load, mapping, name, suggestion
 from apportion.ir.request.hf_fields import is_config, model_fields
 from apportion.ir.request.hf_recurrent import recurrent_kinds
 from apportion.ir.request.recurrent import MAX_KINDS, Recurrent
@@ -34,7 +34,9 @@ class Model:
     `layers` is the number of attention layers, or one number for each attention kind, sorted. `sent_gradients` says how
     gradients that are no results travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
     a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. `recurrent`
-    has the kinds of linear recurrent layers beside attention, sorted. Raises ConfigError.
+    has the kinds of linear recurrent layers beside attention, sorted. `balance` names kinds whose layers choose keys at
+    run time by a kernel of their own: their rows are gathered, their queries stay home with all heads, and a query
+    counts as min(keys it may see, keys), {kind: {"keys": n}}. Raises ConfigError.
     """
 
     q_heads: Heads = 32
@@ -49,6 +51,7 @@ class Model:
     recurrent: Annotated[Mapping[str, Recurrent], Meta(max_length=MAX_KINDS)] = field(
         default_factory=dict, hash=False
     )
+    balance: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -64,6 +67,9 @@ class Model:
         object.__setattr__(self, "layers", _layers(self.layers))
         object.__setattr__(self, "recurrent", dict(sorted(self.recurrent.items())))
         self.check_recurrent(() if isinstance(self.layers, int) else self.layers)
+        object.__setattr__(self, "balance", _balance(self.balance))
+        for kind in self.balance:
+            self.layers_of(kind)
         if self.sent_gradients == "model" and self.element_bytes == self.accumulator_bytes:
             raise ConfigError(
                 "model.sent_gradients",
@@ -92,6 +98,10 @@ class Model:
                 suggestion(str(kind), () if isinstance(self.layers, int) else self.layers),
             )
         return self.layers[kind]
+
+    def keys_of(self, kind: str) -> int | None:
+        """How many keys a query of an attention kind counts for at most; None: all that it sees."""
+        return self.balance[kind]["keys"] if kind in self.balance else None
 
     @property
     def value_dim(self) -> int:
@@ -157,8 +167,10 @@ class Model:
         return read(Model, "model", data)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data with every field; `sent_gradients` and `recurrent`, which came later, where they say something."""
+        """Plain data with every field; those that came later where they are not the default."""
         data = to_data(self)
+        if not self.balance:
+            del data["balance"]
         if self.sent_gradients == "wide":
             del data["sent_gradients"]
         if self.recurrent:
@@ -174,6 +186,15 @@ class Model:
         if not is_config(data):
             return Model.from_data(data)
         return Model(**model_fields(data), recurrent=recurrent_kinds(data))
+
+
+def _balance(balance: Any) -> dict[str, dict[str, int]]:
+    found = {}
+    for kind, held in sorted(mapping("model.balance", balance).items()):
+        where = f"model.balance.{name('model.balance', kind)}"
+        keys = known(where, held, ("keys",), ("keys",))["keys"]
+        found[kind] = {"keys": integer(f"{where}.keys", keys, 1, MAX_INT)}
+    return found
 
 
 def _layers(layers: Any) -> int | dict[str, int]:

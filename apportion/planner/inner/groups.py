@@ -237,7 +237,7 @@ class InnerPass(Pass, Protocol):
     computed with."""
 
     def splits(self, problem: Problem) -> frozenset[str]:
-        """The attention kinds whose heads are split, at least one; others are computed where their rows live."""
+        """The attention kinds whose heads are split; others are computed where their rows live."""
         return frozenset(problem.batch.kinds)
 
     @property
@@ -273,9 +273,10 @@ class Ulysses(InnerPass):
     kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
 
     def splits(self, problem: Problem) -> frozenset[str]:
-        """The kinds whose heads are split. Raises ConfigError for one that the batch does not have."""
-        known = problem.batch.kinds
-        if self.kinds == "all":
+        """The kinds whose heads are split: none that choose keys at run time. Raises ConfigError for one of these, or
+        that the batch does not have."""
+        known = tuple(kind for kind in problem.batch.kinds if kind not in problem.picked)
+        if self.kinds == "all" or not known:
             return frozenset(known)
         if self.kinds == "auto":
             reach = problem.reach

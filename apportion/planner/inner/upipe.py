@@ -24,6 +24,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.request.model import Model
 from apportion.planner.inner.groups import Groups, HeadSets, HeadStages, Ulysses
 from apportion.planner.options import Count
+from apportion.planner.problem import Problem
 
 Heads = tuple[int, ...]
 
@@ -63,6 +64,14 @@ class UPipe(Ulysses):
             raise ConfigError(
                 self._field("kinds"), self.kinds, "all kinds take turns by heads", "use inner ulysses"
             )
+
+    def splits(self, problem: Problem) -> frozenset[str]:
+        """All kinds, or none. Raises ConfigError."""
+        found = super().splits(problem)
+        if found and problem.picked:
+            rule = "takes turns by heads, and kinds that choose keys at run time keep them together"
+            raise ConfigError("recipe.steps.inner", self.name, rule, "use inner ulysses")
+        return found
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
         """Who computes which heads when; as Ulysses has it where one stage has them all and nothing is projected.

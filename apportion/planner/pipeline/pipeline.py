@@ -120,12 +120,10 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
     with watch("report"):
         report = build_report(
             problem,
-            placed.shards,
-            placed.placement,
-            placed.lone,
-            placed.groups,
+            placed,
             draft.lowered,
             draft.programs,
+            draft.layouts,
             parts,
         )
         if placed.passes.pods is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
@@ -44,6 +44,7 @@ class Placed:
 
 def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> Placed:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
+    passes = together(problem, passes)
     groups, inner, lone = grouped(problem, passes)
     checks = Checks(passes)
     if lone is not None and lone.is_all:
@@ -61,10 +62,26 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
             placement = passes.place(inner, shards)
     checks.shards(inner, shards)
     checks.placement(inner, shards, placement)
+    if problem.picked and (placement.execution is not None or placement.groups is not None):
+        rule = (
+            f"computes away from home, or splits heads: {', '.join(problem.picked)} choose keys at run time"
+        )
+        raise ConfigError("recipe.steps.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
     departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
     return Placed(problem, passes, groups, inner, shards, placement, lone, departures)
+
+
+def together(problem: Problem, passes: Passes) -> Passes:
+    """The passes without `inner` where no kind is left whose heads it may split: those that choose keys at run time
+    keep them together, and their queries at home. Raises ConfigError."""
+    if problem.picked and passes.reshuffle:
+        rule = f"moves the queries of {', '.join(problem.picked)}, which choose keys at run time"
+        raise ConfigError("recipe.steps.reshuffle", True, rule, "leave `reshuffle` out")
+    if problem.picked and passes.inner is not None and not passes.inner.splits(problem):
+        return replace(passes, inner=None)
+    return passes
 
 
 def _without_lone(passes: Passes, groups: Groups, lone: Lone | None) -> list[Departure]:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
-from apportion.ir.plan.tables import ProgramSet
-from apportion.ir.plan.totals import in_all, moved, rounds
+from apportion.ir.plan.tables import Layout, ProgramSet
+from apportion.ir.plan.totals import in_all, moved, picked, rounds
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES
 from apportion.planner import bounds
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone
 from apportion.planner.lower.inputs import Lowered, Lowering, held_tokens, leading
+from apportion.planner.pipeline.headers import home_layout
 from apportion.planner.pipeline.placing import Placed
 from apportion.planner.problem import Departure, Placement, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_areas
@@ -51,22 +52,20 @@ class PurposeTraffic:
 
 def build_report(
     problem: Problem,
-    shards: Shards,
-    placement: Placement,
-    lone: Lone | None,
-    groups: Groups,
+    placed: Placed,
     lowered: Sequence[Lowered],
     programs: Mapping[tuple[str, str], ProgramSet],
+    layouts: Mapping[str, Layout],
     parts: list[bytes],
 ) -> dict[str, Any]:
     """The report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered: of each
     part of the ranks that was lowered by itself; the parts' tiles move at the same time."""
-    low = leading(lowered[0])
+    placement, lone, groups, low = placed.placement, placed.lone, placed.groups, leading(lowered[0])
     traffic = _at_once([item for part in lowered for item in _all_traffic(problem, part)])
     pairs, fullest = _of_groups(problem, placement, lone, low.rows, groups)
-    load = _of_ranks(problem, lowered)
+    load = _of_ranks(problem, lowered, layouts)
     mean = float(load.sum()) / problem.speeds.sum()
-    block_tokens, heaviest = _largest(shards, placement)
+    block_tokens, heaviest = _largest(placed.shards, placement)
     heaviest /= int(groups.sizes.max())
     sizes = [len(part) for part in parts]
     bound = _makespan_bound(placement, lowered) if lone is None else 0.0
@@ -108,9 +107,9 @@ def departures(placed: Placed, lowered: Sequence[Lowered]) -> tuple[Departure, .
     return tuple(dict.fromkeys([*placed.departures, *(one for each in routed for one in each.departures)]))
 
 
-def compute_imbalance(problem: Problem, lowered: Sequence[Lowered]) -> float:
+def compute_imbalance(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> float:
     """What the busiest rank has above the mean, by its speed, over the mean."""
-    return _over_mean(_of_ranks(problem, lowered), problem.speeds)
+    return _over_mean(_of_ranks(problem, lowered, layouts), problem.speeds)
 
 
 def _over_mean(load: Floats, speeds: Floats) -> float:
@@ -118,13 +117,16 @@ def _over_mean(load: Floats, speeds: Floats) -> float:
     return _ratio(float((load / speeds).max()), mean) - 1 if mean else 0.0
 
 
-def _of_ranks(problem: Problem, lowered: Sequence[Lowered]) -> Floats:
-    """float64 [ranks]: pairs times layers; where the phases differ, of the less even one."""
+def _of_ranks(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> Floats:
+    """float64 [ranks]: pairs, or keys that queries choose, times layers; where the phases differ, of the less even
+    one."""
     alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
     loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
     for kind, phase in lowered[0]:
         if phase in loads:
-            pairs = np.concatenate([part[kind, phase].pairs for part in lowered])
+            pairs = picked(problem.batch, problem.model, kind, layouts[home_layout(layouts)])
+            if pairs is None:
+                pairs = np.concatenate([part[kind, phase].pairs for part in lowered])
             loads[phase] += problem.layers[kind] * pairs
     return max(loads.values(), key=lambda load: float((load / problem.speeds).max()))
 

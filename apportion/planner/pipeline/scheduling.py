@@ -20,8 +20,9 @@ from apportion.planner.pipeline.checks import Checks
 from apportion.planner.pipeline.placing import Placed
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.problem import Problem
+from apportion.planner.route.gateways import Node
 from apportion.planner.route.routes import Routed, Site, depths
-from apportion.planner.route.trees import KeysOnly
+from apportion.planner.route.trees import KeysOnly, Star
 from apportion.planner.tasks.cells import HeadGroups, check_tasks, cut_cells
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges, Tasks, find_tasks, placed_tasks
@@ -55,7 +56,8 @@ def schedule(placed: Placed) -> Lowered:
             Checks(passes).tasks(bands, rows.starts, *found, len(heads))
             if placement.groups is not None:
                 check_groups(groups, len(found[1]))
-            low = _scheduled(passes, site, found, None, groups, (sets, heads), exchange, beside)
+            own = _routing(passes, problem, kind)
+            low = _scheduled(own, site, found, None, groups, (sets, heads), exchange, beside)
             lowered |= {(kind, phase): low for phase in PHASES}
             continue
         cells = cut_cells(bands, rows.starts)
@@ -70,6 +72,12 @@ def schedule(placed: Placed) -> Lowered:
             low = _scheduled(passes, site, found, division, groups, (sets, heads), exchange, beside)
             lowered[kind, phase] = low
     return lowered
+
+
+def _routing(passes: Passes, problem: Problem, kind: str) -> Passes:
+    """The passes of a kind: where it chooses keys at run time, rows cross to a node once."""
+    once = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
+    return replace(passes, route=Node()) if once else passes
 
 
 def _exchange(placed: Placed, rows: Rows, sets: HeadSets) -> Exchange | None:
@@ -106,7 +114,7 @@ def _alone(placed: Placed, rows: Rows, batch: Batch, kind: str) -> Lowering:
     cluster, model, bands = placed.problem.cluster, placed.problem.model, batch.bands(kind)
     found, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
-    passes = replace(placed.passes, inner=None)
+    passes = replace(_routing(placed.passes, placed.problem, kind), inner=None)
     Checks(passes).tasks(bands, rows.starts, *found, 1)
     return _scheduled(passes, Site(rows, batch, cluster), found, None, single, (sets, heads))
 

@@ -13,8 +13,8 @@ from apportion.ir.errors import CapacityError
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import (
     AUTO_IMBALANCE,
+    kind_weights,
     pieces_to_ranks,
-    row_areas,
     row_times,
     row_weights,
 )
@@ -67,8 +67,8 @@ def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) 
 def busiest(problem: Problem, placement: Placement) -> float:
     """Sum over kinds of layers x the busiest rank's pairs over its speed."""
     cost = 0.0
-    for kind, bands in problem.bands.items():
-        load = placement.rank_sums(row_areas(bands, placement.starts), problem.ranks)
+    for kind in problem.bands:
+        load = placement.rank_sums(kind_weights(problem, kind, placement.starts), problem.ranks)
         cost += problem.layers[kind] * float((load / problem.speeds).max())
     return cost
 
@@ -107,7 +107,7 @@ def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
     """int64 [blocks]: pairs of each block's queries, those of each kind so many times."""
     if factor == problem.layers:
         return shards.weight
-    parts = [factor[kind] * row_areas(bands, shards.starts) for kind, bands in problem.bands.items()]
+    parts = [factor[kind] * kind_weights(problem, kind, shards.starts) for kind in problem.bands]
     rows: Ints = np.sum(parts, axis=0, dtype=np.int64)
     return rows
 

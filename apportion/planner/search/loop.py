@@ -220,7 +220,7 @@ class _Search:
         least = least_placed_us(placed)
         if least >= most:
             return Trial(candidate, least), None
-        placed = replace(placed, passes=passes_of(candidate.recipe))
+        placed = replace(placed, passes=placing.together(self.problem, passes_of(candidate.recipe)))
         candidate, placed, lowered = _with_rounds(candidate, placed)
         if (same := _same(placed)) in self._planned:
             return None, None
@@ -234,7 +234,7 @@ class _Search:
         least, found = price(draft.plan(), self.problem, self._whole, most)
         if found is None:
             return Trial(candidate, least), None
-        imbalance = compute_imbalance(self.problem, draft.lowered)
+        imbalance = compute_imbalance(self.problem, draft.lowered, draft.layouts)
         trial = Trial(candidate, least, found, imbalance=imbalance)
         self.fastest_us = min(self.fastest_us, found.layers_us)
         return trial, draft if self._is_better(trial) else None

@@ -157,11 +157,18 @@ def _home_groups(batch: Batch) -> Ints:
 
 
 def row_weights(problem: Problem, starts: Ints) -> Ints:
-    """int64 [blocks]: pairs that the queries of each block see, summed over kinds times layers."""
+    """int64 [blocks]: `kind_weights` summed over kinds times layers."""
     weight = np.zeros(len(starts) - 1, np.int64)
-    for kind, bands in problem.bands.items():
-        weight += problem.layers[kind] * row_areas(bands, starts)
+    for kind in problem.bands:
+        weight += problem.layers[kind] * kind_weights(problem, kind, starts)
     return weight
+
+
+def kind_weights(problem: Problem, kind: str, starts: Ints) -> Ints:
+    """int64 [blocks]: pairs of a kind that the queries of each block see, or keys that they choose at run time."""
+    if kind in problem.picked:
+        return problem.picked[kind].between(starts[:-1], starts[1:])
+    return row_areas(problem.bands[kind], starts)
 
 
 def row_areas(bands: Ints, starts: Ints) -> Ints:
@@ -171,7 +178,8 @@ def row_areas(bands: Ints, starts: Ints) -> Ints:
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
     """int64 [blocks]: nanoseconds at speed 1 of what the queries of each block see, each band as one task with all
-    heads, and of the statistics of home rows; both phases, summed over kinds times layers."""
+    heads, and of the statistics of home rows; both phases, summed over kinds times layers. Of kinds that choose keys
+    the share of their pairs."""
     model, cost, lengths = problem.model, problem.cost, np.diff(starts)
     statistics = (
         model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)
@@ -180,8 +188,12 @@ def row_times(problem: Problem, starts: Ints) -> Ints:
     for kind, bands in problem.joined_bands.items():
         block, part = rows_of_blocks(bands, starts)
         for phase in PHASES:
-            spent = bands_us(cost, model, phase, part)
-            time = time + problem.layers[kind] * np.bincount(block, spent, len(lengths))
+            spent = np.bincount(block, bands_us(cost, model, phase, part), len(lengths))
+            if kind in problem.picked:
+                spent = spent * (
+                    kind_weights(problem, kind, starts) / np.maximum(row_areas(bands, starts), 1)
+                )
+            time = time + problem.layers[kind] * spent
     return np.rint(1e3 * time).astype(np.int64)
 
 

@@ -25,6 +25,7 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.fields import instance
+from apportion.ir.plan import totals
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.tensors import PHASES
@@ -121,17 +122,28 @@ def prepare_program(
     view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
     traffic = congested(traffic, script, costs.congestion, view.ranks)
-    script, work = _timed(view, costs, script, tasks, row_work)
+    chosen, share = _chosen(plan, kind, view)
+    script, work = _timed(view, costs, script, tasks, row_work, share)
+    pairs = int((tasks.pairs * tasks.heads).sum()) if chosen is None else chosen
     # all pairs at saturated throughput, spread over the ranks by their speeds
-    ideal = float(costs.ideal_us(phase, int((tasks.pairs * tasks.heads).sum()), 1)) / float(view.speeds.sum())
+    ideal = float(costs.ideal_us(phase, pairs, 1)) / float(view.speeds.sum())
     return Prepared(kind, phase, view, traffic, script, row_work, work, ideal, costs.contention)
 
 
+def _chosen(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | None]:
+    """Of a kind that chooses keys at run time: the pairs that it computes, over heads, and float64 [ranks], their share
+    of its tasks' pairs. (None, None) of others."""
+    if plan.request.model.keys_of(kind) is None:
+        return None, None
+    chosen, held = totals.work(plan, kind, view.phase), totals.pairs(view.source, plan.header, view.phase)
+    return int(chosen.sum()), chosen / np.maximum(held, 1)
+
+
 def _timed(
-    view: View, costs: Costs, script: Script, tasks: PricedTasks, row_work: RowWork
+    view: View, costs: Costs, script: Script, tasks: PricedTasks, row_work: RowWork, share: Floats | None
 ) -> tuple[Script, Work]:
     """The script with what its work takes."""
-    busy, work = work_us(view, costs, tasks, row_work)
+    busy, work = work_us(view, costs, tasks, row_work, share)
     return script._replace(work_us=busy, end_us=end_us(view, costs, row_work.cast)), work
 
 
@@ -147,7 +159,8 @@ def makespans_us(
     for kind, phase in plan.programs:
         view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, under[0][1]))
         script, traffic, tasks, row_work = prepare_tables(view, under[0][0].post_us)
-        timed = {n: _timed(view, under[n][0], script, tasks, row_work)[0] for n in set(first)}
+        _, share = _chosen(plan, kind, view)
+        timed = {n: _timed(view, under[n][0], script, tasks, row_work, share)[0] for n in set(first)}
         ran: dict[tuple[object, ...], float] = {}
         for n, (costs, cluster) in enumerate(under):
             linked = congested(relinked(traffic, view, cluster), script, costs.congestion, view.ranks)

@@ -65,16 +65,23 @@ class Work(NamedTuple):
     rows: float
 
 
-def work_us(view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork) -> tuple[Floats, Work]:
+def work_us(
+    view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork, share: Floats | None = None
+) -> tuple[Floats, Work]:
     """float64 [instructions]; of a launch before it, of a wait after its round is complete. A rank of speed s takes 1/s
-    of the time of one of speed 1. And what all of it is made of."""
+    of the time of one of speed 1. And what all of it is made of. share: float64 [ranks], how much of its tasks' pairs
+    each rank computes; None: all."""
     kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))
     in_all = 0.0
     if len(tasks.at):
         together = np.add.reduceat(costs.attention_us(view.phase, *tasks[:5]), tasks.first)
-        chains = costs.chain_us(view.phase, tasks.rows, tasks.keys, tasks.diagonals)
+        chains = np.maximum.reduceat(
+            costs.chain_us(view.phase, tasks.rows, tasks.keys, tasks.diagonals), tasks.first
+        )
+        if share is not None:
+            together, chains = (times * share[view.rank_of[tasks.at]] for times in (together, chains))
         # the tasks of an instruction are one call, which takes as long as all of them, and as the longest alone
-        kernels[tasks.at] = np.maximum(together, np.maximum.reduceat(chains, tasks.first))
+        kernels[tasks.at] = np.maximum(together, chains)
         launches[tasks.at] = KERNELS[view.instructions["op"][tasks.at]] * costs.launch_us(view.phase)
         accumulated[tasks.at] = costs.moved_us(tasks.accumulated)
         in_all = float(together.sum())

@@ -32,5 +32,5 @@ def gather_visible(x: Tensor | Sequence[Tensor], handle: PlanHandle, kind: str |
     tensors = (x,) if isinstance(x, Tensor) else tuple(x)
     if not tensors:
         raise ExecutionError("there is nothing to gather: give a tensor, or several")
-    found = gather(handle, handle.kind(kind), tensors)
+    found: Visible = gather(handle, handle.kind(kind), tensors)
     return replace(found, rows=found.rows[0]) if isinstance(x, Tensor) else found

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 import apportion as ap
 from apportion._core import blend as core
 from apportion.ir.errors import CapacityError, ConfigError
+from apportion.ir.masks.profile import profile
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Step
 from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.planner.place.blend.placement import UNEVEN, Blend, token_shares
-from apportion.planner.place.blend.profile import profile
 from apportion.planner.place.lpt import Lpt, busiest
 from apportion.planner.problem import Placement, Problem
 from apportion.planner.recipe.registry import build

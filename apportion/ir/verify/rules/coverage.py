@@ -3,6 +3,9 @@
 Exact at any size, in three sums and sweeps over bands: the area of each task equals its area inside the mask, so
 nothing forbidden is computed; no two tasks share a pair, so nothing is computed twice; and the areas add up to the
 mask's, so nothing is missing.
+
+Kinds that choose keys at run time have tasks at the homes of their queries alone, with all heads: the rows that these
+read are then all that any query of the rank may see.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.masks import bands as algebra
+from apportion.ir.plan.visible import obstacle
 from apportion.ir.verify.attended import Tasks, areas_inside, by_corner, overlaps
 from apportion.ir.verify.report import Violation, at_instruction, first_few
 from apportion.ir.verify.view import Program
@@ -28,6 +32,11 @@ _MOST = 16
 
 def check(subject: Subject) -> Iterator[Violation]:
     """Violations of the rule `coverage`."""
+    for kind in subject.plan.request.model.balance:
+        tables = subject.plan.programs.get((kind, "forward"))
+        if tables is not None and (why := obstacle(tables)):
+            message = f"does not gather what its queries may see, as `balance` of the model wants: {why}"
+            yield Violation(RULE, None, kind, "forward", None, message)
     if not subject.holds:
         for program in subject.programs:
             yield from first_few(_find(subject, program))

@@ -78,7 +78,7 @@ def _tolerance(subject: Subject) -> Iterator[Violation]:
         return
     speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
     for phase in PHASES:
-        load = loads(subject.plan.programs, subject.plan.header, request.model, phase)
+        load = loads(subject.plan, phase)
         if load.sum() > 0:
             yield from _imbalance(request.policy.tolerance, phase, load / speeds, load.sum() / speeds.sum())
 

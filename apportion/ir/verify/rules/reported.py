@@ -166,7 +166,7 @@ def _balance(subject: Subject) -> Iterator[Fact]:
     rows = subject.attention.rows_per_rank
     yield ("imbalance", "tokens"), request.batch.most_over(rows, subject.token_shares)
     speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
-    found = [totals.loads(plan.programs, plan.header, request.model, phase) for phase in PHASES]
+    found = [totals.loads(plan, phase) for phase in PHASES]
     time: Floats = max((load / speeds for load in found), key=lambda times: float(times.max()))
     mean = float((time * speeds).sum()) / float(speeds.sum())
     yield ("imbalance", "compute"), float(time.max()) / mean - 1 if mean else 0.0

@@ -26,10 +26,10 @@ import numpy as np
 from apportion._core import blend as core
 from apportion.ir.arrays import Floats, Ints, changes, group_of
 from apportion.ir.masks.bands import area
+from apportion.ir.masks.profile import Profile, profile
 from apportion.ir.tensors import PHASES
 from apportion.planner.cost import bands_us
 from apportion.planner.options import Count, Natural, Share
-from apportion.planner.place.blend.profile import profile
 from apportion.planner.place.lpt import lightest
 from apportion.planner.problem import Departure, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
@@ -73,9 +73,9 @@ class Blend(PlacePass):
         """Where pairs of each kind count so many times."""
         documents, speeds = problem.batch.starts, problem.speeds
         if self.weigh == "pairs":
-            rows = profile(problem.bands, factor)
+            rows = _rows(problem, problem.bands, factor)
         else:
-            rows = profile(problem.joined_bands, pair_times(problem, factor))
+            rows = _rows(problem, problem.joined_bands, pair_times(problem, factor))
         caps = None if problem.policy.token_cap is None else problem.token_caps
         tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
         pairs, speed = int(rows.below[-1]), speeds.sum()
@@ -90,13 +90,24 @@ class Blend(PlacePass):
         return Placement(starts, home, weight, bound, departures=(less,) if grid < self.align else ())
 
 
+def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
+    """The work of rows: pairs of each kind so many times, all alike or each band's; of kinds that choose keys these."""
+    rows = profile({kind: held for kind, held in bands.items() if kind not in problem.picked}, factor)
+    for kind, chosen in problem.picked.items():
+        rows = rows.plus(chosen, int(np.max(factor[kind], initial=1)))
+    return rows
+
+
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
     """kind -> int64 [joined bands]: what a pair of each takes where all of the band is one task with all heads, both
-    phases; each kind counts `factor` times. In units that keep all sums exact."""
+    phases; each kind counts `factor` times. Where a kind chooses keys at run time all take alike. In units that keep
+    all sums exact."""
     model, cost, times, most = problem.model, problem.cost, {}, 1.0
     for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
         spent = sum((bands_us(cost, model, phase, bands) for phase in PHASES), np.zeros(len(bands)))
+        if kind in problem.picked:
+            spent = pairs * (spent.sum() / pairs.sum())
         times[kind] = factor[kind] * spent / pairs
         most += float((times[kind] * pairs).sum())
     least = min((float(time.min()) for time in times.values() if len(time)), default=1.0)

@@ -1,4 +1,4 @@
-"""How much work the rows of a batch are, up to any row: what a pass needs that cuts anywhere.
+"""How much work the rows of a batch are, up to any row: of whoever cuts anywhere, or sums up over ranges of rows.
 
 pairs of row q      ╱│    ╱│ ____        linear between the rows where a band begins, bends or ends,
                    ╱ │   ╱ │╱    │       so the pairs of rows [a, b) are a difference of two parabolas
@@ -38,6 +38,32 @@ class Profile:
         pairs: Ints = self.below[i] + self.value[i] * n + self.slope[i] * (n * (n - 1) // 2)
         return pairs
 
+    def between(self, first: Ints, end: Ints) -> Ints:
+        """int64: pairs of the rows [first, end)."""
+        pairs: Ints = self.upto(end) - self.upto(first)
+        return pairs
+
+    def capped(self, keys: int) -> Profile:
+        """Where no row has more than `keys` pairs."""
+        sloped = np.flatnonzero(self.slope[:-1])
+        at, over, slope = self.at[sloped], self.value[sloped] - keys, self.slope[sloped]
+        # the first row above the cap, or of those that fall the first that is not
+        bends = at + np.where(slope > 0, -over // slope + 1, -(-over // -slope))
+        rows = np.union1d(self.at, bends[(at < bends) & (bends < self.at[sloped + 1])])
+        value, slope = self._lines(rows)
+        return _profile(rows, np.minimum(value, keys), np.where(value > keys, 0, slope))
+
+    def plus(self, other: Profile, times: int) -> Profile:
+        """With the rows of another one, whose pairs count so many times, beside its own."""
+        at = np.union1d(self.at, other.at)
+        (value, slope), (more, steeper) = self._lines(at), other._lines(at)
+        return _profile(at, value + times * more, slope + times * steeper)
+
+    def _lines(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Value and slope at each of the rows."""
+        i = np.searchsorted(self.at, rows, "right") - 1
+        return self.value[i] + self.slope[i] * (rows - self.at[i]), self.slope[i]
+
 
 def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
     """Of bands int64 [n, 6] of each kind, whose pairs count `factor` times, all alike or each band's, int64 [n]."""
@@ -49,7 +75,10 @@ def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Prof
     slope, constant = np.cumsum(slope), np.cumsum(constant)
     last = np.append(row[1:] > row[:-1], True)
     at, slope = row[last], slope[last]
-    value = constant[last] + slope * at
+    return _profile(at, constant[last] + slope * at, slope)
+
+
+def _profile(at: Ints, value: Ints, slope: Ints) -> Profile:
     rows = np.diff(at)
     pairs = value[:-1] * rows + slope[:-1] * (rows * (rows - 1) // 2)
     return Profile(at, value, slope, offsets(pairs))
