@@ -25,6 +25,7 @@ from apportion.backends.torch.rehearsal import Rehearsal
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.hf_config import masks_of, model_of, windows_of
 from apportion.ir.request.hf_fields import BOTH, CHUNKED, FULL, LINEAR, SLIDING, layer_types, text_config
+from apportion.ir.request.hf_layers import recurrence_of
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import check_rows
@@ -90,12 +91,12 @@ def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> 
     found = [*({one.layer_idx for one in own} for own in (layers, mixers))]
     count = config.num_hidden_layers
     wanted = [{*range(count)}, set()]
-    if mixers:
+    if recurrence_of(config.model_type) is not None:
         types = [*enumerate(layer_types(text_config(config.to_dict())))]
         wanted = [{n for n, kind in types if kind in own} for own in (ATTENDING, RECURRING)]
     if found != wanted or not model._can_set_attn_implementation():
         rule = f"{len(found[0])} of its {count} layers are attention that can be replaced"
-        rule += f", and {len(found[1])} recurrent ones, of {len(wanted[1])}" if mixers else ""
+        rule += f", and {len(found[1])} recurrent ones, of {len(wanted[1])}" if mixers or wanted[1] else ""
         raise ConfigError(
             "model", name, rule, "plan models of attention layers, and of recurrent ones that are known"
         )

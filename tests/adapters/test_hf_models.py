@@ -34,11 +34,13 @@ SMALL = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
+    "attn_layer_indices": [1],
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
 #: of all families that differ in what a layer does; the whole table takes minutes
 TRIED = [
+    "bamba",
     "bart",
     "bloom",
     "cohere2",
@@ -50,8 +52,10 @@ TRIED = [
     "gpt2",
     "gpt_neox",
     "granitemoeshared",
+    "jamba",
     "kimi_linear",
     "llama4_text",
+    "minimax",
     "ministral3",
     "mixtral",
     "mpt",
@@ -81,7 +85,8 @@ def tiny(kind: str) -> Any:
     if hasattr(text, "qk_rope_head_dim"):
         small |= {"num_key_value_heads": 4}
         small.pop("head_dim", None)
-    if types := getattr(text, "layer_types", None):
+    listed = getattr(type(text), type(text).attribute_map.get("layer_types", "layer_types"), None)
+    if (types := getattr(text, "layer_types", None)) and not isinstance(listed, property):
         small["layer_types"] = (list(dict.fromkeys(types)) * 2)[-2:]
     torch.manual_seed(0)
     model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])(type(text)(**small))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,3 +232,14 @@ def test_a_kernel_of_ones_own_and_a_batch_of_one() -> None:
     found = ap.planned_scan(token_by_token, *rows, handle, scale=0.7)
     torch.testing.assert_close(found, token_by_token(*rows, scale=0.7)[0])
     torch.testing.assert_close(ap.planned_scan(None, *rows, handle, scale=0.7), found)
+
+
+def test_the_layer_of_the_documents_is_that_of_one_process() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    out, weights = names["out"], names["weights"]
+    grads = torch.autograd.grad(out.square().sum(), [*weights.values()])
+    assert out.shape == (64, 64)
+    assert all(bool(grad.isfinite().all()) and bool(grad.any()) for grad in grads)

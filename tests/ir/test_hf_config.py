@@ -411,8 +411,12 @@ def test_projections_of_low_rank_are_the_config_s() -> None:
             "^mlp_layer_types = ",
         ),
         (changed(QWEN3, model_type="qwen3_moe", num_experts=128), "^moe_intermediate_size = None"),
+        (
+            changed(LLAMA, model_type="olmo_hybrid"),
+            "24 recurrent layers are planned, but not priced",
+        ),
     ],
 )
-def test_experts_that_are_not_understood_are_named(config: dict[str, Any], said: str) -> None:
+def test_layers_that_a_forecast_does_not_know_are_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         layer_fields(config)

@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import apportion as ap
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ApportionError
+from apportion.ir.request.recurrent import Recurrent
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.step import wiring
 from tests.ranks.loading import MODEL, Recorded, job, planning
 
+RECURRENT = Recurrent(heads=2, key_heads=1, key_dim=4, value_dim=8, conv=3)
 KINDS = {"far": ap.masks.causal(), "near": ap.masks.sliding_window(4)}
 
 
@@ -39,6 +41,8 @@ class Own(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(24, 32) for _ in kinds)
         self.out = nn.Linear(16, 24)
         self.norm = nn.BatchNorm1d(24)
+        self.window = nn.Parameter(torch.randn(24, 3) / 2)  # of a convolution
+        self.decay = nn.Linear(24, 2)
         if how == "kept statistics":
             self.norm.eval()
 
@@ -67,6 +71,9 @@ class Own(nn.Module):
             hidden = hidden + hidden.mean(0)
         if self.how == "dropout":
             hidden = nn.functional.dropout(hidden, 0.2)
+        if self.how == "recurrent":
+            decay, beta = nn.functional.logsigmoid(self.decay(hidden)), hidden[:, :2].sigmoid()
+            hidden = hidden + self.out(attention.recur(hidden, self.window, decay, beta).flatten(1))
         q, k, v = layer(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
         if self.how == "attention beside" and number:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -150,6 +157,7 @@ def train(
     wrapped = _wrapped(model, comm, net, reduces)
     shape = MODEL if kinds[0] is None else replace(MODEL, layers={"far": 1, "near": len(kinds) - 1})
     shape = replace(shape, dtype="bf16") if net in ("bf16", "autocast") else shape
+    shape = replace(shape, recurrent={"linear": RECURRENT}) if net == "recurrent" else shape
     planned = (
         Communicator(dist.new_group([comm.rank], use_local_synchronization=True))
         if reduces == "apart"
@@ -186,6 +194,12 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
         says = {"window": {"near": 4, "far": -1}[kind]} if net == "windows" else {}
         return ap.planned_attention(q, k, v, b.handle, kind, **says)
 
+    def recur(hidden: Tensor, window: Tensor, decay: Tensor, beta: Tensor) -> Any:
+        q, k, v = ap.planned_conv(hidden, window, b.handle).split((4, 4, 16), 1)
+        rows = q.view(-1, 1, 4), k.view(-1, 1, 4), v.view(-1, 2, 8)
+        return ap.planned_scan(None, *rows, decay, beta, b.handle)
+
+    attention.recur = recur  # type: ignore[attr-defined]
     if net == "functional":
         hidden = model.table(b.tokens)
         for layer in model.layers:

@@ -26,6 +26,8 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
         {"loss": "weights of samples"},
         *({"net": net} for net in ("places", "places in closure", "checkpointed", "functional")),
         {"net": "hidden states"},
+        {"net": "recurrent"},
+        {"net": "recurrent", "reduces": "ddp", "loss": "own times ranks"},
         {"net": "dict", "loss": "own"},
         {"net": "windows", "kinds": KINDS},
         {"kinds": MANY},

@@ -15,6 +15,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, sequence
 from apportion.ir.request.hf_fields import count, text_config
 from apportion.ir.request.hf_layers import words
+from apportion.ir.request.hf_recurrent import recurrent_kinds
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim"})
@@ -22,8 +23,11 @@ _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "ro
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """`experts`, `q_rank`, `kv_rank` and `rope_dim` of a training. Raises ConfigError where how layers choose or share
-    experts is not known."""
+    experts is not known, and where layers recur."""
     text = text_config(config)
+    if recurrent := sum(kind.layers for kind in recurrent_kinds(config).values()):
+        rule = f"{recurrent} recurrent layers are planned, but not priced"
+        raise ConfigError("model_type", text["model_type"], rule, "forecast a model of attention layers")
     held = {name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")}
     field = next((name for name in _COUNTS if text.get(name) not in (None, 0, 1)), None)
     return {"experts": {} if field is None else _experts(text, field), **held}
