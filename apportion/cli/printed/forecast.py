@@ -41,6 +41,7 @@ def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...
         lambda: _table(shown, record["baseline"]),
         lambda: _bars(shown),
         lambda: _saved(record),
+        lambda: _experts(record),
         lambda: "\n".join(_remarks(record["rows"], record["refused_baseline"])),
     )
 
@@ -145,6 +146,28 @@ def _saved(record: Record) -> str:
         f"\nfastest that fits: {best['name']}, {gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f}) steps in "
         f"the time of one of {base['name']};\n{hours:,.0f} GPU-hours saved a week: {why}"
     )
+
+
+def _experts(record: Record) -> str:
+    """Parameters, and rows of experts in the proposed row, or the first that was served."""
+    experts, held = record["training"]["experts"], record["parameters"]
+    row = next((row for row in record["rows"] if row["name"] == record["best"]), None)
+    row = row or next((row for row in record["rows"] if row["status"] != "refused"), None)
+    if not experts["count"] or row is None:
+        return ""
+    rows = row["experts"]
+    capacity = (
+        f"padded to {experts['capacity']:g} of an even share of the fullest rank's, so that uneven tokens are padding"
+        if experts["capacity"]
+        else "dropless: uneven tokens are rows that a rank sends, not that experts compute"
+    )
+    said = (
+        f"{held['total'] / 1e9:.1f}B parameters, {held['active'] / 1e9:.1f}B of them a token's; {row['name']}: an "
+        f"expert gets {rows['mean']:,.0f} rows a microbatch on average, the fullest rank of experts "
+        f"{rows['received']:,.0f} (imbalance {experts['imbalance']:g} assumed); the fullest rank has "
+        f"{100 * (rows['uneven'] - 1):.1f} % more tokens than the mean ({capacity})"
+    )
+    return "\n".join(["", *wrap(said, WIDTH)])
 
 
 def _remarks(rows: Sequence[Record], named: str | None) -> list[str]:

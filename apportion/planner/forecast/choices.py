@@ -72,7 +72,7 @@ def search_space(
         for tensor in _divisors(cluster.ranks_per_node)
         for pipeline in _divisors(cluster.ranks // tensor)
         for virtual in ((1, 2) if pipeline > 1 else (1,))
-        for expert in _divisors(gcd(experts.count, cluster.ranks // pipeline) or 1)
+        for expert in _divisors(gcd(experts.count or 1, cluster.ranks // pipeline))
     ]
     found = [form for degrees in tried for form in recipe_parallelisms(recipes, degrees)]
     return [form for form in found if _possible(form, cluster, model, layers, experts)]

@@ -92,8 +92,8 @@ NO_EXPERTS = Experts()
 
 class Rows(NamedTuple):
     """Of one layer with experts and one microbatch. sent: that the rank with the most tokens sends; received: of the
-    fullest rank of experts, padding too; mean: of one expert, even: over all; uneven: tokens of the fullest rank over
-    the mean of the ranks that it shares experts with."""
+    fullest rank of experts; both with padding, where experts have a capacity; mean: of an expert, without it; uneven:
+    the most tokens of a rank over the mean of ranks that share experts."""
 
     sent: float
     received: float
@@ -109,7 +109,8 @@ class Rows(NamedTuple):
         most, mean = float(tokens.max()), float(means.max())
         shared = experts.active / tensor
         received = shared * spread * (mean if experts.capacity is None else most)
-        return Rows(shared * most, received, shared * mean * degree / experts.count, most / mean)
+        sent = shared * most if experts.capacity is None else received
+        return Rows(sent, received, shared * mean * degree / experts.count, most / mean)
 
 
 @dataclass(frozen=True)

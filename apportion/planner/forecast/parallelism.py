@@ -199,6 +199,9 @@ class Parallelism:
             raise ConfigError("parallelism.expert", self.expert, rule, "use another degree")
         if experts.shared % self.tensor:
             _divides("parallelism.tensor", self.tensor, experts.shared, "training.experts.shared")
+        if cluster.speeds is not None:
+            rule = "experts are priced on ranks of one speed"
+            raise ConfigError("cluster.speeds", cluster.speeds[:4], rule, "leave them out")
         if self.ping_pong:
             rule = "halves that take turns are not priced with experts"
             raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")

@@ -1,0 +1,329 @@
+"""Experts in forecasts: parameters of published models, and every part against its closed form on small cases."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import apportion as ap
+from apportion.ir.errors import ConfigError
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.hf_config import model_of
+from apportion.ir.request.model import Model
+from apportion.planner.forecast.choices import search_space
+from apportion.planner.forecast.collectives import gather_us
+from apportion.planner.forecast.experts import ExpertRanks, Experts, Rows
+from apportion.planner.forecast.layers import Layers, attention_parameters, whole_parameters
+from apportion.planner.forecast.memory import Activations, activations, kept_bytes, memory
+from apportion.planner.forecast.parallelism import Degrees, Parallelism
+from apportion.planner.forecast.result import ForecastRow
+from apportion.planner.forecast.training import Training
+from apportion.planner.recipe.recipes import find_recipe
+
+H100 = Hardware.load("h100")
+SMALL = Model(q_heads=8, kv_heads=2, head_dim=64, hidden=512, ffn=1024, layers=4)
+CLUSTER = Cluster(2, 4)
+BATCH = Batch.from_lengths([6000, 3000, 2000, 1000, 4384])  # 2,048 tokens a rank
+EXPERTS = Experts(count=16, active=2, width=256, shared=128, dense=1, imbalance=1.5)
+SHARED = {"vocab": 1000, "sharding": "ddp", "recompute": "none"}
+
+
+def trained(**given: Any) -> Training:
+    return Training(**{**SHARED, "experts": EXPERTS, **given})
+
+
+def form(recipe: str = "fcp", context: int | None = None, **degrees: int) -> Parallelism:
+    packing: Any = None if context is None else "order"
+    return Parallelism(find_recipe(recipe), Degrees(**degrees), context, packing)
+
+
+def row(form: Parallelism, training: Training, **given: Any) -> ForecastRow:
+    found = ap.forecast(given.pop("batch", BATCH), CLUSTER, given.pop("model", SMALL), [form], training).rows[
+        0
+    ]
+    assert found.reason is None, found.reason
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- published models
+
+QWEN3: dict[str, Any] = (
+    json.loads("""{"num_experts_per_tok": 8, "sliding_window": null, "head_dim": 128, "torch_dtype": "bfloat16",
+  "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+  "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_hidden_layers": 48,
+  "vocab_size": 151936, "use_sliding_window": false}""")
+)
+GPT_OSS: dict[str, Any] = (
+    json.loads("""{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+  "num_key_value_heads": 8, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128}""")
+)
+DEEPSEEK: dict[str, Any] = (
+    json.loads("""{"num_experts_per_tok": 8, "sliding_window": null, "head_dim": 128, "torch_dtype": "bfloat16",
+  "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads":
+  128, "num_key_value_heads": 128, "num_hidden_layers": 61, "n_routed_experts": 256, "n_shared_experts":
+  1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
+  "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280, "n_group": 8,
+  "topk_group": 4}""")
+)
+GLM: dict[str, Any] = (
+    json.loads("""{"num_experts_per_tok": 8, "sliding_window": null, "head_dim": 128, "torch_dtype": "bfloat16",
+  "model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "num_attention_heads": 96,
+  "num_key_value_heads": 8, "num_hidden_layers": 92, "n_routed_experts": 160, "n_shared_experts": 1,
+  "moe_intermediate_size": 1536, "first_k_dense_replace": 3, "vocab_size": 151552, "n_group": 1,
+  "topk_group": 1}""")
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [
+        (QWEN3, 30.5, 3.3),
+        (GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9, 3.6),
+        (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, 116.8, 5.1),
+        (DEEPSEEK, 671, 37),
+        (GLM, 355, 32),
+    ],
+)
+def test_parameters_are_those_of_the_publishers(config: dict[str, Any], total: float, active: float) -> None:
+    """Billions. Some count the embedding among active ones, and GLM a layer that predicts one token more."""
+    model, training = model_of(config), Training.from_data({}, config)
+    layers = model.layers if isinstance(model.layers, int) else sum(model.layers.values())
+    matrix = model.hidden * training.vocab / 1e9
+    whole, of_token = (
+        whole_parameters(model, training, layers, routed) / 1e9
+        for routed in (training.experts.count, training.experts.active)
+    )
+    assert whole + 2 * matrix == pytest.approx(total, rel=0.01)
+    assert 0.97 * (of_token + matrix) <= active <= 1.01 * (of_token + 2 * matrix)
+
+
+def test_projections_of_low_rank_are_products_of_their_own() -> None:
+    """DeepSeek-V3's: W_DQ, W_UQ, W_DKV with the rotary part, W_UK, W_UV, W_O."""
+    model, training = model_of(DEEPSEEK), Training.from_data({}, DEEPSEEK)
+    queries = 7168 * 1536 + 1536 * 128 * 192
+    keys = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
+    assert attention_parameters(model, training) == queries + keys + 128 * 128 * 7168
+    direct = replace(training, q_rank=0)
+    assert attention_parameters(model, direct) == 7168 * 128 * 192 + keys + 128 * 128 * 7168
+    ranks = replace(model, q_heads=16, kv_heads=16)  # those to the low ranks are whole on every rank
+    whole = 7168 * (1536 + 512 + 64)
+    assert (
+        attention_parameters(ranks, training) - whole == (attention_parameters(model, training) - whole) / 8
+    )
+
+
+# ------------------------------------------------------------------------------------------------- closed forms
+
+
+def test_a_layer_is_the_mean_of_those_with_experts_and_without() -> None:
+    layers = Layers(H100, SMALL, trained(), sparse=0.75, degree=4)
+    attention, router, expert = 512 * 10 * 128, 512 * 16, 3 * 512
+    linear = attention + 0.25 * expert * 1024 + 0.75 * (router + expert * 128)
+    assert layers.linear_parameters == linear
+    assert layers.expert_parameters == 0.75 * 4 * expert * 256
+    assert layers.linear_us(100) == pytest.approx(100 * 2 * linear / (H100.linear_tflops.value * 1e6))
+    moved = 2 * (3 * 256 + 4 * 512) / (H100.memory_gbs.value * 1e3)
+    products = 2 * expert * 256 / (H100.linear_tflops.value * 1e6)
+    assert layers.experts_us(100) == pytest.approx(0.75 * 100 * (products + moved))
+
+
+def test_rows_of_experts_follow_tokens_of_the_ranks_that_share_them() -> None:
+    tokens = np.array([100, 300, 200, 200])
+    rows = Rows.of(EXPERTS, tokens, 2, 1, spread=1.5)
+    assert rows == (2 * 300, 2 * 1.5 * 200, 2 * 200 * 2 / 16, 300 / 200)
+    assert Rows.of(EXPERTS, tokens, 8, 1, 1.0) == (600, 400, 2 * 200 * 8 / 16, 1.5)  # of two groups
+    assert Rows.of(EXPERTS, tokens, 8, 4, 1.0) == (150, 100, 2 * 200 / 4 * 8 / 16, 1.5)
+    padded = Rows.of(replace(EXPERTS, capacity=1.25), tokens, 2, 1, 1.25)
+    assert padded[:2] == (2 * 300 * 1.25,) * 2  # all as the fullest rank
+    assert [EXPERTS.spread(degree, excess) for degree, excess in ((1, 2.0), (8, 0.0), (8, 2.0))] == [1, 1, 2]
+
+
+def test_an_all_to_all_takes_the_slower_of_both_links() -> None:
+    cluster = Cluster(4, 8, intra_gbs=450.0, inter_gbs=50.0, intra_latency_us=3.0, inter_latency_us=7.0)
+    rows = Rows(1000.0, 1200.0, 0.0, 1.0)
+    sent = 1200 * 1024
+    inside = ExpertRanks(cluster, 4, 32).dispatch_us(EXPERTS, rows, 1024)
+    assert inside == pytest.approx(sent * 3 / 4 / 450e3 + 3)
+    across = ExpertRanks(cluster, 32, 32).dispatch_us(EXPERTS, rows, 1024)
+    assert across == pytest.approx(sent * 3 / 4 / 50e3 + 7)
+    once = ExpertRanks(cluster, 32, 32).dispatch_us(replace(EXPERTS, active=8, dispatch="node"), rows, 1024)
+    reached = 4 * (1 - 0.75**8)  # nodes of a token's eight experts
+    assert once == pytest.approx(sent / 8 * reached * 3 / 4 / 50e3 + 7)
+    near = replace(EXPERTS, active=8, dispatch="node", nodes=1)
+    assert ExpertRanks(cluster, 32, 32).dispatch_us(near, rows, 1024) == pytest.approx(
+        max(sent / 8 * 3 / 4 / 50e3, sent * 7 / 8 / 450e3) + 7
+    )
+    assert ExpertRanks(cluster, 1, 32).dispatch_us(EXPERTS, rows, 1024) == 0
+
+
+def test_ranks_with_the_same_experts_stand_apart() -> None:
+    cluster = Cluster(4, 8, nics_per_node=4)
+    for degree, nodes, on_node in ((1, 4, 8), (4, 4, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)):
+        copies = ExpertRanks(cluster, degree, 32).copies
+        assert (copies.nodes, copies.ranks_per_node) == (nodes, on_node)
+        assert copies.inter_gbs_per_rank == cluster.inter_gbs_per_rank
+
+
+def test_memory_of_experts_goes_by_the_expert_degree() -> None:
+    layers, none = Layers(H100, SMALL, trained(), sparse=1.0, degree=4), Activations(0, 0, 0, 0, 0)
+    expert = 4 * 3 * 512 * 256
+    whole = memory(layers, 4, 8, 2.0, none, copies=2)
+    parameters = 4 * (layers.parameters + expert) + 2 * 512 * 1000
+    assert whole.weights == 2 * parameters
+    assert (whole.gradients, whole.optimizer) == (4 * parameters, 12 * parameters)
+    sharded = memory(replace(layers, training=trained(sharding="zero1")), 4, 8, 2.0, none, copies=2)
+    assert sharded.optimizer == 12 * ((4 * layers.parameters + 2 * 512 * 1000) / 8 + 4 * expert / 2)
+    full = replace(layers, training=trained(sharding="fsdp"))
+    alone = memory(full, 4, 8, 0.0, none, copies=1)  # one rank has them: nothing is gathered
+    assert alone.weights == 2 * (4 * layers.parameters / 8 + 4 * expert + 2 * layers.parameters)
+
+
+def test_activations_of_experts_are_rows_that_come_and_go() -> None:
+    layers = Layers(H100, SMALL, trained(), sparse=0.75, degree=4, spread=1.5)
+    dense = Layers(H100, SMALL, Training(**SHARED))
+    routed = 2 * 1.5
+    numbers = 0.75 * (3 * (128 + routed * 256) + 2 * routed * 512) + 0.25 * 3 * 1024
+    assert kept_bytes(layers, "none") - kept_bytes(dense, "none") == pytest.approx(2 * (numbers - 3 * 1024))
+    most = max(4 * 1024, 4 * (128 + routed * 256) + 2 * routed * 512)
+    found, without = (activations(one, 4, 100, 0.0).feed_forward for one in (layers, dense))
+    assert found - without == pytest.approx(2 * (most - 4 * 1024) * 100)
+
+
+# ------------------------------------------------------------------------------------------------- whole steps
+
+
+def test_parts_of_a_step_with_experts() -> None:
+    training, taken = trained(), form("ulysses", expert=4)
+    parts, dense = row(taken, training).parts(), row(form("ulysses"), Training(**SHARED)).parts()
+    layers = Layers(H100, SMALL, training, sparse=0.75, degree=4, spread=1.5)
+    received = 2048 * 2 * 1.5
+    assert parts["experts"] == pytest.approx(3 * 4 * layers.experts_us(received) / 1e6)
+    sent = ExpertRanks(CLUSTER, 4, 8).dispatch_us(EXPERTS, Rows(4096, received, 0, 1), 1024)
+    assert parts["all_to_all"] == pytest.approx(2 * 2 * 3 * sent / 1e6)  # three of four layers
+    assert parts["linear"] == pytest.approx(3 * 4 * layers.linear_us(2048) / 1e6)
+    assert parts["attention"] == dense["attention"]
+    assert dense["experts"] == dense["all_to_all"] == 0
+    again = row(taken, trained(recompute="selective")).parts()["recomputation"]
+    forward = parts["linear"] / 3 + parts["rows"] / 3 + parts["experts"] / 3 + parts["all_to_all"] / 2
+    assert again == pytest.approx(forward)
+
+
+def test_gradients_of_experts_are_reduced_among_their_copies() -> None:
+    training, taken = trained(overlap=False), form("ulysses", expert=4)
+    layers = Layers(H100, SMALL, training, sparse=0.75, degree=4)
+    each = gather_us(layers.parameters * 4, CLUSTER)
+    each += gather_us(layers.expert_parameters * 4, ExpertRanks(CLUSTER, 4, 8).copies)
+    vocabulary = gather_us(2 * layers.vocabulary_parameters * 4, CLUSTER)
+    assert row(taken, training).parts()["data_parallel"] == pytest.approx(2 * (4 * each + vocabulary) / 1e6)
+    assert ExpertRanks(CLUSTER, 4, 8).copies == replace(
+        CLUSTER, ranks_per_node=1, nics_per_node=1, inter_gbs=CLUSTER.inter_gbs_per_rank
+    )
+
+
+def test_tensor_parallel_ranks_gather_nothing_for_routed_experts() -> None:
+    with_shared, without = (
+        row(form("ulysses", tensor=2, expert=4), trained(experts=replace(EXPERTS, shared=shared, dense=0)))
+        for shared in (128, 0)
+    )
+    assert without.parts()["tensor_parallel"] == pytest.approx(with_shared.parts()["tensor_parallel"] / 2)
+
+
+def test_groups_that_share_experts_wait_for_each_other_in_each_layer() -> None:
+    """Two groups, one with a long sequence in the first microbatch, the other in the second."""
+    lengths = [4096, 2048, 2048, 2048, 2048, 4096]
+    batch, training = Batch.from_lengths(lengths), trained()
+    apart, together = (
+        row(form("ulysses", 4, microbatches=2, expert=expert), training, batch=batch) for expert in (4, 8)
+    )
+    assert together.parts()["attention"] > 1.05 * apart.parts()["attention"]
+
+
+def test_imbalance_is_a_range_of_its_own() -> None:
+    found = row(form("ulysses", expert=4), trained())
+    nominal, even, uneven = found.seconds[0], *found.seconds[-2:]
+    assert even < nominal < uneven
+    assert uneven - nominal == pytest.approx(nominal - even, rel=0.2)
+    assert len(row(form("ulysses"), Training(**SHARED)).seconds) == len(found.seconds) - 2
+
+
+def test_capacity_makes_uneven_tokens_padding() -> None:
+    lengths = [9000, 3000, 2000, 1000, 1384]
+    batch = Batch.from_lengths(lengths)
+    free, padded = (
+        row(
+            form("fcp", expert=8),
+            trained(experts=replace(EXPERTS, imbalance=1, capacity=capacity)),
+            batch=batch,
+        )
+        for capacity in (None, 1.0)
+    )
+    rows, more = free.experts(), padded.experts()
+    assert rows is not None
+    assert more is not None
+    assert rows["uneven"] == more["uneven"] >= 1
+    assert more["received"] == pytest.approx(rows["received"] * rows["uneven"])
+    assert padded.parts()["experts"] == pytest.approx(free.parts()["experts"] * rows["uneven"])
+
+
+def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
+    found = search_space(CLUSTER, SMALL, 4, ["ulysses"], experts=replace(EXPERTS, shared=0))
+    degrees = {(one.tensor, one.pipeline, one.expert) for one in found}
+    assert {expert for tensor, pipeline, expert in degrees if (tensor, pipeline) == (1, 1)} == {1, 2, 4, 8}
+    assert {one.planned_as(CLUSTER).expert for one in found} == {1}
+    assert {one.expert for one in search_space(CLUSTER, SMALL, 4, ["ulysses"])} == {1}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "training", "said"),
+    [
+        ({"expert": 2}, {"experts": Experts()}, "^parallelism.expert = 2: is for models with experts"),
+        ({"expert": 3}, {}, r"^parallelism.expert = 3: must divide the experts of a layer \(16\)"),
+        ({"expert": 16}, {}, "^parallelism.expert = 16: must divide the 8 ranks of a stage"),
+        (
+            {},
+            {"experts": replace(EXPERTS, dense=5)},
+            "^training.experts.dense = 5: must be at most the 4 layers",
+        ),
+        ({"tensor": 2}, {"experts": replace(EXPERTS, shared=3)}, "^parallelism.tensor = 2: .*experts.shared"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_named(
+    degrees: dict[str, int], training: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        form("ulysses", **degrees).check(CLUSTER, SMALL, 4, trained(**training).experts)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"count": 8, "active": 9, "width": 4}, "^training.experts.active = 9: must be from 1 to count"),
+        ({"count": 8, "active": 2}, "^training.experts.width = 0"),
+        ({"width": 4}, "^training.experts.width = 4: is of layers with experts"),
+        ({"imbalance": 0.5}, "^training.experts.imbalance = 0.5: must be a number from 1"),
+        ({"many": 1}, "^training.experts = 'many'"),
+    ],
+)
+def test_experts_that_make_no_sense_are_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Training.from_data({"experts": given})
+
+
+def test_what_is_not_priced_with_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^training.experts.count = 16: FFNs in tiles"):
+        trained(mlp_tile=64)
+    with pytest.raises(ConfigError, match=r"^parallelism.ping_pong = True"):
+        replace(form(), ping_pong=True).check(CLUSTER, SMALL, 4, EXPERTS)
+    with pytest.raises(ConfigError, match=r"^cluster.speeds"):
+        form().check(replace(CLUSTER, speeds=(1.0,) * 7 + (0.5,)), SMALL, 4, EXPERTS)
+    ranks = trained(experts=Experts(), kv_rank=64, rope_dim=16)
+    model = replace(SMALL, kv_heads=8)
+    found = ap.forecast(BATCH, CLUSTER, model, [form("upipe")], ranks).rows[0]
+    assert found.reason is not None
+    assert found.reason.startswith("training.kv_rank = 64: upipe makes Q, K and V")
