@@ -32,7 +32,7 @@ def test_programs_compute_all_pairs_and_move_what_the_report_says(recipe: str) -
     policy = Policy(Recipe(recipe, STRATEGIES[recipe]), token_cap=batch.tokens)
     plan = ap.plan(batch, cluster(4), model, policy=policy, verify=False)
     for phase in ("forward", "backward"):
-        found = loads(plan.programs, plan.header, model, phase)
+        found = loads(plan, phase)
         assert found.sum() == pytest.approx(3 * batch.area("default"))
     one = in_all(moved(plan.programs, plan.header.head_sets, model, plan.request.cluster).values())
     assert int(one.sent.sum()) == int(one.received.sum())

@@ -1,0 +1,41 @@
+"""Models of transformers that choose keys as they run: loss and gradients of ranks are those of one process, as far as
+the models' float32 softmax, router and logits go."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.ranks.rank_pool import Pool
+
+pytest.importorskip("transformers")
+
+from apportion.ir.errors import ConfigError
+from apportion.trainer import hf_sparse
+from tests.adapters import jobs_hf_sparse
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_loss_and_gradients_equal_one_process(
+    pool: Pool, shape: tuple[int, int], name: str, implementation: str
+) -> None:
+    found = pool.run(jobs_hf_sparse.planned, shape[0] * shape[1], name, implementation, shape)
+    loss, gradients = jobs_hf_sparse.alone(name, implementation)
+    assert found is not None
+    assert sum(own for own, _ in found) == pytest.approx(loss, abs=1e-6)
+    for place, wanted in enumerate(gradients):
+        np.testing.assert_allclose(sum(own[place] for _, own in found), wanted, rtol=0, atol=1e-6)
+
+
+def test_what_would_compute_something_else_is_refused(pool: Pool) -> None:
+    found = pool.run(jobs_hf_sparse.refused, 2)
+    assert found is not None
+    for skipped, checkpointed in found:
+        assert skipped == "layers [1] of DeepseekV32Model did not read gathered rows"
+        assert "gradient_checkpointing" in checkpointed
+    import transformers
+
+    with pytest.raises(ConfigError, match="model_type = 'llama'"):
+        hf_sparse.model_of(transformers.LlamaConfig(), "fp64")
