@@ -589,7 +589,8 @@ def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
     found = ap.forecast(batches, CLUSTER, SMALL, chosen, Training(vocab=1000), progress=done.append)
     record = found.record()
     names = [row["name"] for row in record["rows"]]
-    assert sorted(done) == sorted(names) and names == [str(held) for held in chosen]
+    assert sorted(done) == sorted(names)
+    assert names == [str(held) for held in chosen]
     for row in record["rows"]:
         step = row["step_s"]
         assert tuple(row["parts_s"]) == PARTS
