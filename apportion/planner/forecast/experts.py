@@ -90,7 +90,7 @@ class Experts(Option):
 NO_EXPERTS = Experts()
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Of one layer with experts and one microbatch. sent: that the rank with the most tokens sends; received: of the
     fullest rank of experts; both with padding, where experts have a capacity; mean: of an expert, without it; uneven:
     the most tokens of a rank over the mean of ranks that share experts."""
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
     uneven: float
 
     @staticmethod
-    def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> Rows:
+    def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> ExpertRows:
         """tokens: int64 [ranks], of the tensor-parallel groups of a plan; degree: ranks that share experts; spread: see
         `Experts`."""
         together = min(max(1, degree // tensor), len(tokens))
@@ -110,7 +110,7 @@ class Rows(NamedTuple):
         shared = experts.active / tensor
         received = shared * spread * (mean if experts.capacity is None else most)
         sent = shared * most if experts.capacity is None else received
-        return Rows(sent, received, shared * mean * degree / experts.count, most / mean)
+        return ExpertRows(sent, received, shared * mean * degree / experts.count, most / mean)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ExpertRanks:
         shape = replace(self.cluster, nodes=nodes, ranks_per_node=on_node, speeds=None)
         return replace(shape, nics_per_node=on_node, inter_gbs=gbs)
 
-    def dispatch_us(self, experts: Experts, rows: Rows, row_bytes: float) -> float:
+    def dispatch_us(self, experts: Experts, rows: ExpertRows, row_bytes: float) -> float:
         """One all-to-all, to the experts or back: the slower of what the fullest rank has for other nodes and for its
         own, which go at once, and a latency. Every expert is as likely as another."""
         if self.degree == 1:

@@ -27,7 +27,7 @@ from apportion.ir.request.model import Model
 from apportion.planner.congestion import Congestion
 from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
-from apportion.planner.forecast.experts import ExpertRanks, Rows
+from apportion.planner.forecast.experts import ExpertRanks, ExpertRows
 from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
 from apportion.planner.forecast.memory import Memory, activations, in_flight, memory, vocabularies
@@ -54,7 +54,7 @@ class StepForecast:
     pairs: int
     whole_pairs: int
     memory: Memory
-    experts: Rows | None = None
+    experts: ExpertRows | None = None
 
     @property
     def seconds(self) -> float:
@@ -116,9 +116,9 @@ class Setting:
         form = self.parallelism
         return ExpertRanks(self.cluster, form.expert, self.stage.ranks * form.tensor)
 
-    def expert_rows(self, planned: PlannedMicrobatch) -> Rows:
+    def expert_rows(self, planned: PlannedMicrobatch) -> ExpertRows:
         form, experts = self.parallelism, self.training.experts
-        return Rows.of(experts, planned.rows, form.expert, form.tensor, self.layers.spread)
+        return ExpertRows.of(experts, planned.rows, form.expert, form.tensor, self.layers.spread)
 
     def experts_us(self, planned: PlannedMicrobatch) -> tuple[float, float]:
         """Of one layer, forward: products and rows of routed experts, and both all-to-alls."""

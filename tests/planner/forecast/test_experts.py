@@ -18,7 +18,7 @@ from apportion.ir.request.hf_config import model_of
 from apportion.ir.request.model import Model
 from apportion.planner.forecast.choices import search_space
 from apportion.planner.forecast.collectives import gather_us
-from apportion.planner.forecast.experts import ExpertRanks, Experts, Rows
+from apportion.planner.forecast.experts import ExpertRanks, Experts, ExpertRows
 from apportion.planner.forecast.layers import Layers, attention_parameters, whole_parameters
 from apportion.planner.forecast.memory import Activations, activations, kept_bytes, memory
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
@@ -135,18 +135,18 @@ def test_a_layer_is_the_mean_of_those_with_experts_and_without() -> None:
 
 def test_rows_of_experts_follow_tokens_of_the_ranks_that_share_them() -> None:
     tokens = np.array([100, 300, 200, 200])
-    rows = Rows.of(EXPERTS, tokens, 2, 1, spread=1.5)
+    rows = ExpertRows.of(EXPERTS, tokens, 2, 1, spread=1.5)
     assert rows == (2 * 300, 2 * 1.5 * 200, 2 * 200 * 2 / 16, 300 / 200)
-    assert Rows.of(EXPERTS, tokens, 8, 1, 1.0) == (600, 400, 2 * 200 * 8 / 16, 1.5)  # of two groups
-    assert Rows.of(EXPERTS, tokens, 8, 4, 1.0) == (150, 100, 2 * 200 / 4 * 8 / 16, 1.5)
-    padded = Rows.of(replace(EXPERTS, capacity=1.25), tokens, 2, 1, 1.25)
+    assert ExpertRows.of(EXPERTS, tokens, 8, 1, 1.0) == (600, 400, 2 * 200 * 8 / 16, 1.5)  # of two groups
+    assert ExpertRows.of(EXPERTS, tokens, 8, 4, 1.0) == (150, 100, 2 * 200 / 4 * 8 / 16, 1.5)
+    padded = ExpertRows.of(replace(EXPERTS, capacity=1.25), tokens, 2, 1, 1.25)
     assert padded[:2] == (2 * 300 * 1.25,) * 2  # all as the fullest rank
     assert [EXPERTS.spread(degree, excess) for degree, excess in ((1, 2.0), (8, 0.0), (8, 2.0))] == [1, 1, 2]
 
 
 def test_an_all_to_all_takes_the_slower_of_both_links() -> None:
     cluster = Cluster(4, 8, intra_gbs=450.0, inter_gbs=50.0, intra_latency_us=3.0, inter_latency_us=7.0)
-    rows = Rows(1000.0, 1200.0, 0.0, 1.0)
+    rows = ExpertRows(1000.0, 1200.0, 0.0, 1.0)
     sent = 1200 * 1024
     inside = ExpertRanks(cluster, 4, 32).dispatch_us(EXPERTS, rows, 1024)
     assert inside == pytest.approx(sent * 3 / 4 / 450e3 + 3)
@@ -204,7 +204,7 @@ def test_parts_of_a_step_with_experts() -> None:
     layers = Layers(H100, SMALL, training, sparse=0.75, degree=4, spread=1.5)
     received = 2048 * 2 * 1.5
     assert parts["experts"] == pytest.approx(3 * 4 * layers.experts_us(received) / 1e6)
-    sent = ExpertRanks(CLUSTER, 4, 8).dispatch_us(EXPERTS, Rows(4096, received, 0, 1), 1024)
+    sent = ExpertRanks(CLUSTER, 4, 8).dispatch_us(EXPERTS, ExpertRows(4096, received, 0, 1), 1024)
     assert parts["all_to_all"] == pytest.approx(2 * 2 * 3 * sent / 1e6)  # three of four layers
     assert parts["linear"] == pytest.approx(3 * 4 * layers.linear_us(2048) / 1e6)
     assert parts["attention"] == dense["attention"]
