@@ -143,11 +143,11 @@ class Problem:
     @cached_property
     def picked(self) -> dict[str, Profile]:
         """kind -> what its rows count where they choose keys at run time (`Model.balance`)."""
-        keys = {kind: self.model.keys_of(kind) for kind in self.bands}
-        some = {kind: most for kind, most in keys.items() if most is not None}
-        return {
-            kind: profile({kind: self.bands[kind]}, {kind: 1}).capped(most) for kind, most in some.items()
-        }
+        found = dict[str, Profile]()
+        for kind, held in self.model.balance.items():
+            if kind in self.bands:
+                found[kind] = profile({kind: self.bands[kind]}, {kind: 1}).capped(held["keys"])
+        return found
 
     @cached_property
     def layers(self) -> dict[str, int]:

@@ -24,8 +24,8 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that look at the longe
 
 
 def model_of(config: Any, dtype: str) -> Model:
-    """What planning must know of a model's config: a token's row is its latent and rotated key, beside the indexer's key,
-    and a query counts as `index_topk` keys. dtype: as of `apportion.Model`. Raises ConfigError for other models."""
+    """What planning must know of a config: a token's row is its latent and rotated key, beside the indexer's key, and a
+    query counts as `index_topk` keys. dtype: as of `apportion.Model`. Raises ConfigError for other models."""
     _check(config)
     return Model(
         q_heads=config.num_attention_heads,

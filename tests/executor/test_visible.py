@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,3 +217,16 @@ def test_gradients_are_added_up_in_float32(pool: Pool) -> None:
             np.testing.assert_array_equal(came, torch.from_numpy(rows[seen[rank]]).bfloat16().float().numpy())
             wanted = np.sum(seen, axis=0)[home[rank]]
             np.testing.assert_array_equal(grad, np.broadcast_to(wanted[:, None, None], grad.shape))
+
+
+@pytest.mark.slow
+def test_the_example_agrees_with_one_process() -> None:
+    """It ends with an error where losses of ranks are not those of one process."""
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", root / "examples/sparse/train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3].strip(",")) for line in done.stdout.splitlines()]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]

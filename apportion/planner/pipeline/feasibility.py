@@ -26,6 +26,8 @@ def check_request(problem: Problem) -> None:
     if problem.model.recurrent:
         problem.model.check_recurrent(problem.batch.kinds)
         problem.batch.branches()
+    for kind in () if isinstance(problem.model.layers, Mapping) else problem.model.balance:
+        problem.batch.bands(kind)
     ranks = problem.ranks
     for sequence, homes in problem.batch.home_ranks.items():
         if max(homes) >= ranks:

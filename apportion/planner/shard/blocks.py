@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from apportion._core import blocks as core
-from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.arrays import Floats, Ints, group_of, offsets, within
 from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.cost import bands_us
@@ -187,13 +187,12 @@ def row_times(problem: Problem, starts: Ints) -> Ints:
     time = sum(problem.layers.values()) * cost.moved_us(statistics * lengths)
     for kind, bands in problem.joined_bands.items():
         block, part = rows_of_blocks(bands, starts)
+        share: Floats | float = 1.0
+        if kind in problem.picked:
+            share = kind_weights(problem, kind, starts) / np.maximum(row_areas(bands, starts), 1)
         for phase in PHASES:
-            spent = np.bincount(block, bands_us(cost, model, phase, part), len(lengths))
-            if kind in problem.picked:
-                spent = spent * (
-                    kind_weights(problem, kind, starts) / np.maximum(row_areas(bands, starts), 1)
-                )
-            time = time + problem.layers[kind] * spent
+            spent = bands_us(cost, model, phase, part)
+            time = time + problem.layers[kind] * np.bincount(block, spent, len(lengths)) * share
     return np.rint(1e3 * time).astype(np.int64)
 
 
