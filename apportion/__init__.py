@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from apportion.ir.request.hardware import Hardware as Hardware
     from apportion.ir.request.model import Model as Model
     from apportion.ir.request.policy import Policy as Policy, Recipe as Recipe
+    from apportion.ir.request.recurrent import Recurrent as Recurrent
     from apportion.ir.request.sequences import Sequence as Sequence
     from apportion.ir.verify import verify as verify
     from apportion.planner.api import plan as plan
@@ -103,6 +104,7 @@ _HOMES = {
     "apportion.ir.request.model": ("Model",),
     "apportion.ir.plan.tables": ("Layout",),
     "apportion.ir.request.policy": ("Policy", "Recipe"),
+    "apportion.ir.request.recurrent": ("Recurrent",),
     "apportion.ir.verify": ("verify",),
     "apportion.planner.api": ("plan",),
     "apportion.planner.forecast.choices": ("recipe_parallelisms", "static_grids"),

@@ -72,7 +72,7 @@ def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outpu
     if kind not in plan.header.recurrent:
         known = ", ".join(plan.header.recurrent) or "no recurrent layers"
         raise UnknownNameError("kind", kind, f"the plan has {known}", "name one of these")
-    layer = _RecurrentLayer(plan, kind)
+    layer = _Scan(plan, kind)
     try:
         return layer(given, do)
     except KeyError as error:
@@ -81,7 +81,7 @@ def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outpu
         ) from error
 
 
-class _RecurrentLayer:
+class _Scan:
     """The tables of one kind. Home rows of all ranks are one axis, rank after rank.
 
     order: int64 [T], the token of each row. rows: of each run. before: of each run, int64 [halo], the rows that the

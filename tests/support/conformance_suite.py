@@ -26,7 +26,7 @@ from apportion.backends.numpy import LocalLayer
 from apportion.backends.recurrent import Inputs
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
-from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION, Op
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
 from apportion.ir.masks import bands, specs as masks
 from apportion.ir.plan.tables import Table
 from apportion.ir.request.recurrent import Recurrent
@@ -352,9 +352,10 @@ def _part(held: Plan | Slice, rank: int, row: int) -> dict[str, Any]:
     for (kind, phase), program in held.programs.items():
         tables = [_rows(program[name].rank(row), TABLES[name]) for name in TABLES]
         programs.setdefault(kind, {})[phase] = tables
-    tables = {} if held.recurrence is None else held.recurrence.tables
-    found = [_rows(tables[name].rank(row), RECURRENCE_TABLES[name]) for name in tables]
-    return ({"recurrent": found} if found else {}) | {
+    recurrence = held.recurrence
+    found = [] if recurrence is None else [*recurrence.rank(row).tables.values()]
+    recurrent = {"recurrent": [_rows(table, table.names) for table in found]} if found else {}
+    return recurrent | {
         "rank": rank,
         "layouts": [_rows(layout.spans.rank(row), SPAN_COLUMNS) for layout in held.layouts.values()],
         "programs": programs,

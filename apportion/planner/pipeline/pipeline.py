@@ -110,12 +110,8 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
 
     Raises CapacityError where the plan breaks a promise of the policy."""
     problem, placed = draft.problem, draft.placed
-    recurrence = None
-    if problem.model.recurrent:
-        with watch("recurrent"):
-            recurrence = draft.recurrence
     with watch("encode"):
-        tables = table_bytes.tables_of(draft.layouts, draft.programs, draft.moves, recurrence)
+        tables = table_bytes.tables_of(draft.layouts, draft.programs, draft.moves, draft.recurrence)
         parts = table_bytes.encode_parts(tables, problem.ranks, threads)
     with watch("report"):
         report = build_report(
