@@ -140,7 +140,7 @@ def require_enabled(model: Any) -> None:
     layers = [*_layers(model), *mixers_of(model)]
     without = [_key(layer) for layer in layers if not hasattr(layer, "_served")]
     if without or not layers:
-        named = f"layers {', '.join(without)}" if layers else "its layers"
+        named = f"layers [{', '.join(without)}]" if layers else "its layers"
         rule = f"is not enabled: attention of {named} would ignore the plan"
         remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
         raise ConfigError("model", type(model).__name__, rule, remedy)
@@ -316,11 +316,9 @@ def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
     if kwargs.get(NAME) is None:
         return
     if without := sorted(base._planned - base._served):
-        what = (
-            f"layers {', '.join(without)} of {type(base).__name__} did not use the plan: they were replaced,"
-        )
-        why = "skipped, or are another implementation's"
-        raise ExecutionError(f"{what} {why}; call hf.enable when the model is whole")
+        named = f"layers [{', '.join(without)}] of {type(base).__name__}"
+        rule = "did not use the plan: they were replaced, skipped, or are another implementation's"
+        raise ExecutionError(f"{named} {rule}; call hf.enable when the model is whole")
     base._served.clear()  # torch.compile finds it as it was
 
 

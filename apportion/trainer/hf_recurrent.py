@@ -21,7 +21,7 @@ from torch.nn.functional import conv1d, softplus
 from transformers.activations import ACT2FN
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.kernels.recurrent import chunk_recurrence
+from apportion.backends.torch.kernels.recurrent import chunk_recurrence, normalised
 from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.rehearsal import Rehearsal
 from apportion.trainer.step.recurrence import planned_conv, planned_scan
@@ -131,15 +131,10 @@ def _delta(own: Any) -> Any:
         if not isinstance(mixing, Mixing):
             return own(q, k, v, **kwargs)
         if kwargs["use_qk_l2norm_in_kernel"]:
-            q, k = _normalised(q), _normalised(k)
+            q, k = normalised(q), normalised(k)
         return mixing.scan(q, k, v, kwargs["g"], kwargs["beta"]), None
 
     return planned
-
-
-def _normalised(x: Tensor) -> Tensor:
-    wide = x.to(accumulator_dtype(x.dtype))
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def _mamba2(own: Any) -> Any:

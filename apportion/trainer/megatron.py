@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
+from apportion.backends.torch.kernels.recurrent import normalised
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.model import Model
+from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.iteration.ticks import TickTable
 from apportion.trainer.halves import both, joined
 from apportion.trainer.loading.batch import PlannedBatch
@@ -31,18 +34,24 @@ from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
 from apportion.trainer.step.pingpong import PingPongLayer
+from apportion.trainer.step.recurrence import planned_conv, planned_scan
 from apportion.trainer.ticks import TickPipeline
 
 try:
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_linear_attention_pattern,
+    )
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.utils import is_layer_window_attention
     from megatron.core.utils import unwrap_model
 except ModuleNotFoundError as error:
     raise MissingDependencyError("megatron-core", "megatron", "apportion.trainer.megatron") from error
 
+GATED = "gated_delta_net"  # of Megatron's variants, and the recurrent kind
 _FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
 _ROTARY = "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"
@@ -50,9 +59,13 @@ _POSITIONS = ("rope", "learned_absolute", "none")
 
 
 def planned_spec(spec: Any) -> Any:
-    """The spec of a layer, or of a block of layers, with planned core attention."""
+    """The spec of a layer, or of a block of layers, with planned core attention, and planned Gated DeltaNets."""
     for layer in getattr(spec, "layer_specs", [spec]):
-        layer.submodules.self_attention.submodules.core_attention = PlannedCoreAttention
+        attention = layer.submodules.self_attention
+        if attention.module in (GatedDeltaNet, PlannedGatedDeltaNet):
+            attention.module = PlannedGatedDeltaNet
+        else:
+            attention.submodules.core_attention = PlannedCoreAttention
     return spec
 
 
@@ -167,7 +180,8 @@ def _check(module: Any) -> None:
             raise ConfigError(name, getattr(config, name, positions), rule, remedy)
     if not hasattr(module, "planned_layers"):
         remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
-        module.planned_layers = count_planned([module], "core_attention", PlannedCoreAttention, remedy)
+        known = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
+        module.planned_layers = count_planned([module], *known)
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:
@@ -182,6 +196,7 @@ def _dense(module: Any) -> list[Any]:
     for name, wanted, rule in (
         ("sequence_parallel", False, "its ranks would part the rows of halves"),
         ("num_moe_experts", None, "it is not tried around attention"),
+        ("experimental_attention_variant", None, "recurrent layers do not take turns"),
         ("gradient_accumulation_fusion", False, alone),
         ("fine_grained_activation_offloading", False, alone),
         ("fp8", None, alone),
@@ -257,10 +272,7 @@ class PlannedCoreAttention(DotProductAttention):
         self.scale = self.softmax_scale * (layer_number if scaled else 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any) -> Tensor:
-        params = given.get("packed_seq_params")
-        if not isinstance(params, PlannedSeqParams) or params.batch is None:
-            raise ExecutionError("planned core attention got no plan: call the model by `forward_step`")
-        handle = params.batch.handle
+        handle = _handle_of("planned core attention", given)
         kind, says = self.kind_under(handle), {**self.says, "sinks": self.softmax_offset}
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         out: Tensor = planned_attention(q, k, v, handle, kind, self.scale, **says)
@@ -274,6 +286,36 @@ class PlannedCoreAttention(DotProductAttention):
 
     def kind_under(self, handle: PlanHandle) -> str | None:
         return self.kind if len(handle.kinds) > 1 else None
+
+
+class PlannedGatedDeltaNet(GatedDeltaNet):
+    """[rows, 1, E] -> the same, and a bias. Its parameters are those of Megatron's own."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **given: Any) -> Any:
+        handle, tp = _handle_of("a planned Gated DeltaNet", given), self.tp_size
+        mixed = self.in_proj(hidden_states)[0].squeeze(1)
+        heads = self.num_value_heads
+        widths = [2 * self.qk_dim + self.v_dim, self.v_dim, heads, heads]
+        qkv, gate, beta, alpha = mixed.split([width // tp for width in widths], -1)
+        qkv = planned_conv(qkv, self.conv1d.weight.squeeze(1), handle, bias=self.conv1d.bias)
+        parts = self.act_fn(qkv).split([width // tp for width in (self.qk_dim, self.qk_dim, self.v_dim)], -1)
+        dims = self.key_head_dim, self.key_head_dim, self.value_head_dim
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        if self.use_qk_l2norm:
+            q, k = normalised(q), normalised(k)
+        decay = -self.A_log.exp() * softplus(alpha.float() + self.dt_bias)
+        out = planned_scan(None, q, k, v, decay, beta.sigmoid(), handle)
+        normed = self._apply_gated_norm(out, gate.reshape(*out.shape))
+        return self.out_proj(normed.view(len(out), 1, -1))
+
+
+def _handle_of(layer: str, given: dict[str, Any]) -> PlanHandle:
+    """Raises ExecutionError."""
+    params = given.get("packed_seq_params")
+    if not isinstance(params, PlannedSeqParams) or params.batch is None:
+        raise ExecutionError(f"{layer} got no plan: call the model by `forward_step`")
+    handle: PlanHandle = params.batch.handle
+    return handle
 
 
 class PlannedRotary(torch.nn.Module):
@@ -302,13 +344,31 @@ def model_of(config: Any) -> Model:
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(config.params_dtype, "fp32")
     heads, kv_heads = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
     sizes = {"dtype": dtype, "hidden": config.hidden_size, "layers": kinds(config)[0]}
-    return Model(heads, kv_heads, config.kv_channels, **sizes)
+    return Model(heads, kv_heads, config.kv_channels, **sizes, recurrent=recurrent_of(config))
+
+
+def recurrent_of(config: Any) -> dict[str, Recurrent]:
+    """Of a `Model`: Gated DeltaNets, heads of one tensor-parallel rank."""
+    if not (layers := sum(_recurrent_layers(config))):
+        return {}
+    heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+    counts = (count // config.tensor_model_parallel_size for count in (heads, key_heads))
+    names = ("heads", "key_heads", "key_dim", "value_dim", "conv", "layers")
+    sizes = *counts, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    return {GATED: Recurrent(**dict(zip(names, (*sizes, layers), strict=True)))}
+
+
+def _recurrent_layers(config: Any) -> list[int]:
+    """1 for each layer that recurs, else 0."""
+    if config.experimental_attention_variant != GATED:
+        return [0] * config.num_layers
+    return list(get_linear_attention_pattern(config))
 
 
 def kinds(config: Any) -> tuple[Any, Any]:
-    """As `kinds_of`."""
-    windows = [kind_of(config, number)[1] for number in range(1, config.num_layers + 1)]
-    return kinds_of(windows, "full", "window")
+    """As `kinds_of`, of layers with attention."""
+    attends = (number for number, recurs in enumerate(_recurrent_layers(config), 1) if not recurs)
+    return kinds_of([kind_of(config, number)[1] for number in attends], "full", "window")
 
 
 def kind_of(config: Any, layer_number: int) -> tuple[str, int]:

@@ -33,12 +33,15 @@ def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
     return dict(Counter(names)), {name: sliding_window(own) if own > 0 else causal() for name, own in kinds}
 
 
-def count_planned(parts: Iterable[Any], attribute: str, planned: type, remedy: str) -> int:
-    """How many layers of a model's parts on this stage have planned attention as `attribute`. Raises ConfigError where
-    one has another, or none: a recurrent layer would see a rank's rows alone."""
+def count_planned(
+    parts: Iterable[Any], attribute: str, planned: type, remedy: str, recurrent: tuple[type, ...] = ()
+) -> int:
+    """How many layers of a model's parts on this stage have planned attention as `attribute`. recurrent: of other
+    layers those that know plans. Raises ConfigError where one has another, or none: a recurrent layer would see a
+    rank's rows alone."""
     found, parts = 0, [*parts]
     for name, layer in (named for part in parts for named in _layers(part).named_children()):
-        if not any(hasattr(one, attribute) for one in layer.modules()):
+        if not any(hasattr(one, attribute) or isinstance(one, recurrent) for one in layer.modules()):
             rule = f"has no {attribute}, and may look at other rows, of which a rank has not all"
             raise ConfigError(
                 f"layers.{name}", type(layer).__name__, rule, "plan models of attention layers alone"

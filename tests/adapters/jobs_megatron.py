@@ -23,10 +23,16 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from apportion.backends.torch.kernels.recurrent import normalised
 from apportion.ir.bytes.job import Job
 from apportion.ir.errors import ApportionError
 from apportion.ir.request.cluster import Cluster
@@ -46,8 +52,21 @@ from tests.adapters.documents import VOCABULARY, documents, packed
 from tests.ranks.loading import HereSource, planning_of
 
 TOKENS, SEED = 128, 3
+# it wants flash-linear-attention, of which its own path of torch calls this one
+gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, normalised
 MODELS = {
     "llama": {},
+    "gated_delta_net": {
+        "num_layers": 3,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [1, 0, 1],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "deterministic_mode": True,  # its own kernel of torch
+    },
     "gpt_oss": {"softmax_type": "learnable", "window_size": (6, 0), "window_attn_skip_freq": 2},
 }
 
@@ -102,7 +121,15 @@ def config_of(case: Any) -> Any:
 
 
 def _block_spec(config: Any) -> Any:
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    """Megatron makes specs of Gated DeltaNets for TransformerEngine alone."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if config.experimental_attention_variant == "gated_delta_net":
+        pattern = get_linear_attention_pattern(config)
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+        for layer, recurs in zip(spec.layer_specs, pattern, strict=True):
+            if recurs:
+                layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return spec
 
 
 SPECS = {

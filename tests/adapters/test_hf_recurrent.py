@@ -110,5 +110,5 @@ def test_other_recurrences_are_refused_by_name(name: str, fields: dict[str, Any]
 def test_a_recurrent_layer_that_was_put_in_later_is_found() -> None:
     model = hf.enable(made("Bamba"))
     model.model.layers[0].mamba = made("Bamba").model.layers[0].mamba
-    with pytest.raises(ConfigError, match=r"attention of layers 0 \(recurrent\) would ignore the plan"):
+    with pytest.raises(ConfigError, match=r"attention of layers \[0 \(recurrent\)\] would ignore the plan"):
         hf.require_enabled(model)

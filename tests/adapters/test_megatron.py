@@ -51,6 +51,7 @@ def test_the_version_is_the_one_tried() -> None:
         (2, Case(model="gpt_oss", options=CORE)),
         (4, Case(model="gpt_oss", microbatches=2)),
         (4, Case(model="gpt_oss", tp=2)),
+        (4, Case(model="gated_delta_net", spec="block", microbatches=2, options=FULL)),
         (4, Case(pp=2, microbatches=2)),
         (2, Case(model="gpt_oss", microbatches=2, options=FULL, ping_pong=True)),
         (4, Case(tp=2, microbatches=4, ping_pong=True)),
@@ -104,6 +105,10 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
             "recompute_granularity = 'selective': layers run in",
         ),
         (Case(microbatches=2, options={"num_moe_experts": 4}, ping_pong=True), "num_moe_experts = 4"),
+        (
+            Case(model="gated_delta_net", spec="block", microbatches=2, ping_pong=True),
+            "experimental_attention_variant = 'gated_delta_net': recurrent layers do not take turns",
+        ),
         (
             Case(options={"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}),
             "moe_expert_capacity_factor",

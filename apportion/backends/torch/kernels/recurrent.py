@@ -49,6 +49,12 @@ def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
     return chunk_recurrence
 
 
+def normalised(x: Tensor) -> Tensor:
+    """x [..., width] at length 1, in float32 or wider, as kernels of the delta rule want q and k."""
+    wide = x.to(accumulator_dtype(x.dtype))
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 def chunk_recurrence(
     q: Tensor,
     k: Tensor,
