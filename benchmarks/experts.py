@@ -1,8 +1,8 @@
-"""Steps of models with experts beside published ones: `python -m benchmarks.experts` writes the table of docs/forecast.md.
+"""Steps of models with experts beside published ones: writes a table of docs/forecast.md.
 
-Every publication is of sequences of 4,096 tokens, whole on one rank, with routers that are forced to be even. Layers that
-Megatron places beside those of the model (embedding, loss, one that predicts a token more) count as layers, so that
-stages divide them.
+Every publication is of sequences of 4,096 tokens, whole on one rank, with routers that are forced to be even. Layers
+that Megatron places beside those of the model (embedding, loss, one that predicts a token more) count as layers, so
+that stages divide them.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.hf_config import model_of
+from apportion.ir.request.hf_config import masks_of, model_of
 from apportion.ir.request.model import Model
 from apportion.planner.forecast.choices import search_space
 from apportion.planner.forecast.collectives import gather_us
-from apportion.planner.forecast.experts import ExpertRanks, Experts, ExpertRows
+from apportion.planner.forecast.experts import ExpertRanks, ExpertRows, Experts
 from apportion.planner.forecast.layers import Layers, attention_parameters, whole_parameters
 from apportion.planner.forecast.memory import Activations, activations, kept_bytes, memory
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
@@ -277,6 +277,19 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
     assert {expert for tensor, pipeline, expert in degrees if (tensor, pipeline) == (1, 1)} == {1, 2, 4, 8}
     assert {one.planned_as(CLUSTER).expert for one in found} == {1}
     assert {one.expert for one in search_space(CLUSTER, SMALL, 4, ["ulysses"])} == {1}
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN3, GPT_OSS | {"num_hidden_layers": 2, "num_local_experts": 32}, DEEPSEEK, GLM]
+)
+def test_steps_of_published_models_are_forecast(config: dict[str, Any]) -> None:
+    masks = masks_of(config)
+    batch = Batch.from_lengths([6000, 2192], masks)
+    training = Training.from_data({}, config)
+    form_ = form("fcp", expert=8)
+    (found,) = ap.forecast(batch, Cluster(1, 8), model_of(config), [form_], training).rows
+    assert found.reason is None
+    assert all(found.parts()[name] > 0 for name in ("attention", "linear", "experts", "all_to_all"))
 
 
 @pytest.mark.parametrize(

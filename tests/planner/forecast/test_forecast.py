@@ -24,6 +24,7 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.cost import CostModel
+from apportion.planner.forecast.attention import plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, search_space, static_grids
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.grids import groups_of
@@ -580,6 +581,28 @@ def test_a_static_grid_waits_for_its_slowest_group_and_says_what_it_cut() -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------ results
+
+
+def test_rows_that_attention_cannot_tell_apart_share_plans() -> None:
+    static = Parallelism(find_recipe("ring"), Degrees(), 8, "order")
+    assert static.planned_as(CLUSTER) == form("ring").planned_as(CLUSTER) == form("ring")
+    whole, grid = ap.forecast(BATCH, CLUSTER, SMALL, [form("ring"), static], Training(vocab=1000)).rows
+    assert (whole.steps, whole.groups, grid.groups) == (grid.steps, None, 1)
+    assert replace(static, context=4).planned_as(CLUSTER) == replace(static, context=4)
+
+
+def test_of_many_groups_the_slowest_are_planned() -> None:
+    """Those with a long sequence, and one with all of its tokens; all pairs count."""
+    lengths = [512] * 14 + [1024] * 3 + [2048 - 64]
+    batch = Batch.from_lengths(lengths)
+    static = Parallelism(find_recipe("ring"), Degrees(), 1, "balanced")
+    groups = groups_of(batch, 8, "balanced")
+    planned, pairs = plan_attention(static, batch, CLUSTER, SMALL, H100, 0)
+    assert pairs == 4 * sum(one.area("default") for one in groups)
+    made = [held[0].plan.request.batch.area("default") for held in planned]
+    assert sorted(made)[-3:] == sorted(one.area("default") for one in groups)[-3:]
+    assert max(held[0].tokens for held in planned) == max(one.tokens for one in groups)
+    assert len(planned) <= 4
 
 
 def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:

@@ -16,7 +16,7 @@ from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.congestion import Congestion
 from apportion.planner.cost import CostModel
-from apportion.planner.simulate import simulate, simulate_with
+from apportion.planner.simulate import makespans_us, simulate, simulate_with
 from apportion.planner.simulate.scenarios import SCENARIOS, SET_ASIDE, Scenario, applied
 from tests.support.timelines import CLUSTER, Unit, plan_of, run_invariants, transfers, work
 
@@ -149,3 +149,13 @@ def test_names_and_factors_are_checked() -> None:
         Scenario("a b")
     with pytest.raises(ConfigError, match=r"hardware\.figures\.contention"):
         applied(Scenario("mine", contention=99.0), H100, LINKS)
+
+
+@pytest.mark.parametrize("recipe", ["ring", "contiguous"])
+def test_makespans_under_all_scenarios_are_those_of_simulations(recipe: str) -> None:
+    plan = api.plan(Batch.from_lengths([3000, 500, 600, 40]), H100.cluster(2), Model(), recipe)
+    under = [applied(scenario, H100, H100.cluster(2)) for scenario in SCENARIOS]
+    found = makespans_us(plan, [(CostModel(hardware, Model()), cluster) for hardware, cluster in under])
+    for (hardware, cluster), times in zip(under, found, strict=True):
+        runs = simulate(plan, hardware, cluster).runs
+        assert times == {key: run.makespan_us for key, run in runs.items()}
