@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -112,8 +117,18 @@ def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, mod
         return (cross_entropy(logits, b.labels, reduction="none") * worth).sum() / valid
     if what == "own and a term":
         return total / valid + model.out.weight.square().sum()
+    labels = b.labels.clone()
+    if what.endswith("rows behind"):
+        labels[:-1] = (b.tokens if what.startswith("tokens") else b.labels)[1:]
+    if what in ("labels left out", "labels changed"):
+        (labels if what == "labels left out" else b.labels)[-4:] = -100
+    if what in ("labels left out", "tokens of rows behind", "labels of rows behind"):
+        return ap.normalised_loss(logits, labels, valid)
+    if what == "weights of a rank shifted":
+        worth, valid = worth / worth.mean(), b.total_weight
     worth = worth.double() if what == "weights in double" else worth
     share = ap.normalised_loss(logits, b.labels, valid, averaged_over, worth)
+    share = share / (b.labels >= 0).sum() if what == "mean of shares" else share
     return share + logits.square().mean() if what == "and a term" else share
 
 
@@ -154,6 +169,8 @@ def train(
     if net == "head alone":
         model.requires_grad_(False)
         model.head.requires_grad_(True)
+    if net == "hooked":
+        model.head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     wrapped = _wrapped(model, comm, net, reduces)
     shape = MODEL if kinds[0] is None else replace(MODEL, layers={"far": 1, "near": len(kinds) - 1})
     shape = replace(shape, dtype="bf16") if net in ("bf16", "autocast") else shape
@@ -216,6 +233,11 @@ def _wrapped(model: Own, comm: Communicator, net: str, reduces: str) -> Any:
     wrapped: Any = model
     if reduces.startswith("ddp"):
         wrapped = DistributedDataParallel(model, process_group=comm._base, find_unused_parameters=True)
+    if reduces == "fsdp1":
+        device = torch.device("cpu")
+        return FullyShardedDataParallel(
+            model, comm._base, ShardingStrategy.NO_SHARD, device_id=device, use_orig_params=True
+        )
     if reduces.startswith("fsdp"):
         low = MixedPrecisionPolicy(torch.bfloat16) if net == "bf16" else MixedPrecisionPolicy()
         wrapped = fully_shard(model, mesh=DeviceMesh.from_group(comm._base, "cpu"), mp_policy=low)

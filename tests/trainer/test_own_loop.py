@@ -115,6 +115,16 @@ ROWS = "computes a row, or is given one, from other rows, their number or their 
             {"net": "places of rows"},
             r"ConfigError: model = 'Own': is given 0, 1, ... for this rank's rows.*position_ids",
         ),
+        ({"reduces": "fsdp1"}, r"ConfigError: model = 'FSDP1': averages gradients.*averaged_over=2"),
+        *(
+            ({"loss": f"{what} of rows behind"}, r"ConfigError: labels = 'shifted by a row': .*batch\.roll")
+            for what in ("labels", "tokens")
+        ),
+        ({"loss": "labels left out"}, r"ConfigError: labels = \"fewer than the batch's\": .*weights= of 0"),
+        ({"loss": "labels changed"}, r"ConfigError: labels = 'changed': .*give loss_mask in the samples"),
+        ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are other multiples"),
+        ({"loss": "mean of shares"}, r"ExecutionError: factors of losses differ between ranks, \["),
+        ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip behind"),
         ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
         ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
         (

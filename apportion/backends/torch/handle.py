@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import Program, Segments, compile_program
@@ -69,7 +70,8 @@ class PlanHandle:
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
         self.calls, self.called, self.gathered = 0, Counter[str](), False
-        self.wrapper: DistributedDataParallel | None = None  # whose forward called attention last
+        # whose forward called attention last
+        self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
         self._held: set[tuple[str, int | None, bool | None]] = set()
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self

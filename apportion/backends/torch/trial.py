@@ -60,7 +60,9 @@ class ModelTrial:
         self._seen.add(module)
         self._met = True
         inner = {*module.modules()}
-        if inner & {*enabled} or any(isinstance(one, FullyShardedDataParallel) for one in inner):
+        fsdp = next((one for one in inner if isinstance(one, FullyShardedDataParallel)), None)
+        handle.wrapper = fsdp or handle.wrapper
+        if inner & {*enabled} or fsdp is not None:
             self._tried.add(module)
         elif module not in self.calls and module not in self._tried:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)

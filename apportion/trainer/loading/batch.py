@@ -30,7 +30,6 @@ class PlannedBatch(Microbatch):
     pads."""
 
     position_ids: Tensor  # [rows] int64
-    local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch = field(repr=False)  # their lengths and masks
     _places: list[Places] = field(default_factory=list, repr=False, compare=False)

@@ -53,14 +53,18 @@ def checked_labels(
 ) -> tuple[Microbatch | None, Tensor, Tensor | None]:
     """Labels and weights of a loss over `rows`, [rows] each, and the batch that they are of, where they are one's.
     Errors: as in `normalised_loss`."""
-    batch = batch_of(labels)
+    batch, watch = batch_of(labels), wiring.watch
     if valid_tokens < 0:
         rule, remedy = "is what the sum is divided by", "give batch.valid_tokens, or batch.total_weight"
         raise ConfigError("valid_tokens", valid_tokens, rule, remedy)
     if batch is not None:
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
-        if weights is not None and weights.numel() == len(batch.labels) and not wiring.watch.settled:
-            batch.check_weights(weights)
+    if not watch.settled and not is_compiling():
+        watch.divisor = float(valid_tokens)
+        for other in watch.batches if batch is None else ():
+            other.check_others(labels, watch.divisor)
+        if batch is not None and weights is not None and weights.numel() == len(batch.labels):
+            watch.multiple = batch.check_weights(weights)
     return batch, _rows("labels", labels, rows), None if weights is None else _rows("weights", weights, rows)
 
 

@@ -45,6 +45,7 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
     shape = logits.shape[1:] if logits.dim() == 3 and len(logits) == 1 else logits.shape
     if len(rows) < 2 or len(shape) != 2 or shape[0] != len(batch.labels) or shape[1] <= batch.labels.max():
         return
+    batch.check_unchanged()
     hook.pop().remove()
     labels = batch.labels.to(logits.device)[rows]
     wanted = logits.detach().view(shape)[rows].float().softmax(-1)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.ir.errors import ConfigError
@@ -23,9 +24,13 @@ class Reduction(NamedTuple):
     sums: bool
 
 
-def reduction_of(wrapper: DistributedDataParallel | None, params: set[int]) -> Reduction | None:
-    """DDP's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
+def reduction_of(
+    wrapper: DistributedDataParallel | FullyShardedDataParallel | None, params: set[int]
+) -> Reduction | None:
+    """DDP's, FSDP1's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
     communication hooks but torch's own, which average, and for other factors than those of an average and a sum."""
+    if isinstance(wrapper, FullyShardedDataParallel):
+        return Reduction("FSDP1", dist.get_world_size(wrapper.process_group), False)
     if wrapper is not None:
         own = all(hook.__module__.startswith("torch.") for hook, _ in wrapper._comm_hooks)
         ranks = dist.get_world_size(wrapper.process_group)

@@ -28,6 +28,12 @@ from apportion.trainer.step.reduction import SUMS, averaged, reduction_of, shard
 from apportion.trainer.step.terms import scaled_by
 
 _CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
+_FACTORS = "shares of one mean are multiplied and divided by the same on all ranks"
+_LINEAR = ("apportion", "torch")  # whose hooks of gradients are
+_HOOKED = (
+    "they are given what a rank adds to a gradient, not the sum over ranks; right are those which multiply, as masks "
+    "do; clip behind ap.sum_gradients"
+)
 UNKNOWN = (
     "nothing is known of it, and on each rank it must be a share of one sum over all, so divide by batch.valid_tokens, "
     "not by what a rank has, or by the ranks where all have the same, and sum gradients; ap.normalised_loss is checked"
@@ -54,6 +60,7 @@ class Watch:
         self.own_loss = False  # of an enabled model, perhaps: its forward ran eagerly
         self.unknown = False  # a trainer's loss is made of no share
         self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
+        self.divisor = self.multiple = 0.0  # of the last loss; of a field of the samples that its weights are
         self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
         self._given: list[PlanHandle] = []
         self._unused = False  # kwargs were given since the last step
@@ -89,6 +96,8 @@ class Watch:
     def begin(self, loader: Any) -> None:
         """A pass over a loader, perhaps with another model or loss than the last."""
         self.settled, self._reached, self.behind = False, False, None
+        self.scale = self.divisor = self.multiple = 0.0
+        self.owners.update(dict.fromkeys([*self.owners]))
         if loader in self.trusted:
             self.trust()
         elif self.trial is None:
@@ -178,6 +187,9 @@ class Watch:
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
             if steps & (steps - 1) == 0:  # ever less often
                 self._compare(params)
+            hooks = (hook for one in known for hook in (one._backward_hooks or {}).values())
+            if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
+                warn(f"parameters have hooks: {_HOOKED}", stacklevel=1)
             self.settled = True
             if steps == 2 and (
                 self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
@@ -211,6 +223,16 @@ class Watch:
             own = {id(one): one for one in model.parameters()}
             held |= own if own.keys() & held.keys() else {}  # frozen ones too
         remedies = {"gradients": SUMS, "parameters": "give all ranks the same ones, before the first step"}
+        for transport in self._transports:
+            rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")
+            for number, factors in enumerate(zip(*rows, strict=True)):
+                if max(factors) <= min(filter(None, factors), default=0.0) * (1 + _CLOSE):
+                    continue
+                if number == 2:
+                    what = f"weights of losses are other multiples of a field on each rank, {factors}"
+                    warn(f"{what}: {_FACTORS}", stacklevel=1)
+                else:
+                    raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
         for transport, (what, remedy) in product(self._transports, remedies.items()):
             compared = [one for one in held.values() if _is_replicated(one, transport)]
             values = [one if what == "parameters" else one.grad for one in compared]
