@@ -320,7 +320,7 @@ class PlannedTrainer(Trainer):
         parts, ticks = self.model_parts, [one.to(self.device) for one in masks.ticks]
         self.ntokens_seen += sum(one.numel() for one in labels)
         for part in parts:
-            fully_shard.state(part)._lazy_init()
+            fully_shard.state(part)._lazy_init()  # type: ignore[attr-defined]
             _gather(part)
         chunks = [[split(block, masks) for block in part.layers.values()] for part in parts]
         first, last = parts[0], parts[-1]
@@ -366,7 +366,7 @@ def _add_up(part: Any, last: bool) -> None:
     part.set_is_last_backward(last)
     part.set_reshard_after_backward(last)
     part.set_requires_gradient_sync(last)
-    fully_shard.state(part)._root_post_backward_final_callback()
+    fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:
