@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from apportion.ir.arrays import Bools, Ints, changes, group_of, within
+from apportion.ir.arrays import Bools, Ints, changes, group_of, offsets, within
 from apportion.ir.isa import RECURRENCE_TABLES
 from apportion.ir.orders import stable_order
 from apportion.ir.plan.tables import Layout, Recurrence, Table
@@ -127,8 +127,8 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
 
     holder = np.unique(document * ranks + runs.rank[cut])
     holders = np.bincount(holder // ranks)
-    number, of = within(holders), np.repeat(holders, holders)
-    low, high = (heads[:, None] * n // of for n in (number, number + 1))
+    place, of = within(holders), np.repeat(holders, holders)
+    low, high = (heads[:, None] * n // of for n in (place, place + 1))
     kind, share = np.nonzero(low < high)
     folder = holder[share] % ranks
     order = np.lexsort((kind, folder))  # holders are by document
@@ -137,16 +137,13 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
     count = sizes[holder[share] // ranks]
     entry, inside = group_of(count), within(count)
     run = cut[first[holder[share] // ranks][entry] + inside]
-    kind, share, folder = kind[entry], share[entry], folder[entry]
-    head, width = low[kind, share], (high - low)[kind, share]
-    ptr = np.searchsorted(folder, np.arange(ranks + 1))
-    slot = np.arange(len(run)) - ptr[folder]
-    parent = np.where(runs.past[run] < 0, NONE, slot - inside + local[runs.past[run]])
-    folds = np.stack([kind, head, width, runs.rank[run], runs.number[run], parent])
-
-    by_run = stable_order(runs.rank[run] * len(heads) + kind)
-    states = np.stack([kind, head, width, folder, runs.number[run]])[:, by_run]
-    of_runs = np.searchsorted(runs.rank[run][by_run], np.arange(ranks + 1))
+    shares = np.stack([kind, low[kind, share], (high - low)[kind, share], folder])[:, entry]
+    past = np.where(runs.past < 0, NONE, local[runs.past])
+    rank, number, past = np.stack([runs.rank, runs.number, past])[:, run]
+    ptr, of_runs = (offsets(np.bincount(side, minlength=ranks)) for side in (shares[3], rank))
+    begin = np.arange(len(run)) - ptr[shares[3]] - inside
+    folds = np.stack([*shares[:3], rank, number, np.where(past < 0, NONE, begin + past)])
+    states = np.stack([*shares, number])[:, stable_order(rank * len(heads) + shares[0])]
     return (
         Table(ptr, RECURRENCE_TABLES["folds"], folds),
         Table(of_runs, RECURRENCE_TABLES["states"], states),

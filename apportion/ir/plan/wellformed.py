@@ -198,10 +198,10 @@ def _check_spans(place: _TablePlace, tokens: int) -> None:
 def _check_recurrence(header: Header, held: Recurrence, first_rank: int) -> None:
     """Codes and ranges; runs lie row after row, parents come before their slots, and what is named is there: runs of
     the rank itself, heads of the kind, rows of the halo."""
-    more = {"peer": (0, header.ranks - 1), "kind": (0, len(header.recurrent) - 1)}
+    ranges = _ranges_of_recurrence(header.ranks, len(header.recurrent))
     places = {name: _TablePlace("recurrence", name, held[name], first_rank) for name in RECURRENCE_TABLES}
     for name, place in places.items():
-        place.check_ranges(_ranges(name, more))
+        place.check_ranges(ranges[name])
     for name, wrong, message in _recurrence_faults(header, held):
         for row in np.flatnonzero(wrong)[:1].tolist():
             places[name].refuse(row, message)
@@ -238,6 +238,13 @@ def _ranges_of_programs(ranks: int, head_sets: int) -> Ints:
     more = {"peer": (0, ranks - 1), "heads": (0, head_sets)}
     limits = {"transfers": more, "operands": more}
     return np.concatenate([_ranges(name, limits.get(name, {})) for name in TABLES])
+
+
+@lru_cache(64)
+def _ranges_of_recurrence(ranks: int, kinds: int) -> Mapping[str, Ints]:
+    """Of each table int64 [columns, 2]."""
+    more = {"peer": (0, ranks - 1), "kind": (0, kinds - 1)}
+    return {name: _ranges(name, more) for name in RECURRENCE_TABLES}
 
 
 def _refuse_program(

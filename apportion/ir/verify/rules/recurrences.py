@@ -13,8 +13,10 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints, changes
 from apportion.ir.errors import ConfigError
 from apportion.ir.masks.predecessors import Branches
+from apportion.ir.orders import stable_order
 from apportion.ir.plan.tables import Table
-from apportion.ir.request.recurrent import widest_halo
+from apportion.ir.request.model import MAX_HEADS
+from apportion.ir.request.recurrent import MAX_KINDS, widest_halo
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.rules.layouts import carried, merged_pieces
@@ -120,20 +122,19 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
         yield _violation("folds", folds, row, "is of a run that is not there")
     if not there.all():
         return
-    run = runs.ptr[folds["peer"]] + folds["run"]
+    run, own = runs.ptr[folds["peer"]] + folds["run"], _share(folds)
     past = np.where(runs["past"] < 0, -1, runs.ptr[runs["peer"]] + runs["past"])
-    parent = np.where(folds["parent"] < 0, -1, folds.ptr[folds.rank_of_row()] + folds["parent"])
-    alike = np.ones(len(folds), np.bool_)
-    for column in ("kind", "head", "heads"):
-        alike &= (parent < 0) | (folds[column] == folds[column][parent])
-    for row in np.flatnonzero(np.where(parent < 0, -1, run[parent]) != past[run]).tolist():
+    first = folds["parent"] < 0
+    parent = folds.ptr[folds.rank_of_row()] + folds["parent"]
+    parent[first] = 0
+    for row in np.flatnonzero(np.where(first, -1, run[parent]) != past[run]).tolist():
         yield _violation("folds", folds, row, "does not stand behind the past of its run")
-    for row in np.flatnonzero(~alike).tolist():
+    for row in np.flatnonzero(~first & (own != own[parent])).tolist():
         yield _violation("folds", folds, row, "has other heads than the slot of its past")
 
     cut = np.flatnonzero((past >= 0) | (runs["leads"] == 1))
     kind, head, width = (folds.wide(name) for name in ("kind", "head", "heads"))
-    order = np.lexsort((head, run, kind))
+    order = stable_order((kind * len(runs) + run) * int(heads.max()) + head)
     opens = changes(kind[order], run[order])
     ends = (head + width)[order]
     due = np.where(opens, 0, np.roll(ends, 1))
@@ -149,29 +150,34 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
         np.add.outer(np.arange(len(heads)) * len(runs), cut).ravel(),
     )
     for number in np.setxor1d(have, wanted).tolist():
-        kind, at = divmod(number, len(runs))
+        of_kind, at = divmod(number, len(runs))
         what = "are not all in a slot" if number in wanted else "are in slots, but its document is not cut"
-        yield _violation("runs", runs, at, f"has heads that {what}, of recurrent kind {kind}")
+        yield _violation("runs", runs, at, f"has heads that {what}, of recurrent kind {of_kind}")
 
 
 def _states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
     """The k-th row of a kind from i to j has the k-th slot of that kind on j whose run is of i."""
+    sent = states.rank_of_row() * runs.ranks + states["peer"]
+    due = folds["peer"] * runs.ranks + folds.rank_of_row()
     sides = []
-    for table, source, target in (
-        (states, states.rank_of_row(), states["peer"]),
-        (folds, folds["peer"], folds.rank_of_row()),
-    ):
-        rows = np.stack([source, target, *(table[name] for name in ("kind", "head", "heads", "run"))])
-        sides.append(rows[:, np.lexsort((rows[2], target, source))])
-    sent, folded = sides
-    if sent.shape == folded.shape and np.array_equal(sent, folded):
+    for way, table in ((sent, states), (due, folds)):
+        order = stable_order(way * MAX_KINDS + table["kind"])
+        sides.append(np.stack([way, _share(table), table["run"]])[:, order])
+    sent, due = sides
+    if np.array_equal(sent, due):
         return
-    shared = min(sent.shape[1], folded.shape[1])
-    differ = np.flatnonzero((sent[:, :shared] != folded[:, :shared]).any(axis=0))
-    side = sent if sent.shape[1] > shared or len(differ) else folded
-    source, target = side[:2, int(differ[0]) if len(differ) else shared].tolist()
+    shared = min(sent.shape[1], due.shape[1])
+    differ = np.flatnonzero((sent[:, :shared] != due[:, :shared]).any(axis=0))
+    side = sent if sent.shape[1] > shared or len(differ) else due
+    source, target = divmod(int(side[0, int(differ[0]) if len(differ) else shared]), runs.ranks)
     message = f"its states for rank {target} are not those of the slots there"
     yield Violation(RULE, source, None, None, None, message)
+
+
+def _share(table: Table) -> Ints:
+    """int64 [rows]: kind, first head and number of heads as one number."""
+    found: Ints = (table["kind"] * (MAX_HEADS + 1) + table["head"]) * (MAX_HEADS + 1) + table["heads"]
+    return found
 
 
 # ---- halo
