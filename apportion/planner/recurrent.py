@@ -137,13 +137,13 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
     count = sizes[holder[share] // ranks]
     entry, inside = group_of(count), within(count)
     run = cut[first[holder[share] // ranks][entry] + inside]
-    shares = np.stack([kind, low[kind, share], (high - low)[kind, share], folder])[:, entry]
+    shares = np.stack([kind, low[kind, share], (high - low)[kind, share], folder]).take(entry, 1)
     past = np.where(runs.past < 0, NONE, local[runs.past])
-    rank, number, past = np.stack([runs.rank, runs.number, past])[:, run]
+    rank, number, past = np.stack([runs.rank, runs.number, past]).take(run, 1)
     ptr, of_runs = (offsets(np.bincount(side, minlength=ranks)) for side in (shares[3], rank))
     begin = np.arange(len(run)) - ptr[shares[3]] - inside
     folds = np.stack([*shares[:3], rank, number, np.where(past < 0, NONE, begin + past)])
-    states = np.stack([*shares, number])[:, stable_order(rank * len(heads) + shares[0])]
+    states = np.stack([*shares, number]).take(stable_order(rank * len(heads) + shares[0]), 1)
     return (
         Table(ptr, RECURRENCE_TABLES["folds"], folds),
         Table(of_runs, RECURRENCE_TABLES["states"], states),

@@ -133,22 +133,20 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
         yield _violation("folds", folds, row, "has other heads than the slot of its past")
 
     cut = np.flatnonzero((past >= 0) | (runs["leads"] == 1))
-    kind, head, width = (folds.wide(name) for name in ("kind", "head", "heads"))
-    order = stable_order((kind * len(runs) + run) * int(heads.max()) + head)
-    opens = changes(kind[order], run[order])
-    ends = (head + width)[order]
+    ends = folds["head"] + folds["heads"]
+    order = stable_order((folds["kind"] * len(runs) + run) * int(heads.max()) + folds["head"])
+    kind, run, head, ends = np.stack([folds["kind"], run, folds["head"], ends]).take(order, 1)
+    opens = changes(kind, run)
     due = np.where(opens, 0, np.roll(ends, 1))
-    for at in np.flatnonzero(head[order] != due).tolist():
+    for at in np.flatnonzero(head != due).tolist():
         yield _violation(
             "folds", folds, int(order[at]), f"begins at another head than {due[at]}, which is due"
         )
-    last = np.roll(opens, -1)
-    full = ends[last] == heads[kind[order][last]]
-    found = np.stack([kind[order], run[order]])[:, last][:, full]
-    have, wanted = (
-        found[0] * len(runs) + found[1],
-        np.add.outer(np.arange(len(heads)) * len(runs), cut).ravel(),
-    )
+    full = np.roll(opens, -1) & (ends == heads[kind])
+    have = (kind * len(runs) + run)[full]
+    wanted = np.add.outer(np.arange(len(heads)) * len(runs), cut).ravel()
+    if np.array_equal(have, wanted):
+        return
     for number in np.setxor1d(have, wanted).tolist():
         of_kind, at = divmod(number, len(runs))
         what = "are not all in a slot" if number in wanted else "are in slots, but its document is not cut"
@@ -162,7 +160,7 @@ def _states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
     sides = []
     for way, table in ((sent, states), (due, folds)):
         order = stable_order(way * MAX_KINDS + table["kind"])
-        sides.append(np.stack([way, _share(table), table["run"]])[:, order])
+        sides.append(np.stack([way, _share(table), table["run"]]).take(order, 1))
     sent, due = sides
     if np.array_equal(sent, due):
         return
