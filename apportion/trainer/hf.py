@@ -88,18 +88,18 @@ def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> 
     if unknown := sorted({type(one).__name__ for one in mixers if not is_known(one)}):
         rule = f"there is no adapter for its recurrent layers, {', '.join(unknown)}"
         raise ConfigError("model", name, rule, "train it without context parallelism")
-    found = [*({one.layer_idx for one in own} for own in (layers, mixers))]
-    count = config.num_hidden_layers
-    wanted = [{*range(count)}, set()]
+    attend, recur = ({one.layer_idx for one in own} for own in (layers, mixers))
+    count, more = config.num_hidden_layers, ""
+    right = len(attend) == count and not recur
     if recurrence_of(config.model_type) is not None:
         types = [*enumerate(layer_types(text_config(config.to_dict())))]
         wanted = [{n for n, kind in types if kind in own} for own in (ATTENDING, RECURRING)]
-    if found != wanted or not model._can_set_attn_implementation():
-        rule = f"{len(found[0])} of its {count} layers are attention that can be replaced"
-        rule += f", and {len(found[1])} recurrent ones, of {len(wanted[1])}" if mixers or wanted[1] else ""
-        raise ConfigError(
-            "model", name, rule, "plan models of attention layers, and of recurrent ones that are known"
-        )
+        right = [attend, recur] == wanted
+        more = f", and {len(recur)} of {len(wanted[1])} recurrent ones have an adapter"
+    if not right or not model._can_set_attn_implementation():
+        rule = f"{len(attend)} of its {count} layers are attention that can be replaced{more}"
+        remedy = "plan models of attention layers, and of recurrent ones that are known"
+        raise ConfigError("model", name, rule, remedy)
 
 
 def _key(layer: Any) -> str:

@@ -226,6 +226,15 @@ def test_plans_without_the_kind_are_refused() -> None:
         ap.planned_conv(torch.zeros(6, 7), torch.zeros(7, 4), ap.PlanHandle(plan.for_rank(0)))
 
 
+def test_autocast_leaves_states_wide() -> None:
+    handle, rows = handle_of(), [torch.randn_like(x) for x in rows_of()]
+    rows[3] = -rows[3].abs()
+    wanted = ap.planned_scan(None, *rows, handle)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ap.planned_scan(None, *rows, handle)
+    assert torch.equal(found, wanted)
+
+
 def test_a_kernel_of_ones_own_and_a_batch_of_one() -> None:
     handle, rows = handle_of(), [torch.randn(1, *x.shape, dtype=torch.float64) for x in rows_of()]
     rows[3] = -rows[3].abs()

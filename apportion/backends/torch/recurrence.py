@@ -35,12 +35,13 @@ from apportion.ir.request.recurrent import Recurrent, widest_halo
 @dataclass(frozen=True)
 class Group:
     """Runs of one sort. runs: their numbers; rows: int64, theirs end to end; lengths: of each run; ends: int64
-    [runs + 1]."""
+    [runs + 1]; alone: whether the rank has no others, so that rows are in order."""
 
     runs: list[int]
     rows: Tensor
     lengths: list[int]
     ends: Tensor
+    alone: bool
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,9 @@ def _windows(runs: Table, own: int, widest: int) -> dict[str, Tensor]:
 def _group(runs: Table, numbers: Ints) -> Group:
     lengths = runs.wide("rows")[numbers]
     rows = np.repeat(runs.wide("row")[numbers], lengths) + within(lengths)
-    return Group(numbers.tolist(), _ints(rows), lengths.tolist(), _ints(offsets(lengths)))
+    return Group(
+        numbers.tolist(), _ints(rows), lengths.tolist(), _ints(offsets(lengths)), len(numbers) == len(runs)
+    )
 
 
 @dataclass(frozen=True)
@@ -314,12 +317,14 @@ class _Fold(torch.autograd.Function):
 
 def _applied(m: Tensor, state: Tensor) -> Tensor:
     """M on states [n, K, V]; m [n, K, K], of a diagonal [n, K], of one number [n]."""
-    return m @ state if m.dim() == 3 else m.view(*m.shape, *(1,) * (3 - m.dim())) * state
+    with torch.autocast(m.device.type, enabled=False):  # which backward may run in
+        return m @ state if m.dim() == 3 else m.view(*m.shape, *(1,) * (3 - m.dim())) * state
 
 
 def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tensor:
     if layer.delta:
-        return dout @ state.mT
+        with torch.autocast(dout.device.type, enabled=False):
+            return dout @ state.mT
     product = (dout * state).sum(-1)
     return product if layer.gate == "diagonal" else product.sum(-1)
 

@@ -26,7 +26,7 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.recurrence import Group, RankRecurrence, fold_op, halo_op, recurrence_of
 
 
-class RecurrentRows(NamedTuple):
+class ScanRows(NamedTuple):
     """q, k [rows, key heads, K], v [rows, heads, V], g [rows, heads] or [rows, heads, K], beta [rows, heads] or
     None."""
 
@@ -36,12 +36,19 @@ class RecurrentRows(NamedTuple):
     g: Tensor
     beta: Tensor | None
 
-    def of(self, group: Group) -> RecurrentRows:
-        return RecurrentRows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
+    def of(self, group: Group) -> ScanRows:
+        if group.alone and len(self.v) == len(group.rows):
+            return self
+        return ScanRows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
 
 
-def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: RecurrentRows, scale: float) -> Tensor:
-    """o [rows, heads, V], 0 for padding; differentiable. A collective."""
+def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: float) -> Tensor:
+    """o [rows, heads, V], 0 for padding; differentiable. A collective. Autocast is off in it: states stay wide."""
+    with torch.autocast(rows.v.device.type, enabled=False):
+        return _scan(handle, kind, kernel, rows, scale)
+
+
+def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: float) -> Tensor:
     own, v = recurrence_of(handle, kind, rows.v.device), rows.v
     layer, wide = own.layer, accumulator_dtype(v.dtype)
     inputs = [x for x in rows if x is not None]
@@ -71,8 +78,11 @@ def scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: RecurrentRows, sca
     if own.last.runs:
         state = states[own.last_states]
         outs.append(_run(kernel, rows.of(own.last), own.last, scale, state)[0])
-    out = torch.cat(outs)[own.place] if outs else v.new_zeros(0, *v.shape[1:])
-    out = pad(out, (0, 0, 0, 0, 0, len(v) - len(out)))
+    if len(outs) > 1:
+        outs = [torch.cat(outs)[own.place]]
+    out = outs[0] if outs else v.new_zeros(0, *v.shape[1:])
+    if len(out) < len(v):
+        out = pad(out, (0, 0, 0, 0, 0, len(v) - len(out)))
     missed = [] if own.last.runs or own.middle.runs else [states]
     return _reached(out, *missed, *([] if outs else inputs))
 
@@ -82,7 +92,7 @@ def _transition_dims(own: RankRecurrence) -> int:
 
 
 def _run(
-    kernel: Kernel, rows: RecurrentRows, group: Group, scale: float, state: Tensor | None = None
+    kernel: Kernel, rows: ScanRows, group: Group, scale: float, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [rows, heads, V] of a group's rows, and the last state of each run."""
     given = {name: x[None] for name, x in rows._asdict().items() if x is not None}
@@ -92,7 +102,7 @@ def _run(
 
 
 def _summary(
-    own: RankRecurrence, kernel: Kernel, rows: RecurrentRows, scale: float
+    own: RankRecurrence, kernel: Kernel, rows: ScanRows, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of the middle runs o' [rows, heads, V], Q' [rows, heads, K], U and M."""
     layer, group, v = own.layer, own.middle, rows.v

@@ -16,7 +16,7 @@ from torch import Tensor
 from apportion.backends.torch.autograd import check_shape
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.recurrent import Kernel, choose_kernel
-from apportion.backends.torch.scan import RecurrentRows, conv, scan
+from apportion.backends.torch.scan import ScanRows, conv, scan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import suggestion
 from apportion.ir.request.recurrent import Recurrent
@@ -58,11 +58,8 @@ def planned_scan(
     """
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
-    rows = RecurrentRows(
-        *(
-            _unbatched(each, x, batched)
-            for each, x in zip(RecurrentRows._fields, (q, k, v, g, beta), strict=True)
-        )
+    rows = ScanRows(
+        *(_unbatched(each, x, batched) for each, x in zip(ScanRows._fields, (q, k, v, g, beta), strict=True))
     )
     _check_rows(handle, layer, rows)
     found = kernel or choose_kernel(layer.gate, layer.delta, v.device)
@@ -131,7 +128,7 @@ def _unbatched(name: str, x: Tensor | None, batched: bool) -> Tensor:
     return x[0]
 
 
-def _check_rows(handle: PlanHandle, layer: Recurrent, rows: RecurrentRows) -> None:
+def _check_rows(handle: PlanHandle, layer: Recurrent, rows: ScanRows) -> None:
     count, channels = handle.padded_rows, (layer.key_dim,) if layer.gate == "diagonal" else ()
     wanted = {
         "q": (count, layer.shared_heads, layer.key_dim),
