@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -112,3 +113,11 @@ def test_a_recurrent_layer_that_was_put_in_later_is_found() -> None:
     model.model.layers[0].mamba = made("Bamba").model.layers[0].mamba
     with pytest.raises(ConfigError, match=r"attention of layers \[0 \(recurrent\)\] would ignore the plan"):
         hf.require_enabled(model)
+
+
+def test_a_convolution_that_does_not_know_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf.enable(made("OlmoHybrid"), check=False)
+    home = sys.modules[type(model).__module__]
+    monkeypatch.setattr(home, "causal_conv1d_fn", vars(home)["causal_conv1d_fn"].unplanned)
+    with pytest.raises(ConfigError, match="computes a row from other rows of the call"):
+        hf.enable(model)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,3 +65,14 @@ def test_rows_of_no_sequence_are_none() -> None:
     }
     o, state = chunk_recurrence(**given, cu_seqlens=torch.tensor([0]))
     assert (o.shape, state.shape) == ((1, 0, 2, 3), (0, 2, 4, 3))
+
+
+def test_kernels_of_equal_heads_are_given_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention's, where it is installed and rows are on a GPU."""
+    module = SimpleNamespace(chunk_simple_gla=chunk_recurrence)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=SimpleNamespace(simple_gla=module)))
+    for name in ("fla.ops", "fla.ops.simple_gla"):
+        monkeypatch.setitem(sys.modules, name, module)
+    given = {name: x[None] for name, x in rows_of(9, 4, 2, 3, 5, "scalar", False).items()}
+    kernel = choose_kernel("scalar", False, torch.device("cuda"))
+    torch.testing.assert_close(kernel(**given), chunk_recurrence(**given))

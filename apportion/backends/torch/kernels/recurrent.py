@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +44,24 @@ def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
     if device.type == "cuda":
         module, function = _FLA[gate, delta]
         try:
-            found: Kernel = getattr(import_module(f"fla.ops.{module}"), function)
+            return partial(_of_equal_heads, getattr(import_module(f"fla.ops.{module}"), function))
         except ImportError:
             return chunk_recurrence
-        return found
     return chunk_recurrence
+
+
+def _of_equal_heads(
+    kernel: Kernel, *, q: Tensor, k: Tensor, v: Tensor, **given: Any
+) -> tuple[Tensor, Tensor]:
+    """Calls a kernel that may want as many heads of q and k as of v."""
+    q, k = _spread(q, v), _spread(k, v)
+    return kernel(q=q, k=k, v=v, **given)
+
+
+def _spread(x: Tensor, v: Tensor) -> Tensor:
+    """q or k with the heads of v, each for as many of these one after another."""
+    shared = v.shape[2] // x.shape[2]
+    return x.repeat_interleave(shared, 2) if shared > 1 else x
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -72,8 +87,7 @@ def chunk_recurrence(
     lengths = [rows] if cu_seqlens is None else cu_seqlens.diff().tolist()
     size = _CHUNK if g.dim() == 3 else _CHANNEL_CHUNK
     chunks = _Chunks.of(lengths, size, v.device)
-    shared = heads // k.shape[2]
-    q, k = (x.repeat_interleave(shared, 2) if shared > 1 else x for x in (q, k))
+    q, k = _spread(q, v), _spread(k, v)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     g = (g if g.dim() == 4 else g[..., None]).to(wide)
     Q, K, V, G = (chunks.cut(x[0].to(wide)) for x in (q, k, v, g))  # [chunks, heads, size, width]
