@@ -156,16 +156,17 @@ def _experts(record: Record) -> str:
     if not experts["count"] or row is None:
         return ""
     rows = row["experts"]
+    assumed = f"imbalance {experts['imbalance']:g} assumed, "
     capacity = (
         f"padded to {experts['capacity']:g} of an even share of the fullest rank's, so that uneven tokens are padding"
         if experts["capacity"]
-        else "dropless: uneven tokens are rows that a rank sends, not that experts compute"
+        else f"{assumed}dropless: uneven tokens are rows that a rank sends, not that experts compute"
     )
     said = (
         f"{held['total'] / 1e9:.1f}B parameters, {held['active'] / 1e9:.1f}B of them a token's; {row['name']}: an "
         f"expert gets {rows['mean']:,.0f} rows a microbatch on average, the fullest rank of experts "
-        f"{rows['received']:,.0f} (imbalance {experts['imbalance']:g} assumed); the fullest rank has "
-        f"{100 * (rows['uneven'] - 1):.1f} % more tokens than the mean ({capacity})"
+        f"{rows['received']:,.0f}; the rank with most tokens has {100 * (rows['uneven'] - 1):.1f} % more than the mean "
+        f"({capacity})"
     )
     return "\n".join(["", *wrap(said, WIDTH)])
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import apportion as ap
+from apportion.cli.printed import forecast as printed
 from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
@@ -277,6 +278,20 @@ def test_a_search_tries_expert_degrees_and_plans_once_for_all() -> None:
     assert {expert for tensor, pipeline, expert in degrees if (tensor, pipeline) == (1, 1)} == {1, 2, 4, 8}
     assert {one.planned_as(CLUSTER).expert for one in found} == {1}
     assert {one.expert for one in search_space(CLUSTER, SMALL, 4, ["ulysses"])} == {1}
+
+
+def test_the_command_says_rows_and_what_uneven_tokens_do() -> None:
+    for capacity, said in (
+        (None, "imbalance 1.5 assumed, dropless"),
+        (1.25, "padded to 1.25 of an even share"),
+    ):
+        training = trained(experts=replace(EXPERTS, capacity=capacity))
+        record = ap.forecast(BATCH, CLUSTER, SMALL, [form("ulysses", expert=4)], training).record()
+        told = {"batches": 1, "tokens": BATCH.tokens, "workload": "lengths"}
+        text = " ".join(" ".join(str(view()).split()) for view in printed.views(record | told, False))
+        assert "an expert gets 1,024 rows a microbatch on average" in text
+        assert said in text
+    assert record["parameters"]["total"] > record["parameters"]["active"]
 
 
 @pytest.mark.parametrize(
