@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from warnings import warn
 
@@ -17,9 +17,10 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.threads import checked_threads
 from apportion.ir.verify import verify as verify_plan
-from apportion.planner.pipeline.feasibility import check_request
+from apportion.planner.pipeline.feasibility import check_call_memory, check_request
 from apportion.planner.pipeline.pipeline import Made, draft, seal
 from apportion.planner.pipeline.placing import place
+from apportion.planner.pipeline.report import departures
 from apportion.planner.pipeline.watch import Watch
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.built_in import BUILT_IN
@@ -71,10 +72,27 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
     check_request(problem)
     placed = place(problem, passes, watch, threads)
     plan = seal(draft(placed, watch, threads=threads), watch, threads=threads)
-    for told in plan.report.get("departures", ()):
-        if _is_wanted(recipe, told):
-            warn(f"recipe {recipe.name}: {departure(told)}", stacklevel=3)
+    _warn(recipe, plan.report.get("departures", ()))
     return Made(plan, placed)
+
+
+def sketch(problem: Problem) -> Plan:
+    """The plan of `make` without bytes, and without a report but of its second layout: what a forecast simulates.
+    Raises as `make`."""
+    recipe, watch = problem.policy.recipe, Watch(None)
+    if recipe.step("search") is not None or problem.policy.tolerance is not None:
+        return make(problem, watch).plan
+    check_request(problem)
+    drafted = draft(place(problem, passes_of(recipe), watch, 1), watch)
+    check_call_memory(drafted.problem, drafted.programs, drafted.layouts)
+    _warn(recipe, [vars(one) for one in departures(drafted.placed, drafted.lowered)])
+    return drafted.plan({} if drafted.remapping is None else {"remap": drafted.remapping.said})
+
+
+def _warn(recipe: Recipe, every: Iterable[Mapping[str, Any]]) -> None:
+    for told in every:
+        if _is_wanted(recipe, told):
+            warn(f"recipe {recipe.name}: {departure(told)}", stacklevel=4)
 
 
 def _is_wanted(recipe: Recipe, told: Mapping[str, Any]) -> bool:

@@ -18,12 +18,13 @@ from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.ir.tensors import PHASES
-from apportion.planner.api import plan
+from apportion.planner.api import sketch
 from apportion.planner.cost import CostModel
 from apportion.planner.forecast.grids import groups_of
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.pack import Sequential, Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
+from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import pack_of
 from apportion.planner.remap import LINEAR
 from apportion.planner.simulate import makespans_us
@@ -91,9 +92,7 @@ def plan_attention(
         planned.append([])
         for own in held:
             parts = _halves(own, group, rank_model, policy, hardware) if parallelism.ping_pong else [own]
-            made = (
-                plan(one, group, rank_model, policy=policy, hardware=hardware, verify=False) for one in parts
-            )
+            made = (sketch(Problem(one, group, rank_model, policy, hardware)) for one in parts)
             planned[-1].append(_planned(*made))
     return planned, sum(pairs)
 

@@ -10,6 +10,7 @@ folding, expert-tensor degree 1); ranks with the same experts hold or share them
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from msgspec import Meta
@@ -128,7 +129,7 @@ class ExpertRanks:
             rule = f"must divide the {self.ranks} ranks of a stage, and be whole nodes of {on_node} or part of one"
             raise ConfigError("parallelism.expert", self.degree, rule, "use another degree")
 
-    @property
+    @cached_property
     def copies(self) -> Cluster:
         """The ranks that have the same experts, which stand `degree` ranks apart."""
         on_node = max(1, min(self.ranks, self.cluster.ranks_per_node) // self.degree)

@@ -331,7 +331,7 @@ def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[
     experts = layers.expert_parameters * count
     owned = parameters + experts
     if training.shards("optimizer"):
-        owned = parameters / stage.ranks + experts / setting.expert_ranks.copies.ranks
+        owned = parameters / stage.ranks + experts * setting.parallelism.expert / setting.expert_ranks.ranks
     found = {"optimizer": layers.optimizer_us(owned)}
     if training.shards("weights"):
         return found
@@ -354,7 +354,7 @@ def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
     if form.pipeline == 1:
         return 0.0
     moved = max(one.tokens for one in held) * model.hidden * model.element_bytes / form.tensor
-    stage = form.stage(cluster)
+    stage = setting.stage
     inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
     if inside:
         return moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us
@@ -373,6 +373,6 @@ def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
         flight = in_flight(form.pipeline, form.steps(), form.virtual, last=stage > 0)
         has_head = stage == form.pipeline - 1
         held = activations(layers, count * flight, most.tokens, most.bytes, most.projects, has_head)
-        copies = setting.expert_ranks.copies.ranks
+        copies = ranks * form.tensor // form.expert
         found.append(memory(layers, count, ranks, ends, held, has_head, copies))
     return max(found, key=lambda one: one.total)

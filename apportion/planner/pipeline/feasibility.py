@@ -69,6 +69,13 @@ def check_promises(
             f"{report['imbalance_bound'] - 1:.4f}; use smaller blocks where the recipe "
             f"has any, another recipe, or a higher policy.tolerance"
         )
+    check_call_memory(problem, programs, layouts)
+
+
+def check_call_memory(
+    problem: Problem, programs: Mapping[tuple[str, str], ProgramSet], layouts: Mapping[str, Layout]
+) -> None:
+    """Raises CapacityError where a call needs more than a rank has."""
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
