@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import mapping
+from apportion.ir.fields import instance, mapping
 from apportion.ir.request.hf_config import head_fields
 from apportion.ir.request.hf_experts import layer_fields
 from apportion.planner import options
@@ -56,6 +56,7 @@ class Training:
     rope_dim: Natural = 0
 
     def __post_init__(self) -> None:
+        instance("training.experts", self.experts, Experts, "use Training.from_data for a mapping")
         options.keep(self, "training")
         if self.chunks > 1 and not (self.offload and self.recompute == "full"):
             rule, remedy = "chunks live on the host and are made anew", "write offload: true, recompute: full"
