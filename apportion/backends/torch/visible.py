@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -66,28 +66,23 @@ class Visible:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
     """What `trainer.step.visible.gather_visible` does, of several tensors."""
-    found = _found(handle, kind)
-    for tensor in x:
-        if len(tensor) != handle.padded_rows:
-            raise ExecutionError(f"this rank holds {handle.padded_rows} rows of the plan, got {len(tensor)}")
+    handle.agree()
+    with _call(handle, kind, "rows", x):
+        known = _KNOWN.setdefault(handle, {})
+        if kind not in known:
+            known[kind] = Gathering.of(handle, kind)
+        for tensor in x:
+            if len(tensor) != handle.padded_rows:
+                raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")
+        found: tuple[Tensor, ...] = _Gathered.apply(known[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
     handle.calls += 1
-    handle.called[kind] += 1
+    handle.called.setdefault(kind, 0)  # used; how often is the kernel's own affair
     handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
-    rows: tuple[Tensor, ...] = _Gathered.apply(found, handle, kind, *x)  # type: ignore[no-untyped-call]
-    return Visible(rows, *found.told_on(x[0].device, len(x[0])))
+    return Visible(found, *known[kind].told_on(x[0].device, len(x[0])))
 
 
 #: of each plan in use: kind -> what was found
 _KNOWN: WeakKeyDictionary[PlanHandle, dict[str, Gathering]] = WeakKeyDictionary()
-
-
-def _found(handle: PlanHandle, kind: str) -> Gathering:
-    """A collective the first time: tokens of rows travel as the rows will. Raises ConfigError."""
-    known = _KNOWN.setdefault(handle, {})
-    if kind not in known:
-        with handle.call(f"what gather_visible of kind {kind} brings, plan {handle.name}"):
-            known[kind] = Gathering.of(handle, kind)
-    return known[kind]
 
 
 #: rows of a tensor: those of a slice lie side by side, and need no copy
@@ -109,21 +104,18 @@ class Gathering:
 
     @staticmethod
     def of(handle: PlanHandle, kind: str) -> Gathering:
-        """A collective. Raises ConfigError."""
-        program, layout = (
-            handle.slice.programs[kind, "forward"],
-            handle.slice.layout(handle.slice.header.home_layout),
-        )
+        """A collective: tokens of rows travel as the rows will. Raises ConfigError."""
+        program = handle.slice.programs[kind, "forward"]
         if why := obstacle(program):
             remedy = f"plan with balance={{{kind!r}: …}} in the model, or with a recipe such as fcp or blend"
             raise ConfigError("kind", kind, f"has a plan that does not gather rows: {why}", remedy)
-        fetch = Fetch.of(program, handle.rows)
+        fetch, layout = Fetch.of(program, handle.rows), handle.slice.layout(handle.slice.header.home_layout)
         own = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
-        (told,) = Gathering(fetch, fetch.as_they_come, own).brought(handle, kind, (own,))
+        (told,) = Gathering(fetch, fetch.as_they_come, own).brought(handle, (own,))
         arranged = fetch.arranged(told[:, 0].numpy())
         ordered = torch.empty_like(told)
         ordered[torch.from_numpy(arranged.place)] = told
-        return Gathering(fetch, arranged, ordered[: arranged.visible])
+        return Gathering(replace(fetch, seen=()), arranged, ordered[: arranged.visible])
 
     def __init__(self, fetch: Fetch, arranged: Arranged, told: Tensor) -> None:
         self._fetch, self.arranged, self.told = fetch, arranged, told
@@ -139,15 +131,13 @@ class Gathering:
             self._told[device] = tuple(part.to(device) for part in (padded, *self.told.T))
         return self._told[device]
 
-    def brought(self, handle: PlanHandle, kind: str, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def brought(self, handle: PlanHandle, x: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Visible rows [visible, ...] of each x [rows, ...]."""
         found = [part.new_empty(self._fetch.rows, *part.shape[1:]) for part in x]
         for memory, part in zip(found, x, strict=True):
             memory[self._home(part.device)] = part[: self._fetch.home]
-        with _call(handle, kind, "rows", x):
-            _travel(
-                handle.communicator, self.legs(x[0].device, back=False), found, [part.dtype for part in x]
-            )
+        legs, wire = self.legs(x[0].device, back=False), [part.dtype for part in x]
+        _travel(handle.communicator, legs, found, wire)
         return tuple(memory[: self.arranged.visible] for memory in found)
 
     def returned(self, handle: PlanHandle, kind: str, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -222,8 +212,9 @@ def _travel(
                     own[index] = part
 
     for i, leg in enumerate(legs):
-        for j in flights.keys() & {*leg.behind}:
-            finish(j)
+        for j in leg.behind:
+            if j in flights:
+                finish(j)
         posts, came = [], []
         for peer, index, rows in leg.into:
             direct = isinstance(index, slice) and not add
@@ -257,7 +248,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Gathering, handle: PlanHandle, kind: str, *x: Tensor) -> tuple[Tensor, ...]:
         ctx.found, ctx.handle, ctx.kind, ctx.rows = found, handle, kind, len(x[0])
-        rows = found.brought(handle, kind, x)
+        rows = found.brought(handle, x)
         ctx.mark_non_differentiable(*(part for part in rows if not part.is_floating_point()))
         return rows
 
