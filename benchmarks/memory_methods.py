@@ -30,6 +30,8 @@ CHUNK_TOKENS = 65536
 #: bytes in float32 of a tile of logits and their log-softmax (ALST)
 LOGITS_TILE = 2**30
 RECIPES = {"plain": "ulysses", "alst": "ulysses", "fpdt": "ulysses", "upipe": "upipe", "both": "upipe"}
+#: on several nodes heads are split inside each, and a ring goes between them (UPipe, section 5.2.1)
+OF_NODES = {"ulysses": "usp", "upipe": "upipe_ring"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Run:
         return (every + another) / self.stages if RECIPES[method] == "upipe" else every
 
     def _planned(self, method: str, tokens: int) -> int:
-        return planned_bytes(self.model, self.gpus, RECIPES[method], tokens)
+        recipe = RECIPES[method] if self.gpus <= 8 else OF_NODES[RECIPES[method]]
+        return planned_bytes(self.model, self.gpus, recipe, tokens)
 
     def seconds(self, method: str, tokens: int) -> tuple[float, float]:
         """A step by the forecast, and what of it are copies that nothing hides."""

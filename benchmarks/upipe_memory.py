@@ -136,20 +136,20 @@ class Member:
 def peak_rows(model: Model, degree: int, upipe: UPipe, member: Member, phase: str) -> dict[Tensor, Arena]:
     """Work rows that a rank holds at the peak of a phase, under groups of `degree` ranks: its attention rows with the
     heads of a stage (twice where a stage comes in while another is computed), and, where heads are made at home, those
-    on their way to and from each other rank.
+    on their way to each other rank.
 
-    KV heads that several ranks of a group share are made once for all of them; their gradients come from each.
+    KV heads that several ranks of a group share are made once for all of them; their gradients come from each, to be
+    added up at home.
     Raises ConfigError.
     """
     stages = upipe.stages(model, degree)
     others = (degree - 1) * member.home
     made = upipe.project * others
     made_keys = upipe.project * _other_key_sets(stages) * member.home
-    returned = (upipe.project or stages.shared) * others
+    returned = stages.shared * others
     rows = (1 + upipe.ahead * (len(stages) > 1)) * member.rows
     keys = (1 + upipe.ahead * (stages.windows > 1)) * member.rows
-    at_home = (Tensor.Q, Tensor.DQ)
-    of_query = {tensor: rows + made * (tensor in at_home) for tensor in TRAVELLING["query", phase]}
+    of_query = {tensor: rows + made * (tensor == Tensor.Q) for tensor in TRAVELLING["query", phase]}
     beside = {Tensor.KV: member.tiles + made_keys, Tensor.DKV: member.gradient_tiles + returned}
     of_key = {tensor: keys + beside[tensor] for tensor in TRAVELLING["key", phase]}
     widest = int(stages.key_heads.max())

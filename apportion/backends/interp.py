@@ -202,6 +202,18 @@ class Program:
         """Whether the program calls the layer's projection: then it takes hidden states and not q, k, v."""
         return any(op.rule.products for op in self.ops)
 
+    @cached_property
+    def is_pushed_once(self) -> bool:
+        """Whether rows of dX are written once, by the projection, and never added to."""
+        rows = [(step.op, row) for step in self.steps for row in step.rowops]
+        named = [op for op, row in rows for index in (row.a, row.c, row.d) if self._is_dx(index)]
+        once = [op for op, row in rows if op == Op.PROJECT_GRAD and row.first]
+        sent = (one.operand for step in self.steps for one in step.transfers)
+        return len(named) == len(once) and not any(map(self._is_dx, sent))
+
+    def _is_dx(self, index: int) -> bool:
+        return self.operands[index].tensor == Tensor.DX
+
     @property
     def cuts(self) -> Cuts:
         """Where this rank alone would cut; see `ir.plan.segments`."""

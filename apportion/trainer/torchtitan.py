@@ -35,7 +35,7 @@ from apportion.trainer.ticks import TickPipeline
 
 try:
     import tyro
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.config.override import OverrideConfig, derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -94,12 +94,16 @@ class PlannedAttention(Module):
         return masks.get(name) or next(iter(masks.values()))
 
 
-def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
-    """A dense block, [rows, E], around its attention. Raises ConfigError."""
-    attention = block.attention
-    if type(attention) is not GQAttention or not hasattr(block, "feed_forward"):
+def require_dense(block: Any) -> None:
+    """Raises ConfigError for a block that halves and ticks cannot run around its attention."""
+    if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
         rule = "has no dense feed-forward network behind grouped-query attention, which halves and ticks run around"
         raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
+
+
+def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
+    """A dense block, [rows, E], around its attention."""
+    attention = block.attention
 
     def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = attention.qkv_linear(block.attention_norm(hidden[None]))
@@ -265,22 +269,34 @@ class PlannedTrainer(Trainer):
         remedy = 'build the layers with attn_backend="flex" or "varlen"'
         self.planned_layers = count_planned(self.model_parts, "inner_attention", PlannedAttention, remedy)
         if pairs or table:
-            remake = isinstance(config.activation_checkpoint, SelectiveAC.Config)
-            require("selective activation_checkpoint", remake, False, "it cannot keep attention run around")
-            require("compile.enable", config.compile.enable, False, "layers run in an autograd function")
-            require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would part the rows")
-        if table is not None:
-            require(
-                "activation_checkpoint", config.activation_checkpoint, None, "ticks keep what layers make"
-            )
-            require("validator.enable", config.validator.enable, False, "ticks are of iterations alone")
-            layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
-            held, rule = [len(part.layers) for part in self.model_parts], "stages have equally many layers"
-            require("layers of this stage's chunks", held, [layers // stages] * table.virtual, rule)
+            self._check_around(config, table)
         if pairs:
-            blocks = (block for part in self.model_parts for block in part.modules())
-            for block in (block for block in blocks if "attention" in block._modules):
+            for block in self._blocks():
                 take_turns(block)
+
+    def _blocks(self) -> list[Any]:
+        """Of attention, on this stage."""
+        modules = (module for part in self.model_parts for module in part.modules())
+        return [module for module in modules if "attention" in module._modules]
+
+    def _check_around(self, config: Config, table: TickTable | None) -> None:
+        """Raises ConfigError where halves, or ticks of a table, cannot run around attention."""
+        remake = isinstance(config.activation_checkpoint, SelectiveAC.Config)
+        require("selective activation_checkpoint", remake, False, "it cannot keep attention run around")
+        require("compile.enable", config.compile.enable, False, "layers run in an autograd function")
+        require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would part the rows")
+        for block in self._blocks():
+            require_dense(block)
+        if table is None:
+            return
+        remade = config.activation_checkpoint
+        require("activation_checkpoint", remade, None, "ticks keep what layers make")
+        require("validator.enable", config.validator.enable, False, "ticks are of iterations alone")
+        layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
+        held, rule = [len(part.layers) for part in self.model_parts], "chunks have equally many layers"
+        if layers % stages:
+            raise ConfigError("layers", layers, rule, f"take a multiple of {stages}, or fewer stages")
+        require("layers of this stage's chunks", held, [layers // stages] * table.virtual, rule)
 
     def init_distributed(self) -> Any:
         config, dims = self.config, super().init_distributed()
@@ -320,7 +336,7 @@ class PlannedTrainer(Trainer):
         parts, ticks = self.model_parts, [one.to(self.device) for one in masks.ticks]
         self.ntokens_seen += sum(one.numel() for one in labels)
         for part in parts:
-            fully_shard.state(part)._lazy_init()  # type: ignore[attr-defined]
+            part._get_fsdp_state()._lazy_init()
             _gather(part)
         chunks = [[split(block, masks) for block in part.layers.values()] for part in parts]
         first, last = parts[0], parts[-1]
@@ -366,7 +382,7 @@ def _add_up(part: Any, last: bool) -> None:
     part.set_is_last_backward(last)
     part.set_reshard_after_backward(last)
     part.set_requires_gradient_sync(last)
-    fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    part._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:

@@ -424,16 +424,24 @@ class Preparation {
     return covered(every_);
   }
 
-  // Gradients of home rows that no task has left complete: one kernel at the end.
+  // Gradients of home rows that no task has left complete, and dX where it is added to: one kernel in all.
   void cast(Column<const int64_t> home_rows) {
-    bool projects = false;
-    programs_.each_step([&](const Step& step) { projects |= step.op == Op::PROJECT_GRAD; });
+    bool projects = false, adds = false, from_home = false;
+    programs_.each_step([&](const Step& step) {
+      if (step.op != Op::PROJECT_GRAD) return;
+      const auto& columns = programs_.lists[ROWOPS].columns;
+      projects = true;
+      for (int64_t row = step.first; row < step.end; ++row) {
+        adds |= columns[4][row] == 0;
+        for (int64_t column : {1, 2}) from_home |= columns[column][row] != 0 && programs_.is_home(operand(step, column, row));
+      }
+    });
     for (int64_t rank = 0; rank < programs_.ranks(); ++rank) {
       const int64_t all = home_rows[rank];
       int64_t& moved = row_work.cast[rank];
-      if (projects) moved = all * sizes_.cast(Tensor::DX);
+      if (adds) moved = all * sizes_.cast(Tensor::DX);
       for (std::size_t i = 0; i < SUMS.size(); ++i)
-        if (!projects && SUMS[i].list == GRADS)
+        if ((from_home || !projects) && SUMS[i].list == GRADS)
           moved += (all - rows_within(fusion_.sums[i].home, rank, 0, all)) * sizes_.cast(SUMS[i].tensor);
       row_work.kernels[rank] += moved > 0;
     }

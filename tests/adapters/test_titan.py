@@ -146,6 +146,19 @@ def test_what_cannot_be_is_refused_before_training(two: Any, changes: Any, says:
 
 
 @pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (Case(checkpoint="full"), "activation_checkpoint = "),
+        (Case(layers=3), "layers = 3"),
+        (Case(model="gpt_oss"), "has no dense feed-forward network"),
+    ],
+)
+def test_what_ticks_cannot_run_is_refused(two: Any, case: Any, says: Any) -> None:
+    for told in two.run(jobs_titan.refused, 2, replace(case, pp=2, microbatches=2, ticks=1)):
+        assert says in told
+
+
+@pytest.mark.parametrize(
     ("broken", "says"),
     [
         ("own", "layers.1.attention.inner_attention = 'ScaledDotProductAttention': would not know the plan"),

@@ -1,4 +1,4 @@
-"""What the ranks do in test_upipe_block: attention layers with everything around their heads, plain, or with FSDP2."""
+"""What ranks do in tests of head stages: attention layers with everything around their heads, plain or under FSDP2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from apportion.backends.torch.autograd import prepare
+from apportion.backends.torch.autograd import backward_home, prepare, run
 from apportion.backends.torch.executor import Layer as AttentionLayer
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -122,3 +122,31 @@ def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, t
         memory = prepare(handle, handle.kinds[0], phase, home, AttentionLayer(Score(1.0))).memory
         found.append({int(name): tuple(parts[0].shape[:2]) for name, parts in memory.work.items()})
     return found
+
+
+def held_bytes(
+    comm: Communicator, sizes: Sizes, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
+) -> tuple[int, int]:
+    """Bytes of home rows, without position ids, and of work rows of a backward on the stage engine: when attention is
+    done, and when dX is."""
+    piece, hidden, do = shard
+    handle, layer = jobs.handle_of(comm, piece), Layer(sizes).to(sizes.dtype)
+    x, kind = jobs.given(hidden).to(sizes.dtype), handle.kinds[0]
+    given = {Name.X: (x, handle.position_ids)}
+    program = AttentionLayer(Score(0.5), project=layer.project, params=tuple(layer.project.params))
+    out, lse = run(handle, kind, "forward", given, program).output(sizes.dtype)
+    gradient = jobs.given(do).to(sizes.dtype)
+    machine = prepare(handle, kind, "backward", backward_home(given, out, lse, gradient), program)
+    *steps, last = machine.program.steps
+    machine.execute(steps)
+    found = [_held(machine)]
+    machine.execute([last])
+    machine.close()
+    return found[0], _held(machine)
+
+
+def _held(machine: Any) -> int:
+    home = {name: parts[:1] if name == Name.X else parts for name, parts in machine.memory.home.items()}
+    arrays = [array for parts in (*home.values(), machine._results) for array in parts]
+    kept = {array.untyped_storage().data_ptr(): array.untyped_storage().nbytes() for array in arrays}
+    return sum(kept.values()) + sum(array.nbytes for parts in machine.memory.work.values() for array in parts)

@@ -63,7 +63,7 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
     given = {name: tuple(_in_rows(part) for part in parts) for name, parts in home.items()}
     layer = replace(layer, sinks=_checked_sinks(handle, layer.sinks, device))
     buffer = handle.communicator.pool.take(loaded.arenas.size, device)
-    memory = Memory(loaded.arenas, handle.rows, given, buffer, handle.padding)
+    memory = Memory(loaded.arenas, handle.rows, given, buffer, handle.padding, loaded.arrived)
     return handle.engine_on(device).machine(loaded, memory, layer, handle.communicator)
 
 
@@ -139,7 +139,7 @@ def _check_dtype(name: str, tensor: Tensor, handle: PlanHandle) -> None:
         )
 
 
-def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> Home:
+def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> dict[Name, Parts]:
     """What a backward program is given: what forward `kept` (q, k, v or hidden states), its result, and dO."""
     return {**kept, Name.O: (out, lse), Name.DO: (do,)}
 
@@ -193,12 +193,16 @@ class PlannedBlock(torch.autograd.Function):
         rest = iter(rows)
         kept: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
         home = backward_home({**kept, Name.X: (hidden, position_ids)}, out, lse, do)
+        del out, lse, kept, rows
         with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
-            machine = run(ctx.handle, ctx.kind, "backward", home, layer)
-        (dx,), gradients = machine.memory.home_rows(Name.DX), machine.gradients
+            machine = prepare(ctx.handle, ctx.kind, "backward", home, layer)
+            home.clear()  # the machine lets go of what is not needed to the end
+            machine.run()
+            machine.close()
+        dx, gradients = machine.hidden_gradient(hidden.dtype), machine.gradients
         found = iter(gradients.params)
         dparams = [next(found).to(p.dtype) if p.requires_grad else None for p in ctx.params]
-        return dx.to(hidden.dtype), None, sink_gradient(layer, gradients), None, None, None, *dparams
+        return dx, None, sink_gradient(layer, gradients), None, None, None, *dparams
 
 
 # --- the op

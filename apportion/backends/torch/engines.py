@@ -59,7 +59,8 @@ class TaskEngine:
             activate_newest(request.device)
         program, hidden = request.program, request.hidden
         rounds = find_rounds(request.columns, program, hidden, early={})
-        return Loaded(program, rounds, Arenas(program, rounds.staging_bytes, hidden, request.envelope))
+        arenas = Arenas(program, rounds.staging_bytes, hidden, request.envelope)
+        return Loaded(program, rounds, arenas, arrived=frozenset())
 
 
 @dataclass(frozen=True)

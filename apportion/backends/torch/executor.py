@@ -9,7 +9,7 @@ the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from apportion.backends.torch.kernels.attention import (
     merge,
 )
 from apportion.backends.torch.memory.arenas import Arenas, Memory, Parts, View
-from apportion.backends.torch.memory.arrays import accumulator_dtype
+from apportion.backends.torch.memory.arrays import DTYPES, accumulator_dtype
 from apportion.backends.torch.memory.head_columns import index_of, pick
 from apportion.backends.torch.memory.rounds import Message, Round, Rounds, aligned
 from apportion.backends.torch.transport import Flight, Sizes, Transport
@@ -37,6 +37,8 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Tensor as Name
 
+#: rows whose gradients go back through a projection at a time
+_TILE_ROWS = 4096
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
 Projection = Callable[[Tensor, Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor, Tensor]]
 
@@ -73,11 +75,13 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rank's program, ready for any number of calls on one device."""
+    """A rank's program, ready for any number of calls on one device. arrived: sums of which the engine keeps no home
+    row but as a result."""
 
     program: Program
     rounds: Rounds
     arenas: Arenas
+    arrived: frozenset[Name]
 
     @property
     def table_numbers(self) -> int:
@@ -113,6 +117,11 @@ class TorchMachine(Machine[View]):
         # dk and dv lie side by side: results share no memory
         dk, dv = (part.to(dtype, copy=True).contiguous() for part in (dk, dv))
         return dq.to(dtype), dk, dv
+
+    def hidden_gradient(self, dtype: torch.dtype) -> Tensor:
+        """dX in a dtype, of a backward program that has run and projects."""
+        (dx,) = self.memory.home_rows(Name.DX)
+        return dx.to(dtype)
 
     def close(self) -> None:
         """Gives work rows and staging back, when all steps have run. Home rows stay."""
@@ -157,44 +166,61 @@ class TorchMachine(Machine[View]):
 
     def project(self, step: Step) -> None:
         for row in step.rowops:
-            hidden, positions = self.views[row.a].read()
+            hidden, positions = self._view(row.a).read()
             with torch.no_grad():
                 q, k, v = self._projected(hidden, positions, row)
             if row.b:
-                self.views[row.b].fill((q,))
+                self._view(row.b).fill((q,))
             if row.c:
-                self.views[row.c].fill((k, v))
+                self._view(row.c).fill((k, v))
 
     def project_grad(self, step: Step) -> None:
+        """A tile of rows after the other, so that what is made again is small."""
+        if step.index == self.program.steps[-1].index:
+            self._let_go()
         for row in step.rowops:
-            hidden, positions = self.views[row.a].read()
-            with torch.enable_grad():
-                leaf = hidden.detach().requires_grad_()
-                q, k, v = self._projected(leaf, positions, row)
-                outputs = [*((q,) if row.b else ()), *((k, v) if row.c else ())]
-                grads = [part for i in (row.b, row.c) if i for part in self.views[i].read()]
-                self._push_back(row, leaf, outputs, grads)
+            grads = [part for index in (row.b, row.c) if index for part in self._gradients(index)]
+            (sums,), rows = self._view(row.d).read(), self._view(row.a).read()
+            for first in range(0, len(sums), _TILE_ROWS):
+                tile = slice(first, first + _TILE_ROWS)
+                with torch.enable_grad():
+                    dx = self._push_back(row, *(part[tile] for part in (*rows, *grads)))
+                sums[tile].copy_(dx) if row.first else sums[tile].add_(dx)
 
-    def _push_back(self, row: RowOp, leaf: Tensor, outputs: list[Tensor], grads: list[Tensor]) -> None:
+    def _gradients(self, index: int) -> Parts:
+        """Of an operand of dQ or dKV; at home as the caller would get them."""
+        operand = self.program.operands[index]
+        if not operand.is_home:
+            return self._view(index).read()
+        dq, *of_keys = self.input_gradients(DTYPES[self.program.header.dtype])
+        parts = (dq,) if operand.tensor == Name.DQ else tuple(of_keys)
+        return View(operand, parts).read()
+
+    def _push_back(self, row: RowOp, hidden: Tensor, positions: Tensor, *grads: Tensor) -> Tensor:
+        """The gradient of hidden states; those of the parameters are added up."""
+        leaf = hidden.detach().requires_grad_()
+        q, k, v = self._projected(leaf, positions, row)
+        outputs = [*((q,) if row.b else ()), *((k, v) if row.c else ())]
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
         inputs = (leaf, *self._layer.params)
         dx, *dparams = torch.autograd.grad(outputs, inputs, cast, allow_unused=True)
-        self._accumulate(row.d, (torch.zeros_like(leaf) if dx is None else dx,), row.first)
         for total, grad in zip(self.gradients.params, dparams, strict=True):
             if grad is not None:
                 total += grad
-
-    def _accumulate(self, index: int, parts: Sequence[Tensor], first: bool) -> None:
-        whole = self.views[index].read()
-        for old, new in zip(whole, parts, strict=True):
-            old.copy_(new) if first else old.add_(new)
-        self.views[index].write(whole)
+        return torch.zeros_like(leaf) if dx is None else dx
 
     def _projected(self, hidden: Tensor, positions: Tensor, row: RowOp) -> tuple[Tensor, Tensor, Tensor]:
         if self._layer.project is None:
             raise ExecutionError("the plan projects hidden states itself: call planned_attention_block")
-        q_heads, kv_heads = (self.views[i].operand.heads if i else () for i in (row.b, row.c))
+        q_heads, kv_heads = (self.program.operands[i].heads if i else () for i in (row.b, row.c))
         return self._layer.project(hidden, positions, q_heads, kv_heads)
+
+    def _view(self, index: int) -> View:
+        return self.view(self.program.operands[index])
+
+    def _let_go(self) -> None:
+        """What attention alone was given is not used any more: dX takes its place."""
+        self.memory.home.pop(Name.O, None)
 
 
 class TaskMachine(TorchMachine):
@@ -258,7 +284,10 @@ class TaskMachine(TorchMachine):
 
     def add(self, step: Step) -> None:
         for row in step.rowops:
-            self._accumulate(row.c, self.views[row.a].read(), row.first)
+            whole = self.views[row.c].read()
+            for old, new in zip(whole, self.views[row.a].read(), strict=True):
+                old.copy_(new) if row.first else old.add_(new)
+            self.views[row.c].write(whole)
 
     def copy(self, step: Step) -> None:
         for row in step.rowops:

@@ -228,9 +228,8 @@ def _pull_before(machine: TorchMachine, half: Kept, wanted: tuple[Tensor, ...]) 
     """Gradients of x and of the params, of what came before attention."""
     if half.qkv:
         return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
-    (dx,) = machine.memory.home_rows(Name.DX)
     grads = zip(machine.gradients.params, wanted, strict=True)
-    return dx.to(half.x.dtype), *(grad.to(param.dtype) for grad, param in grads)
+    return machine.hidden_gradient(half.x.dtype), *(grad.to(param.dtype) for grad, param in grads)
 
 
 def _pull(

@@ -72,6 +72,11 @@ class Complete(NamedTuple):
         """Ranges of the home rows [row, stop) of a program of one rank that are not complete."""
         return gaps(zip(self.home.row0.tolist(), self.home.row1.tolist(), strict=True), row, stop)
 
+    def all_arrive(self, rows: int) -> bool:
+        """Whether all home rows of a program of one rank, `rows` of them, arrive as results."""
+        arrived = zip(self.arrived.row0.tolist(), self.arrived.row1.tolist(), strict=True)
+        return not gaps(arrived, 0, rows)
+
 
 class Statistics(NamedTuple):
     """Home rows whose statistics attention computes: tasks, by the row of `grads` that does; rowops, by the row of

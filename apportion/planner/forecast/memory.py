@@ -130,7 +130,8 @@ def activations(
 ) -> Activations:
     """Of a rank with so many tokens of a microbatch. count: layers whose activations it holds, times microbatches in
     flight; attention_bytes: home and work rows of a call; projects: whether its programs make Q, K and V, so that these
-    rows hold the norm's output, and the rest of the layer no Q, K and V; head: whether the logits are here.
+    rows hold the norm's output, and the rest of the layer no Q, K and V, and dX takes the place of attention's output,
+    which stays, though, where the layer is not made again; head: whether the logits are here.
 
     With offloading all that is kept is on the host, but for the layer that comes next. In chunks a layer has one chunk
     of its input, norm, Q, K, V and O on the device; its FFN has whole what is beside its own tensors, as FPDT has it in
@@ -140,13 +141,14 @@ def activations(
     waiting = max(count - 1, 0.0)
     tile = min(tokens, training.mlp_tile or tokens, -(-tokens // chunks))
     made = output_row(layers) + attention_row(layers) * (not projects)
+    stays = output_row(layers) * tokens * (projects and training.recompute != "full")
     whole = 3 * row if chunks > 1 else 5 * row + made
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
     fullest = max(layers.ffn_numbers(4, kind) for kind in {layers.sparse > 0, layers.sparse == 1})
     gathered = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
-        attention=((3 - projects) * row * tokens + attention_bytes) / chunks,
+        attention=((3 - projects) * row * tokens + attention_bytes + stays) / chunks,
         feed_forward=whole * tokens + (fullest * m.element_bytes + gathered) * tile,
         cross_entropy=(
             2 * row * tokens

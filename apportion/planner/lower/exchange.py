@@ -16,6 +16,7 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import ALL_TO_ALL, P2P, RESULTS
+from apportion.ir.tensors import Side
 from apportion.planner.inner.groups import Groups, HeadSets
 from apportion.planner.schedule.rounds import Matchings, Slots
 from apportion.planner.solvers.colouring.matching import max_degree
@@ -89,10 +90,13 @@ class Exchange:
         return bool(self.sets.shared.any())
 
     def results(self, phase: str) -> int:
-        """RESULTS where what leaves in a phase is complete: nobody adds it up at home, or pushes it back further."""
-        stages = self.sets.stages
-        summed = self.sums or (stages is not None and stages.project)
-        return 0 if phase == "backward" and summed else RESULTS
+        """RESULTS where all that leaves in a phase is complete: nobody adds it up at home."""
+        return 0 if phase == "backward" and self.sums else RESULTS
+
+    def are_results(self, phase: str, side: Side) -> bool:
+        """Whether what leaves of a side is; in head stages what is added up at home has rounds of its own."""
+        alone = side == "query" and self.sets.stages is not None
+        return alone or self.results(phase) == RESULTS
 
     @property
     def mode(self) -> int:

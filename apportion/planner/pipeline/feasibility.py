@@ -11,11 +11,15 @@ from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError, gib
 from apportion.ir.isa import Op
+from apportion.ir.plan.fusion import find_complete
 from apportion.ir.plan.tables import Layout, ProgramSet
 from apportion.ir.request.model import Model
-from apportion.ir.tensors import FETCHED, HEADLESS, RETURNED, SIDES, Tensor
+from apportion.ir.tensors import Tensor
 from apportion.planner.pipeline.headers import home_layout
 from apportion.planner.problem import Problem, exact_sums
+
+#: a number of an LSE in home rows (decision 0022)
+LSE_BYTES = 8
 
 
 def check_request(problem: Problem) -> None:
@@ -79,8 +83,9 @@ def check_call_memory(
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
-        peak = int(_call_bytes(problem.model, rows, phase, program).max())
-        if peak > cap * 2**30:
+        held = problem.model, rows, phase, program
+        peak = int(_most_bytes(*held).max())
+        if peak > cap * 2**30 and (peak := int(_call_bytes(*held).max())) > cap * 2**30:
             raise CapacityError(
                 f"the {phase} of kind {kind} needs {gib(peak)} of home and work rows on its fullest rank, "
                 f"the cap is {cap} GiB: use more ranks, smaller blocks, fewer buffers or a higher memory_cap_gib"
@@ -88,11 +93,22 @@ def check_call_memory(
 
 
 def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
-    """Bytes of one home row of all tensors that the phase takes and gives."""
-    made = {tensor for side in SIDES for tensor in (*FETCHED[side, "forward"], *RETURNED[side, "backward"])}
-    absent = made if projects else HEADLESS
-    named = (tensor for tensor in Tensor if phase in tensor.contents.phases)
-    return sum(model.row_bytes(tensor) for tensor in named if tensor not in absent)
+    """Bytes of one home row of all tensors that the phase takes and gives, sums as results. Where a program projects,
+    dX takes the place of O, if that is let go of."""
+    outputs, queries, keys = _numbers(model)
+    size, hidden = model.element_bytes, projects * model.hidden
+    given = (hidden or queries + keys) * size
+    output = outputs * size + model.q_heads * LSE_BYTES
+    if phase == "forward":
+        return given + output
+    beside = outputs * size + 2 * model.q_heads * model.accumulator_bytes  # dO and row statistics
+    return given + beside + (queries + keys) * size + max(output, hidden * size)
+
+
+def _numbers(model: Model) -> tuple[int, int, int]:
+    """Of a row: of O, of Q, and of K and V, which are those of their gradients."""
+    q_heads, width, value_dim = model.q_heads, model.head_dim, model.value_dim
+    return q_heads * value_dim, q_heads * width, model.kv_heads * (width + value_dim)
 
 
 def attention_bytes(plan: Plan) -> int:
@@ -105,9 +121,23 @@ def attention_bytes(plan: Plan) -> int:
 
 
 def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
-    """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas."""
+    """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas. A sum is in the accumulators'
+    dtype, too, on ranks where not all of its home rows arrive as results."""
+    found = _most_bytes(model, rows, phase, program)
+    numbers = dict(zip(("o", "dq", "dkv"), _numbers(model), strict=True))
+    for column, one in find_complete(program, phase).items():
+        arrived = exact_sums(one.arrived.of, one.arrived.row1 - one.arrived.row0, len(rows))
+        found -= rows * numbers[column] * model.accumulator_bytes * (arrived == rows)
+    return found
+
+
+def _most_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
+    """The same, were no sum of results alone."""
     projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
     arenas = program["arenas"]
     of_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)
     size = arenas["rows"].astype(np.int64) * arenas["heads"] * of_head[arenas["tensor"]]
-    return rows * _home_row_bytes(model, phase, projects) + exact_sums(arenas.rank_of_row(), size, len(rows))
+    outputs, queries, keys = _numbers(model)
+    wide = (outputs if phase == "forward" else queries + keys) * model.accumulator_bytes
+    home = rows * (_home_row_bytes(model, phase, projects) + wide)
+    return home + exact_sums(arenas.rank_of_row(), size, len(rows))

@@ -12,7 +12,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.plan.tables import Layout, ProgramSet
 from apportion.ir.plan.totals import in_all, moved, picked, rounds
-from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES
+from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES, Side
 from apportion.planner import bounds
 from apportion.planner.inner.groups import Groups
 from apportion.planner.inner.lone import Lone
@@ -241,9 +241,13 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
     if exchange is None:
         return []
     dst, tensors = exchange.dst[exchange.moved], FETCHED if way == "in" else RETURNED
-    results = way == "out" and exchange.results(phase)
-    a_head = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
-    queries, keys = (sum(map(a_head, tensors[side, phase])) for side in SIDES)
+
+    def head_bytes(side: Side) -> int:
+        results = way == "out" and exchange.are_results(phase, side)
+        a_head = model.sent_result_bytes if results else partial(model.sent_bytes, heads=1)
+        return sum(map(a_head, tensors[side, phase]))
+
+    queries, keys = map(head_bytes, SIDES)
     heads = low.sets.query_heads[dst] * queries + low.sets.key_heads[dst] * keys
     size = int((exchange.pieces.rows[exchange.piece[exchange.moved]] * heads).sum())
     slots, name = exchange.slots, f"{'ulysses' if low.groups.split else 'reshuffle'}_{way}"

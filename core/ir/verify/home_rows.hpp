@@ -15,7 +15,7 @@
 namespace apportion::verify {
 
 // What happens to home rows: a partial is put or added, or zeros put; rows are received, have arrived; are finished; a
-// partial is taken; values are read, or sent, or set; a result is put, or received.
+// partial is taken, also as a result, by the projection; values are read, or sent, or set; a result is put, or received.
 enum class Action : std::uint8_t {
   PUT,
   ADD,
@@ -24,6 +24,7 @@ enum class Action : std::uint8_t {
   ARRIVE,
   FINISH,
   TAKE,
+  PUSH_BACK,
   READ,
   SEND,
   SET,
@@ -82,7 +83,7 @@ class HomeRows {
         node.results |= bits;
       else if (action != Action::ARRIVE && action != Action::FINISH)
         node.touched = true;
-      if (node.touched && node.results != 0) fail(Code::RESULT_TOUCHED, rows_of(tensor, low, high));
+      if (node.touched && node.results != 0 && action != Action::PUSH_BACK) fail(Code::RESULT_TOUCHED, rows_of(tensor, low, high));
       if (!is_proper(action, node, bits)) blame(action, tensor, node, low, high, bits);
       change(action, node, bits, is_partial);
     });
@@ -98,6 +99,7 @@ class HomeRows {
       case Action::ADD:
       case Action::FINISH:
       case Action::TAKE:
+      case Action::PUSH_BACK:
         return ((state.flight | state.sent | state.values) & bits) == 0 &&
                ((state.live | state.cleared) & bits) == bits;
       default:
@@ -138,7 +140,7 @@ class HomeRows {
       case Action::RECEIVE_RESULT:
         state.flight |= bits;
         return;
-      default:  // TAKE
+      default:  // TAKE, PUSH_BACK
         return;
     }
   }
@@ -154,7 +156,8 @@ class HomeRows {
     if (((node.sent | node.values) & bits) != 0) fail(Code::WRITTEN_TWICE, found, own);
     if (action == Action::FINISH && node.results != 0) fail_heads(found, node.results, bits);
     if (action == Action::ADD) fail(Code::ADD_TO_UNWRITTEN, found, own);
-    if (action == Action::FINISH || action == Action::TAKE) fail(Code::READ_UNWRITTEN, found, own);
+    if (action == Action::FINISH || action == Action::TAKE || action == Action::PUSH_BACK)
+      fail(Code::READ_UNWRITTEN, found, own);
     fail(Code::PARTIAL_LOST, found, own);
   }
   [[noreturn]] static void fail_heads(Place found, Bits results, Bits wanted) {

@@ -56,11 +56,11 @@ class Rank {
 
   void apply(Action action, const Operand& x) { home_.apply(action, x.tensor, x.row, x.end(), x.heads); }
 
-  // What an operand holds: values, which stay, or partials, which at home are taken.
-  void gather(const Operand& x, bool values, Runs& runs) {
+  // What an operand holds: values, which stay, or partials, which at home are taken, by that action.
+  void gather(const Operand& x, bool values, Runs& runs, Action taken = Action::TAKE) {
     if (!x.is_home()) return work_.read(arena(x), values, runs);
     require(values || !is_given(x));
-    if (!is_given(x)) apply(values ? Action::READ : Action::TAKE, x);
+    if (!is_given(x)) apply(values ? Action::READ : taken, x);
     runs.assign(1, {0, x.rows, home_.token(x.row), values ? State::VALUE : State::LIVE});
   }
 

@@ -232,7 +232,7 @@ void Walk::project_grad(int64_t row) {
   for (const auto& [x, tensor] : {std::pair{table.b[row], Tensor::DQ}, {table.c[row], Tensor::DKV}}) {
     if (x == 0) continue;
     require(rank_[x].rows == hidden.rows && rank_[x].tensor == tensor);
-    rank_.gather(rank_[x], false, others_);
+    rank_.gather(rank_[x], false, others_, Action::PUSH_BACK);
     rank_.require_same_tokens(runs_, others_, rank_[x]);
     rank_.spend(rank_[x]);
   }

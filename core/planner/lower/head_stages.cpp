@@ -1,7 +1,7 @@
 // Programs of head stages: one lowering of a group's attention, placed once a stage, and the exchanges around it.
 //
 //   forward    in 0 | attend 0 | out 0, in 1 | attend 1 | out 1, in 2 | ..  | finish
-//   backward   delta | in 0 | grads 0 | out 0, in 1 | grads 1 | ..
+//   backward   delta | in 0 | grads 0 | out 0, in 1 | grads 1 | ..  | project_grad
 //
 // Rows are those of Ulysses: work rows in attention order hold the heads of one stage, then those of the next (UPipe,
 // section 3.3). KV rows stay for the stages of their window, and so do their gradients, which leave after its last
@@ -10,8 +10,8 @@
 // for its heads.
 //
 // Where the program projects, a home rank makes the heads of each rank of the group in work rows beyond the attention
-// rows, from where they are sent; its own, and KV heads that it shares, in their place. Gradients return to such rows
-// and are pushed back through the projection, stage after stage.
+// rows, from where they are sent; its own, and KV heads that it shares, in their place. Gradients go home as results, or,
+// of KV heads that ranks share, are added up there; in the end all heads are pushed back through the projection at once.
 #include <algorithm>
 #include <map>
 
@@ -23,8 +23,8 @@ namespace {
 
 // Of one stage, where its steps stand.
 struct Stage {
-  int64_t project, brought, attend, left, added, pushed;
-  Growing<int64_t> coming, going;  // launches of rounds
+  int64_t project, brought, attend, left, added;
+  Growing<int64_t> coming, going, sums;  // launches of rounds; sums: of gradients of KV heads that ranks share
 };
 
 // How stages see one side of the core. sets: of each stage and rank, its heads; turn: of each stage, which of the
@@ -52,10 +52,11 @@ class Stages {
 
   Program run() {
     if (backward_) add_whole(program_, low_, program_.step(Op::DELTA), Tensor::DO, Tensor::O, Tensor::DELTA);
-    if (backward_ && stages_.shared && !stages_.project)
+    if (backward_ && stages_.shared)
       add_whole(program_, low_, program_.step(Op::CLEAR), Tensor::NONE, Tensor::NONE, Tensor::DKV);
     append_stages();
     if (!backward_) add_whole(program_, low_, program_.step(Op::FINISH), Tensor::NONE, Tensor::NONE, Tensor::O);
+    if (backward_ && stages_.project) push_back();
     for (const Tensor tensor : fetched(backward_)) move(tensor, Way::IN);
     move(sums_of_queries(backward_), Way::OUT);
     if (backward_) move(Tensor::DKV, Way::OUT);
@@ -70,7 +71,7 @@ class Stages {
 
   // With `ahead` one stage comes in, and one before it leaves, while a stage is computed.
   void append_stages() {
-    const int64_t count = stages_.count(), results = exchange_.results;
+    const int64_t count = stages_.count();
     for (const Step& step : core_.steps) channel_ = std::max(channel_, step.channel + 1);
     if (!stages_.ahead) channel_ = CHANNEL;  // else beside tiles that are under way at the same time
     steps_ = Growing<Stage>(count);
@@ -81,8 +82,9 @@ class Stages {
       if (stages_.ahead && more) bring(stage + 1);
       steps_[stage].attend = program_.append(core_);
       if (stages_.ahead && stage > 0) close(stage - 1);
-      steps_[stage].going = launch(results);
-      steps_[stage].left = program_.step(results != 0 ? Op::DELIVER : Op::COPY);
+      steps_[stage].going = launch(RESULTS);
+      if (made(Tensor::DKV) && stages_.closes(stage)) steps_[stage].sums = launch(0);
+      steps_[stage].left = program_.step(Op::DELIVER);
       if (!stages_.ahead && more) bring(stage + 1);
       if (!stages_.ahead || !more) close(stage);
     }
@@ -94,8 +96,8 @@ class Stages {
   }
   void close(int64_t stage) {
     wait(steps_[stage].going);
+    wait(steps_[stage].sums);
     steps_[stage].added = program_.step(Op::ADD);
-    steps_[stage].pushed = program_.step(Op::PROJECT_GRAD);
   }
   Growing<int64_t> launch(int64_t results) {
     Growing<int64_t> launches;
@@ -174,8 +176,7 @@ class Stages {
   void make_rows() {
     Growing<Tensor> tensors;
     if (stages_.project) tensors.push_back(Tensor::Q), tensors.push_back(Tensor::KV);
-    if (stages_.project && backward_) tensors.push_back(Tensor::DQ);
-    if (backward_ && (stages_.project || stages_.shared)) tensors.push_back(Tensor::DKV);
+    if (backward_ && stages_.shared) tensors.push_back(Tensor::DKV);
     for (const Tensor tensor : tensors) {
       const Growing<int64_t> reach = reach_of(core_, tensor, group_.count());
       for (int64_t at = 0; at < times(tensor); ++at) {
@@ -213,7 +214,8 @@ class Stages {
   void move(Tensor tensor, Way way) {
     for (int64_t at = 0; at < times(tensor); ++at) {
       const Stage& stage = steps_[way == Way::IN ? first_stage(tensor, at) : last_stage(tensor, at)];
-      const Growing<int64_t>& launches = way == Way::IN ? stage.coming : stage.going;
+      const bool sums = tensor == Tensor::DKV && made(tensor);
+      const Growing<int64_t>& launches = way == Way::IN ? stage.coming : sums ? stage.sums : stage.going;
       const auto ends = [&](int64_t number, const Copy& copy) {
         const Operand home = at_home(tensor, at, number), there = in_attention(tensor, at, copy);
         return way == Way::IN ? Ends{copy.src, copy.dst, home, there} : Ends{copy.dst, copy.src, there, home};
@@ -253,42 +255,38 @@ class Stages {
     }
   }
 
-  // The heads of every rank of the group, of all pieces at home; KV heads where a window of stages begins. In backward
-  // gradients of each stage's heads go into those of X; those of KV heads, added up before, after a window.
+  // The heads of every rank of the group, of all pieces at home; KV heads where a window of stages begins.
   void project() {
-    for (int64_t stage = 0; stage < stages_.count(); ++stage) {
-      Growing<std::uint8_t> met(exchange_.src.size());
+    for (int64_t stage = 0; stage < stages_.count(); ++stage)
       for (int64_t number = 0; number < exchange_.size(); ++number) {
         const Copy copy = exchange_[number];
-        const Operand x = rows_of(Tensor::X, Space::HOME, copy.home_row, copy.rows);
-        const int32_t rank = narrow(copy.src);
-        program_.rowops.push_back({rank, narrow(steps_[stage].project), x, at_home(Tensor::Q, stage, number),
-                                   owned(Tensor::KV, stage, number), {}});
-        if (!backward_) continue;
-        const int32_t first = stage == 0 && met[copy.piece] == 0;
-        met[copy.piece] = 1;
-        program_.rowops.push_back({rank, narrow(steps_[stage].pushed), x, at_home(Tensor::DQ, stage, number),
-                                   owned(Tensor::DKV, stage, number), x.of(Tensor::DX), first});
+        const int64_t window = stages_.window[stage];
+        const bool owns = stages_.opens(stage) && owner_[window][number] == number;
+        program_.rowops.push_back({narrow(copy.src), narrow(steps_[stage].project),
+                                   rows_of(Tensor::X, Space::HOME, copy.home_row, copy.rows),
+                                   at_home(Tensor::Q, stage, number),
+                                   owns ? at_home(Tensor::KV, window, number) : Operand(), {}});
       }
-    }
-  }
-  // A tensor of keys in the stages where it is made or used up, of copies that own its heads; none in others.
-  Operand owned(Tensor tensor, int64_t stage, int64_t number) const {
-    const int64_t window = stages_.window[stage];
-    const bool there = tensor == Tensor::KV ? stages_.opens(stage) : stages_.closes(stage);
-    return there && owner_[window][number] == number ? at_home(tensor, window, number) : Operand();
   }
 
-  // Adds up gradients of KV heads that ranks share: at home, or, to be pushed back, in the rows of one.
+  // Gradients of all heads at home into those of X.
+  void push_back() {
+    const int32_t step = narrow(program_.step(Op::PROJECT_GRAD));
+    for (int64_t rank = 0; rank < low_.home_rows.size(); ++rank) {
+      const auto home = [&](Tensor tensor) { return rows_of(tensor, Space::HOME, 0, low_.home_rows[rank]); };
+      if (low_.home_rows[rank] > 0)
+        program_.rowops.push_back(
+            {narrow(rank), step, home(Tensor::X), home(Tensor::DQ), home(Tensor::DKV), home(Tensor::DX), 1});
+    }
+  }
+
+  // Adds up at home gradients of KV heads that ranks share.
   void gather() {
     for (int64_t window = 0; window < closes_.count(); ++window)
       for (int64_t number = 0; number < exchange_.size(); ++number) {
-        const int64_t owner = owner_[window][number];
-        if (stages_.project && owner == number) continue;
         const Copy copy = exchange_[number];
-        const Operand into =
-            stages_.project ? at_home(Tensor::DKV, window, owner) : of_caller(Tensor::DKV, window, copy);
-        program_.combine(steps_[closes_[window]].added, copy.src, at_home(Tensor::DKV, window, number), into);
+        program_.combine(steps_[closes_[window]].added, copy.src, at_home(Tensor::DKV, window, number),
+                         of_caller(Tensor::DKV, window, copy));
       }
   }
 

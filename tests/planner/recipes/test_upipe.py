@@ -461,9 +461,9 @@ def test_stages_hold_the_tiles_of_a_ring_once() -> None:
 def test_peak_bytes_are_those_that_the_memory_cap_is_compared_with() -> None:
     model = Model(16, 4, 8, dtype="bf16", hidden=64)
     arenas = memory.peak_rows(model, 4, UPipe(heads=4, project=True), memory.Member(100, 25), "backward")
-    assert arenas[Tensor.Q] == arenas[Tensor.DQ] == (175, 1)
-    assert arenas[Tensor.DO] == arenas[Tensor.DELTA] == (100, 1)
-    assert memory.peak_bytes(model, arenas) == 175 * (16 + 32) + 100 * (16 + 8) + 175 * (32 + 64)
+    assert arenas[Tensor.Q] == arenas[Tensor.KV] == (175, 1)
+    assert {arenas[one] for one in (Tensor.DO, Tensor.DELTA, Tensor.DQ, Tensor.DKV)} == {(100, 1)}
+    assert memory.peak_bytes(model, arenas) == 175 * (16 + 32) + 100 * (16 + 8 + 32 + 64)
 
 
 def test_stages_of_as_many_heads_as_ranks_need_the_same_memory_for_any_number_of_heads() -> None:
@@ -588,10 +588,17 @@ def test_the_verifier_sees_what_is_wrong_with_projected_rows(change: str) -> Non
         sets, tensor = np.array(operands["heads"]), np.asarray(operands["tensor"])
         sets[tensor == Tensor.KV] = sets[tensor == Tensor.KV][::-1].copy()
         tables["operands"] = Table.of(operands.ptr, {**operands.columns, "heads": sets})
-    else:  # gradients of queries are pushed back twice, or never
-        at = np.flatnonzero((columns["d"] > 0) & (columns["b"] > 0))
-        columns["b"][at[1]] = columns["b"][at[0]] if change == "twice" else 0
+    elif change == "missing":  # gradients of queries are never pushed back
+        columns["b"][columns["d"] > 0] = 0
         tables["rowops"] = Table.of(rows.ptr, columns)
+    else:  # those of a rank are, twice
+        first, steps = int(np.flatnonzero(columns["d"] > 0)[0]), tables["instructions"]
+        twice = {name: np.insert(column, first, column[first]) for name, column in columns.items()}
+        tables["rowops"] = Table.of(rows.ptr + (np.arange(len(rows.ptr)) > 0), twice)
+        count = steps["count"] + (np.cumsum(steps["op"] == Op.PROJECT_GRAD) == 1) * (
+            steps["op"] == Op.PROJECT_GRAD
+        )
+        tables["instructions"] = Table.of(steps.ptr, {**steps.columns, "count": count})
     broken = replace(plan, programs={**plan.programs, key: replace(plan.programs[key], tables=tables)})
     found = {violation.rule for violation in verify.check(broken)} - {"digests"}
     assert found & {"delivery", "dataflow", "heads", "operands", "transfers"}

@@ -320,11 +320,11 @@ def test_row_operations_take_time_by_the_bytes_they_read_and_write(phase: str, l
 
 
 def test_gradients_of_a_projection_are_added_into_hidden_rows() -> None:
-    """X and dX have 8 numbers; the home rows of dX alone are cast."""
+    """X and dX have 8 numbers; the home rows of dX alone are cast, if they are added to."""
     line = "project_grad X.home[0:2) dQ.work[0:2) none -> dX.home[0:2)"
     casts = 64 * 8 * 16
     assert busy(line, Unit(a_byte=1.0), "backward") == 3 * 2 * 64 + casts
-    assert busy(f"{line} first", Unit(a_byte=1.0), "backward") == 2 * 2 * 64 + casts
+    assert busy(f"{line} first", Unit(a_byte=1.0), "backward") == 2 * 2 * 64
 
 
 ATTEND = "attend Q.home[0:4) KV.home[0:4) -> O.{0}[0:4) full"

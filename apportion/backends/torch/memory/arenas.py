@@ -17,7 +17,7 @@ from torch import Tensor
 
 from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.envelope import UNPADDED, Envelope
-from apportion.backends.torch.memory.arrays import Array, arrays_of, part_views
+from apportion.backends.torch.memory.arrays import DTYPES, Array, arrays_of, part_views
 from apportion.backends.torch.memory.head_columns import Columns, pick, put
 from apportion.backends.torch.memory.rounds import PAGE, Message, Round, aligned, tile_arrays
 from apportion.ir.errors import ExecutionError
@@ -120,6 +120,9 @@ class Arenas:
         self.placed: dict[Name, list[tuple[int, Array, int]]] = {}
         self._specs: dict[tuple[Name, Space], list[Array]] = {}
         self._bound: WeakKeyDictionary[Buffer, BoundArenas] = WeakKeyDictionary()
+        if program.is_pushed_once:
+            (dx,) = self.arrays(Name.DX, Space.HOME)
+            self._specs[Name.DX, Space.HOME] = [dx._replace(dtype=DTYPES[self.header.dtype])]
         self.size = aligned(staging_bytes, PAGE)
         for arena in program.arenas:
             found = self.placed[arena.tensor] = []
@@ -161,12 +164,20 @@ def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
 
 class Memory:
     """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: more behind them; given:
-    home tensors that the caller passes in; others are made when they are asked for."""
+    home tensors that the caller passes in; others are made when they are asked for; arrived: sums of which no home row
+    is but a result, which the engine keeps elsewhere."""
 
     def __init__(
-        self, arenas: Arenas, rows: int, given: Mapping[Name, Parts], buffer: Buffer, padding: int = 0
+        self,
+        arenas: Arenas,
+        rows: int,
+        given: Mapping[Name, Parts],
+        buffer: Buffer,
+        padding: int = 0,
+        arrived: frozenset[Name] = frozenset(),
     ) -> None:
         self._arenas, self._rows, self._padding, self.buffer = arenas, rows, padding, buffer
+        self._arrived = arrived
         self.device = buffer.data.device
         self.home: dict[Name, Parts] = dict(given)
         self._bound = arenas.bind(buffer)
@@ -188,7 +199,10 @@ class Memory:
         """[rows, …] of a home tensor."""
         if tensor not in self.home:
             specs = self._arenas.arrays(tensor, Space.HOME)
-            self.home[tensor] = tuple(self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs)
+            parts = [self.fresh(spec.shape(0)[1:], spec.dtype) for spec in specs[tensor in self._arrived :]]
+            if tensor in self._arrived:
+                parts.insert(0, torch.empty(specs[0].shape(0), dtype=specs[0].dtype, device=self.device))
+            self.home[tensor] = tuple(parts)
             if tensor == Name.O and self._padding:
                 self.home[tensor][1][self._rows :] = -torch.inf
         return self.home[tensor]

@@ -133,7 +133,7 @@ class Drafts:
         for kernel, own, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
             slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
             # without gradients of home rows nothing is complete, and any array will do
-            slots += [(Name.NONE, True, i) if Name.DQ in self._home else slots[0] for i in results]
+            slots += [(Name.NONE, True, i) if own in self._home else slots[0] for i in results]
             slots += _WIRE[:1]
             if kernel == "dq":
                 slots += [(Name.O, True, 0), (Name.O, True, 1)]
@@ -158,14 +158,16 @@ class Drafts:
 
     def _kv(self) -> list[Slot]:
         """k and v at home, and work rows."""
-        return [(Name.KV, True, 0), (Name.KV, True, 1), self._ends(Name.KV)[1]]
+        home, work = self._ends(Name.KV)
+        return [home, (Name.KV, True, 1) if home == (Name.KV, True, 0) else work, work]
 
     def _ends(self, tensor: Name, number: int = 0) -> list[Slot]:
         """An array at home and as work rows; where the program has but one of them, that twice."""
         home, work = (tensor, True, number), (tensor, False, number)
         if tensor not in self._arenas.columns:
             return [home, home]
-        return [home if tensor in self._home or tensor in _GIVEN else work, work]
+        given = tensor in _GIVEN and not self._program.uses_project
+        return [home if given or tensor in self._home else work, work]
 
     # --- rows
 
@@ -308,11 +310,9 @@ class Drafts:
 
     def results(self, rows: int) -> Iterator[Draft]:
         """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
-        if not rows or Name.DQ not in self._home:
-            return
         found: list[Panel] = []
         for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
-            for row, stop in self._complete[column].gaps(0, rows):
+            for row, stop in self._complete[column].gaps(0, rows) if tensor in self._home else ():
                 heads = self._header.heads_of(tensor)
                 columns = tuple(range(heads)), slice(0, heads, 1)
                 whole = Operand(0, tensor, Space.HOME, row, stop - row, *columns)
@@ -339,7 +339,7 @@ class Drafts:
 _WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
 #: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
-#: home rows that callers always pass in
+#: home rows that callers pass in, unless the program projects
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
 
 

@@ -61,9 +61,11 @@ class StageMachine(TorchMachine):
         return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
 
     def bind(self) -> None:
-        """Views serve ops that start no kernel of this engine."""
-        if self._loaded.needs_views:
-            super().bind()
+        """No op but projections needs views, and these have their own."""
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._arrays.clear()
 
     def _array(self, slot: Slot) -> Any:
         """What kernels are given for a slot."""

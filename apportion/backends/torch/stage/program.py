@@ -19,7 +19,7 @@ import torch
 from apportion.backends.torch.executor import Loaded, LoadRequest
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
-from apportion.backends.torch.stage.drafts import STEPS, Drafts, Launch
+from apportion.backends.torch.stage.drafts import Drafts, Launch
 from apportion.backends.torch.stage.in_place import Placed, written_from
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
@@ -74,11 +74,6 @@ class StageLoaded(Loaded):
     def table_numbers(self) -> int:
         return len(self.table.data)
 
-    @property
-    def needs_views(self) -> bool:
-        """Whether an op works on operands themselves, as projections do."""
-        return any(op not in STEPS for op in self.program.ops)
-
     @cached_property
     def constants(self) -> Mapping[bool, Mapping[str, Mapping[str, Any]]]:
         """The compile-time arguments of the attention kernels, without and with a softcap."""
@@ -106,5 +101,6 @@ def load(request: LoadRequest, shapes: Variant | None = None) -> StageLoaded:
     last = tuple(draft.launch(table.data, drafts) for draft in results)
     slots, done, shares = tuple(drafts.slots), drafts.complete(), drafts.shares
     placed = {Name[column.upper()]: found for column, found in drafts.in_place.rows.items()}
-    shared = program, rounds, arenas
+    arrived = frozenset(Name[column.upper()] for column, one in complete.items() if one.all_arrive(rows))
+    shared = program, rounds, arenas, arrived
     return StageLoaded(*shared, table, launches, last, slots, chosen, shares, done, placed)
