@@ -94,7 +94,7 @@ def made(name: str, **changes: Any) -> Any:
     torch.set_default_dtype(torch.float64)  # tables of decays too
     config = form(**{**sizes, **fields, **changes})
     config._experts_implementation = "eager"  # grouped products of experts take no float64
-    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train().double()
     torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         for key, value in model.named_parameters():
