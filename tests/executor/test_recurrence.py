@@ -70,11 +70,11 @@ def plan_of(recipe: str, batch: str, ranks: int, **recurrent: Any) -> Plan:
     )
 
 
-def problem(layer: Layer, tokens: int) -> list[Any]:
+def problem(layer: Layer, tokens: int, conv: int = CONV) -> list[Any]:
     """x, weight, g, beta and the gradient of the result, of all tokens."""
     rng = np.random.default_rng(0)
     x, grad = rng.standard_normal((2, tokens, layer.channels))
-    weight = rng.standard_normal((layer.channels, CONV)) / 2
+    weight = rng.standard_normal((layer.channels, conv)) / 2
     g = -np.abs(rng.standard_normal((tokens, layer.heads, *(layer.key,) * (layer.gate == "diagonal")))) / 4
     return [x, weight, g, rng.random((tokens, layer.heads)) if layer.delta else None, grad]
 
@@ -94,8 +94,8 @@ def in_one_process(layer: Layer, batch: Batch, given: list[Any]) -> list[NDArray
 
     def conv(x: Tensor, weight: Tensor) -> Tensor:
         at, out = torch.arange(len(x)), torch.zeros_like(x)
-        for age in range(CONV):
-            out = out + torch.where(at[:, None] >= 0, x[at], 0) * weight[:, CONV - 1 - age]
+        for age in range(weight.shape[1]):
+            out = out + torch.where(at[:, None] >= 0, x[at], 0) * weight[:, weight.shape[1] - 1 - age]
             at = torch.where(at >= 0, before[at], -1)
         return out
 
@@ -116,7 +116,7 @@ def on_ranks(
 ) -> tuple[list[NDArray[Any] | None], list[int]]:
     """Of all tokens; calls of each rank in backward."""
     home, ranks = plan.layout(plan.header.home_layout), plan.header.ranks
-    options = {"padding": 0, "dtype": "float64", **options}
+    options = {"padding": 0, "dtype": "float64", "kind": None, **options}
     rows = [home.tokens(rank) for rank in range(ranks)]
     x, weight, *rest = given
     own = [[x[at], weight, *(None if one is None else one[at] for one in rest)] for at in rows]
@@ -161,6 +161,30 @@ def test_a_layer_is_that_of_one_process(
         np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
     again = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
     assert {*calls} == ({2 * (3 + again)} if ranks > 1 else {0})
+
+
+@pytest.mark.parametrize("kind", ["delta", "gated", "wide"])
+def test_kinds_of_one_plan_have_their_own_heads_and_widths(pool: Pool, kind: str) -> None:
+    layers = {
+        "delta": ("diagonal", True, 3, 3),
+        "gated": ("scalar", False, 4, 2),
+        "wide": ("scalar", True, 2, 2),
+    }
+    conv = {"delta": 2, "gated": 5, "wide": 3}
+    kinds = {name: Recurrent(**layer_of(*sizes)[1], conv=conv[name]) for name, sizes in layers.items()}
+    model = ap.Model(q_heads=8, kv_heads=8, head_dim=8, dtype="fp64", recurrent=kinds)
+    batch = Batch.from_sequences([Sequence(length, mask) for length, mask in BATCHES["trees"]])
+    plan = ap.plan(
+        batch,
+        ap.Cluster(nodes=1, ranks_per_node=4),
+        model,
+        recipe={"name": "fcp", "steps": STRATEGIES["fcp"]},
+    )
+    layer = layer_of(*layers[kind])[0]
+    given = problem(layer, batch.tokens, conv[kind])
+    found, _ = on_ranks(pool, plan, layer, given, kind=kind)
+    for own, want in zip(found, in_one_process(layer, batch, given), strict=True):
+        np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
 
 
 def test_low_dtypes_keep_states_in_float32(pool: Pool) -> None:

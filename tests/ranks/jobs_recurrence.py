@@ -66,10 +66,10 @@ def run(
     weight.requires_grad_()
 
     def conv(x: Tensor, weight: Tensor) -> Tensor:
-        return ap.planned_conv(x, weight, handle)
+        return ap.planned_conv(x, weight, handle, options["kind"])
 
     def scan(*rows: Any) -> Tensor:
-        return ap.planned_scan(None, *rows, handle, scale=0.5)
+        return ap.planned_scan(None, *rows, handle, options["kind"], scale=0.5)
 
     block = partial(layer, conv, scan)
     if checkpointing:

@@ -192,17 +192,14 @@ class _Slots:
 
     @staticmethod
     def of(tables: Recurrence, kind: int, ranks: int, heads: int) -> _Slots:
-        states, folds = (
-            tables[name].take(np.flatnonzero(tables[name]["kind"] == kind)) for name in ("states", "folds")
-        )
+        states, folds = (_of_kind(tables[name], kind) for name in ("states", "folds"))
         counts = states.wide("heads")
         head = np.repeat(states.wide("head"), counts) + within(counts)
         run, peer = (np.repeat(states.wide(name), counts) for name in ("run", "peer"))
         counts, parent = folds.wide("heads"), folds.wide("parent")
         start = offsets(counts)
-        before = parent - int(
-            np.count_nonzero(tables["folds"]["kind"] < kind)
-        )  # slots are in the order of kinds
+        earlier = int(np.count_nonzero(tables["folds"]["kind"] < kind))  # slots are sorted by kind
+        before = np.maximum(parent - earlier, 0)
         above = np.where(
             np.repeat(parent >= 0, counts), np.repeat(start[before], counts) + within(counts), -1
         )
@@ -244,6 +241,11 @@ class _Slots:
             place[leading] = np.arange(len(leading))
             levels.append(Level(*map(_ints, columns)))
         return levels
+
+
+def _of_kind(table: Table, kind: int) -> Table:
+    rows = np.flatnonzero(table["kind"] == kind)
+    return table.take(rows, np.array([0, len(rows)]))
 
 
 def _ints(values: Ints) -> Tensor:
