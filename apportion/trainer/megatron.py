@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -54,6 +55,7 @@ except ModuleNotFoundError as error:
 GATED = "gated_delta_net"  # of Megatron's variants, and the recurrent kind
 _FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
+_BALANCED = "attach_and_log_load_balancing_loss"
 _ROTARY = "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"
 _POSITIONS = ("rope", "learned_absolute", "none")
 
@@ -182,6 +184,20 @@ def _check(module: Any) -> None:
         remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
         known = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
         module.planned_layers = count_planned([module], *known)
+        for router in (one for one in module.modules() if hasattr(one, _BALANCED)):
+            setattr(router, _BALANCED, partial(balanced, getattr(router, _BALANCED)))
+
+
+def balanced(
+    own: Any, hidden: Tensor, weight: float, loss: Tensor, name: str, group: Any, **given: Any
+) -> Any:
+    """In the place of a router's method `own`: of the loss over all ranks, `global_aux_loss`, what this rank adds to
+    that of the whole microbatch. Megatron takes it that ranks have equally many rows, and divides by the ranks."""
+    if name == "global_load_balancing_loss":
+        rows, total = given["valid_token_count"], loss.new_full((), float(given["valid_token_count"]))
+        dist.all_reduce(total, group=group)
+        loss, given["valid_token_count"] = loss * (rows * group.size() / total) ** 2, total
+    return own(hidden, weight, loss, name, group, **given)
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:

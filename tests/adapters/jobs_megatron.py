@@ -30,6 +30,7 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from apportion.backends.torch.kernels.recurrent import normalised
@@ -51,6 +52,7 @@ from apportion.trainer.megatron import (
 from tests.adapters.documents import VOCABULARY, documents, packed
 from tests.ranks.loading import HereSource, planning_of
 
+moe_utils.te_general_gemm = None  # Megatron looks it up where Transformer Engine is not installed, too
 TOKENS, SEED = 128, 3
 # it wants flash-linear-attention, of which its own path of torch calls this one
 gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, normalised

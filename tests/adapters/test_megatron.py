@@ -69,6 +69,20 @@ def test_losses_and_gradients_are_megatron_s_own(ranks: Any, size: Any, case: An
             np.testing.assert_allclose(found[0][1][name], gradient, atol=2e-6, err_msg=name)
 
 
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 64}
+BALANCED = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 2.0}
+
+
+@pytest.mark.parametrize("router", [BALANCED, {"moe_z_loss_coeff": 1.0}], ids=["balanced", "z"])
+def test_losses_of_a_router_are_those_of_one_rank(ranks: Any, router: Any) -> None:
+    case = Case(microbatches=2, spec="block", options={**EXPERTS, **router})
+    ((wanted, gradients),) = ranks[1].run(jobs_megatron.train, 1, False, case)
+    losses, found = ranks[2].run(jobs_megatron.train, 2, False, case)[0]
+    assert losses == pytest.approx(wanted, abs=1e-6)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+
+
 def test_bf16(ranks: Any) -> None:
     import torch
 
