@@ -191,8 +191,7 @@ def loader(
     require_enabled(model)
     if not getattr(model, "_rows_checked", True):
         model._rows_checked = check_rows(model, _arguments)
-    if any(one not in wiring.watch.owners for one in model.parameters()):
-        wiring.watch.meet(model.parameters())
+    wiring.watch.meet(model.parameters())
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:

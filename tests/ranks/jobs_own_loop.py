@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import replace
 from hashlib import sha256
@@ -87,6 +88,19 @@ class Own(nn.Module):
         return hidden + self.out(attention(q, k, v, kind=kind).flatten(1))
 
 
+class Body(nn.Module):
+    """The layers of a model, without embeddings and head."""
+
+    def __init__(self, own: Own) -> None:
+        super().__init__()
+        self.layers, self.out, self.run = own.layers, own.out, own.layer
+
+    def forward(self, hidden: Tensor, attention: Any) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            hidden = self.run(hidden, number, layer, None, attention)
+        return hidden
+
+
 class Weighted(Recorded):
     """What a token is worth: as much as its sample, or by itself."""
 
@@ -134,7 +148,10 @@ def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, mod
 
 def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> str:
     """Why a loop ends, or what it is warned of; "" where it does not. second: after a right one in this process."""
-    wiring.watch = wiring.Watch()
+    wiring.watch, logged = wiring.Watch(), list[str]()
+    logs = logging.Handler(logging.WARNING)
+    logs.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("apportion").addHandler(logs)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
@@ -143,7 +160,9 @@ def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> s
             train(comm, **loop)
         except (ApportionError, UserWarning) as error:
             return f"{type(error).__name__}: {error}"
-    return ""
+        finally:
+            logging.getLogger("apportion").removeHandler(logs)
+    return "".join(logged)
 
 
 def weights(comm: Communicator, net: str, tried: bool) -> list[str]:
@@ -223,6 +242,8 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
             q, k, v = layer(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
             hidden = hidden + model.out(attention(q, k, v, None).flatten(1))
         return model.head(hidden)
+    if net == "body":
+        return model.head(Body(model)(model.table(b.tokens), attention))
     with torch.autocast("cpu", torch.bfloat16, net == "autocast"):
         places = torch.arange(len(b.tokens)) if net == "places of rows" else b.position_ids
         found = model(b.tokens, places, attention)

@@ -125,6 +125,7 @@ ROWS = "computes a row, or is given one, from other rows, their number or their 
         ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are other multiples"),
         ({"loss": "mean of shares"}, r"ExecutionError: factors of losses differ between ranks, \["),
         ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip behind"),
+        ({"net": "body"}, r"\d of \d+ parameters are outside of Body, where attention runs"),
         ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
         ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
         (

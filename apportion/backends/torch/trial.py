@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from logging import getLogger
 from typing import Any
 from weakref import WeakSet
 
@@ -92,6 +93,13 @@ class ModelTrial:
         if least < _LEAST:  # of a small microbatch
             return False
         self._tried.update(one.module for one in calls)
+        inside = {id(param) for one in calls for param in one.module.parameters()}
+        if held - inside:
+            names = ", ".join(dict.fromkeys(type(one.module).__name__ for one in calls))
+            what = (
+                f"{len(held - inside)} of {len(held)} parameters are outside of {names}, where attention runs"
+            )
+            getLogger(__name__).warning("%s: what is computed there is not checked", what)
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
                 call.check(partial(setattr, self, "part"))

@@ -106,9 +106,10 @@ class Watch:
             self.trial.begin()
 
     def meet(self, parameters: Iterable[Tensor]) -> None:
-        """Parameters of a model whose loss is not known yet."""
-        self.accounted = False
-        self.own(parameters)
+        """Marks those of a model whose loss is not known yet, where they are new."""
+        if new := [one for one in parameters if one not in self.owners]:
+            self.accounted = False
+            self.own(new)
 
     def require_all_rows(self, verb: str) -> None:
         """Raises ExecutionError where a model is tried on some of its rows: ranks would exchange others."""
