@@ -1,14 +1,15 @@
 """Simulated time of recurrent layers: one layer of each kind, forward and backward, from the plan's runs and folds.
 
-    rank    halo │ runs that are cut │ whole documents          │ outputs of runs with a past
-    wire                             │ states │ fold │ states │
-                                                 a rank's slots, in the order of their chains
+    rank    halo │ first and middle runs │ whole documents          │ last runs
+    wire                                 │ states │ fold │ states │
+                                                     a rank's slots, in the order of their chains
 
 Work is FLOPs of the chunked form (chunks of 64 tokens: products inside a chunk, with the state, and of the delta rule's
 triangular solve), at `SHARE` of the rate of the hardware's linear layers; backward is `BACKWARD` times as much. Both
-are assumed; nothing was measured on a GPU. A run with a past of a delta kind carries K columns beside its V for its
-transition. An exchange lasts as long as its busiest link or NIC, a latency and two row operations; the states of all
-ranks leave together, once the last rank has summarised its runs.
+are assumed; nothing was measured on a GPU. A middle run, which has a past and a next one, carries under the delta rule
+K columns beside its V for its transition; a last run begins with the state that arrives. An exchange lasts as long as
+its busiest link or NIC, a latency and two row operations; the states of all ranks leave together, once the last rank
+has summarised its runs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RecurrentRun:
     """One layer of a recurrent kind in one phase. Times in microseconds.
 
     ideal_us: the kernel alone on all tokens, whole documents, balanced by speed. kernel_us, summary_us: float64
-    [ranks], the kernel, and what transitions and outputs of runs with a past add. states_us: of the two exchanges.
+    [ranks], the kernel, and what transitions and outputs of middle runs add. states_us: of the two exchanges.
     bytes: between ranks, in all and of the rank that sends or receives most."""
 
     kind: str
@@ -67,8 +68,8 @@ def token_flops(kind: Recurrent) -> float:
     return _flops(kind, kind.value_dim)
 
 
-def past_flops(kind: Recurrent) -> float:
-    """What a token of a run with a past takes beyond: columns of the transition, the state's part of the output."""
+def middle_flops(kind: Recurrent) -> float:
+    """What a token of a middle run takes beyond: columns of the transition, the state's part of the output."""
     output = 2.0 * kind.heads * kind.key_dim * kind.value_dim
     columns = kind.value_dim + kind.key_dim
     return output + (_flops(kind, columns) - _flops(kind, kind.value_dim) if kind.delta else 0.0)
@@ -97,8 +98,8 @@ def run_recurrent(
 
 
 class _Tables(NamedTuple):
-    """What every kind and phase reads. tokens: int64 [3, ranks], of whole documents, of runs that lead and have no
-    past, of runs with a past. Of slots: rank: int64, that folds; leads, past: bool; depth: int64, slots before it."""
+    """What every kind and phase reads. tokens: int64 [4, ranks], of whole documents, of first, last and middle runs.
+    Of slots: rank: int64, that folds; leads, past: bool; depth: int64, slots before it."""
 
     recurrence: Recurrence
     cluster: Cluster
@@ -112,9 +113,9 @@ class _Tables(NamedTuple):
     @staticmethod
     def of(recurrence: Recurrence, cluster: Cluster) -> _Tables:
         runs, folds = recurrence["runs"], recurrence["folds"]
-        part = np.where(runs["past"] >= 0, 2, runs["leads"])
+        part = 2 * (runs["past"] >= 0) + runs["leads"]
         at = part * cluster.ranks + _ranks(runs)
-        tokens = np.bincount(at, runs["rows"], 3 * cluster.ranks).reshape(3, cluster.ranks)
+        tokens = np.bincount(at, runs["rows"], 4 * cluster.ranks).reshape(4, cluster.ranks)
         rank = _ranks(folds)
         past = folds["parent"] >= 0
         before = folds.ptr[rank] + folds["parent"]
@@ -152,13 +153,15 @@ def _run(
 ) -> RecurrentRun:
     cluster, speeds = tables.cluster, tables.speeds
     us = flop_us * (1.0 if phase == "forward" else BACKWARD)
-    whole, first, later = (tokens * token_flops(kind) * us / speeds for tokens in tables.tokens)
-    summary = tables.tokens[2] * past_flops(kind) * us / speeds
+    whole, first, last, middle = (tokens * token_flops(kind) * us / speeds for tokens in tables.tokens)
+    summary = tables.tokens[3] * middle_flops(kind) * us / speeds
     halo = _halo(tables.recurrence["halo"], kind, element_bytes, costs, cluster)
     there, back, fold = _states(tables, number, kind, phase, costs)
-    cut = halo.us + (first + later + summary) * (first + later > 0)
+    if phase == "backward":  # from the last run to the first
+        first, last = last, first
+    cut = halo.us * (first + last + middle > 0) + first + middle + summary
     folded = float(cut.max()) + there.us + fold + back.us
-    done = np.maximum(cut + whole, folded * (later > 0))
+    done = np.maximum(cut + whole, folded * (last + middle > 0)) + last
     even = float(tables.tokens.sum()) * token_flops(kind) * us / float(speeds.sum())
     sent = halo.bytes + there.bytes + back.bytes
     return RecurrentRun(
@@ -166,7 +169,7 @@ def _run(
         phase,
         float(done.max(initial=0.0)),
         even,
-        whole + first + later,
+        whole + first + last + middle,
         summary,
         halo.us,
         (there.us, back.us),

@@ -50,10 +50,15 @@ def test_a_document_on_two_ranks_sends_its_state_and_waits_for_one() -> None:
     sent = 2 * state
     wire = sent / 450e3 + 5 + 2 * float(costs.rowop_us(2 * sent))
     assert found.states_us == pytest.approx((wire, wire))
-    kernel, more = (128 * flops * flop_us() for flops in (prices.token_flops(KIND), prices.past_flops(KIND)))
+    kernel = 128 * prices.token_flops(KIND) * flop_us()
     assert found.kernel_us.tolist() == pytest.approx([kernel, kernel])
-    assert found.summary_us.tolist() == pytest.approx([0.0, more])
-    assert found.makespan_us == pytest.approx(found.halo_us + kernel + more + 2 * wire + found.fold_us)
+    assert found.makespan_us == pytest.approx(found.halo_us + kernel + 2 * wire + found.fold_us + kernel)
+
+
+def test_a_middle_run_carries_its_transition() -> None:
+    found = run([384], 3)
+    more = 128 * prices.middle_flops(KIND) * flop_us()
+    assert found.summary_us.tolist() == pytest.approx([0.0, more, 0.0])
 
 
 def test_a_chain_is_folded_step_by_step() -> None:
@@ -65,7 +70,7 @@ def test_a_plain_decay_sends_no_matrices() -> None:
     plain = Recurrent(heads=4, key_dim=32, value_dim=64, delta=False)
     matrices = Recurrent(heads=4, key_dim=32, value_dim=64)
     assert run([256], 4, plain).bytes < run([256], 4, matrices).bytes
-    assert prices.past_flops(plain) < prices.past_flops(matrices)
+    assert prices.middle_flops(plain) < prices.middle_flops(matrices)
 
 
 def test_the_search_counts_recurrent_layers() -> None:
