@@ -220,3 +220,17 @@ def test_kinds_that_cannot_be(field: str, value: object, words: str) -> None:
     data = {"heads": 4, "key_heads": 2, "key_dim": 2, "value_dim": 2, field: value}
     with pytest.raises(ConfigError, match=words):
         ap.Model.from_data({"recurrent": {"delta": data}})
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ap.masks.full(),
+        ap.masks.prefix_lm(4),
+        ap.masks.image_spans([], ap.masks.documents([8, 8])),
+        ap.masks.documents([16], ap.masks.image_spans([(2, 4)])),
+    ],
+)
+def test_masks_without_an_order_are_refused(mask: ap.masks.Mask) -> None:
+    with pytest.raises(ConfigError, match="gives tokens no order for the model's recurrent layers"):
+        ap.plan(ap.Batch.from_lengths([16], mask=mask), CLUSTER, MODEL, recipe="blend")

@@ -7,7 +7,7 @@ what it branches from:
                          └ 5 6 ┬ 7                parent   -1  0  0  2
                                └ 8                position  0  3  3  5   (7 and 8: branches 3 and 4)
 
-Where tokens see later ones, or a mask lists its pairs, there is no such order.
+Where tokens see later ones, or a mask lists its pairs or images, there is no such order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.masks.spec import ZERO, Columns, Mask, lower_columns
-from apportion.ir.masks.structures import Bands, Documents, SharedQuestion, Slices, Tree
+from apportion.ir.masks.structures import Bands, Documents, ImageSpans, SharedQuestion, Slices, Tree
 
 NONE = -1
 
@@ -49,8 +49,8 @@ class Branches(NamedTuple):
 
 
 def is_ordered(mask: Mask) -> bool:
-    """Whether a mask gives tokens an order: none sees a later one, and it is no list of pairs."""
-    if isinstance(mask, Bands | Slices):
+    """Whether a mask gives tokens an order: none sees a later one, and it is no list of pairs, nor of images."""
+    if isinstance(mask, Bands | ImageSpans | Slices):
         return False
     inner = getattr(mask, "mask", None)
     return all(dmin >= 0 for dmin, _ in mask.diagonals()) and (inner is None or is_ordered(inner))
