@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         VerifyError as VerifyError,
         VersionError as VersionError,
     )
+    from apportion.ir.latent import Latent as Latent
     from apportion.ir.masks import specs as masks
     from apportion.ir.plan.tables import Layout as Layout
     from apportion.ir.request.batch import Batch as Batch
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         PlanHandle as PlanHandle,
         planned_attention as planned_attention,
         planned_attention_block as planned_attention_block,
+        planned_latent_attention as planned_latent_attention,
     )
     from apportion.trainer.step.gradients import sum_gradients as sum_gradients
     from apportion.trainer.step.loss import normalised_loss as normalised_loss
@@ -72,7 +74,10 @@ if TYPE_CHECKING:
         ping_pong as ping_pong,
         ping_pong_attention as ping_pong_attention,
     )
-    from apportion.trainer.step.projection import HeadProjection as HeadProjection
+    from apportion.trainer.step.projection import (
+        HeadProjection as HeadProjection,
+        LatentExpansion as LatentExpansion,
+    )
     from apportion.trainer.step.recurrence import planned_conv as planned_conv, planned_scan as planned_scan
     from apportion.trainer.step.visible import Visible as Visible, gather_visible as gather_visible
     from apportion.trainer.ticks import TickPipeline as TickPipeline
@@ -101,6 +106,7 @@ _HOMES = {
     "apportion.ir.bytes.iteration": ("IterationPlan",),
     "apportion.ir.bytes.job": ("Job",),
     "apportion.ir.bytes.slices": ("Slice",),
+    "apportion.ir.latent": ("Latent",),
     "apportion.ir.request.model": ("Model",),
     "apportion.ir.plan.tables": ("Layout",),
     "apportion.ir.request.policy": ("Policy", "Recipe"),
@@ -116,7 +122,12 @@ _HOMES = {
     "apportion.planner.simulate.pair.run": ("simulate_pair",),
     "apportion.planner.iteration.ticks": ("plan_tick", "tick_batch", "tick_table"),
     "apportion.service.client": ("Client",),
-    "apportion.trainer.step.attention": ("PlanHandle", "planned_attention", "planned_attention_block"),
+    "apportion.trainer.step.attention": (
+        "PlanHandle",
+        "planned_attention",
+        "planned_attention_block",
+        "planned_latent_attention",
+    ),
     "apportion.trainer.loading.batch": ("PlannedBatch",),
     "apportion.trainer.step.gradients": ("sum_gradients",),
     "apportion.trainer.loading.fetching": ("PlanTimeoutError",),
@@ -124,7 +135,7 @@ _HOMES = {
     "apportion.trainer.loading.samples": ("Samples", "StreamedLoader"),
     "apportion.trainer.step.loss": ("normalised_loss",),
     "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
-    "apportion.trainer.step.projection": ("HeadProjection",),
+    "apportion.trainer.step.projection": ("HeadProjection", "LatentExpansion"),
     "apportion.trainer.step.recurrence": ("planned_conv", "planned_scan"),
     "apportion.trainer.step.visible": ("Visible", "gather_visible"),
     "apportion.trainer.ticks": ("TickPipeline",),

@@ -25,6 +25,7 @@ from apportion.bench import Source, warm_up
 from apportion.cli.environment import versions
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ApportionError
+from apportion.ir.latent import Latent
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
@@ -108,7 +109,8 @@ def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
 
 
 def mla(heads: int = 128) -> Model:
-    return Model(q_heads=heads, kv_heads=heads, head_dim=192, v_head_dim=128)
+    """DeepSeek-V3's attention, whose latent rows travel."""
+    return Model(q_heads=heads, kv_heads=1, head_dim=192, v_head_dim=128, latent=Latent(rank=512, rope=64))
 
 
 def situations() -> Iterator[Situation]:
@@ -147,6 +149,7 @@ def situations() -> Iterator[Situation]:
     yield Situation("1 KV head", documents(), whole, Model(32, 1, 128))
     yield Situation("32 KV heads", documents(), whole, Model(32, 32, 128))
     yield Situation("MLA", documents(), whole, mla())
+    yield Situation("MLA, 8K tokens a rank", documents(tokens=8192), whole, mla())
     yield Situation("MLA, 4K tokens a rank", documents(tokens=4096), whole, mla())
     yield Situation("16 ranks a node", documents(), cluster(node=16))
     yield Situation("72 ranks in a node", documents(72), cluster(72, 72, intra_gbs=900.0))

@@ -43,7 +43,7 @@ class Component(NamedTuple):
 def components(tensor: Tensor, header: Header, hidden: int = 0) -> tuple[Component, ...]:
     """The arrays of a tensor, in the order in which they move. `hidden` is the width of X and dX."""
     contents = tensor.contents
-    widths = contents.widths(header.head_dim, header.v_head_dim, hidden)
+    widths = contents.widths(header.head_dim, header.v_head_dim, hidden, header.latent)
     return tuple(
         Component(part.name, width, part.integer) for part, width in zip(contents.parts, widths, strict=True)
     )

@@ -182,7 +182,7 @@ def _scattered(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Ho
 def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
     """Of each array of a tensor, by name."""
     lead = (rows,) if tensor in HEADLESS else (rows, heads)
-    widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden)
+    widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden, head.latent)
     named = zip(tensor.contents.parts, widths, strict=True)
     return {part.name: (*lead, width) if width else lead for part, width in named}
 
@@ -202,6 +202,8 @@ def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequenc
     head, network = plan.header, Network()
     if layer.sinks is not None and np.shape(layer.sinks) != (head.q_heads,):
         raise ExecutionError(f"sinks of shape {np.shape(layer.sinks)} for {head.q_heads} query heads")
+    if head.latent is not None:
+        raise ExecutionError("latent rows are executed with torch: here is no projection that expands them")
     if key not in plan.programs:
         raise UnknownNameError("kind", key[0], f"the plan has {', '.join(head.kinds)}", "name one of these")
     programs = [compile_program(plan.programs[key].rank(rank), head) for rank in range(head.ranks)]

@@ -28,9 +28,10 @@ FLOAT32 = 4
 
 
 def linear_parameters(model: Model) -> int:
-    """Of one layer: projections of Q, K, V and O, and a gated FFN (three matrices)."""
-    heads = (model.q_heads + model.kv_heads) * (model.head_dim + model.value_dim)
-    return model.hidden * (heads + 3 * model.ffn)
+    """Of one layer: projections of Q, K, V and O, and a gated FFN (three matrices). Without the expansion of latent
+    rows, which is part of attention."""
+    heads = model.q_heads * (model.head_dim + model.value_dim)
+    return model.hidden * (heads + 3 * model.ffn) + model.key_products
 
 
 def row_numbers(model: Model, tensor: int = 1) -> float:

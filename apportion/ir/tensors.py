@@ -9,6 +9,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from apportion.ir.latent import Latent
+
 PHASES = ("forward", "backward")
 
 
@@ -44,8 +46,10 @@ class Contents:
     fetched: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
 
-    def widths(self, head_dim: int, v_head_dim: int, hidden: int) -> tuple[int, ...]:
-        """Numbers of each part in a row of one head; 0 for a part without that dimension."""
+    def widths(self, head_dim: int, v_head_dim: int, hidden: int, latent: Latent | None) -> tuple[int, ...]:
+        """Numbers of each part in a row of one head; 0 for a part without that dimension. latent: as of the model."""
+        if latent is not None and self.side == "key":
+            head_dim, v_head_dim = latent.widths
         of = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
         return tuple(of[part.width] if part.width else 0 for part in self.parts)
 

@@ -130,12 +130,29 @@ class CostModel:
         """float64 [n]: each task's share of its instruction, besides `launch_us`.
 
         q_rows, kv_rows, pairs: int64 [n] or int, at least 1, the task's rectangle and the pairs allowed in it.
-        q_heads, kv_heads: int, or int64 [n]: the heads of its operands. phase: forward or backward; another raises
+        q_heads, kv_heads: int, or int64 [n]: the heads of its operands; kernels read a latent row once for each query
+        head, as it is expanded (`expansion_us` has what that takes). phase: forward or backward; another raises
         UnknownNameError.
         """
-        sizes = (q_rows, kv_rows, pairs, q_heads, kv_heads)
+        keys = kv_heads if self.model.latent is None else q_heads
+        sizes = (q_rows, kv_rows, pairs, q_heads, keys)
         columns = (np.ascontiguousarray(size, np.int64) for size in sizes)
         return core.task_us(*self._phase(phase), self._scale(phase), *self._row_us(phase), *columns)
+
+    def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
+        """float64 [n]: expanding latent rows for an instruction. rows: of one head each; heads: whose weights are used.
+        Forward a product, and a pass that puts the rotated numbers beside each head's own part of k. Backward
+        these again, the products of the gradients of rows and of weights, and the sum of the latter."""
+        model, rate = self.model, self.hardware.linear_tflops.value * 1e6
+        assert model.latent is not None
+        backward = phase == "backward"
+        flops = 2.0 * model.expansion * (3 if backward else 1) * np.asarray(rows)
+        moved = (2 * model.head_dim - model.latent.rope) * model.element_bytes * np.asarray(rows)
+        if backward:  # written by the product, read by the sum, which is read and written
+            summed = 2 * (model.element_bytes + model.accumulator_bytes)
+            moved = moved + summed * model.expansion * np.asarray(heads)
+        kernels = 5 if backward else 2
+        return np.asarray(flops / rate + self.moved_us(moved) + kernels * self.hardware.rowop_us.value)
 
     def ideal_us(self, phase: str, pairs: Count, q_heads: Count) -> Floats:
         """float64: the same pairs at saturated throughput, without launches."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
 from apportion.trainer.row_independence import check_rows
 from apportion.trainer.step import wiring
-from apportion.trainer.step.attention import PlanHandle, planned_attention
+from apportion.trainer.step.attention import PlanHandle, planned_attention, planned_latent_attention
 from apportion.trainer.step.loss import check_share
+from apportion.trainer.step.projection import LatentExpansion
 
 try:
     from transformers import AttentionInterface, Cache
@@ -42,6 +44,8 @@ except ModuleNotFoundError as error:
 
 ATTENDING, RECURRING = (FULL, SLIDING, CHUNKED, BOTH), (LINEAR, BOTH)  # types of layers
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
+
+_EXPAND = "expand_kv"  # of layers of multi-head latent attention: (compressed, rotated) -> key, value
 
 # kwargs that would change what a row sees: planned attention takes that from the plan
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -72,6 +76,8 @@ def enable(model: Any, *, check: bool = True) -> Any:
     for mixer in mixers:
         if not hasattr(mixer, "_served"):
             adapt(mixer, base._served, _key(mixer))
+        if hasattr(layer, _EXPAND):  # of a copy its own, which a method has and a closure would not
+            setattr(layer, _EXPAND, MethodType(_expand_kv, layer))
     for layer in layers:  # too: checkpointing runs them a second time, alone
         if not hasattr(layer, "_served"):  # made since the model was enabled
             layer._served = base._served
@@ -158,13 +164,17 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls, by name behind the mask: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
-    [1, rows, Hq, Dv]. Raises as `planned_attention`, which holds the layer's window against the plan's."""
+    [1, rows, Hq, Dv]; of latent attention key and value are what `_expand_kv` gives. Raises as `planned_attention`,
+    which holds the layer's window against the plan's."""
     handle: PlanHandle | Rehearsal | None = kwargs.get(NAME)
     if handle is None:
         rule = "does not pass the keyword arguments of forward on, so that the plan does not reach it"
         raise ConfigError("attention", type(module).__name__, rule, "train without context parallelism")
     module._served.add(_key(module))
+    latent = hasattr(module, _EXPAND)
     if isinstance(handle, Rehearsal):
+        if latent:
+            key, value = getattr(type(module), _EXPAND)(module, value, key)
         return handle.attend(f"layer {module.layer_idx}", query, key, value), None
     kind = module.config.layer_types[module.layer_idx] if len(handle.kinds) > 1 else None
     device = query.device.type  # autocast leaves q and k in float32 behind RoPE
@@ -174,7 +184,20 @@ def attention(
     own = {"window": window, "layer": module.layer_idx, "dropout": kwargs.get("dropout", 0.0)}
     looks_ahead = not (module.is_causal and getattr(module.config, "is_causal", True))
     own["causal"] = False if looks_ahead else None  # a causal model may be given masks that look ahead
+    if latent:
+        expand = LatentExpansion(module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim)
+        layer = handle, expand, expand.params, kind, scaling, softcap, s_aux
+        return planned_latent_attention(q[0], v[0, :, 0], k[0, :, 0], *layer, **own)[None], None
     return planned_attention(q, k, v, handle, kind, scaling, softcap, s_aux, **own), None
+
+
+def _expand_kv(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of a layer's own: what goes to planned attention as key and value are latent rows, [1, 1, rows,
+    rope] and [1, 1, rows, rank], which are expanded where they are read."""
+    if layer.config._attn_implementation == NAME:
+        return rotated, compressed
+    found: tuple[Tensor, Tensor] = getattr(type(layer), _EXPAND)(layer, compressed, rotated)
+    return found
 
 
 def loader(

@@ -62,6 +62,25 @@ MODELS = {
             "router_aux_loss_coef": 0.05,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        "sdpa",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
 }
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}

@@ -126,7 +126,8 @@ def is_attention(module: Any) -> bool:
 
 
 def layers_read(model: Model, data: dict[str, Any]) -> Seen:
-    masks, heads = masks_of(data), (model.q_heads, model.kv_heads, model.head_dim, model.value_dim)
+    keys = model.kv_heads if model.latent is None else model.q_heads  # expanded, without a plan
+    masks, heads = masks_of(data), (model.q_heads, keys, model.head_dim, model.value_dim)
     if isinstance(masks, dict):
         return Counter({(mask, *heads): model.layers_of(kind) for kind, mask in masks.items()})
     assert isinstance(model.layers, int)

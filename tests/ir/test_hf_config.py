@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from apportion.ir.errors import ConfigError
+from apportion.ir.latent import Latent
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.windows import Causal, Chunked, Full, SlidingWindow
 from apportion.ir.request.hf_config import head_fields, masks_of, model_of, windows_of
@@ -113,7 +114,11 @@ CASES: dict[str, tuple[str, Model, Any]] = {
         None,
     ),
     "minimax m2": (MINIMAX_M2, Model(48, 8, 128, None, "bf16", 3072, 1536, 3), None),
-    "deepseek": (DEEPSEEK, Model(128, 128, 192, 128, "bf16", 7168, 18432, 61), None),
+    "deepseek": (
+        DEEPSEEK,
+        Model(128, 1, 192, 128, "bf16", 7168, 18432, 61, latent=Latent(rank=512, rope=64)),
+        None,
+    ),
     "llama4": (
         LLAMA4,
         Model(40, 8, 128, None, "bf16", 5120, 8192, {"chunked_attention": 36, "full_attention": 12}),

@@ -10,7 +10,7 @@ breaks, and no new graph for a new plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from apportion.backends.interp import components
 from apportion.backends.torch.calls import Attending
-from apportion.backends.torch.executor import Gradients, Layer, Projection, TorchMachine
+from apportion.backends.torch.executor import Expansion, Gradients, Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Memory, Parts
@@ -51,6 +52,7 @@ def attending(
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
     """The machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
+    require_latent(handle, layer.expand is not None)
     handle.agree()
     if phase == "forward":
         handle.calls += 1
@@ -81,13 +83,22 @@ def _in_rows(part: Tensor) -> Tensor:
     return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
 
 
+def require_latent(handle: PlanHandle, latent: bool) -> None:
+    """Raises ExecutionError where a call on latent rows meets a plan of keys and values, or the other way round."""
+    if latent != (handle.slice.header.latent is not None):
+        moves, call = ("keys and values", "attention") if latent else ("latent rows", "latent_attention")
+        raise ExecutionError(f"the plan moves {moves} from rank to rank: call planned_{call}")
+
+
 def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ExecutionError where q, k or v is not what the plan was made for."""
     header = handle.slice.header
+    keys, values = ("k", "v") if header.latent is None else ("rotated", "compressed")
+    k_part, v_part = components(Name.KV, header)
     wants = {
         "q": (q, (handle.padded_rows, header.q_heads, header.head_dim)),
-        "k": (k, (handle.padded_rows, header.kv_heads, header.head_dim)),
-        "v": (v, (handle.padded_rows, header.kv_heads, header.v_head_dim)),
+        keys: (k, (handle.padded_rows, header.kv_heads, k_part.width)),
+        values: (v, (handle.padded_rows, header.kv_heads, v_part.width)),
     }
     for name, (tensor, shape) in wants.items():
         _check_rows_first(name, tensor, shape)
@@ -158,6 +169,12 @@ def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
     return gradients.sinks.to(layer.sinks.dtype)
 
 
+def param_gradients(params: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
+    """The sums of the parameters that need gradients, in their dtype; None of the others."""
+    found = iter(gradients.params)
+    return [next(found).to(param.dtype) if param.requires_grad else None for param in params]
+
+
 class PlannedBlock(torch.autograd.Function):
     """Hidden states of this rank's rows -> out, where the plan projects heads itself."""
 
@@ -200,9 +217,46 @@ class PlannedBlock(torch.autograd.Function):
             machine.run()
             machine.close()
         dx, gradients = machine.hidden_gradient(hidden.dtype), machine.gradients
-        found = iter(gradients.params)
-        dparams = [next(found).to(p.dtype) if p.requires_grad else None for p in ctx.params]
+        dparams = param_gradients(ctx.params, gradients)
         return dx, None, sink_gradient(layer, gradients), None, None, None, *dparams
+
+
+class PlannedLatents(torch.autograd.Function):
+    """Queries and latent rows of this rank -> out, where keys and values are expanded where they are read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        rotated: Tensor,
+        compressed: Tensor,
+        sinks: Tensor | None,
+        handle: PlanHandle,
+        kind: str,
+        layer: Layer,
+        *params: Tensor,
+    ) -> Tensor:
+        with attending(handle, kind, "forward", layer.score, sinks):
+            require_latent(handle, True)
+            check_qkv(handle, q, rotated, compressed)
+            home: Home = {Name.Q: (q,), Name.KV: (rotated, compressed)}
+            out, lse = run(handle, kind, "forward", home, replace(layer, sinks=sinks)).output(q.dtype)
+        ctx.save_for_backward(q, rotated, compressed, sinks, out, lse)
+        ctx.handle, ctx.kind, ctx.layer, ctx.params = handle, kind, layer, params
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        q, rotated, compressed, sinks, out, lse = ctx.saved_tensors
+        wanted = tuple(param for param in ctx.params if param.requires_grad)
+        layer = replace(ctx.layer, sinks=sinks, params=wanted)
+        home = backward_home({Name.Q: (q,), Name.KV: (rotated, compressed)}, out, lse, do)
+        with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
+            machine = run(ctx.handle, ctx.kind, "backward", home, layer)
+        grads = machine.input_gradients(q.dtype)
+        dsinks = sink_gradient(layer, machine.gradients)
+        return *grads, dsinks, None, None, None, *param_gradients(ctx.params, machine.gradients)
 
 
 # --- the op
@@ -234,6 +288,7 @@ def _attend(
     score = Score(scale, softcap)
     with attending(handle, kind, "forward", score, sinks, return_lse):
         handle.check(kind, window, causal, layer)
+        require_latent(handle, False)
         check_qkv(handle, q, k, v)
         home: Home = {Name.Q: (q,), Name.KV: (k, v)}
         return run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
@@ -345,3 +400,24 @@ def attend_block(
     layer = Layer(score, project=project)
     inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
     return PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_latents(
+    handle: PlanHandle,
+    kind: str,
+    q: Tensor,
+    rotated: Tensor,
+    compressed: Tensor,
+    expand: Expansion,
+    params: tuple[Tensor, ...],
+    sinks: Tensor | None,
+    score: Score,
+    said: tuple[int | None, bool | None, str | None],
+) -> Tensor:
+    """Planned attention of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank], differentiable in all of
+    them, sinks and params. said: window, causal and layer, as `ir.masks.declared`."""
+    handle.check(kind, *said)
+    layer = Layer(score, expand=expand)
+    inputs = (q, rotated, compressed, sinks, handle, kind, layer, *params)
+    return PlannedLatents.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

@@ -9,14 +9,15 @@ the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from apportion.backends.interp import Machine, Operand, Program, RowOp, Step
+from apportion.backends.interp import GradTask, Machine, Operand, Program, RowOp, Step
 from apportion.backends.torch.envelope import UNPADDED, Envelope
 from apportion.backends.torch.kernels.attention import (
     NEG_INF,
@@ -31,6 +32,7 @@ from apportion.backends.torch.kernels.attention import (
 from apportion.backends.torch.memory.arenas import Arenas, Memory, Parts, View
 from apportion.backends.torch.memory.arrays import DTYPES, accumulator_dtype
 from apportion.backends.torch.memory.head_columns import index_of, pick
+from apportion.backends.torch.memory.latent_rows import LatentRun, T, latent_runs
 from apportion.backends.torch.memory.rounds import Message, Round, Rounds, aligned
 from apportion.backends.torch.transport import Flight, Sizes, Transport
 from apportion.ir.errors import ExecutionError
@@ -42,24 +44,42 @@ _TILE_ROWS = 4096
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
 Projection = Callable[[Tensor, Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor, Tensor]]
 
+#: (latent rows: compressed [n, rank], rotated [n, rope], query heads) -> k [n, Hq', D], v [n, Hq', Dv]
+Expansion = Callable[[Tensor, Tensor, tuple[int, ...]], tuple[Tensor, Tensor]]
+ALL_HEADS = slice(None)
+
 
 @dataclass(frozen=True)
 class Layer:
-    """What a call knows beside the plan. `params` are the tensors whose gradients `project` yields."""
+    """What a call knows beside the plan. `params` are the tensors whose gradients `project` or `expand` yields."""
 
     score: Score
     sinks: Tensor | None = None  # [Hq] learned logits
     project: Projection | None = None
+    expand: Expansion | None = None
     params: tuple[Tensor, ...] = ()
     dlse: Tensor | None = None  # [rows, Hq] gradient of the LSE of home rows, for backward
 
 
 @dataclass
 class Gradients:
-    """Sums over home rows: of the sinks [Hq], None without rows, and of the parameters of `project`."""
+    """Sums over home rows: of the sinks [Hq], None without rows, and of the layer's `params`."""
 
     sinks: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
+
+
+class Keys(NamedTuple, Generic[T]):
+    """What a task attends to, for some of its query heads: k [n, Hk, D], v [n, Hk, Dv], the column there of each query
+    head, and what gradients are added to; nothing is in forward."""
+
+    task: T
+    heads: slice
+    kv_of: tuple[int, ...]
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 class LoadRequest(NamedTuple):
@@ -201,13 +221,21 @@ class TorchMachine(Machine[View]):
         leaf = hidden.detach().requires_grad_()
         q, k, v = self._projected(leaf, positions, row)
         outputs = [*((q,) if row.b else ()), *((k, v) if row.c else ())]
+        (dx,) = self._pulled_back(outputs, grads, leaf)
+        return dx
+
+    def _pulled_back(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor
+    ) -> list[Tensor]:
+        """The gradients of what the layer made outputs of; those of its parameters are added up."""
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
-        inputs = (leaf, *self._layer.params)
-        dx, *dparams = torch.autograd.grad(outputs, inputs, cast, allow_unused=True)
-        for total, grad in zip(self.gradients.params, dparams, strict=True):
+        with _without_hooks(self._layer.params):
+            found = torch.autograd.grad(outputs, (*leaves, *self._layer.params), cast, allow_unused=True)
+        for total, grad in zip(self.gradients.params, found[len(leaves) :], strict=True):
             if grad is not None:
                 total += grad
-        return torch.zeros_like(leaf) if dx is None else dx
+        pairs = zip(found, leaves, strict=False)
+        return [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs]
 
     def _projected(self, hidden: Tensor, positions: Tensor, row: RowOp) -> tuple[Tensor, Tensor, Tensor]:
         if self._layer.project is None:
@@ -234,22 +262,64 @@ class TaskMachine(TorchMachine):
     # --- attention
 
     def attend(self, step: Step) -> None:
-        for task in step.tasks:
-            (q,), (k, v), (o, lse) = self._read(task.q, task.kv, task.o)
-            if task.first:
-                _clear_output(o, lse)
-            attend(q, k, v, o, lse, Band(task.dmin, task.dmax, task.kv_of), self._layer.score, self.kernel)
+        self._open([task.o for task in step.tasks if task.first])
+        for task, heads, kv_of, k, v, *_ in self._keys(step.tasks):
+            (q,), (o, lse) = self._read(task.q, task.o)
+            rows = q[:, heads], k, v, o[:, heads], lse[:, heads]
+            attend(*rows, Band(task.dmin, task.dmax, kv_of), self._layer.score, self.kernel)
             self.views[task.o].write((o, lse))
 
     def attend_grad(self, step: Step) -> None:
-        for task in step.grads:
-            (q,), (k, v), (do,), (lse, delta) = self._read(task.q, task.kv, task.do, task.delta)
-            (dq,), (dk, dv) = self._read(task.dq, task.dkv)
-            _clear(((dq,) if task.first_dq else ()) + ((dk, dv) if task.first_dkv else ()))
-            band = Band(task.dmin, task.dmax, task.kv_of)
-            attend_grad(q, k, v, do, lse, delta, dq, dk, dv, band, self._layer.score, self.kernel)
+        self._open([task.dq for task in step.grads if task.first_dq])
+        self._open([task.dkv for task in step.grads if task.first_dkv])
+        for task, heads, kv_of, k, v, dk, dv in self._keys(step.grads):
+            (q,), (do,), (lse, delta), (dq,) = self._read(task.q, task.do, task.delta, task.dq)
+            rows = q[:, heads], k, v, do[:, heads], lse[:, heads], delta[:, heads], dq[:, heads], dk, dv
+            attend_grad(*rows, Band(task.dmin, task.dmax, kv_of), self._layer.score, self.kernel)
             self.views[task.dq].write((dq,))
-            self.views[task.dkv].write((dk, dv))
+
+    def _open(self, sums: Sequence[int]) -> None:
+        """The identity of accumulation on rows that a task is the first on."""
+        for index in sums:
+            whole = self.views[index].read()
+            _clear(whole)
+            if self.views[index].operand.tensor == Name.O:
+                _clear_output(*whole)
+            self.views[index].write(whole)
+
+    def _keys(self, tasks: Sequence[T]) -> Iterator[Keys[T]]:
+        """Each task with its keys and values, and where their gradients are added."""
+        if self._layer.expand is not None:
+            for run in latent_runs(self.program.operands, tasks):
+                yield from self._expanded(run, self._layer.expand)
+            return
+        for task in tasks:
+            sums = self.views[task.dkv if isinstance(task, GradTask) else task.kv]
+            whole = sums.read()
+            yield Keys(task, ALL_HEADS, task.kv_of, *self.views[task.kv].read(), *whole)
+            if isinstance(task, GradTask):
+                sums.write(whole)
+
+    def _expanded(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
+        """The same of a run of latent rows, expanded here: a few heads at a time where there are many rows."""
+        # copies: rows of the same buffer are written before autograd reads these again
+        rotated, compressed = (part.squeeze(1).clone() for part in self.memory.view(run.kv).read())
+        header = self.program.header
+        for heads in run.slices(header.head_dim + header.v_head_dim):
+            names = run.heads[heads]
+            with torch.set_grad_enabled(run.dkv is not None):
+                leaves = tuple(part.requires_grad_(run.dkv is not None) for part in (compressed, rotated))
+                made = expand(leaves[0], leaves[1], names)
+            k, v = (part.detach() for part in made)
+            wide = accumulator_dtype(k.dtype)
+            dk, dv = (k, v) if run.dkv is None else (torch.zeros_like(part, dtype=wide) for part in (k, v))
+            for task in run.tasks:
+                at = run.rows_of(self.program.operands[task.kv])
+                yield Keys(task, heads, tuple(range(len(names))), k[at], v[at], dk[at], dv[at])
+            if run.dkv is not None:
+                with torch.enable_grad():
+                    first, second = self._pulled_back(made, (dk, dv), *leaves)
+                _accumulate(self.memory.view(run.dkv), (second[:, None], first[:, None]), False)
 
     # --- rows
 
@@ -284,10 +354,7 @@ class TaskMachine(TorchMachine):
 
     def add(self, step: Step) -> None:
         for row in step.rowops:
-            whole = self.views[row.c].read()
-            for old, new in zip(whole, self.views[row.a].read(), strict=True):
-                old.copy_(new) if row.first else old.add_(new)
-            self.views[row.c].write(whole)
+            _accumulate(self.views[row.c], self.views[row.a].read(), row.first)
 
     def copy(self, step: Step) -> None:
         for row in step.rowops:
@@ -296,12 +363,7 @@ class TaskMachine(TorchMachine):
     deliver = copy
 
     def clear(self, step: Step) -> None:
-        for row in step.rowops:
-            whole = self.views[row.c].read()
-            _clear(whole)
-            if self.views[row.c].operand.tensor == Name.O:
-                _clear_output(*whole)
-            self.views[row.c].write(whole)
+        self._open([row.c for row in step.rowops])
 
     def finish(self, step: Step) -> None:
         if self._layer.sinks is None:
@@ -318,6 +380,21 @@ class PlainMachine(TaskMachine):
     """As TaskMachine, in plain strips: any device, dtype and width."""
 
     kernel = PLAIN
+
+
+@contextmanager
+def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
+    """A parameter's hooks (`register_hook`; those of `sum_gradients` on DDP multiply) run once, on its whole gradient,
+    which autograd gets from the call: not on each of the parts that the call adds up."""
+    hooks = [param._backward_hooks for param in params if param._backward_hooks]
+    held = [dict(own) for own in hooks]
+    for own in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, before in zip(hooks, held, strict=True):
+            own.update(before)
 
 
 def dense_sizes(found: Round, ranks: int) -> Sizes:
@@ -348,6 +425,13 @@ def _clear_output(o: Tensor, lse: Tensor) -> None:
     """The identity of merging."""
     o.zero_()
     lse.fill_(NEG_INF)
+
+
+def _accumulate(view: View, parts: Sequence[Tensor], first: bool) -> None:
+    whole = view.read()
+    for old, new in zip(whole, parts, strict=True):
+        old.copy_(new) if first else old.add_(new)
+    view.write(whole)
 
 
 def _copy(source: Parts, target: Parts) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from apportion._core import messages as core
 from apportion.ir.arrays import Bools, Ints
+from apportion.ir.latent import Latent
 from apportion.ir.orders import stable_order
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.programs import head_counts
@@ -82,16 +83,16 @@ def row_sizes(header: Header) -> RowSizes:
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)
     ordered = [True, *([*members] == [*range(len(members))] for members in header.head_sets)]
     as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
-    number_bytes = _number_bytes(header.head_dim, header.v_head_dim, header.dtype)
+    number_bytes = _number_bytes(header.head_dim, header.v_head_dim, header.dtype, header.latent)
     return RowSizes(heads, np.array(ordered), number_bytes, (_IS_ONE & as_held[:, None]).reshape(-1))
 
 
 @lru_cache(64)
-def _number_bytes(head_dim: int, v_head_dim: int, dtype: str) -> Ints:
+def _number_bytes(head_dim: int, v_head_dim: int, dtype: str, latent: Latent | None) -> Ints:
     """int64 [tensors]: bytes of a row of one head; 1 for the headless, whose width a plan does not know."""
     model, wide = ELEMENT_BYTES[dtype], max(4, ELEMENT_BYTES[dtype])
     found = np.ones(len(Tensor), np.int64)
     for tensor in set(Tensor) - HEADLESS:
-        widths = tensor.contents.widths(head_dim, v_head_dim, 0)
+        widths = tensor.contents.widths(head_dim, v_head_dim, 0, latent)
         found[tensor] = sum(max(width, 1) for width in widths) * (wide if tensor.contents.wide else model)
     return found

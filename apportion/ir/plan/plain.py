@@ -12,10 +12,20 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
+from apportion.ir.structs import to_data
 
 REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
 #: header fields that repeat the model, for ranks that see only their slice
-MODEL_FACTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "sent_gradients", "recurrent")
+MODEL_FACTS = (
+    "q_heads",
+    "kv_heads",
+    "head_dim",
+    "v_head_dim",
+    "dtype",
+    "sent_gradients",
+    "recurrent",
+    "latent",
+)
 
 
 def header_data(header: Header) -> dict[str, Any]:
@@ -26,6 +36,9 @@ def header_data(header: Header) -> dict[str, Any]:
     del values["recurrent"]
     if header.recurrent:
         values["recurrent"] = {kind: held.to_data() for kind, held in header.recurrent.items()}
+    del values["latent"]
+    if header.latent is not None:
+        values["latent"] = to_data(header.latent)
     return values | {"engines": dict(header.engines)}
 
 

@@ -24,6 +24,7 @@ from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import choice, integer
 from apportion.ir.isa import MOVE_COLUMNS, RECURRENCE_TABLES, SPAN_COLUMNS, TABLES, VERSION
+from apportion.ir.latent import Latent
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -288,6 +289,7 @@ class Header:
     sent_gradients: str = "wide"  # as of the model
     phases: tuple[str, ...] = PHASES  # of every kind
     recurrent: Mapping[str, Recurrent] = field(default_factory=dict)  # as of the model
+    latent: Latent | None = None  # as of the model
 
     def narrows(self, tensor: Tensor) -> bool:
         """Whether tiles of a tensor are rounded to the model's dtype on their way, as `Model.narrows` says."""

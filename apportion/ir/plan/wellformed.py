@@ -89,6 +89,8 @@ def check_header(header: Header) -> None:
     if header.sent_gradients == "model" and header.dtype not in HALF_NAMES:
         halves = " and ".join(HALF_NAMES)
         raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")
+    if header.latent is not None and (header.kv_heads != 1 or header.latent.rope >= header.head_dim):
+        raise DecodeError("header: latent rows have one KV head, and rope is less than head_dim")
     _names("kinds", header.kinds)
     _check_recurrent(header)
     _names("layouts", header.layouts)

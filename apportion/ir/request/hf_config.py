@@ -35,7 +35,7 @@ from apportion.ir.request.model import Model
 
 def model_of(config: Mapping[str, Any]) -> Model:
     """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
-    is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
+    is a number. Of MLA rows of KV are latent rows. Raises ConfigError."""
     return Model(**model_fields(config), recurrent=recurrent_kinds(config))
 
 

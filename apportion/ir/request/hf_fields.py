@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypedDict
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, mapping, sequence, suggestion
+from apportion.ir.latent import Latent
 from apportion.ir.request.hf_layers import check_layers, recurrence_of, table, words
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -47,15 +49,16 @@ class ModelFields(TypedDict):
     hidden: int
     ffn: int
     layers: int | dict[str, int]
+    latent: Latent | None
 
 
 def model_fields(config: Mapping[str, Any]) -> ModelFields:
     """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
-    is a number. Of MLA the heads as training has them: as many of K as of Q. Raises ConfigError."""
+    is a number. Of MLA rows of KV are latent rows. Raises ConfigError."""
     text = text_config(config)
     heads, hidden = count(text, "num_attention_heads"), count(text, "hidden_size")
     kinds = Counter(attention_types(text))
-    kv_heads, head_dim, v_head_dim = _widths(text, heads, hidden)
+    kv_heads, head_dim, v_head_dim, latent = _widths(text, heads, hidden)
     return {
         "q_heads": heads,
         "kv_heads": kv_heads,
@@ -65,6 +68,7 @@ def model_fields(config: Mapping[str, Any]) -> ModelFields:
         "hidden": hidden,
         "ffn": _ffn(text, hidden),
         "layers": dict(sorted(kinds.items())) if len(kinds) > 1 else kinds.total(),
+        "latent": latent,
     }
 
 
@@ -111,13 +115,13 @@ def _ffn(text: Mapping[str, Any], hidden: int) -> int:
     return hidden * count({"expansion_ratio": 4, **text}, "expansion_ratio")
 
 
-def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None]:
-    """KV heads, head dim, head dim of V (None: equal)."""
+def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None, Latent | None]:
+    """KV heads, head dim, head dim of V (None: equal), latent rows (None: none)."""
     if text.get("qk_nope_head_dim") is not None or text["model_type"] in words("mla"):
-        both = count(text, "qk_nope_head_dim") + count(text, "qk_rope_head_dim")
-        return heads, both, count(text, "v_head_dim")
+        own, rope, width = map(partial(count, text), ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        return 1, own + rope, width, Latent(count(text, "kv_lora_rank"), rope)
     dim = hidden // heads if field_value(text, "head_dim")[1] is None else count(text, "head_dim")
-    return _kv_heads(text, heads), dim, None
+    return _kv_heads(text, heads), dim, None, None
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:

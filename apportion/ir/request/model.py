@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from apportion.ir.errors import ConfigError, UnknownNameError
 from apportion.ir.fields import MAX_INT, integer, known, load, mapping, name, suggestion
+from apportion.ir.latent import Latent
 from apportion.ir.request.hf_fields import is_config, model_fields
 from apportion.ir.request.hf_recurrent import recurrent_kinds
 from apportion.ir.request.recurrent import MAX_KINDS, Recurrent
@@ -36,7 +37,9 @@ class Model:
     a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. `recurrent`
     has the kinds of linear recurrent layers beside attention, sorted. `balance` names kinds whose layers choose keys at
     run time by a kernel of their own: their rows are gathered, their queries stay home with all heads, and a query
-    counts as min(keys it may see, keys), {kind: {"keys": n}}. Raises ConfigError.
+    counts as min(keys it may see, keys), {kind: {"keys": n}}. `latent` says that rows of KV are latent rows, of one KV
+    head, which the layer's own projection expands to a k and v of each query head where attention is computed; head
+    dims are those of the expanded heads. Raises ConfigError.
     """
 
     q_heads: Heads = 32
@@ -52,11 +55,13 @@ class Model:
         default_factory=dict, hash=False
     )
     balance: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         check(self, "model")
+        self._check_latent()
         if self.q_heads % self.kv_heads:
             raise ConfigError(
                 "model.q_heads",
@@ -78,6 +83,17 @@ class Model:
                 "leave it out",
             )
 
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        check(self.latent, "model.latent")
+        if self.kv_heads != 1:
+            remedy = "write kv_heads: 1, or leave latent out where keys and values travel expanded"
+            raise ConfigError("model.kv_heads", self.kv_heads, "must be 1: a latent row is one head", remedy)
+        if self.latent.rope >= self.head_dim:
+            rule = f"must be less than head_dim ({self.head_dim}): the rest of k is each head's own"
+            raise ConfigError("model.latent.rope", self.latent.rope, rule, "correct the sizes")
+
     def check_recurrent(self, kinds: Collection[str]) -> None:
         """Refuses recurrent kinds with the name of an attention kind. Raises ConfigError."""
         for kind in self.recurrent:
@@ -85,6 +101,26 @@ class Model:
                 raise ConfigError(
                     "model.recurrent", kind, "is an attention kind too", "name one of them otherwise"
                 )
+
+    @property
+    def expansion(self) -> int:
+        """Multiplications by which a latent row becomes k and v of one head, and weights of that head; 0 without
+        latents."""
+        if self.latent is None:
+            return 0
+        return self.latent.rank * (self.head_dim - self.latent.rope + self.value_dim)
+
+    @property
+    def expanded(self) -> Model:
+        """The model without latent rows: k and v of every query head, which is what kernels see."""
+        return self if self.latent is None else replace(self, kv_heads=self.q_heads, latent=None)
+
+    @property
+    def key_products(self) -> int:
+        """Multiplications that make k and v of a token where it lives, or its latent row."""
+        if self.latent is not None:
+            return self.hidden * sum(self.latent.widths)
+        return self.hidden * self.kv_heads * (self.head_dim + self.value_dim)
 
     def layers_of(self, kind: str) -> int:
         """The number of layers of one attention kind. Raises UnknownNameError."""
@@ -139,7 +175,7 @@ class Model:
         count, found = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
         for tensor in Tensor:
             contents = tensor.contents
-            widths = contents.widths(self.head_dim, self.value_dim, self.hidden)
+            widths = contents.widths(self.head_dim, self.value_dim, self.hidden, self.latent)
             pairs = zip(widths, contents.parts, strict=True)
             numbers = sum(max(width, 1) for width, part in pairs if not part.integer)
             size = self.accumulator_bytes if contents.wide else self.element_bytes
@@ -148,7 +184,8 @@ class Model:
 
     def result_bytes(self, tensor: Tensor) -> int:
         """Bytes of one row of one head of a sum, once it is a result in the model's dtype; without its LSE."""
-        return sum(tensor.contents.widths(self.head_dim, self.value_dim, self.hidden)) * self.element_bytes
+        widths = tensor.contents.widths(self.head_dim, self.value_dim, self.hidden, self.latent)
+        return sum(widths) * self.element_bytes
 
     @property
     def output_bytes(self) -> int:
@@ -177,6 +214,8 @@ class Model:
             data["recurrent"] = {kind: held.to_data() for kind, held in self.recurrent.items()}
         else:
             del data["recurrent"]
+        if self.latent is None:
+            del data["latent"]
         return data
 
     @staticmethod

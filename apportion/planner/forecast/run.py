@@ -11,6 +11,7 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.ir.structs import to_data
 from apportion.planner.cost import CostModel
 from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
@@ -46,6 +47,13 @@ def forecast(
     """
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
+    if model.latent is not None:
+        rule = (
+            "is not forecast: what layers with latent rows compute and hold besides attention is not priced"
+        )
+        raise ConfigError(
+            "model.latent", to_data(model.latent), rule, "compare and simulate the attention alone"
+        )
     seed = integer("seed", seed, 0)
     drawn = _listed("batches", batches, Batch, "give Batch.from_lengths(...), or several")
     usual = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms

@@ -32,6 +32,11 @@ def check_request(problem: Problem) -> None:
         problem.batch.branches()
     for kind in () if isinstance(problem.model.layers, Mapping) else problem.model.balance:
         problem.batch.bands(kind)
+    if problem.model.latent is not None and _projects(problem):
+        rule = "is not for latent rows: a plan that projects hidden states would project each of them for every stage"
+        raise ConfigError(
+            "recipe.inner.project", True, rule, "leave project out, or plan keys and values expanded"
+        )
     ranks = problem.ranks
     for sequence, homes in problem.batch.home_ranks.items():
         if max(homes) >= ranks:
@@ -48,14 +53,17 @@ def _check_memory(problem: Problem) -> None:
     """Refuses before planning what cannot fit: the home rows of the fullest rank, which holds at least the mean."""
     rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
-    inner = problem.policy.recipe.step("inner")
-    projects = inner is not None and inner.params.get("project") is True
-    need = rows * _home_row_bytes(problem.model, "backward", projects)
+    need = rows * _home_row_bytes(problem.model, "backward", _projects(problem))
     if need > cap * 2**30:
         raise CapacityError(
             f"{rows} tokens, the least that the fullest rank can hold, need {gib(need)} of home rows for "
             f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
         )
+
+
+def _projects(problem: Problem) -> bool:
+    inner = problem.policy.recipe.step("inner")
+    return inner is not None and inner.params.get("project") is True
 
 
 def check_promises(

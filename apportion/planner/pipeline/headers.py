@@ -51,4 +51,5 @@ def build_header(problem: Problem, layouts: Mapping[str, Layout], sets: HeadSets
         diagonals={kind: problem.batch.diagonals(kind) for kind in problem.batch.kinds},
         sent_gradients=model.sent_gradients,
         recurrent=model.recurrent,
+        latent=model.latent,
     )

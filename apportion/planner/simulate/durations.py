@@ -1,6 +1,7 @@
 """How long each instruction keeps its rank's compute stream busy, all of them at once.
 
-    attention   its tasks as one call, kernel launches, and what accumulators cost beyond results
+    attention   its tasks as one call, kernel launches, and what accumulators cost beyond results; with latent rows the
+                expansion of those that it reads, each once
     row ops     a launch, and the bytes that are read and written
     launch      packing of staged messages, before the round starts: their bytes twice
     wait        unpacking, after the round is complete
@@ -19,6 +20,7 @@ import numpy as np
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.request.model import Model
 from apportion.planner.congestion import Congestion
+from apportion.planner.simulate.latent import expanded_rows
 from apportion.planner.simulate.launches import KERNELS
 from apportion.planner.simulate.program import PricedTasks, RowWork, View
 
@@ -31,6 +33,8 @@ class Costs(Protocol):
     ) -> Floats: ...
 
     def chain_us(self, phase: str, q_rows: Ints, kv_rows: Ints, diagonals: Ints, /) -> Floats: ...
+
+    def expansion_us(self, phase: str, rows: int | Ints, heads: int | Ints, /) -> Floats: ...
 
     def launch_us(self, phase: str, /) -> float: ...
 
@@ -56,7 +60,8 @@ class Costs(Protocol):
 
 
 class Work(NamedTuple):
-    """What a program's work is made of, microseconds at speed 1 of all ranks together: its tasks alone, the same where
+    """What a program's work is made of, microseconds at speed 1 of all ranks together: its tasks alone, with the
+    expansion of latent rows, the same where
     kernels are as long as their longest task at least, starting them, and all else."""
 
     tasks: float
@@ -88,6 +93,12 @@ def work_us(
     # the rows of an instruction are one kernel, as are the tiles that it packs or unpacks
     at = np.flatnonzero(row_work.moved)
     moved[at] = costs.rowop_us(row_work.moved[at])
+    if view.model.latent is not None:
+        expanded = expanded_rows(view)
+        at = np.flatnonzero(expanded.rows)
+        expansions = costs.expansion_us(view.phase, expanded.rows[at], expanded.heads[at])
+        kernels[at] += expansions
+        in_all += float(expansions.sum())
     busy = kernels + launches + accumulated + moved
     if len(row_work.projection):
         busy += _projection_us(view.model, costs, row_work)

@@ -49,8 +49,12 @@ class Losses(NamedTuple):
 
 
 def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) -> float:
-    """All bands of a kind, each as one task with all heads, at speed 1; those that one can stand for are one."""
-    return float(bands_us(costs, model, phase, joined(batch.bands(kind))).sum())
+    """All bands of a kind, each as one task with all heads, at speed 1; those that one can stand for are one. With
+    latent rows each is expanded once."""
+    bands = float(bands_us(costs, model, phase, joined(batch.bands(kind))).sum())
+    if model.latent is None:
+        return bands
+    return bands + float(costs.expansion_us(phase, batch.tokens * model.q_heads, 0))
 
 
 def attainable_us(whole: float, work: Work) -> float:

@@ -2,7 +2,8 @@
 
 out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
 out, lse = planned_attention(q, k, v, handle, return_lse=True)              to merge it with other attention
-out = planned_attention_block(hidden, position_ids, handle, project, params)  the plan projects the heads
+out = planned_latent_attention(q, compressed, rotated, handle, expand, params)  latent rows travel (MLA)
+out = planned_attention_block(hidden, position_ids, handle, project, params)    the plan projects the heads
 
 `with check_kernels(True):` looks for NaN and an LSE of +inf after every kernel; it waits for the device each time.
 """
@@ -15,11 +16,12 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from apportion.backends.torch.autograd import attend, attend_block
-from apportion.backends.torch.executor import Projection
+from apportion.backends.torch.autograd import attend, attend_block, attend_latents
+from apportion.backends.torch.executor import Expansion, Projection
 from apportion.backends.torch.handle import PlanHandle as PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.kernels.checks import check_kernels as check_kernels
@@ -113,6 +115,46 @@ def planned_attention(
     return out, lse.unsqueeze(0) if batched else lse
 
 
+def planned_latent_attention(
+    q: Tensor,
+    compressed: Tensor,
+    rotated: Tensor,
+    handle: PlanHandle,
+    expand: Expansion,
+    params: Iterable[Tensor],
+    kind: str | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    window: int | None = None,
+    causal: bool | None = None,
+    layer: str | int | None = None,
+    **refused: Any,
+) -> Tensor:
+    """Multi-head latent attention: what travels is the latent row of a token, and the layer's own projection runs where
+    attention is computed, for rows of other ranks too.
+
+    q [rows, Hq, D], compressed [rows, rank] (normed), rotated [rows, rope] (with its positions), under a plan whose
+    model has `latent`. expand(compressed [n, rank], rotated [n, rope], heads) returns k [n, len(heads), D] and v [n,
+    len(heads), Dv] of query heads, in the order given: row by row, as it is given rows of any rank and any part of
+    them. params: the tensors it uses that need gradients: those of rows of other ranks too, so their gradients are
+    summed over ranks as those of all weights are. Backward calls it again. All else as in `planned_attention`.
+    Returns out [rows, Hq, Dv].
+    """
+    _refuse(refused)
+    _check_arguments(handle, window)
+    name, score, held = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
+    rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
+
+    said = window, causal, None if layer is None or is_compiling() else str(layer)
+
+    def run() -> tuple[Tensor, ...]:
+        return (attend_latents(handle, name, *rows, _as_now(expand, q), held, sinks, score, said),)
+
+    return (run() if is_compiling() else tried(handle, run, *rows))[0]
+
+
 def planned_attention_block(
     hidden: Tensor,
     position_ids: Tensor,
@@ -161,6 +203,20 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Ten
         (watch.own if enabled else watch.meet)(module.parameters())
         own_loss.follow(module)
     return results
+
+
+def _as_now(expand: Expansion, q: Tensor) -> Expansion:
+    """Under the autocast of this call in backward too."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return expand
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(compressed: Tensor, rotated: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, dtype):
+            return expand(compressed, rotated, heads)
+
+    return cast
 
 
 def _tensors(handle: PlanHandle) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Projections for `planned_attention_block` from a layer's own modules: any weights, any heads, no permutation.
+"""Projections for `planned_attention_block` and `planned_latent_attention` from a layer's own modules: any weights, any
+heads, no permutation.
 
 hidden [n, E] ──rows of the weights of some heads──► q [n, heads, D] ──norm, rotary──► q; k and v alike
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor, cat, nn, split
 from torch.nn import functional
 
 #: (x [n, heads, D], position_ids [n]) -> x with its positions
@@ -55,6 +56,36 @@ class HeadProjection:
     def _placed(self, x: Tensor, norm: nn.Module | None, position_ids: Tensor) -> Tensor:
         x = x if norm is None else norm(x)
         return x if self.rotary is None else self.rotary(x, position_ids)
+
+
+@dataclass(frozen=True)
+class LatentExpansion:
+    """The expansion of latent rows for `planned_latent_attention` from a layer's linear layer of all heads.
+
+    linear: from rank to the heads, one after another, each with its own part of k and then v. own: width of that part.
+    width: of v. Weights are read at every call and never kept; only a `Linear` of another kind (LoRA, quantized) makes
+    all heads where some are wanted.
+    """
+
+    linear: nn.Module
+    own: int
+    width: int
+
+    @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        """All parameters, for the call: read anew each time, in the forward that makes the call."""
+        return tuple(self.linear.parameters())
+
+    def __call__(self, compressed: Tensor, rotated: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """k [n, heads, own + rope] and v [n, heads, width] of compressed [n, rank] and rotated [n, rope]."""
+        size = self.own + self.width
+        if type(self.linear) is nn.Linear and len(heads) * size < self.linear.out_features:
+            made = heads_of(self.linear, compressed, heads, size)
+        else:
+            made = self.linear(compressed).view(len(compressed), -1, size)
+            made = made if heads == tuple(range(made.shape[1])) else made[:, list(heads)]
+        own, v = split(made, [self.own, self.width], -1)
+        return cat((own, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v
 
 
 def heads_of(linear: nn.Linear, hidden: Tensor, heads: tuple[int, ...], width: int) -> Tensor:

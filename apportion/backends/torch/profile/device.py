@@ -79,7 +79,7 @@ class Effort:
             axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
             small = Model(4, 2, 64, dtype="fp32", hidden=512, ffn=1408)
             effort = Effort(axis, small, seconds=seconds)
-        return replace(effort, model=model or effort.model, tokens=tokens or effort.tokens)
+        return replace(effort, model=(model or effort.model).expanded, tokens=tokens or effort.tokens)
 
 
 class Steps:

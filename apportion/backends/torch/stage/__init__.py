@@ -21,6 +21,8 @@ def obstacle(header: Header, device: torch.device) -> str | None:
         return "the stage kernels compute in float16, bfloat16 and float32"
     if max(header.head_dim, header.v_head_dim) > WIDEST:
         return f"head dims up to {WIDEST}, and the plan has {header.head_dim} and {header.v_head_dim}"
+    if header.latent is not None:
+        return "latent rows are expanded task by task"
     return device_obstacle(device)
 
 

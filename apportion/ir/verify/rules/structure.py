@@ -42,7 +42,7 @@ def _header(subject: Subject) -> Iterator[Violation]:
         ("v_head_dim", header.v_head_dim, request.model.v_head_dim or request.model.head_dim),
         *(
             (name, getattr(header, name), getattr(request.model, name))
-            for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients", "recurrent")
+            for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients", "recurrent", "latent")
         ),
     ]
     facts.append(("diagonals", dict(header.diagonals), diagonals_of(request.batch, header.kinds)))

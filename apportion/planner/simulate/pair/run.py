@@ -184,8 +184,8 @@ def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
     rows = plan.layout(plan.header.home_layout).rows_per_rank
     speeds = view.cluster.speeds
     total = np.asarray(costs.linear_us(rows), np.float64) / (1.0 if speeds is None else np.asarray(speeds))
-    columns = (model.q_heads + model.kv_heads) * model.head_dim + model.kv_heads * model.value_dim
-    share = model.hidden * columns / costs.linear_parameters
+    products = model.hidden * model.q_heads * model.head_dim + model.key_products
+    share = products / costs.linear_parameters
     projected = bool((view.instructions["op"] == Op.PROJECT).any())
     before, after = (0.0 if projected else share) * total, (1 - share) * total
     return (before, after) if view.phase == "forward" else (LINEAR_BACKWARD * after, LINEAR_BACKWARD * before)

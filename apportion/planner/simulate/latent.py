@@ -1,0 +1,41 @@
+"""Latent rows that instructions expand: those that their tasks read, each once for each query head that wants it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, changes
+from apportion.ir.isa import TASK_LIST
+from apportion.ir.plan.programs import head_counts
+from apportion.planner.simulate.program import View
+
+
+class Expanded(NamedTuple):
+    """int64 [instructions]: rows, one for each head that wants it; the heads whose weights are used."""
+
+    rows: Ints
+    heads: Ints
+
+
+def expanded_rows(view: View) -> Expanded:
+    """What the executor expands (`backends/torch/memory/latent_rows.py`) in each instruction of a program."""
+    name = TASK_LIST[view.phase]
+    tasks, operands, header = view.source[name], view.source["operands"], view.plan.header
+    base = operands.ptr[tasks.rank_of_row()]
+    kv, at = base + tasks.wide("kv"), view.instruction_of(name)
+    sets, space = operands.wide("heads")[base + tasks.wide("q")], operands.wide("space")[kv]
+    start = operands.wide("row")[kv]
+    order = np.lexsort((start, sets, space, at))
+    at, sets, space, start = at[order], sets[order], space[order], start[order]
+    stop = start + operands.wide("rows")[kv[order]]
+    first = changes(at, space, sets)
+    apart = (np.cumsum(first) - 1) * (int(stop.max(initial=0)) + 1)  # groups one after another
+    reached = np.maximum.accumulate(stop + apart)
+    before = np.append(0, reached[:-1])
+    fresh = np.maximum(stop + apart - np.maximum(start + apart, before), 0)
+    heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)[0][sets]
+    count = len(view.instructions["op"])
+    rows, used = (np.bincount(at, weights, count) for weights in (fresh * heads, first * heads))
+    return Expanded(rows.astype(np.int64), used.astype(np.int64))

@@ -1,0 +1,202 @@
+"""Latent attention: what travels are latent rows, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import apportion as ap
+from apportion.backends.interp import Program, compile_program
+from apportion.backends.torch.memory.latent_rows import latent_runs
+from apportion.backends.torch.stage import obstacle
+from apportion.ir.errors import ConfigError, DecodeError, ExecutionError
+from apportion.ir.latent import Latent
+from apportion.ir.plan import plain
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.tensors import Tensor
+from apportion.planner.cost import CostModel
+from apportion.planner.simulate import prepare_program
+from apportion.planner.simulate.durations import Work
+from apportion.planner.simulate.latent import expanded_rows
+from apportion.planner.simulate.program import View
+from tests.ranks import jobs_latent as jobs
+
+DEEPSEEK = ap.Model(128, 1, 192, 128, hidden=7168, ffn=18432, layers=61, latent=Latent(512, 64))
+EXPANDED = DEEPSEEK.expanded
+
+
+def planned(recipe: str, ranks: int) -> ap.Plan:
+    return ap.plan(ap.Batch.from_lengths(jobs.LENGTHS), ap.Cluster(1, ranks), jobs.MODEL, recipe=recipe)
+
+
+def program_of(plan: ap.Plan, rank: int, phase: str) -> Program:
+    return compile_program(plan.program(rank, "default", phase), plan.header)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "wrap", "checkpointed", "most"),
+    [
+        ("fcp", 2, "plain", False, None),
+        ("fcp", 4, "ddp", True, 400),  # a head at a time
+        ("ulysses", 4, "plain", True, None),
+        ("usp", 4, "ddp", False, None),
+        ("ring", 4, "plain", False, None),
+        ("distca", 4, "plain", False, None),
+        ("mixed", 2, "plain", False, None),
+        ("hybrid_dp", 4, "plain", False, None),  # ranks without rows to expand
+    ],
+)
+def test_outputs_and_gradients_are_those_of_one_process(
+    pool: Any, recipe: str, ranks: int, wrap: str, checkpointed: bool, most: int | None
+) -> None:
+    for found in pool.run(jobs.difference, ranks, planned(recipe, ranks).encode(), wrap, checkpointed, most):
+        assert max(found) < 1e-10
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 4)])
+def test_latent_rows_are_a_seventieth_of_what_they_expand_to(nodes: int, ranks: int) -> None:
+    batch = ap.Batch.from_lengths([40_000, 14_000, 8_000, 3_536])
+    cluster = ap.Cluster(nodes, ranks)
+    narrow, wide = (ap.plan(batch, cluster, model, recipe="fcp") for model in (DEEPSEEK, EXPANDED))
+    assert narrow.report["bytes"]["total"] * 70 < wide.report["bytes"]["total"]
+    # of a key: numbers of its rows in the model's dtype, twice, and of its gradient in float32
+    sent = sum(DEEPSEEK.sent_bytes(t) for t in (Tensor.KV, Tensor.KV, Tensor.DKV))
+    assert sent == (512 + 64) * (2 + 2 + 4)
+
+
+def test_auto_s_plan_moves_less_and_is_faster_than_expanded() -> None:
+    batch, cluster = ap.Batch.from_lengths([16_000, 9_000, 5_000, 2_768]), ap.Cluster(2, 4)
+    times = []
+    for model in (DEEPSEEK, EXPANDED):
+        plan = ap.plan(batch, cluster, model)
+        found = ap.simulate(plan, "h100")
+        times.append(found.forward_ms + found.backward_ms)
+    assert times[0] < times[1]
+
+
+def test_runs_hold_each_row_once() -> None:
+    program = program_of(planned("fcp", 2), 0, "backward")
+    for step in program.steps:
+        runs = latent_runs(program.operands, step.grads)
+        assert sorted(map(id, step.grads)) == sorted(id(task) for run in runs for task in run.tasks)
+        for run in runs:
+            assert run.dkv is not None
+            assert run.dkv.rows == run.kv.rows
+            for task in run.tasks:
+                kv, dkv = program.operands[task.kv], program.operands[task.dkv]
+                at = run.rows_of(kv)
+                assert (at.start, at.stop) == (dkv.row - run.dkv.row, dkv.row - run.dkv.row + dkv.rows)
+                assert 0 <= at.start < at.stop <= run.kv.rows
+        places = {
+            (run.kv.space, run.heads, row) for run in runs for row in range(*run.kv.row_slice.indices(10**6))
+        }
+        assert len(places) == sum(run.kv.rows for run in runs)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("recipe", ["fcp", "usp", "mixed"])
+def test_the_price_is_of_the_rows_that_are_expanded(recipe: str, phase: str) -> None:
+    plan = planned(recipe, 4)
+    view = View(plan, phase, plan.programs["default", phase], plan.request.cluster)
+    wanted = []
+    for rank in range(4):
+        program = program_of(plan, rank, phase)
+        for step in program.steps:
+            tasks: Any = step.tasks or step.grads
+            runs = latent_runs(program.operands, tasks)
+            wanted.append(sum(run.kv.rows * len(run.heads) for run in runs))
+    np.testing.assert_array_equal(expanded_rows(view).rows, wanted)
+
+
+def test_an_expansion_takes_its_products_its_passes_and_its_kernels() -> None:
+    hardware = Hardware.load("h100")
+    cost, products = CostModel(hardware, DEEPSEEK), 512 * (128 + 128)
+    rate, memory = hardware.linear_tflops.value * 1e6, hardware.memory_gbs.value * 1e3
+    launch = hardware.rowop_us.value
+    forward = 1000 * (2 * products / rate + (128 + 192) * 2 / memory) + 2 * launch
+    assert float(cost.expansion_us("forward", 1000, 16)) == pytest.approx(forward)
+    backward = 1000 * (6 * products / rate + (128 + 192) * 2 / memory) + 5 * launch
+    backward += 16 * products * (2 * 2 + 2 * 4) / memory
+    assert float(cost.expansion_us("backward", 1000, 16)) == pytest.approx(backward)
+    # kernels read expanded keys of each head
+    tasks = 512, 2048, 512 * 2048
+    own = cost.attention_us("forward", *tasks, 128, 1)
+    assert own == CostModel(hardware, EXPANDED).attention_us("forward", *tasks, 128, 128)
+
+
+def test_a_plan_s_work_holds_its_expansions() -> None:
+    plan, cost = planned("fcp", 2), CostModel(Hardware.load("h100"), jobs.MODEL)
+    found = prepare_program(plan, "default", "forward", cost)
+    rows = expanded_rows(found.view)
+    at = np.flatnonzero(rows.rows)
+    expansions = float(cost.expansion_us("forward", rows.rows[at], rows.heads[at]).sum())
+    assert isinstance(found.work, Work)
+    assert found.work.tasks > expansions > 0
+
+
+def test_heads_are_expanded_alone_whatever_makes_them() -> None:
+    layer = jobs.LatentLayer().double()
+    rows = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    k, v = layer.expand(*rows, (0, 1, 2, 3))
+    wrapped = ap.LatentExpansion(torch.nn.Sequential(layer.up), layer.expand.own, layer.expand.width)
+    for expand in (layer.expand, wrapped):
+        for heads in ((2,), (3, 0), (3, 2, 1, 0)):
+            own = expand(*rows, heads)
+            torch.testing.assert_close(own, (k[:, list(heads)], v[:, list(heads)]))
+
+
+# --- plans and models
+
+
+def test_header_and_model_say_latent_and_others_do_not() -> None:
+    plan = planned("fcp", 2)
+    again = ap.Plan.decode(plan.encode())
+    assert again.header.latent == again.request.model.latent == Latent(7, 2)
+    assert plain.header_data(plan.header)["latent"] == {"rank": 7, "rope": 2}
+    assert ap.Model.from_data(jobs.MODEL.to_data()) == jobs.MODEL
+    assert "latent" not in EXPANDED.to_data()
+    assert "latent" not in plain.header_data(replace(plan.header, latent=None))
+    with pytest.raises(DecodeError, match="header: latent"):
+        plain.check_facts(replace(plan.header, latent=Latent(8, 2)), plan.request)
+    ap.verify(plan)
+    assert (EXPANDED.kv_heads, EXPANDED.latent) == (128, None)
+    assert EXPANDED.expanded is EXPANDED
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kv_heads": 4}, "model.kv_heads"),
+        ({"latent": {"rank": 7, "rope": 6}}, "model.latent.rope"),
+        ({"latent": {"rank": 0, "rope": 2}}, "model.latent.rank"),
+        ({"latent": {"rank": 7}}, "model.latent"),
+    ],
+)
+def test_models_that_make_no_sense_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}"):
+        ap.Model.from_data(jobs.MODEL.to_data() | changes)
+
+
+def test_what_does_not_serve_latent_rows_says_so() -> None:
+    plan = planned("fcp", 1)
+    handle = ap.PlanHandle(plan.for_rank(0))
+    rows = sum(jobs.LENGTHS)
+    q = torch.zeros(rows, 4, 6, dtype=torch.float64)
+    with pytest.raises(ExecutionError, match=r"moves latent rows.*planned_latent_attention"):
+        ap.planned_attention(q, q, q[..., :5], handle)
+    wide = ap.plan(plan.request.batch, ap.Cluster(1, 1), replace(jobs.MODEL, kv_heads=4, latent=None))
+    expand, latent = jobs.LatentLayer().double().expand, (q[:, 0, :2].repeat(1, 4)[:, :7], q[:, 0, :2])
+    with pytest.raises(ExecutionError, match=r"moves keys and values.*planned_attention"):
+        ap.planned_latent_attention(q, *latent, ap.PlanHandle(wide.for_rank(0)), expand, ())
+    with pytest.raises(ExecutionError, match="compressed has shape"):
+        ap.planned_latent_attention(q, latent[1], latent[1], handle, expand, ())
+    with pytest.raises(ConfigError, match=r"recipe\.inner\.project"):
+        ap.plan(plan.request.batch, ap.Cluster(1, 2), jobs.MODEL, recipe="upipe")
+    with pytest.raises(ConfigError, match=r"model\.latent"):
+        ap.forecast(plan.request.batch, ap.Cluster(1, 2), jobs.MODEL)
+    header = replace(plan.header, dtype="bf16")
+    assert obstacle(header, torch.device("cuda")) == "latent rows are expanded task by task"
