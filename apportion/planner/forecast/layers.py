@@ -73,8 +73,9 @@ class Layers:
         return -(-self.training.vocab // self.tensor) * self.model.hidden
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
-        """One layer. projects: without the projections of Q, K and V."""
-        parameters = self.linear_parameters - projects * self.projection_parameters
+        """One layer. projects: without the projections of Q, K and V. What expands latent rows is attention's."""
+        expansion = self.model.q_heads * self.model.expansion
+        parameters = self.linear_parameters - projects * self.projection_parameters - expansion
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
 
     def mlp_us(self, tokens: float) -> float:

@@ -82,9 +82,10 @@ class Memory:
 
 
 def attention_row(layers: Layers) -> float:
-    """Bytes of a token's Q, K and V."""
+    """Bytes of a token's Q, K and V; of its latent row in the place of K and V."""
     m = layers.model
-    return float((m.q_heads * m.head_dim + m.kv_heads * (m.head_dim + m.value_dim)) * m.element_bytes)
+    keys = m.head_dim + m.value_dim if m.latent is None else sum(m.latent.widths)
+    return float((m.q_heads * m.head_dim + m.kv_heads * keys) * m.element_bytes)
 
 
 def output_row(layers: Layers) -> float:

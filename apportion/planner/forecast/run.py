@@ -11,7 +11,6 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.ir.structs import to_data
 from apportion.planner.cost import CostModel
 from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
@@ -47,13 +46,6 @@ def forecast(
     """
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
-    if model.latent is not None:
-        rule = (
-            "is not forecast: what layers with latent rows compute and hold besides attention is not priced"
-        )
-        raise ConfigError(
-            "model.latent", to_data(model.latent), rule, "compare and simulate the attention alone"
-        )
     seed = integer("seed", seed, 0)
     drawn = _listed("batches", batches, Batch, "give Batch.from_lengths(...), or several")
     usual = (*recipe_parallelisms(), *static_grids(cluster)) if parallelisms is None else parallelisms
@@ -62,6 +54,10 @@ def forecast(
     )
     trained = Training() if training is None else training
     _listed("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
+    if (own := model.latent) is not None and (own.rank, own.rope) != (trained.kv_rank, trained.rope_dim):
+        said = f"kv_rank {trained.kv_rank}, rope_dim {trained.rope_dim}"
+        remedy = f"write kv_rank: {own.rank}, rope_dim: {own.rope}"
+        raise ConfigError("training", said, "must be those of the model's latent rows", remedy)
     names = [str(form) for form in chosen]
     if baseline is not None and (not isinstance(baseline, str) or baseline not in names):
         raise ConfigError(

@@ -21,7 +21,7 @@ from apportion.planner.forecast.choices import search_space
 from apportion.planner.forecast.collectives import gather_us
 from apportion.planner.forecast.experts import ExpertRanks, ExpertRows, Experts
 from apportion.planner.forecast.layers import Layers, attention_parameters, whole_parameters
-from apportion.planner.forecast.memory import Activations, activations, kept_bytes, memory
+from apportion.planner.forecast.memory import Activations, activations, attention_row, kept_bytes, memory
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import ForecastRow
 from apportion.planner.forecast.training import Training
@@ -112,7 +112,7 @@ def test_projections_of_low_rank_are_products_of_their_own() -> None:
     assert attention_parameters(model, training) == queries + keys + 128 * 128 * 7168
     direct = replace(training, q_rank=0)
     assert attention_parameters(model, direct) == 7168 * 128 * 192 + keys + 128 * 128 * 7168
-    ranks = replace(model, q_heads=16, kv_heads=16)  # those to the low ranks are whole on every rank
+    ranks = replace(model, q_heads=16)  # those to the low ranks are whole on every rank
     whole = 7168 * (1536 + 512 + 64)
     assert (
         attention_parameters(ranks, training) - whole == (attention_parameters(model, training) - whole) / 8
@@ -355,3 +355,14 @@ def test_what_is_not_priced_with_experts_is_refused() -> None:
     found = ap.forecast(BATCH, CLUSTER, model, [form("upipe")], ranks).rows[0]
     assert found.reason is not None
     assert found.reason.startswith("training.kv_rank = 64: upipe makes Q, K and V")
+
+
+def test_what_expands_latent_rows_is_of_attention() -> None:
+    """W_UK and W_UV run where attention is computed; a token keeps its latent row, of 512 + 64 numbers."""
+    model, training = model_of(DEEPSEEK), Training.from_data({}, DEEPSEEK)
+    moved, expanded = (Layers(H100, one, training) for one in (model, model.expanded))
+    flops = 2 * 512 * 128 * (128 + 128)
+    assert expanded.linear_us(1e3) - moved.linear_us(1e3) == pytest.approx(
+        1e3 * flops / (H100.linear_tflops.value * 1e6)
+    )
+    assert attention_row(moved) == 2 * (128 * 192 + 512 + 64)
