@@ -73,11 +73,11 @@ def enable(model: Any, *, check: bool = True) -> Any:
         _choose(base)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
+        if hasattr(layer, _EXPAND):  # of a copy its own, which a method has and a closure would not
+            setattr(layer, _EXPAND, MethodType(_expand_kv, layer))
     for mixer in mixers:
         if not hasattr(mixer, "_served"):
             adapt(mixer, base._served, _key(mixer))
-        if hasattr(layer, _EXPAND):  # of a copy its own, which a method has and a closure would not
-            setattr(layer, _EXPAND, MethodType(_expand_kv, layer))
     for layer in layers:  # too: checkpointing runs them a second time, alone
         if not hasattr(layer, "_served"):  # made since the model was enabled
             layer._served = base._served
