@@ -1,6 +1,6 @@
 """Reports of plans: their size, the time that writing one takes, and when a headless Chromium has drawn it.
 
-python -m benchmarks.pages        the table of docs/performance.md, on stdout; needs `pip install apportion[browser]`
+python -m benchmarks.pages        the table of docs/performance.md, on stdout; needs `pip install '.[browser]'`
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class MissingDependencyError(ApportionError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package, self.extra, self.purpose = package, extra, purpose
-        super().__init__(f"{purpose} needs {package}: pip install 'apportion[{extra}]'")
+        super().__init__(f"{purpose} needs {package}: pip install '.[{extra}]' in Apportion's folder")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.package, self.extra, self.purpose)

@@ -303,7 +303,7 @@ def test_a_missing_part_is_named_with_its_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run(*command.split())
     assert result.code == 2
-    assert "pip install 'apportion[torch]'" in result.err
+    assert "pip install '.[torch]'" in result.err
 
 
 # --- verify, show, diff

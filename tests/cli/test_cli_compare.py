@@ -336,7 +336,7 @@ def test_a_profile_needs_torch_and_a_place_to_write(run: Cli, monkeypatch: pytes
     assert "--output" in run("profile").err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("profile", "-o", "x.json")
-    assert (result.code, "apportion[torch]" in result.err) == (2, True)
+    assert (result.code, "'.[torch]'" in result.err) == (2, True)
 
 
 def test_a_profile_is_shown_with_its_sources(tmp_path: Path) -> None:

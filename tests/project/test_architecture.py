@@ -107,4 +107,4 @@ def test_missing_torch_is_named_with_its_extra() -> None:
         "    except ap.MissingDependencyError as error:\n        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install 'apportion[torch]'") == 2
+    assert done.stdout.count("pip install '.[torch]'") == 2

@@ -118,7 +118,7 @@ def _python() -> Iterator[Check]:
 def _torch() -> Iterator[Check]:
     held = _version("torch")
     if held is None:
-        remedy = "pip install 'apportion[torch]'"
+        remedy = "pip install '.[torch]'"
         yield Check("torch", "absent", "plans are not executed on this machine", remedy)
         return
     try:
@@ -140,7 +140,7 @@ def _torch() -> Iterator[Check]:
             "NCCL", "failed", "this torch has none: GPUs cannot talk", "install a CUDA build of torch"
         )
     triton = _version("triton")
-    remedy = "" if triton else "pip install 'apportion[triton]'"
+    remedy = "" if triton else "pip install '.[triton]'"
     yield Check("triton", "ok" if triton else "warning", triton or "the stage engine needs it", remedy)
 
 
@@ -150,7 +150,7 @@ def _parts() -> Iterator[Check]:
         missing = [package for package, version in held.items() if version is None]
         if missing:
             said = f"for {purpose}: without {', '.join(missing)}"
-            yield Check(extra, "absent", said, f"pip install 'apportion[{extra}]'")
+            yield Check(extra, "absent", said, f"pip install '.[{extra}]'")
         else:
             said = ", ".join(f"{package} {version}" for package, version in held.items())
             yield Check(extra, "ok", f"{said}, for {purpose}")

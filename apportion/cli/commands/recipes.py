@@ -148,5 +148,5 @@ def compare(
         rows = compared(there, problems, tell)
     missing = [f"{entry.kind} {entry.name}" for entry in wanted if not entry.installed]
     if missing:
-        note(f"not installed: {', '.join(missing)}: pip install 'apportion[solvers]'")
+        note(f"not installed: {', '.join(missing)}: pip install '.[solvers]'")
     emit({"solvers": rows, "not_installed": missing}, as_json, lambda: printed.compared_table(rows))

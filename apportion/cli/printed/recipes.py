@@ -74,7 +74,7 @@ def compared_table(rows: Sequence[Record]) -> Table:
 def _needs(row: Record) -> str:
     if row["package"] is None:
         return ""
-    there = "installed" if row["installed"] else f"pip install 'apportion[{row['extra']}]'"
+    there = "installed" if row["installed"] else f"pip install '.[{row['extra']}]'"
     return f"{row['package']} ({there})"
 
 

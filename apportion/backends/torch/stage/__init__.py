@@ -29,7 +29,7 @@ def obstacle(header: Header, device: torch.device) -> str | None:
 def device_obstacle(device: torch.device) -> str | None:
     """Why these kernels do not run on a device."""
     if importlib.util.find_spec("triton") is None:
-        return "the stage kernels need Triton: pip install 'apportion[triton]'"
+        return "the stage kernels need Triton: pip install '.[triton]'"
     if device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
         return (
