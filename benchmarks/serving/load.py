@@ -98,14 +98,9 @@ async def _streamed(url: str) -> dict[str, Any]:
     requests = [Request(JOB, 100 + step) for step in range(STEPS)]
     arrived: dict[int, list[float]] = {step: [] for step in range(STEPS)}
     with closing(Client(url, TOKEN)) as client:
-        ranks = [asyncio.create_task(_rank(url, rank, requests, arrived)) for rank in range(RANKS)]
-        await asyncio.sleep(0.3)
-        for step, request in enumerate(requests):
-            await asyncio.to_thread(client.submit, request.key, request.data)
-            while len(arrived[step]) < RANKS:
-                await asyncio.sleep(0.002)
-            await asyncio.sleep(0.05)
-        await asyncio.gather(*ranks)
+        for step, request in enumerate(requests):  # as a loader looks ahead
+            await asyncio.to_thread(client.submit, request.key, request.data, step)
+        await asyncio.gather(*(_rank(url, rank, requests, arrived) for rank in range(RANKS)))
     lags = [at - min(times) for times in arrived.values() for at in times]
     return {
         "p50_ms": round(1e3 * quantile(lags, 0.5), 1),
