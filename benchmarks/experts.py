@@ -8,7 +8,6 @@ that stages divide them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.run import forecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
+from benchmarks.targets import write_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "forecast.md"
 RESULTS = Path(__file__).parent / "results" / "experts.json"
@@ -112,10 +112,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     rows = [row(case) for case in CASES]
     RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    held = "\n".join(("<!-- table: experts -->", *table(rows), "<!-- end -->"))
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(r"<!-- table: experts -->.*?<!-- end -->", lambda _: held, text, flags=re.DOTALL))
-    print(held)
+    write_tables({"experts": "\n".join(table(rows))}, PAGE)
 
 
 if __name__ == "__main__":

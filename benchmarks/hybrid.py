@@ -10,14 +10,14 @@ backward. Without files of lengths: those of benchmarks and examples.
                    which is the faster of `ring` and `megatron_hybrid`
 
 Recurrent kernels are priced at an assumed rate (`planner.simulate.recurrent`), the same for all three; `--share` is
-another. Rows are kept in benchmarks/results/hybrid.json.
+another. Rows are kept in benchmarks/results/hybrid.json, as a table in docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, recurrent as prices, simulate
 from benchmarks.comparison import zeppelin
+from benchmarks.targets import write_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/hybrid.json"
@@ -107,6 +108,18 @@ def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel)
     return (max(between, inside) + latency + packed) / 1e3 if peers else 0.0
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| lengths | ranks | `auto` ms | of these recurrent | all-to-all over heads | converted |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for one in rows:
+        gains, times = one["gains"], f"{one['ms']['auto']:.2f} | {RECURRENT * one['recurrent_ms']:.2f}"
+        ways = f"{gains['all-to-all']:.2f} | {gains['converted']:.2f}"
+        lines.append(f"| {one['lengths']} | {one['ranks']} | {times} | {ways} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,6 +142,7 @@ def main() -> None:
             )
     if not args.workloads and args.share == prices.SHARE:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        write_tables({"hybrid": table(rows)})
 
 
 if __name__ == "__main__":

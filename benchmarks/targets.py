@@ -288,16 +288,16 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write_tables(tables: Mapping[str, str]) -> None:
+def write_tables(tables: Mapping[str, str], page: Path = PAGE) -> None:
     """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page; print it."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     for name, table in tables.items():
         marker = f"<!-- table: {name} -->\n"
         before, found, after = text.partition(marker)
         if found:
             text = f"{before}{marker}{table}\n{after[after.index('<!-- end -->') :]}"
         print(f"{table}\n")
-    PAGE.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
 
 
 # --- the command

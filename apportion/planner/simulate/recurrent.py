@@ -114,9 +114,9 @@ class _Tables(NamedTuple):
     def of(recurrence: Recurrence, cluster: Cluster) -> _Tables:
         runs, folds = recurrence["runs"], recurrence["folds"]
         part = 2 * (runs["past"] >= 0) + runs["leads"]
-        at = part * cluster.ranks + _ranks(runs)
+        at = part * cluster.ranks + runs.rank_of_row()
         tokens = np.bincount(at, runs["rows"], 4 * cluster.ranks).reshape(4, cluster.ranks)
-        rank = _ranks(folds)
+        rank = folds.rank_of_row()
         past = folds["parent"] >= 0
         before = folds.ptr[rank] + folds["parent"]
         leads = np.zeros(len(folds), bool)
@@ -124,11 +124,6 @@ class _Tables(NamedTuple):
         speeds = np.asarray(cluster.speeds or np.ones(cluster.ranks), np.float64)
         depth = _depths(np.where(past, before, -1))
         return _Tables(recurrence, cluster, speeds, tokens.astype(np.int64), rank, leads, past, depth)
-
-
-def _ranks(table: Table) -> Ints:
-    """int64 [rows]: the rank that each row is of."""
-    return np.repeat(np.arange(table.ranks), np.diff(table.ptr))
 
 
 def _depths(parent: Ints) -> Ints:
@@ -215,7 +210,7 @@ def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluste
         return _Wire(0.0, np.zeros((2, cluster.ranks), np.int64))
     sends = np.flatnonzero(halo["send"] == 1)
     sizes = halo["rows"][sends].astype(np.int64) * kind.conv_channels * element_bytes
-    return _exchange(_ranks(halo)[sends], halo["peer"][sends].astype(np.int64), sizes, costs, cluster)
+    return _exchange(halo.rank_of_row()[sends], halo["peer"][sends].astype(np.int64), sizes, costs, cluster)
 
 
 def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Wire:
