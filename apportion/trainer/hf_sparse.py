@@ -74,13 +74,13 @@ def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
     return {
         **{name: tensor[None] for name, tensor in rows.items()},
         "attention_mask": {"indexed_attention": hidden[None, None]},
-        "past_key_values": _Gathered(batch),
+        "past_key_values": _RowCache(batch),
         "num_items_in_batch": max(batch.valid_tokens, 1),
         "use_cache": False,
     }
 
 
-class _Gathered:
+class _RowCache:
     """In the place of a cache: what a layer adds of its rows comes back as the rows that its queries may see."""
 
     def __init__(self, batch: PlannedBatch) -> None:
@@ -101,7 +101,7 @@ class _Gathered:
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Raises ExecutionError."""
     gathered = kwargs.get("past_key_values")
-    if isinstance(gathered, _Gathered) and (
+    if isinstance(gathered, _RowCache) and (
         without := {*range(base.config.num_hidden_layers)} - gathered.layers
     ):
         raise ExecutionError(f"layers {sorted(without)} of {type(base).__name__} did not read gathered rows")

@@ -55,7 +55,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=wide)
     m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(own), dtype=wide)
     if not own.order.numel():
-        u = _reached(u, *inputs)  # so that backward comes by here on every rank
+        u = _tied(u, *inputs)  # so that backward comes by here on every rank
     outs, us = list[Tensor](), [u]
     if own.first.runs:
         first, state = _run(kernel, rows.of(own.first), own.first, scale)
@@ -84,7 +84,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     if len(out) < len(v):
         out = pad(out, (0, 0, 0, 0, 0, len(v) - len(out)))
     missed = [] if own.last.runs or own.middle.runs else [states]
-    return _reached(out, *missed, *([] if outs else inputs))
+    return _tied(out, *missed, *([] if outs else inputs))
 
 
 def _transition_dims(own: RankRecurrence) -> int:
@@ -136,7 +136,7 @@ def _read(more: Tensor, states: Tensor, group: Group) -> Tensor:
     return torch.cat([torch.einsum("thk,hkv->thv", *pair) for pair in pairs])
 
 
-class _Reached(torch.autograd.Function):
+class _GraphTie(torch.autograd.Function):
     """Its first argument; the others get gradients of 0, so that backward comes by where they are from."""
 
     @staticmethod
@@ -150,8 +150,8 @@ class _Reached(torch.autograd.Function):
         return grad, *zeros
 
 
-def _reached(out: Tensor, *others: Tensor) -> Tensor:
-    found: Tensor = _Reached.apply(out, *others) if others else out  # type: ignore[no-untyped-call]
+def _tied(out: Tensor, *others: Tensor) -> Tensor:
+    found: Tensor = _GraphTie.apply(out, *others) if others else out  # type: ignore[no-untyped-call]
     return found
 
 
@@ -192,7 +192,7 @@ def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor 
     if before.grad_fn is not None:
         before.grad_fn.metadata["handle"] = handle  # alive until backward has run
     if not len(own.kept):
-        return _reached(torch.zeros_like(x), before, weight, *([] if bias is None else [bias]))
+        return _tied(torch.zeros_like(x), before, weight, *([] if bias is None else [bias]))
     held = torch.cat([before, x])[own.windows]
     out = conv1d(held.T[None], weight[:, None], bias, groups=len(weight))[0].T[own.kept]
     return pad(out, (0, 0, 0, len(x) - len(out)))

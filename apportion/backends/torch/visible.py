@@ -26,7 +26,7 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.transport import Flight, Transport
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, ExecutionError
-from apportion.ir.plan.visible import Arranged, Fetch, obstacle
+from apportion.ir.plan.visible import Arrangement, Fetch, obstacle
 from apportion.ir.tensors import Tensor as Name
 
 
@@ -74,7 +74,7 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
         for tensor in x:
             if len(tensor) != handle.padded_rows:
                 raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")
-        found: tuple[Tensor, ...] = _Gathered.apply(known[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Gather.apply(known[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
     handle.calls += 1
     handle.called.setdefault(kind, 0)  # used; how often is the kernel's own affair
     handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
@@ -117,7 +117,7 @@ class Gathering:
         ordered[torch.from_numpy(arranged.place)] = told
         return Gathering(replace(fetch, seen=()), arranged, ordered[: arranged.visible])
 
-    def __init__(self, fetch: Fetch, arranged: Arranged, told: Tensor) -> None:
+    def __init__(self, fetch: Fetch, arranged: Arrangement, told: Tensor) -> None:
         self._fetch, self.arranged, self.told = fetch, arranged, told
         self._told: dict[torch.device, tuple[Tensor, ...]] = {}
         self._legs: dict[tuple[torch.device, bool], list[Leg]] = {}
@@ -244,7 +244,7 @@ def _bytes(rows: Tensor) -> Tensor:
     return rows.view(-1).view(torch.uint8)
 
 
-class _Gathered(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Gathering, handle: PlanHandle, kind: str, *x: Tensor) -> tuple[Tensor, ...]:
         ctx.found, ctx.handle, ctx.kind, ctx.rows = found, handle, kind, len(x[0])

@@ -44,7 +44,7 @@ class Hop(NamedTuple):
     receives: Mapping[int, Ints]
 
 
-class Seen(NamedTuple):
+class TaskKeys(NamedTuple):
     """What one task attends to: query i, counted from home row `query`, sees keys[j] where dmin <= i - j <= dmax."""
 
     query: int
@@ -60,7 +60,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arranged:
+class Arrangement:
     """Rows in their places: the visible ones, each token once and in the order of tokens, then all others.
 
     place: int64 [rows]; visible: how many are; spans: int64 [home rows, most, 2], the visible rows that each query
@@ -79,7 +79,7 @@ class Fetch:
     home: int
     rows: int
     hops: tuple[Hop, ...]
-    seen: tuple[Seen, ...]
+    seen: tuple[TaskKeys, ...]
 
     @staticmethod
     def of(program: ProgramSet, home: int) -> Fetch:
@@ -92,11 +92,11 @@ class Fetch:
         return Fetch(home, walk.rows, tuple(walk.hops), tuple(walk.seen))
 
     @property
-    def as_they_come(self) -> Arranged:
+    def as_they_come(self) -> Arrangement:
         """All rows, in the order of their numbers."""
-        return Arranged(np.arange(self.rows), self.rows, np.zeros((self.home, 1, 2), np.int64))
+        return Arrangement(np.arange(self.rows), self.rows, np.zeros((self.home, 1, 2), np.int64))
 
-    def arranged(self, tokens: Ints) -> Arranged:
+    def arranged(self, tokens: Ints) -> Arrangement:
         """tokens: int64 [rows], the global token of each row."""
         seen = np.zeros(self.rows, np.bool_)
         for task in self.seen:
@@ -108,7 +108,7 @@ class Fetch:
         place[those[first]] = np.arange(len(first))
         others = np.flatnonzero(place < 0)
         place[others] = len(first) + np.arange(len(others))
-        return Arranged(place, len(first), _spans(self.home, _ranges(self.seen, where)))
+        return Arrangement(place, len(first), _spans(self.home, _ranges(self.seen, where)))
 
 
 class _Walk:
@@ -120,7 +120,7 @@ class _Walk:
         arenas = program["arenas"]
         self._held = np.full(int(arenas["rows"][arenas["tensor"] == Tensor.KV].sum()), -1)
         self._begins = list[int]()
-        self.rows, self.hops, self.seen = home, list[Hop](), list[Seen]()
+        self.rows, self.hops, self.seen = home, list[Hop](), list[TaskKeys]()
 
     def step(self, op: Op, channel: int, listed: slice) -> None:
         if op == Op.LAUNCH:
@@ -128,7 +128,7 @@ class _Walk:
         elif op == Op.ATTEND:
             for q, kv, _, dmin, dmax, _ in self._tables["tasks"][listed]:
                 _, _, row, rows, _, _ = self._tables["operands"][q]
-                self.seen.append(Seen(row, rows, self._of(kv).copy(), dmin, dmax))
+                self.seen.append(TaskKeys(row, rows, self._of(kv).copy(), dmin, dmax))
         elif op == Op.COPY:
             for a, _, c, _, _ in self._tables["rowops"][listed]:
                 if self._tables["operands"][a][0] in KV_SIDE:
@@ -165,7 +165,7 @@ def _joined(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
     return {peer: np.concatenate(tiles[peer]) for peer in sorted(tiles)}
 
 
-def _ranges(seen: Iterable[Seen], where: Ints) -> Ints:
+def _ranges(seen: Iterable[TaskKeys], where: Ints) -> Ints:
     """int64 [n, 3]: query, and first and end of a range of visible rows that it sees; sorted, none of them empty.
     where: int64 [rows], the visible row of each."""
     found = [np.zeros((0, 3), np.int64)]

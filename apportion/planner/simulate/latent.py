@@ -12,14 +12,14 @@ from apportion.ir.plan.programs import head_counts
 from apportion.planner.simulate.program import View
 
 
-class Expanded(NamedTuple):
+class Expansion(NamedTuple):
     """int64 [instructions]: rows, one for each head that wants it; the heads whose weights are used."""
 
     rows: Ints
     heads: Ints
 
 
-def expanded_rows(view: View) -> Expanded:
+def expanded_rows(view: View) -> Expansion:
     """What the executor expands (`backends/torch/memory/latent_rows.py`) in each instruction of a program."""
     name = TASK_LIST[view.phase]
     tasks, operands, header = view.source[name], view.source["operands"], view.plan.header
@@ -38,4 +38,4 @@ def expanded_rows(view: View) -> Expanded:
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)[0][sets]
     count = len(view.instructions["op"])
     rows, used = (np.bincount(at, weights, count) for weights in (fresh * heads, first * heads))
-    return Expanded(rows.astype(np.int64), used.astype(np.int64))
+    return Expansion(rows.astype(np.int64), used.astype(np.int64))
