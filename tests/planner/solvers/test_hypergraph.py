@@ -204,7 +204,7 @@ def test_many_vertices_are_merged_for_the_engine(monkeypatch: pytest.MonkeyPatch
 
 def test_the_engine_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtkahypar, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"apportion\[solvers\]"):
+    with pytest.raises(MissingDependencyError, match=r"\.\[solvers\]"):
         mtkahypar.solve(long_sequence(), Budget())
 
 

@@ -65,7 +65,7 @@ def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry, "find_spec", lambda package: None)
     assert not SOLVERS["grouping", "ilp"].installed
     with pytest.raises(
-        MissingDependencyError, match=r"solver ilp needs pulp: pip install 'apportion\[solvers\]'"
+        MissingDependencyError, match=r"solver ilp needs pulp: pip install '\.\[solvers\]'"
     ):
         SOLVERS["grouping", "ilp"].load()
 
