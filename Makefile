@@ -13,13 +13,9 @@
 #   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
 #   make fuzz-core  libFuzzer on the core's decoder and verifier, a minute; SECONDS=3600; needs clang++
 #   make lint     the first three of these
-#   make bench    the planning benchmark, one core
 #   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
-#   make history  what planning cost from commit to commit, as a picture in docs/
 #   make ceilings calls, rows and bytes of planning against what is committed; UPDATE=1 writes them
-#   make auto     what `auto` is worth beside every single recipe, simulated
 #   make pictures the pictures of docs/recipes.md
-#   make execution  launches and host time of every recipe, into docs/performance.md
 #   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
 #                 an hour)
 #   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
@@ -54,7 +50,7 @@ PLAIN := $(VENV)-plain
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: core sanitize fuzz-core docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint bench targets history ceilings auto pictures compare execution service nightly fuzz kernels \
+.PHONY: core sanitize fuzz-core docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
   replay package suite test-gpu conformance clean
 
 help:
@@ -165,20 +161,11 @@ test-plain: $(PLAIN)/.ready
 	  $(addprefix planner/,test_checks test_cost solvers/test_lpt solvers/test_matching simulate/test_launches) \
 	  backends/test_numpy cli/test_conformance)
 
-bench: $(READY)
-	@$(BIN)/python benchmarks/planning.py
-
 targets: $(READY)
 	@$(BIN)/python benchmarks/targets.py
 
-history: $(READY)
-	@$(BIN)/python -m benchmarks.history
-
 ceilings: $(READY)
-	@$(BIN)/python -m benchmarks.ceilings $(if $(UPDATE),--update)
-
-auto: $(READY)
-	@$(BIN)/python benchmarks/auto.py
+	@$(BIN)/python -m tests.checks.ceilings $(if $(UPDATE),--update)
 
 pictures: $(READY)
 	@$(BIN)/python benchmarks/pictures.py
@@ -186,9 +173,6 @@ pictures: $(READY)
 compare: $(READY)
 	@$(BIN)/python benchmarks/comparison.py
 	@$(BIN)/python -m benchmarks.papers
-
-execution: $(READY)
-	@$(BIN)/python -m benchmarks.execution
 
 service: $(READY)
 	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
@@ -200,17 +184,17 @@ nightly: $(READY)
 	@$(MAKE) --no-print-directory fuzz-core SECONDS=3600
 
 fuzz: $(READY)
-	@$(BIN)/python -m benchmarks.fuzz_plans --count 100000
-	@$(BIN)/python -m benchmarks.fuzz_judge --count 100000
+	@$(BIN)/python -m tests.checks.fuzz_plans --count 100000
+	@$(BIN)/python -m tests.checks.fuzz_judge --count 100000
 
 kernels: $(READY)
-	@$(BIN)/python -m benchmarks.kernels
+	@$(BIN)/python -m tests.checks.kernels
 
 replay: $(READY)
-	@$(BIN)/python benchmarks/replay.py $(if $(BASE),--base $(BASE)) $(if $(UPDATE),--update)
+	@$(BIN)/python -m tests.checks.replay $(if $(BASE),--base $(BASE)) $(if $(UPDATE),--update)
 
 package: $(READY)
-	@$(BIN)/python benchmarks/package.py
+	@$(BIN)/python -m tests.checks.package
 
 # In a copy of the tree, so that the extension of all else stays. PYTHON as in `core`, with pytest. Leaks are not looked
 # for: Python has some.

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 
 import apportion as ap
 from apportion.cli.environment import machine, versions

@@ -8,20 +8,16 @@ some cases anew and keeps the other rows; `--only none` writes the tables alone.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from apportion.bench import Source, cluster_of
-from apportion.cli.environment import versions
 from apportion.cli.printed.comparison import COLUMNS, comparison_cells, remarks
 from apportion.comparison import Setting, compare_all
 from apportion.ir.masks import specs as masks
@@ -36,8 +32,8 @@ from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import published, sensitivity
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.sensitivity import Sensitivity
+from benchmarks.tables import ROOT, head, line, run
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/comparison.json"
 PAGE = ROOT / "docs/comparison.md"
 
@@ -318,7 +314,9 @@ NOT_ON_PAGE = (
 
 def table(case: Mapping[str, Any]) -> str:
     """A case as a Markdown table, with its refusals below."""
-    if other := {published.FORM: published.table, sensitivity.FORM: sensitivity.table}.get(case.get("form")):
+    if other := {published.FORM: published.table, sensitivity.FORM: sensitivity.table}.get(
+        case.get("form", "")
+    ):
         return other(case)
     columns = [column for column in COLUMNS if column.title not in NOT_ON_PAGE]
     extra = case["name"].startswith("zeppelin")
@@ -327,12 +325,11 @@ def table(case: Mapping[str, Any]) -> str:
         f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}; "
         f"sequences: {_range(case['sequences'])}, the longest {_range(case['longest'])} tokens",
         "",
-        _line([*titles, *(["thousand tokens/s, whole layers"] if extra else [])]),
-        _line(["---"] + ["--:"] * (len(columns) - 1 + extra)),
+        *head([*titles, *(["thousand tokens/s, whole layers"] if extra else [])]),
     ]
     for row in case["rows"]:
         cells = comparison_cells(row, columns)
-        lines.append(_line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if extra else [])]))
+        lines.append(line([*cells, *([f"{row['ktokens_per_s'] or 0:.1f}"] if extra else [])]))
     return "\n".join([*lines, *(f"\n{remark}" for remark in remarks(case["rows"]))])
 
 
@@ -341,36 +338,8 @@ def _range(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def write_tables(cases: Sequence[Mapping[str, Any]]) -> None:
-    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    for case in cases:
-        marker = f"<!-- table: {case['name']} -->\n"
-        pattern = re.escape(marker) + r".*?<!-- end -->"
-        text = re.sub(pattern, lambda _: f"{marker}{table(case)}\n<!-- end -->", text, flags=re.DOTALL)  # noqa: B023
-    PAGE.write_text(text, encoding="utf-8")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="names of cases, separated by commas; none writes the tables alone")
-    only = parser.parse_args().only
-    known = {case.name: case for case in CASES}
-    names = list(known) if only is None else [] if only == "none" else only.split(",")
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"no case {', '.join(unknown)}: there is {', '.join(known)}")
-    held = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else []
-    rows = {case["name"]: case for case in held if case["name"] in known}
-    for name in names:
-        rows[name] = measure(known[name]) | {"versions": versions()}
-        cases = [rows[name] for name in known if name in rows]
-        RESULTS.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
-    write_tables([rows[name] for name in known if name in rows])
-    print(f"rows are in {RESULTS}, tables in {PAGE}")
+    run({case.name: partial(measure, case) for case in CASES}, RESULTS, PAGE, table)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +31,9 @@ from apportion.planner.schedule.rounds import Matchings
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.scenarios import INCAST_PEERS
 from benchmarks.comparison import FCP_TRACES, LLAMA_3B, LLAMA_70B, zeppelin
-from benchmarks.papers import run
 from benchmarks.published import FLOPS, PUBLISHED
-from benchmarks.targets import line
+from benchmarks.tables import ROOT, head, line, run
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/congestion.json"
 PAGE = ROOT / "docs/papers.md"
 
@@ -251,7 +248,7 @@ def table(paper: Mapping[str, Any]) -> str:
     best = min(tried, key=lambda one: one["error"])
     shown = {"today": today, "best at today's rate": rated, "best": best}
     names = [f"{name}{_words(one['figures'])}" for name, one in shown.items()]
-    lines = [line(["step", "theirs", *names]), line(["---", *["--:"] * (1 + len(names))])]
+    lines = head(["step", "theirs", *names])
     for step, theirs in paper["published"].items():
         lines.append(line([step, *_cells(theirs, [one["ours"][step] for one in shown.values()])]))
     lines.append(line(["mean error", "", *(f"{one['error']:.0%}" for one in shown.values())]))
@@ -272,7 +269,7 @@ def _cells(theirs: Sequence[float], ours: Sequence[Sequence[float]]) -> Iterator
 
 
 def main() -> None:
-    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, PAGE, "congestion", table)
+    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, PAGE, table, "congestion")
 
 
 if __name__ == "__main__":

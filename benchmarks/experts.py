@@ -20,7 +20,7 @@ from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.run import forecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
-from benchmarks.targets import write_tables
+from benchmarks.tables import write_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "forecast.md"
 RESULTS = Path(__file__).parent / "results" / "experts.json"

@@ -33,7 +33,8 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, recurrent as prices, simulate
 from benchmarks.comparison import zeppelin
-from benchmarks.targets import write_tables
+from benchmarks.tables import write_tables
+from benchmarks.targets import PAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/hybrid.json"
@@ -142,7 +143,7 @@ def main() -> None:
             )
     if not args.workloads and args.share == prices.SHARE:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-        write_tables({"hybrid": table(rows)})
+        write_tables({"hybrid": table(rows)}, PAGE)
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: boo
             [one.take(packing[half]) for one, packing in zip(microbatches, packings, strict=True)]
             for half in range(2)
         ]
-    around, costs = around_us(run.setting(form), projects=False), CostModel(run.hardware, model)
+    around, costs = around_us(run.setting(form, run.links), projects=False), CostModel(run.hardware, model)
     total = 0.0
     for tick in range(table.ticks):
         options: Any = {"hardware": run.hardware, "verify": False}

@@ -15,11 +15,11 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
-from apportion.planner.forecast.attention import plan_attention
 from apportion.planner.forecast.choices import static_grids
 from apportion.planner.forecast.parallelism import Degrees, Parallelism
 from apportion.planner.forecast.result import KEPT
-from apportion.planner.forecast.step import Setting, StepForecast, step
+from apportion.planner.forecast.run import steps_of
+from apportion.planner.forecast.step import Setting, StepForecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
 
@@ -69,24 +69,18 @@ class Run:
             inter_latency_us=1e-3 * self.cluster.inter_latency_us,
         )
 
+    def setting(self, form: Parallelism, links: Cluster) -> Setting:
+        return Setting(form, links, self.model, self.training, self.hardware)
+
     def fits(self, steps: Sequence[StepForecast]) -> bool:
         return max(one.memory.total for one in steps) <= self.memory_gib * 2**30
-
-    def setting(self, form: Parallelism) -> Setting:
-        return Setting(form, self.links, self.model, self.training, self.hardware)
 
     @cache  # noqa: B019 - runs live as long as the process
     def steps(self, form: Parallelism) -> tuple[StepForecast, ...]:
         """By the figures as they are. Raises CapacityError, ConfigError."""
-        setting = self.setting(form)
-        return tuple(
-            step(
-                setting,
-                plan_attention(form, batch, self.cluster, self.model, self.hardware, 0),
-                batch,
-            )
-            for batch in self.batches
-        )
+        return steps_of(
+            [self.setting(form, self.cluster), self.setting(form, self.links)], self.batches, 0, []
+        )[1]
 
     def whole(self, recipe: Recipe | str, ping_pong: bool = False) -> tuple[StepForecast, ...]:
         """One plan over all ranks, or of each half one."""

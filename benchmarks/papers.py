@@ -7,20 +7,15 @@ others; `--only none` writes the tables alone.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from apportion.cli.environment import versions
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
@@ -34,9 +29,8 @@ from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import paper_distca
 from benchmarks.comparison import FCP_TRACES, LLAMA_8B, LLAMA_70B, ZEPPELIN, ulysses, with_steps, zeppelin
 from benchmarks.paper_runs import GROUP, K, Row, Run, Theirs, part, row, seconds
-from benchmarks.targets import line
+from benchmarks.tables import ROOT, line, run
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/papers.json"
 PAGE = ROOT / "docs/comparison.md"
 
@@ -318,44 +312,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
 
 
-def write_tables(
-    papers: Sequence[Mapping[str, Any]], page: Path, kind: str, table: Callable[[Mapping[str, Any]], str]
-) -> None:
-    """Replace what stands between `<!-- kind: NAME -->` and `<!-- end -->` on the page."""
-    text = page.read_text(encoding="utf-8")
-    for paper in papers:
-        marker = f"<!-- {kind}: {paper['name']} -->\n"
-        made = f"{marker}{table(paper)}\n<!-- end -->"
-        text = re.sub(re.escape(marker) + r".*?<!-- end -->", lambda _: made, text, flags=re.DOTALL)  # noqa: B023
-    page.write_text(text, encoding="utf-8")
-
-
-def run(
-    known: Mapping[str, Callable[[], dict[str, Any]]],
-    results: Path,
-    page: Path,
-    kind: str,
-    table: Callable[[Mapping[str, Any]], str],
-) -> None:
-    """A command that measures papers, by name, and writes rows to `results` and tables to `page`."""
-    parser = argparse.ArgumentParser(description=f"Papers, for {page.relative_to(ROOT)}")
-    parser.add_argument("--only", help="names of papers, separated by commas; none writes the tables alone")
-    only = parser.parse_args().only
-    names = list(known) if only is None else [] if only == "none" else only.split(",")
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"no paper {', '.join(unknown)}: there is {', '.join(known)}")
-    held = json.loads(results.read_text())["papers"] if results.exists() else []
-    rows = {paper["name"]: paper for paper in held if paper["name"] in known}
-    for name in names:
-        rows[name] = known[name]() | {"versions": versions()}
-        lines = ",\n".join(json.dumps(rows[one]) for one in known if one in rows)
-        results.write_text(f'{{"papers": [\n{lines}\n]}}\n', encoding="utf-8")
-    write_tables([rows[name] for name in known if name in rows], page, kind, table)
-    print(f"rows are in {results}, tables in {page}")
-
-
 def main() -> None:
-    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, PAGE, "paper", table)
+    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, PAGE, table, "paper")
 
 
 if __name__ == "__main__":

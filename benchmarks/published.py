@@ -21,7 +21,7 @@ from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, applied
-from benchmarks.targets import line
+from benchmarks.tables import head, line
 
 FORM = "published"
 #: FLOPs of a pair, query head and number of the head dim: QK and PV; backward QK again, dP, dV, dQ and dK
@@ -193,7 +193,7 @@ def _row(case: Published, system: System, ranks: int) -> dict[str, Any]:
 
 def _tflops(model: Model, pairs: int, ranks: int, run: Any, phase: str) -> float:
     ms = run.forward_ms if phase == "forward" else run.backward_ms
-    return FLOPS[phase] * pairs * model.q_heads * model.head_dim / ranks / ms / 1e9
+    return float(FLOPS[phase] * pairs * model.q_heads * model.head_dim / ranks / ms / 1e9)
 
 
 # --- the page
@@ -221,8 +221,7 @@ def table(case: Mapping[str, Any]) -> str:
     lines = [
         f"{case['tokens_per_rank']:,} tokens a GPU, {case['hardware']}, batches: {case['batches']}; TFLOP/s a GPU",
         "",
-        line(HEAD),
-        line(["---", "---"] + ["--:"] * (len(HEAD) - 2)),
+        *head(HEAD, 2),
         *(line(_cells(row)) for row in case["rows"]),
     ]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from apportion.ir.request.model import Model
 from apportion.planner import api
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, applied
-from benchmarks.targets import line
+from benchmarks.tables import head, line
 
 FORM = "sensitivity"
 BASE, TOLD = "auto", "auto, told"
@@ -67,12 +67,12 @@ def measure(case: Sensitivity) -> dict[str, Any]:
 
         for recipe in case.recipes:
             plan = planned(recipe, (hardware, cluster))
-            told = simulate(planned(recipe, settings[KNOWN]), *settings[KNOWN])
+            known = simulate(planned(recipe, settings[KNOWN]), *settings[KNOWN])
             found[recipe].append(
-                [*(_ms(simulate(plan, *setting)) for setting in settings.values()), _ms(told)]
+                [*(_ms(simulate(plan, *setting)) for setting in settings.values()), _ms(known)]
             )
-        told = [_ms(simulate(planned(BASE, one), *one)) for one in settings.values()]
-        found[TOLD].append([*told, told[list(settings).index(KNOWN)]])
+        own = [_ms(simulate(planned(BASE, one), *one)) for one in settings.values()]
+        found[TOLD].append([*own, own[list(settings).index(KNOWN)]])
     return {
         "form": FORM,
         "name": case.name,
@@ -85,7 +85,7 @@ def measure(case: Sensitivity) -> dict[str, Any]:
         "rows": [
             {
                 "recipe": recipe,
-                "ms": dict(zip(_columns(), np.round(np.mean(times, axis=0), 4).tolist(), strict=True)),
+                "ms": dict(zip(_columns(), np.array(times).mean(0).round(4).tolist(), strict=True)),
             }
             for recipe, times in found.items()
         ],
@@ -110,15 +110,12 @@ def table(case: Mapping[str, Any]) -> str:
     lines = [
         f"{case['ranks']} ranks x {case['tokens_per_rank']:,} tokens, {case['hardware']}, batches: {case['batches']}",
         "",
-        line(["recipe", *names]),
-        line(["---"] + ["--:"] * len(names)),
+        *head(["recipe", *names]),
     ]
     for recipe in (*order, TOLD):
         cells = [f"{times[recipe][name] / times[BASE][name]:.2f}" for name in names]
         if recipe != TOLD:
-            places = [
-                sorted(order, key=lambda one, at=name: times[one][at]).index(recipe) + 1 for name in names
-            ]
+            places = [sum(times[one][name] < times[recipe][name] for one in order) + 1 for name in names]
             cells = [f"{cell} ({place})" for cell, place in zip(cells, places, strict=True)]
         lines.append(line([recipe, *cells]))
     ms = [f"{times[BASE][name]:.1f}" for name in names]

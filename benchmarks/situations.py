@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from apportion.bench import Source, warm_up
@@ -39,9 +38,9 @@ from apportion.planner import api
 from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.simulate import Simulation, simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, applied
-from benchmarks.targets import line, write_tables
+from benchmarks.tables import ROOT, line, write_tables
+from benchmarks.targets import PAGE
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/situations.json"
 HARDWARE = Hardware.load("h100")
 RANKS, TOKENS = 64, 32768
@@ -262,15 +261,7 @@ def best_of(single: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line a situation; bold where `auto` is below 0.99 of the best single recipe, or below 0.85 of attainable."""
-    heads = (
-        "situation",
-        "attainable",
-        "`auto`",
-        "share",
-        "its recipe",
-        "best single",
-        "ratio",
-    )
+    heads = ("situation", "attainable", "`auto`", "share", "its recipe", "best single", "ratio")
     lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:"])]
     for one in rows:
         auto, best = one["auto"], one["best"]
@@ -337,7 +328,7 @@ def main() -> None:
     elif not keeps:
         print(table(order))
     else:
-        write_tables({"situations": table(order)})
+        write_tables({"situations": table(order)}, PAGE)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,8 +25,8 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe, Step
 from apportion.ir.tensors import PHASES
 from apportion.planner.recipe.recipes import find_recipe, with_block
+from benchmarks.tables import ROOT, head, line, write_tables
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/targets.json"
 PAGE = ROOT / "docs/performance.md"
 
@@ -255,7 +254,7 @@ def _grouped(rows: Rows) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
 def _times_table(rows: Rows) -> str:
     groups = _grouped(rows)
     columns = sorted({ranks for _, ranks in groups})
-    lines = [line(["ms", *map(str, columns)]), line(["---", *["--:"] * len(columns)])]
+    lines = head(["ms", *map(str, columns)])
     for name in dict.fromkeys(name for name, _ in groups):
         cells = [_times_cell(PROMISES[name], ranks, groups.get((name, ranks), [])) for ranks in columns]
         lines.append(line([name, *cells]))
@@ -278,26 +277,10 @@ def _quality_table(rows: Rows) -> str:
     for (name, ranks), group in _grouped(rows).items():
         figures = quality(PROMISES[name], group)
         if not lines:
-            lines = [line(["recipe", "ranks", *figures]), line(["---", *["--:"] * (1 + len(figures))])]
+            lines = head(["recipe", "ranks", *figures])
         lines.append(line([name, str(ranks), *map(str, figures.values())]))
     refused = {(row["name"], row["ranks"]): row["refused"] for row in rows if "refused" in row}
     return "\n".join([*lines, *(f"\n{name}, {ranks} ranks: {why}" for (name, ranks), why in refused.items())])
-
-
-def line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def write_tables(tables: Mapping[str, str], page: Path = PAGE) -> None:
-    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the page; print it."""
-    text = page.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        marker = f"<!-- table: {name} -->\n"
-        before, found, after = text.partition(marker)
-        if found:
-            text = f"{before}{marker}{table}\n{after[after.index('<!-- end -->') :]}"
-        print(f"{table}\n")
-    page.write_text(text, encoding="utf-8")
 
 
 # --- the command
@@ -353,7 +336,7 @@ def main() -> None:
         return
     rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], fresh)
     RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
-    write_tables(tables(rows))
+    write_tables(tables(rows), PAGE)
     print(f"rows are in {RESULTS}, tables in {PAGE}")
 
 

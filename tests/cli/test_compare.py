@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,26 +249,3 @@ def test_the_order_under_other_figures() -> None:
     text = comparison.table(measured)
     assert "| auto | 1.00 (1) |" in text
     assert "| pairs of 1 in another order | 0 |" in text
-
-
-def test_every_case_has_its_table_on_the_page() -> None:
-    page = comparison.PAGE.read_text(encoding="utf-8")
-    assert re.findall("<!-- table: (.*) -->", page) == [case.name for case in comparison.CASES]
-    measured = {case["name"]: case for case in json.loads(comparison.RESULTS.read_text())["cases"]}
-    assert list(measured) == [case.name for case in comparison.CASES]
-    assert all(comparison.table(case) in page for case in measured.values())
-
-
-def test_tables_are_written_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter <!-- table: other -->\n<!-- end -->\n"
-    )
-    monkeypatch.setattr(comparison, "PAGE", page)
-    case = comparison.Case("tiny", "tiny", comparison.lognormal, 4, 1024, 2, (RING, FCP))
-    comparison.write_tables([comparison.measure(case)])
-    text = page.read_text()
-    assert text.startswith("before\n<!-- table: tiny -->\n4 ranks x 1,024 tokens")
-    assert text.endswith("<!-- end -->\nafter <!-- table: other -->\n<!-- end -->\n")
-    assert "| ring |" in text
-    assert "old" not in text

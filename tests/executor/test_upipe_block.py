@@ -16,10 +16,10 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe
-from benchmarks.upipe_memory import Member, peak_rows
 from tests.ranks import cases, jobs_upipe
 from tests.ranks.jobs_upipe import Sizes
 from tests.ranks.rank_pool import Pool
+from tests.support.upipe_memory import Member, peak_rows
 
 WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
 RING = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}, "schedule": {"ring": {}}}

@@ -1,4 +1,4 @@
-"""Mutated plans meet decoder and verifier: typed errors only. `python -m benchmarks.fuzz_plans` tries many more."""
+"""Mutated plans meet decoder and verifier: typed errors only. `python -m tests.checks.fuzz_plans` tries many more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apportion.ir.bytes import codec
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
-from benchmarks import fuzz_plans
+from tests.checks import fuzz_plans
 from tests.support.parse import parse
 from tests.support.random_plans import random_plan
 from tests.support.sparse import sparse

@@ -1,5 +1,5 @@
 """The walk of the verifier: it follows what recipes make, accepts no mutant that computes something else, and is alike
-in ranges and with threads. `python -m benchmarks.fuzz_judge` tries many more mutants."""
+in ranges and with threads. `python -m tests.checks.fuzz_judge` tries many more mutants."""
 
 from __future__ import annotations
 

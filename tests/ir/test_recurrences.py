@@ -1,5 +1,5 @@
 """Tables of recurrent layers: what they say of small batches, what the verifier finds wrong with others, and that
-nothing wrong is accepted. `python -m benchmarks.fuzz_judge` tries more mutants."""
+nothing wrong is accepted. `python -m tests.checks.fuzz_judge` tries more mutants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.verify import check
 from apportion.planner.recurrent import recurrence
 from apportion.report.diff import diff
-from benchmarks import fuzz_judge
+from tests.checks import fuzz_judge
 from tests.support.parse import parse
 from tests.support.recurrences import Edit, changed, setting
 from tests.support.sparse import sparse

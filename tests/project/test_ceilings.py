@@ -9,13 +9,13 @@ from pathlib import Path
 
 from apportion.bench import BenchJob, Source, cluster_of, counted
 from apportion.ir.request.model import Model
-from benchmarks import ceilings
+from tests.checks import ceilings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_planning_costs_no_more_than_its_ceilings() -> None:
-    command = [sys.executable, "-m", "benchmarks.ceilings", "--json"]
+    command = [sys.executable, "-m", "tests.checks.ceilings", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]

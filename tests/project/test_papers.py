@@ -1,12 +1,15 @@
-"""The settings of benchmarks/paper_distca.py: sequences are full, and every group gets as many, evenly. And the page of
-benchmarks/congestion.py."""
+"""Settings of benchmarks/paper_distca.py, and tables of benchmarks on their pages."""
 
 import json
+import re
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import congestion
+from benchmarks import comparison, congestion, papers
 from benchmarks.paper_distca import dealt, packed
+from benchmarks.tables import write_tables
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -25,8 +28,23 @@ def test_groups_get_as_many_sequences_and_the_heaviest_apart() -> None:
     assert sorted([first, second, third, fourth]) == sorted(sequences)
 
 
-def test_what_congestion_explains_is_on_the_page() -> None:
-    page = congestion.PAGE.read_text(encoding="utf-8")
-    measured = json.loads(congestion.RESULTS.read_text())["papers"]
-    assert [one["name"] for one in measured] == [one.name for one in congestion.PAPERS]
-    assert all(congestion.table(one) in page for one in measured)
+@pytest.mark.parametrize(
+    ("benchmark", "kind"), [(comparison, "table"), (papers, "paper"), (congestion, "congestion")]
+)
+def test_pages_have_the_tables_of_the_rows(benchmark: ModuleType, kind: str) -> None:
+    page = benchmark.PAGE.read_text(encoding="utf-8")
+    rows = json.loads(benchmark.RESULTS.read_text())
+    named = re.findall(rf"<!-- {kind}: (.*) -->\n", page)
+    assert named
+    assert all(
+        f"<!-- {kind}: {name} -->\n{benchmark.table(rows[name])}\n<!-- end -->" in page for name in named
+    )
+
+
+def test_tables_are_written_between_their_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: a -->\nold\n<!-- end -->\nafter <!-- table: b -->\n<!-- end -->\n")
+    write_tables({"a": "new", "c": "not there"}, page)
+    assert page.read_text() == (
+        "before\n<!-- table: a -->\nnew\n<!-- end -->\nafter <!-- table: b -->\n<!-- end -->\n"
+    )

@@ -10,7 +10,7 @@ import pytest
 import apportion as ap
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan.tables import Table
-from benchmarks import replay
+from tests.checks import replay
 
 
 @pytest.mark.slow

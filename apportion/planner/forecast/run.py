@@ -16,7 +16,7 @@ from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, at
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.result import INTERVAL, UNEVEN, Forecast, ForecastRow
-from apportion.planner.forecast.step import Setting, around_us, step
+from apportion.planner.forecast.step import Setting, StepForecast, around_us, step
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import applied
 
@@ -107,21 +107,30 @@ def _row(
     nominal, *_ = settings
     form = nominal.parallelism
     try:
-        for batch in batches:
-            nominal.check(batch)
-        if not shared:
-            shared.append(_attention(settings, batches, seed))
-        planned, pairs, attended = shared.pop() if form.ping_pong else shared[0]
-        steps = tuple(
-            tuple(
-                step(setting, groups, [[took[number] for took in held] for held in taken], kept, batch)
-                for groups, kept, taken, batch in zip(planned, pairs, attended, batches, strict=True)
-            )
-            for number, setting in enumerate(settings)
-        )
+        steps = steps_of(settings, batches, seed, shared)
     except ApportionError as error:
         return ForecastRow(form, reason=str(error))
     return ForecastRow(form, steps, None if form.context is None else form.groups(nominal.cluster))
+
+
+def steps_of(
+    settings: Sequence[Setting], batches: Sequence[Batch], seed: int, shared: list[_Attention]
+) -> tuple[tuple[StepForecast, ...], ...]:
+    """The steps of all batches under each setting, planned for the first one. shared: as in `_row`. Raises ConfigError,
+    CapacityError."""
+    nominal, *_ = settings
+    for batch in batches:
+        nominal.check(batch)
+    if not shared:
+        shared.append(_attention(settings, batches, seed))
+    planned, pairs, attended = shared.pop() if nominal.parallelism.ping_pong else shared[0]
+    return tuple(
+        tuple(
+            step(setting, groups, [[took[number] for took in held] for held in taken], kept, batch)
+            for groups, kept, taken, batch in zip(planned, pairs, attended, batches, strict=True)
+        )
+        for number, setting in enumerate(settings)
+    )
 
 
 def _attention(settings: Sequence[Setting], batches: Sequence[Batch], seed: int) -> _Attention:

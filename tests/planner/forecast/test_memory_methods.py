@@ -16,7 +16,7 @@ from apportion.planner.forecast.memory import activations
 from apportion.planner.forecast.training import Training
 from benchmarks import memory_methods
 from benchmarks.memory_methods import M, Run
-from benchmarks.upipe_memory import printed_backward, printed_forward
+from tests.support.upipe_memory import printed_backward, printed_forward
 
 GIB = 2**30
 LLAMA = memory_methods.RUNS[0]

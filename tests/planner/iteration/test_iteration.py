@@ -25,7 +25,7 @@ from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.request.sequences import Sequence
 from apportion.planner.iteration.iterate import plan_iteration
-from benchmarks import fuzz_plans
+from tests.checks import fuzz_plans
 from tests.support.formats import SCHEMAS, decoded
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp32", hidden=32, ffn=64, layers=1)

@@ -28,8 +28,7 @@ from apportion.ir.request.sequences import Sequence
 from apportion.ir.tensors import Space, Tensor
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
-from benchmarks import upipe_memory as memory
-from tests.support import oracle
+from tests.support import oracle, upipe_memory as memory
 from tests.support.sparse import sparse
 
 EXACT = 1e-10

@@ -64,9 +64,7 @@ def test_an_unknown_name_lists_what_there_is(kind: str, name: str) -> None:
 def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda package: None)
     assert not SOLVERS["grouping", "ilp"].installed
-    with pytest.raises(
-        MissingDependencyError, match=r"solver ilp needs pulp: pip install '\.\[solvers\]'"
-    ):
+    with pytest.raises(MissingDependencyError, match=r"solver ilp needs pulp: pip install '\.\[solvers\]'"):
         SOLVERS["grouping", "ilp"].load()
 
 

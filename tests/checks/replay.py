@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests/data/replays.json"
 STEPS = ("layouts", "tasks", "transfers", "order", "memory", "report", "bytes")
 
@@ -278,13 +278,11 @@ def write(found: Mapping[str, Sequence[str]]) -> None:
 
 def against(base: str, as_json: bool) -> int:
     """With another commit; its package is what its tree has, everything else is of this one."""
-    from benchmarks.against import build_core
-
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", tree, base], check=True)
         try:
-            build_core(tree)
+            subprocess.run(["make", "-C", tree, "--silent", "core", f"PYTHON={sys.executable}"], check=True)
             other, own = Elsewhere(["--record"], tree), record(told=True)
             found = differing(own, other.read())
             status = tell(f"{base}", len(own), found, as_json)

@@ -1,7 +1,7 @@
 """Writes the programs that the fuzzer of the core begins with (`make fuzz-core`): core/fuzz/program.cpp has their form.
 
-Run: python -m benchmarks.fuzz_corpus. Programs of golden plans and of small plans of several recipes, of four ranks and
-two head sets at most, the smallest of each form.
+Run: python -m tests.checks.fuzz_corpus. Programs of golden plans and of small plans of several recipes, of four ranks
+and two head sets at most, the smallest of each form.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.isa import TABLES, Op
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.view import Program
-from benchmarks.fuzz_plans import golden_plans, one_rank, planned
+from tests.checks.fuzz_plans import golden_plans, one_rank, planned
 
-CORPUS = Path(__file__).resolve().parents[1] / "core/fuzz/corpus"
+CORPUS = Path(__file__).resolve().parents[2] / "core/fuzz/corpus"
 RANKS, HEAD_SETS, BYTES = 4, 2, 4096
 
 

@@ -1,6 +1,6 @@
 """Builds the sdist, and from it the wheel; installs each into a new environment and starts there.
 
-Run: python benchmarks/package.py [--out dist]. Exit code 1 where one of the two lacks a file of the package that
+Run: python -m tests.checks.package [--out dist]. Exit code 1 where one of the two lacks a file of the package that
 git knows, or a first plan fails. It needs the package index and a C++ compiler. Prints
 how long the first verified plan of 64 ranks takes in each (promised: 3 s), and how large the environment is (80 MB).
 """
@@ -19,7 +19,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BATCH = ROOT / "examples/batch.json"
 
 

@@ -1,9 +1,9 @@
 """What planning may cost at most, held by CI: calls of functions, rows of tables and bytes of plans.
 
-Run: python -m benchmarks.ceilings [--only NAME,...] [--json] [--update]
+Run: python -m tests.checks.ceilings [--only NAME,...] [--json] [--update]
 
 Log-normal documents of seed 0 (docs/performance.md), 32K tokens a rank, on 8 and 64 ranks. Each row is held against its
-ceiling in benchmarks/results/ceilings.json; exit code 1 where one is above. Calls are counted where loops are compiled,
+ceiling in tests/data/ceilings.json; exit code 1 where one is above. Calls are counted where loops are compiled,
 and depend on Python and numpy: they are compared under the versions that the ceilings name, and may be 2 % and ten
 above.
 `--update` writes what is measured as the new ceilings; the commit says why.
@@ -26,7 +26,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.verify import verify
 from apportion.planner.recipe.recipes import find_recipe, with_block
 
-RESULTS = Path(__file__).parent / "results" / "ceilings.json"
+RESULTS = Path(__file__).resolve().parents[1] / "data/ceilings.json"
 RECIPES = ("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring")
 RANKS, TOKENS = (8, 64), 32768
 #: of calls, as a share and in number: libraries change between patches

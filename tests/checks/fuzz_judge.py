@@ -1,6 +1,6 @@
 """Holds the verifier against execution, over mutated plans: what it accepts must compute what the good plan does.
 
-    python -m benchmarks.fuzz_judge --count 100000 --json
+    python -m tests.checks.fuzz_judge --count 100000 --json
 
 Every mutant that is accepted runs on the executor on numpy, in float64, forward and backward, and its outputs are held
 against those of the plan that it was made of. Walks from plan to plan: an accepted mutant is what the next one is made

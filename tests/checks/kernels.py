@@ -1,6 +1,6 @@
 """Compiles the stage kernels for GPUs that need not be there, and holds their machine code against rules.
 
-Run: python -m benchmarks.kernels [--kernel attend,dq] [--arch sm_90a] [--dims 128,192/128] [--dtype bf16] [--jobs 2]
+Run: python -m tests.checks.kernels [--kernel attend,dq] [--arch sm_90a] [--dims 128,192/128] [--dtype bf16] [--jobs 2]
 [--shape 128x64x8x3] [--json]. Kernels get the arguments and options that machines launch them with. --shape: owner and
 walked rows, warps and stages instead of those of `variants`. Exit code 1 where a rule is broken.
 
@@ -46,8 +46,8 @@ from apportion.backends.torch.stage.variants import (
     row_constants,
     variant,
 )
-from benchmarks import sass
-from benchmarks.kernel_arguments import examples
+from tests.checks import sass
+from tests.checks.kernel_arguments import examples
 
 ATTENTION = ("attend", "dq", "dkdv")
 

@@ -1,6 +1,6 @@
 """Feeds mutated plans to the decoder and the verifier: typed errors only.
 
-    python -m benchmarks.fuzz_plans --count 100000 --json
+    python -m tests.checks.fuzz_plans --count 100000 --json
 
 Every iteration starts from a golden plan, a small one of several recipes, or one given, and either damages its bytes
 or changes what they mean: a number, a row or all of a table, a program, a mask, a value, a type, a key. Changed plans
@@ -41,9 +41,9 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.recurrent import Recurrent
 from apportion.ir.verify import check
 from apportion.planner import api
-from benchmarks.fuzz_judge import repaired
+from tests.checks.fuzz_judge import repaired
 
-GOLDEN = Path(__file__).resolve().parents[1] / "apportion/schemas/golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "apportion/schemas/golden"
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.Decoder().decode

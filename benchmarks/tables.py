@@ -1,0 +1,58 @@
+"""Rows of a benchmark in a JSON file, and Markdown tables of them between markers of a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from apportion.cli.environment import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def head(titles: Sequence[str], words: int = 1) -> list[str]:
+    """The first two lines of a Markdown table, whose first `words` columns hold words and the others numbers."""
+    return [line(titles), line(["---"] * words + ["--:"] * (len(titles) - words))]
+
+
+def write_tables(tables: Mapping[str, str], page: Path, kind: str = "table") -> None:
+    """Replace what stands between `<!-- KIND: NAME -->` and `<!-- end -->` on the page."""
+    text = page.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        marker = f"<!-- {kind}: {name} -->\n"
+        before, found, after = text.partition(marker)
+        if found:
+            text = f"{before}{marker}{table}\n{after[after.index('<!-- end -->') :]}"
+    page.write_text(text, encoding="utf-8")
+
+
+def run(
+    cases: Mapping[str, Callable[[], dict[str, Any]]],
+    results: Path,
+    page: Path,
+    table: Callable[[Mapping[str, Any]], str],
+    kind: str = "table",
+) -> None:
+    """Run a command that measures cases by name, writes them to `results`, and the table of each to `page`."""
+    parser = argparse.ArgumentParser(description=f"Tables of {page.relative_to(ROOT)}")
+    parser.add_argument("--only", help="names of cases, separated by commas; none writes the tables alone")
+    only = parser.parse_args().only
+    names = list(cases) if only is None else [] if only == "none" else only.split(",")
+    if unknown := [name for name in names if name not in cases]:
+        parser.error(f"no case {', '.join(unknown)}: there is {', '.join(cases)}")
+    rows: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    for name in names:
+        rows[name] = cases[name]() | {"versions": versions()}
+        rows = {one: rows[one] for one in cases if one in rows}
+        lines = ",\n".join(f"{json.dumps(one)}: {json.dumps(row)}" for one, row in rows.items())
+        results.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    write_tables({name: table(rows[name]) for name in cases if name in rows}, page, kind)
+    print(f"rows are in {results}, tables in {page}")
