@@ -19,7 +19,8 @@
 #   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
 #                 an hour)
 #   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
-#   make nightly  the service, with half an hour of each case that kills and 100,000 plans, and fuzz
+#   make ci       all that a change must pass: what .ci/run calls
+#   make nightly  test-slow, kernels, fuzz, and the service with half an hour of each case that kills and 100,000 plans
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many of which what is accepted is executed
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
 #   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
@@ -50,7 +51,7 @@ PLAIN := $(VENV)-plain
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: core sanitize fuzz-core docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
+.PHONY: ci core sanitize fuzz-core docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
   replay package suite test-gpu conformance clean
 
 help:
@@ -177,11 +178,15 @@ compare: $(READY)
 service: $(READY)
 	@$(BIN)/python -m benchmarks.service $(if $(MINUTES),--minutes $(MINUTES))
 
-nightly: $(READY)
+# All that a change must pass, in environments beside VENV; .ci/run calls it. pytest's verdict comes last.
+ci:
+	@$(MAKE) --no-print-directory package docs test-browser sanitize fuzz-core test-trainers test
+
+nightly:
+	@$(MAKE) --no-print-directory test-slow kernels fuzz
+	@$(MAKE) --no-print-directory fuzz-core SECONDS=3600
 	@$(MAKE) --no-print-directory service MINUTES=30
 	@$(BIN)/python -m benchmarks.service memory
-	@$(MAKE) --no-print-directory fuzz
-	@$(MAKE) --no-print-directory fuzz-core SECONDS=3600
 
 fuzz: $(READY)
 	@$(BIN)/python -m tests.checks.fuzz_plans --count 100000
@@ -196,14 +201,13 @@ replay: $(READY)
 package: $(READY)
 	@$(BIN)/python -m tests.checks.package
 
-# In a copy of the tree, so that the extension of all else stays. PYTHON as in `core`, with pytest. Leaks are not looked
-# for: Python has some.
-sanitize:
+# In a copy of the tree, so that the extension of all else stays. Leaks are not looked for: Python has some.
+sanitize: $(READY)
 	@rm -rf $(addprefix build/sanitize/,apportion core tests) && mkdir -p build/sanitize
 	@cp -r apportion core tests pyproject.toml build/sanitize && rm -f build/sanitize/apportion/_core*.so
-	@$(MAKE) --no-print-directory core STRICT=1 INTO=$(abspath build/sanitize)
+	@$(MAKE) --no-print-directory core STRICT=1 INTO=$(abspath build/sanitize) PYTHON=$(abspath $(BIN))/python
 	cd build/sanitize && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$PWD $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON)) \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$PWD $(abspath $(BIN))/python \
 	  -m pytest $(patsubst %,tests/ir/test_%.py,core tables_by_hand table_bytes fusion messages verify) tests/planner/test_openers.py tests/planner/test_checks.py \
 	    tests/planner/simulate/test_launches.py
 
