@@ -42,7 +42,7 @@ def planned(batch: Batch, layer: tuple, ranks: int, block: int | str, reshuffle:
     return make_plan(batch, Cluster(ranks_per_node=ranks), model, policy=policy)
 
 
-@pytest.mark.parametrize("ranks", marked(range(1, 9), (0, 2, 5)))
+@pytest.mark.parametrize("ranks", marked(range(1, 9), (2,)))
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_every_mask_on_every_number_of_ranks(name: str, ranks: int) -> None:
     for turn, (layer, reshuffle) in enumerate(product(LAYERS, [False, True])):

@@ -138,6 +138,7 @@ def test_the_example_in_c_passes_run(tmp_path: Path) -> None:
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
+@pytest.mark.slow
 def test_the_example_in_c_touches_no_memory_of_others(tmp_path: Path) -> None:
     """Whatever bytes say: broken plans are run, and damaged ones read, under sanitizers."""
     program = compiled(tmp_path, *SANITIZERS)

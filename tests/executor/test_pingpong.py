@@ -23,7 +23,7 @@ from apportion.ir.request.sequences import Sequence
 from apportion.planner import api
 from tests.ranks import cases, jobs_pingpong as jobs
 from tests.ranks.rank_pool import Pool
-from tests.support.sparse import sparse
+from tests.support.sparse import sparse, sparse_product
 from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, has_own_cap, steps
 
 STRATEGIES = OTHERS | {"distca": steps("distca", place={"granularity": 4})}
@@ -44,7 +44,7 @@ def sequences(*names: str) -> Batch:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("pair", sparse(TURNS, 4), ids=NAMES)
+@pytest.mark.parametrize("pair", sparse(TURNS, 12), ids=NAMES)
 def test_every_pair_of_recipes(pool: Pool, pair: tuple[str, str, int], ranks: int) -> None:
     """Bits of the halves alone, and the oracle's numbers."""
     first, second, turn = pair
@@ -87,8 +87,10 @@ def pair_of_plans(batch: Batch, name: str, ranks: int, model: Model) -> list[Pla
 
 
 @pytest.mark.parametrize("ranks", sparse([2, 4], 2))
-@pytest.mark.parametrize("way", ["stack", "single", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("name", ["distca", "node", "ulysses", "ring"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    sparse_product(3, ("distca", "node", "ulysses", "ring"), ("stack", "single", "checkpoint", "reentrant")),
+)
 def test_layers_with_all_their_gradients(pool: Pool, name: str, way: str, ranks: int) -> None:
     model = cases.model(2, "fp64", kv_heads=2)
     batch = sequences("causal", "window", "shared", "image", "documents")

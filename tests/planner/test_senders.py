@@ -21,6 +21,7 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import prepare, simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, applied
+from tests.support.sparse import sparse_product
 
 H100 = Hardware.load("h100")
 MODEL = Model(q_heads=8, kv_heads=4, head_dim=8, dtype="fp64")
@@ -55,8 +56,9 @@ def most_senders(plan: Plan) -> int:
     return most
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 2), (4, 2, 1), (8, 1, 1)])
-@pytest.mark.parametrize("recipe", [*RECIPES, UPIPE], ids=[*RECIPES, "upipe"])
+@pytest.mark.parametrize(
+    ("recipe", "shape"), sparse_product(4, [*RECIPES, UPIPE], ((4, 2, 2), (4, 2, 1), (8, 1, 1)))
+)
 def test_the_same_numbers_from_one_sender_at_a_time(recipe: Any, shape: tuple[int, int, int]) -> None:
     cluster = Cluster(shape[0], shape[1], nics_per_node=shape[2])
     before, after = (planned(recipe, hardware, cluster) for hardware in (H100, ALONE))

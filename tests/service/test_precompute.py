@@ -87,6 +87,7 @@ def test_a_batch_that_cannot_be_planned_is_named(tmp_path: Path, workers: Proces
         precompute(Work(tight, LENGTHS, None, 1), tmp_path, workers, 2)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_the_command_goes_on(tmp_path: Path) -> None:
     lengths, out = tmp_path / "lengths.jsonl", tmp_path / "plans"
     lengths.write_text("\n".join(map(str, LENGTHS.tolist())))

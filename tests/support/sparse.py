@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,3 +19,12 @@ def marked(values: list[Any] | range, quick: tuple[int, ...] | range | list[int]
 def sparse(values: list[Any] | range, every: int) -> list[Any]:
     """All of them, as parameters: the first one and each `every`-th behind it are quick, the others slow."""
     return marked(values, range(0, len(values), every))
+
+
+def sparse_product(every: int, *axes: Any) -> list[Any]:
+    """All combinations, as parameters of as many arguments; of the quick ones every axis has each value where `every`
+    has no factor in common with the axes behind it."""
+    return [
+        pytest.param(*values, marks=[pytest.mark.slow] * (at % every > 0))
+        for at, values in enumerate(product(*axes))
+    ]

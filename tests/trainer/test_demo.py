@@ -45,6 +45,7 @@ def test_documents_are_as_long_as_samples_of_a_file(tmp_path: Path) -> None:
     assert [len(document) for document in step] == [workload.LONG, *[500] * 6, 72]
 
 
+@pytest.mark.slow
 def test_a_demo_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
     command, started = [sys.executable, "-m", "apportion", "demo", "--steps", "1000"], set[int]()
     with open(tmp_path / "out", "wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as run:

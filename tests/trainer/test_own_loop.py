@@ -10,31 +10,35 @@ import pytest
 
 from tests.ranks import jobs_own_loop
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse
 
 KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
 
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        {"loss": "own"},
-        {"loss": "own", "reduces": "ddp summed"},
-        {"loss": "own", "reduces": "fsdp summed"},
-        {"loss": "own times ranks", "reduces": "ddp"},
-        {"loss": "own times ranks", "reduces": "fsdp"},
-        {"loss": "weights shifted"},
-        {"loss": "weights of samples"},
-        *({"net": net} for net in ("places", "places in closure", "checkpointed", "functional")),
-        {"net": "hidden states"},
-        {"net": "recurrent"},
-        {"net": "recurrent", "reduces": "ddp", "loss": "own times ranks"},
-        {"net": "dict", "loss": "own"},
-        {"net": "windows", "kinds": KINDS},
-        {"kinds": MANY},
-        {"net": "bf16", "loss": "own", "reduces": "fsdp summed"},
-        {"reduces": "ddp averaged over", "scaled": 1024.0},
-        {"net": "autocast", "loss": "own"},
-    ],
+    sparse(
+        [
+            {"loss": "own"},
+            {"loss": "own", "reduces": "ddp summed"},
+            {"loss": "own", "reduces": "fsdp summed"},
+            {"loss": "own times ranks", "reduces": "ddp"},
+            {"loss": "own times ranks", "reduces": "fsdp"},
+            {"loss": "weights shifted"},
+            {"loss": "weights of samples"},
+            *({"net": net} for net in ("places", "places in closure", "checkpointed", "functional")),
+            {"net": "hidden states"},
+            {"net": "recurrent"},
+            {"net": "recurrent", "reduces": "ddp", "loss": "own times ranks"},
+            {"net": "dict", "loss": "own"},
+            {"net": "windows", "kinds": KINDS},
+            {"kinds": MANY},
+            {"net": "bf16", "loss": "own", "reduces": "fsdp summed"},
+            {"reduces": "ddp averaged over", "scaled": 1024.0},
+            {"net": "autocast", "loss": "own"},
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_right_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
@@ -50,6 +54,7 @@ def test_trying_a_model_changes_nothing(pool: Pool, net: str) -> None:
     assert found == wanted
 
 
+@pytest.mark.slow
 def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
     for loop, says in (
         ({}, "$"),

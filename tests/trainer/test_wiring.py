@@ -8,21 +8,25 @@ import pytest
 
 from tests.ranks import jobs_wiring
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse
 
 
 @pytest.mark.parametrize(
     "what",
-    [
-        "",
-        "chunks",
-        "ddp summed",
-        "ddp averaged over",
-        "ddp by hand",
-        "fsdp summed",
-        "fsdp averaged over",
-        "fsdp by hand",
-        "experts",
-    ],
+    sparse(
+        [
+            "",
+            "chunks",
+            "ddp summed",
+            "ddp averaged over",
+            "ddp by hand",
+            "fsdp summed",
+            "fsdp averaged over",
+            "fsdp by hand",
+            "experts",
+        ],
+        3,
+    ),
 )
 def test_right_loops_train(pool: Pool, what: str) -> None:
     assert pool.run(jobs_wiring.trained, 2, what) == ["", ""]

@@ -72,7 +72,7 @@ def as_on_gpus(turn: Any, case: Any) -> Any:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cells = FULL if metafunc.config.getoption("--full") else sparse(COVER, 6)
+        cells = FULL if metafunc.config.getoption("--full") else sparse(COVER, 14)
         if metafunc.config.getoption("--gpu"):
             cells = [*COVER, *map(as_on_gpus, range(len(COVER)), COVER)]
         metafunc.parametrize("case", cells, ids=lambda case: f"{case.name}-{case.mask}-{case.dtype}")
@@ -126,7 +126,7 @@ def test_numbers_are_rounded_into_messages_and_come_out_as_they_travelled(
 BY_HAND = sorted((Path(__file__).parents[2] / "plans").glob("*.txt"))
 
 
-@pytest.mark.parametrize("extra", ["", "sinks"])
+@pytest.mark.parametrize("extra", sparse(["", "sinks"], 2))
 @pytest.mark.parametrize(
     "path", [path for path in BY_HAND if path.stem != "heads"], ids=lambda path: path.stem
 )
@@ -154,7 +154,7 @@ UNWRITTEN = {
 
 
 @pytest.mark.parametrize("check", sparse([False, True], 2))
-@pytest.mark.parametrize("name", UNWRITTEN)
+@pytest.mark.parametrize("name", sparse(list(UNWRITTEN), 3))
 def test_nothing_is_read_that_was_not_written(interpreted: Pool, name: str, check: bool) -> None:
     """Rows that a task completes never are in accumulators; nor do those who look behind kernels read them there."""
     if (made := UNWRITTEN[name]) is None:

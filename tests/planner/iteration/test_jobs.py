@@ -20,6 +20,7 @@ from apportion.planner import api
 from apportion.planner.iteration.iterate import plan_iteration
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
+from tests.support.sparse import sparse_product
 from tests.support.strategies import STRATEGIES, WIDE, cluster
 
 MODEL = Model(q_heads=4, kv_heads=2, head_dim=16, layers={"global": 1, "local": 3})
@@ -37,8 +38,7 @@ def job(recipe: Recipe | str, ranks: int = 4, **more: object) -> Job:
     return Job(cluster(ranks), MODEL, policy, 64, 2, **more)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6])
-@pytest.mark.parametrize("name", [*STRATEGIES, *WIDE])
+@pytest.mark.parametrize(("name", "ranks"), sparse_product(7, [*STRATEGIES, *WIDE], (2, 4, 6)))
 def test_a_request_that_is_read_back_gives_the_same_bytes(name: str, ranks: int) -> None:
     asked = job(Recipe(name, {**STRATEGIES, **WIDE}[name]), ranks)
     data = encode_request(asked, batches(asked.packs))

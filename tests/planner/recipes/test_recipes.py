@@ -71,10 +71,10 @@ def test_masks_are_mixed_anew_for_every_number_of_ranks() -> None:
     assert len({frozenset(masks) for ranks in range(1, 9) for masks in mixed(ranks)}) > 16
 
 
-@pytest.mark.parametrize("ranks", marked(range(1, 9), (3, 6)))
+@pytest.mark.parametrize("ranks", marked(range(1, 9), (3,)))
 @pytest.mark.parametrize("name", MATRIX)
 def test_every_strategy_with_every_mask_equals_dense_attention(name: str, ranks: int) -> None:
-    """The full matrix, forward and backward, four masks a plan; heads take turns. 4 and 7 ranks are quick."""
+    """The full matrix, forward and backward, four masks a plan; heads take turns. 4 ranks are quick."""
     if refuses(name, ranks):
         with pytest.raises(ap.ConfigError, match=r"recipe\.inner\.ulysses\.degree"):
             planned(name, batch_of("causal"), LAYERS[0], ranks)
@@ -93,7 +93,7 @@ def test_one_sequence_of_every_mask_in_every_strategy(mask: str) -> None:
         compare(planned(name, batch_of(mask), layer, ranks + refuses(name, ranks)), "default", layer, turn)
 
 
-@pytest.mark.parametrize("ranks", marked(range(1, 9), (1, 5)))
+@pytest.mark.parametrize("ranks", marked(range(1, 9), (5,)))
 @pytest.mark.parametrize("name", ["upipe", "upipe_ring"])
 def test_upipe_as_it_is_shipped_takes_hidden_states(name: str, ranks: int) -> None:
     """`project` is on; every mask, and the gradients of the weights."""

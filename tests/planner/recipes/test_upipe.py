@@ -29,7 +29,7 @@ from apportion.ir.tensors import Space, Tensor
 from apportion.planner.api import plan as make_plan
 from apportion.planner.inner.upipe import UPipe, stage_lists
 from tests.support import oracle, upipe_memory as memory
-from tests.support.sparse import sparse
+from tests.support.sparse import sparse_product
 
 EXACT = 1e-10
 WHOLE = {"place": {"whole": {}}, "schedule": {"gather": {}}}
@@ -183,25 +183,29 @@ def _flat(weights: Weights) -> list[np.ndarray]:
 # ------------------------------------------------------------------------------------------------ numbers
 
 
-@pytest.mark.parametrize("order", ["gqa", "natural"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape_and_order(shape: tuple, order: str) -> None:
+ORDERS = ("gqa", "natural")
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "keep", "ahead"),
+    sparse_product(11, SHAPES, ORDERS, ("auto", 1, 2, 9), (0, 1)),
+    ids=str,
+)
+def test_every_shape_and_order(shape: tuple, order: str, keep: int | str, ahead: int) -> None:
     batch = Batch.from_lengths(LENGTHS, masks.causal())
-    for keep in ("auto", 1, 2, 9):
-        for ahead in (0, 1):
-            compare(planned(batch, shape, order=order, keep=keep, ahead=ahead))
-            compare_block(planned(batch, shape, order=order, keep=keep, ahead=ahead, project=True))
+    compare(planned(batch, shape, order=order, keep=keep, ahead=ahead))
+    compare_block(planned(batch, shape, order=order, keep=keep, ahead=ahead, project=True))
 
 
-@pytest.mark.parametrize("steps", [WHOLE, RING, BLOCKS], ids=["whole", "ring", "blocks"])
-@pytest.mark.parametrize("name", sparse(list(MASKS), 2))
-def test_every_mask_inside_nodes_and_across(name: str, steps: dict) -> None:
+@pytest.mark.parametrize(("name", "steps"), sparse_product(7, MASKS, ("whole", "ring", "blocks")))
+def test_every_mask_inside_nodes_and_across(name: str, steps: str) -> None:
     length, mask = MASKS[name]
+    between = {"whole": WHOLE, "ring": RING, "blocks": BLOCKS}[steps]
     batch = Batch.from_sequences([Sequence(length, mask), Sequence(5, masks.causal())])
     for ahead, hold, shape in ((0, False, (8, 16, 4, 4)), (1, False, (4, 8, 2, 2)), (0, True, (4, 8, 2, 2))):
         inner = {"degree": shape[3], "ahead": ahead, "hold": hold}
-        compare(planned(batch, shape, 2, steps, **inner))
-        compare_block(planned(batch, shape, 2, steps, project=True, **inner))
+        compare(planned(batch, shape, 2, between, **inner))
+        compare_block(planned(batch, shape, 2, between, project=True, **inner))
 
 
 @pytest.mark.parametrize("project", [False, True])
@@ -403,19 +407,18 @@ def measured(plan: Plan, project: bool, monkeypatch: pytest.MonkeyPatch) -> dict
     return dict(found)
 
 
-@pytest.mark.parametrize("project", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "project", "order", "keep", "ahead"),
+    sparse_product(11, SHAPES, (False, True), ORDERS, ("auto", 2), (0, 1)),
+    ids=str,
+)
 def test_the_model_equals_what_the_executor_touches(
-    shape: tuple, project: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple, project: bool, order: str, keep: int | str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, _, _, heads = shape
-    for order in ("gqa", "natural"):
-        for keep in ("auto", 2):
-            for ahead in (0, 1):
-                params = {"order": order, "keep": keep, "ahead": ahead, "project": project}
-                plan = planned(Batch.from_lengths([6 * ranks, 4]), shape, **params)
-                upipe = UPipe(heads=heads, **params)
-                compare_memory(plan, upipe, ranks, measured(plan, project, monkeypatch))
+    params = {"order": order, "keep": keep, "ahead": ahead, "project": project}
+    plan = planned(Batch.from_lengths([6 * ranks, 4]), shape, **params)
+    compare_memory(plan, UPipe(heads=heads, **params), ranks, measured(plan, project, monkeypatch))
 
 
 def compare_memory(plan: Plan, upipe: UPipe, degree: int, found: dict) -> None:

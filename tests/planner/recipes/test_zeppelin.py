@@ -31,6 +31,7 @@ from apportion.planner.shard.sequences import Sequences
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges, find_tasks
 from tests.support import oracle
+from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(q_heads=2, kv_heads=1, head_dim=4, dtype="fp64", hidden=8, ffn=16, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -306,11 +307,11 @@ def compare(plan: Plan, kind: str = "default") -> None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 4), (2, 2), (2, 4), (4, 2)])
-def test_plans_equal_the_oracle(mask: str, way: str, nodes: int, ranks: int) -> None:
-    compare(planned([61, 30, 9, 7, 1], nodes, ranks, *WAYS[way], mask=MASKS[mask]))
+@pytest.mark.parametrize(
+    ("mask", "way", "shape"), sparse_product(4, MASKS, WAYS, ((1, 1), (1, 4), (2, 2), (2, 4), (4, 2)))
+)
+def test_plans_equal_the_oracle(mask: str, way: str, shape: tuple[int, int]) -> None:
+    compare(planned([61, 30, 9, 7, 1], *shape, *WAYS[way], mask=MASKS[mask]))
 
 
 @pytest.mark.parametrize("local", ["first", "even"])
