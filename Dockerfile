@@ -1,4 +1,4 @@
-# The planning service. compose.yaml runs it beside Redis; docs/service.md says how.
+# The planning service. compose.yaml runs it beside Redis; docs/how-to/service.md says how.
 FROM python:3.12-slim
 
 ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 \

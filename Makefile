@@ -8,16 +8,17 @@
 #   make test-plain  the planner's tests where only numpy is, without torch
 #   make test-browser  pages in a headless Chromium, which must be installed; pictures in build/screenshots
 #   make docs     the documents as a site, in site/; a broken link or reference is an error
+#   make reference  the generated pages of docs/reference: commands, HTTP, environment variables
 #   make picture  the picture of a report in README and site; needs chromium
 #   make core     the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
 #   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
 #   make fuzz-core  libFuzzer on the core's decoder and verifier, a minute; SECONDS=3600; needs clang++
 #   make lint     the first three of these
-#   make targets  planning times and quality of every recipe, into docs/performance.md (about ten minutes)
+#   make targets  planning times and quality of every recipe, into docs/benchmarks.md (about ten minutes)
 #   make ceilings calls, rows and bytes of planning against what is committed; UPDATE=1 writes them
-#   make pictures the pictures of docs/recipes.md
-#   make compare  the tables of docs/comparison.md: every recipe, simulated, and whole steps beside the papers (about half
-#                 an hour)
+#   make pictures the pictures of docs/reference/recipes.md
+#   make compare  tables of docs/benchmarks.md and docs/papers.md: every recipe, and whole steps beside the papers (about
+#                 half an hour)
 #   make service  the service under load, attacks and kills (benchmarks/service.py); MINUTES=30: of each case that kills
 #   make ci       all that a change must pass: what .ci/run calls
 #   make nightly  test-slow, kernels, fuzz, and the service with half an hour of each case that kills and 100,000 plans
@@ -51,7 +52,7 @@ PLAIN := $(VENV)-plain
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: ci core sanitize fuzz-core docs picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
+.PHONY: ci core sanitize fuzz-core docs reference picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
   replay package suite test-gpu conformance clean
 
 help:
@@ -121,11 +122,16 @@ test-browser: $(READY)
 	$(call path,$(VENV))
 	SCREENSHOTS=$${SCREENSHOTS:-build/screenshots} $(BIN)/pytest tests/browser
 
-# The site's packages stay out of the environment of all else, too. It is built into site/, and asks nobody for anything.
+# The site's packages stay out of the environment of all else, too. Zensical is the successor of mkdocs-material, pinned as
+# its releases still change how sites are built.
 docs:
-	@test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/pip install --quiet --requirement docs/requirements.txt
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@test -x $(DOCS)/bin/zensical || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip install --quiet zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 "ruff>=0.5"
+	$(DOCS)/bin/zensical build --clean --strict
+	@rm -f site/*.py
+
+reference: $(READY)
+	@$(BIN)/python docs/reference.py
 
 picture: $(READY)
 	@$(BIN)/pip install --quiet $(EDITABLE) ".[browser]"

@@ -84,7 +84,7 @@ class Row:
     verifying: Times
 
     def record(self) -> dict[str, Any]:
-        """The row: names, nesting and units are documented in docs/performance.md."""
+        """The row: names, nesting and units are documented in docs/benchmarks.md."""
         report = self.plan.report
         return {
             "recipe": report["recipe"],

@@ -132,7 +132,7 @@ class Row:
         return trials[(len(trials) - 1) // 2] if trials else None
 
     def record(self) -> dict[str, Any]:
-        """The row: names, nesting and units are documented in docs/comparison.md. Figures of one batch, that of median
+        """The row: names, nesting and units are documented in docs/benchmarks.md. Figures of one batch, that of median
         time, so that they belong together; speed-ups and times of planning are over all batches."""
         trials, middle = self.trials, self.middle
         names = (*SIMULATED, "peak_rows", *REPORTED)
@@ -175,7 +175,7 @@ class Comparison:
         return {name: one for name, one in found.items() if one is not None}
 
     def record(self) -> dict[str, Any]:
-        """What `apportion compare --json` prints but for where its batches are from; docs/comparison.md has names and
+        """What `apportion compare --json` prints but for where its batches are from; docs/benchmarks.md has names and
         units."""
         setting, hardware = self.setting, self.setting.hardware
         return {

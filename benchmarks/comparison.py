@@ -1,8 +1,8 @@
 """The comparison: recipes on the shipped workloads and in the papers' settings, planned, verified and simulated.
 
-Run: python benchmarks/comparison.py (half an hour on one core). Writes all rows to
-benchmarks/results/comparison.json and the tables between the markers of docs/comparison.md. `--only NAME,...` measures
-some cases anew and keeps the other rows; `--only none` writes the tables alone. Settings with published figures are in
+Run: python benchmarks/comparison.py (half an hour on one core). Writes all rows to benchmarks/results/comparison.json
+and the tables between the markers of docs/benchmarks.md and docs/papers.md. `--only NAME,...` measures some cases anew
+and keeps the other rows; `--only none` writes the tables alone. Settings with published figures are in
 `benchmarks/published.py`, orders under other figures in `benchmarks/sensitivity.py`.
 """
 
@@ -35,7 +35,6 @@ from benchmarks.sensitivity import Sensitivity
 from benchmarks.tables import ROOT, head, line, run
 
 RESULTS = ROOT / "benchmarks/results/comparison.json"
-PAGE = ROOT / "docs/comparison.md"
 
 LLAMA_8B = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)
 LLAMA_70B = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
@@ -82,7 +81,7 @@ def doc_files(tokens: int, seed: int) -> Batch:
 
 
 def lognormal(tokens: int, seed: int) -> Batch:
-    """The documents of docs/performance.md."""
+    """The documents of docs/benchmarks.md."""
     return Source().batch(tokens, seed)[0]
 
 
@@ -302,13 +301,18 @@ def _throughput(case: Case, row: Mapping[str, Any]) -> dict[str, Any]:
 # --- the page
 
 
-NOT_ON_PAGE = (
-    "busiest\nrank",
-    "peak work\nrows",
-    "verify\nms",
-    "largest\npart",
-    "remote pairs\n/ bound",
-    "block\ntokens",
+ON_PAGE = (
+    "recipe",
+    "forward\nms",
+    "backward\nms",
+    "speed-up\n(min-max)",
+    "attain-\ned",
+    "exposed\nms",
+    "compute\nimbalance",
+    "token\nimbalance",
+    "bytes\nmoved",
+    "between\nnodes",
+    "plan\nms",
 )
 
 
@@ -318,7 +322,7 @@ def table(case: Mapping[str, Any]) -> str:
         case.get("form", "")
     ):
         return other(case)
-    columns = [column for column in COLUMNS if column.title not in NOT_ON_PAGE]
+    columns = [column for column in COLUMNS if column.title in ON_PAGE]
     extra = case["name"].startswith("zeppelin")
     titles = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
     lines = [
@@ -339,7 +343,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def main() -> None:
-    run({case.name: partial(measure, case) for case in CASES}, RESULTS, PAGE, table)
+    run({case.name: partial(measure, case) for case in CASES}, RESULTS, table)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from benchmarks.published import FLOPS, PUBLISHED
 from benchmarks.tables import ROOT, head, line, run
 
 RESULTS = ROOT / "benchmarks/results/congestion.json"
-PAGE = ROOT / "docs/papers.md"
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ def _cells(theirs: Sequence[float], ours: Sequence[Sequence[float]]) -> Iterator
 
 
 def main() -> None:
-    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, PAGE, table, "congestion")
+    run({paper.name: partial(measure, paper) for paper in PAPERS}, RESULTS, table, "congestion-")
 
 
 if __name__ == "__main__":

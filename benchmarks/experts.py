@@ -1,4 +1,4 @@
-"""Steps of models with experts beside published ones: writes a table of docs/forecast.md.
+"""Steps of models with experts beside published ones: writes a table of docs/benchmarks.md.
 
 Every publication is of sequences of 4,096 tokens, whole on one rank, with routers that are forced to be even. Layers
 that Megatron places beside those of the model (embedding, loss, one that predicts a token more) count as layers, so
@@ -22,7 +22,6 @@ from apportion.planner.forecast.training import Training
 from apportion.planner.recipe.recipes import find_recipe
 from benchmarks.tables import write_tables
 
-PAGE = Path(__file__).parent.parent / "docs" / "forecast.md"
 RESULTS = Path(__file__).parent / "results" / "experts.json"
 TOKENS = 4096
 BRIDGE, ZOO = "Megatron Bridge, performance summary", "Megatron MoE model zoo, Qwen3"
@@ -112,7 +111,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     rows = [row(case) for case in CASES]
     RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    write_tables({"experts": "\n".join(table(rows))}, PAGE)
+    write_tables({"experts": "\n".join(table(rows))})
 
 
 if __name__ == "__main__":

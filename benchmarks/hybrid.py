@@ -10,7 +10,7 @@ backward. Without files of lengths: those of benchmarks and examples.
                    which is the faster of `ring` and `megatron_hybrid`
 
 Recurrent kernels are priced at an assumed rate (`planner.simulate.recurrent`), the same for all three; `--share` is
-another. Rows are kept in benchmarks/results/hybrid.json, as a table in docs/performance.md.
+another. Rows are kept in benchmarks/results/hybrid.json, as a table in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, recurrent as prices, simulate
 from benchmarks.comparison import zeppelin
 from benchmarks.tables import write_tables
-from benchmarks.targets import PAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/hybrid.json"
@@ -143,7 +142,7 @@ def main() -> None:
             )
     if not args.workloads and args.share == prices.SHARE:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-        write_tables({"hybrid": table(rows)}, PAGE)
+        write_tables({"hybrid": table(rows)})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Memory of published methods, beside UPipe's measurements: the last section of docs/comparison.md.
+"""Memory of published methods, beside UPipe's measurements: a section of docs/papers.md.
 
 Run: python benchmarks/memory_methods.py (at once). A test holds the page to it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import apportion as ap
 from apportion.ir.request.hardware import Hardware
@@ -19,10 +18,8 @@ from apportion.planner.forecast.layers import Layers
 from apportion.planner.forecast.memory import Activations, activations, attention_row, output_row
 from apportion.planner.forecast.training import Training
 from apportion.planner.pipeline.feasibility import attention_bytes
+from benchmarks.tables import write_tables
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/comparison.md"
-BEGIN, END = "<!-- memory of methods -->\n", "<!-- end of memory of methods -->"
 GIB, M = 2**30, 2**20
 H100 = Hardware.load("h100")
 #: tokens of a chunk of FPDT: the default of its implementation; UPipe does not say which it used
@@ -217,15 +214,11 @@ def times() -> Iterator[str]:
 
 
 def tables() -> str:
-    """What stands between the markers of the page."""
-    return "\n\n".join("\n".join(lines()) for lines in (parts, growth, times)) + "\n"
+    return "\n\n".join("\n".join(lines()) for lines in (parts, growth, times))
 
 
 def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{tables()}{END}{rest.split(END)[1]}", encoding="utf-8")
-    print(tables())
+    write_tables({"memory-of-methods": tables()})
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ def _flat() -> Iterator[Row]:
         hidden.append(best["Megatron-LM"].seconds / seconds(ideal))
     for name, held in gains.items():
         most, form = max(held)
-        yield _row("most of the above", "distca", form, name, MOST[name], most)
+        yield _row("most of all settings", "distca", form, name, MOST[name], most)
     case, name = "most, if ping-pong hid all of DistCA's traffic", "Megatron-LM"
     yield _row(case, "distca", "per-sequence", name, MOST[name], max(hidden))
 

@@ -1,5 +1,4 @@
-"""The pictures of docs/recipes.md: each recipe plans one small batch, and the plan is drawn as `apportion show --svg`
-does it.
+"""The pictures of docs/reference/recipes.md: each recipe plans one small batch, drawn as by `apportion show --svg`.
 
 Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg for every recipe that the page has markers
 for, and between these the picture, where the recipe comes from, its steps and what it needs.
@@ -23,7 +22,7 @@ from apportion.planner.recipe.recipes import entries, find_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/pictures"
-PAGE = ROOT / "docs/recipes.md"
+PAGE = ROOT / "docs/reference/recipes.md"
 MARKED = re.compile(r"<!-- recipe: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 #: long, middling and short documents, 8K tokens a rank, in the order in which a loader might bring them
@@ -50,7 +49,7 @@ def facts(name: str) -> str:
     )
     told = [f"From: {entry.paper}{section}.", f"Steps: {steps(entry.recipe)}."]
     told += [f"Needs: {entry.needs}."] if entry.needs else []
-    return f"![{entry.summary}](pictures/{name}.svg)\n\n" + "\n".join(told) + "\n"
+    return f"![{entry.summary}](../pictures/{name}.svg)\n\n" + "\n".join(told) + "\n"
 
 
 def steps(recipe: Recipe) -> str:

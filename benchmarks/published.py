@@ -1,7 +1,7 @@
 """Settings of other systems with their published figures, and ours simulated in the same setting.
 
 `measure` plans the batches of a setting once for nominal figures and prices the plans under every scenario; tables are
-those of docs/comparison.md. The settings are cases of `benchmarks/comparison.py`, which runs them.
+those of docs/papers.md. The settings are cases of `benchmarks/comparison.py`, which runs them.
 """
 
 from __future__ import annotations

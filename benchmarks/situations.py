@@ -5,7 +5,7 @@ Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,
 32K tokens a rank, unless the name says otherwise. Plans of `auto` are verified. A single recipe counts where it keeps
 the token cap; one that takes longer than `--seconds` to plan and simulate is left out, and said. Rows of the nominal
 scenario are kept in benchmarks/results/situations.json, where `--only` and named singles replace some;
-docs/performance.md has the table.
+docs/benchmarks.md has the table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from apportion.planner.recipe.recipes import entries, find_recipe
 from apportion.planner.simulate import Simulation, simulate
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario, applied
 from benchmarks.tables import ROOT, line, write_tables
-from benchmarks.targets import PAGE
 
 RESULTS = ROOT / "benchmarks/results/situations.json"
 HARDWARE = Hardware.load("h100")
@@ -328,7 +327,7 @@ def main() -> None:
     elif not keeps:
         print(table(order))
     else:
-        write_tables({"situations": table(order)}, PAGE)
+        write_tables({"situations": table(order)})
 
 
 if __name__ == "__main__":

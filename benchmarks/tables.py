@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from apportion.cli.environment import versions
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def line(cells: Sequence[str]) -> str:
@@ -23,26 +24,28 @@ def head(titles: Sequence[str], words: int = 1) -> list[str]:
     return [line(titles), line(["---"] * words + ["--:"] * (len(titles) - words))]
 
 
-def write_tables(tables: Mapping[str, str], page: Path, kind: str = "table") -> None:
-    """Replace what stands between `<!-- KIND: NAME -->` and `<!-- end -->` on the page."""
-    text = page.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        marker = f"<!-- {kind}: {name} -->\n"
-        before, found, after = text.partition(marker)
-        if found:
-            text = f"{before}{marker}{table}\n{after[after.index('<!-- end -->') :]}"
-    page.write_text(text, encoding="utf-8")
+def write_tables(tables: Mapping[str, str], pages: Iterable[Path] = PAGES) -> None:
+    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the pages; print it."""
+    print("\n\n".join(tables.values()))
+    for page in pages:
+        before = text = page.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            start, marker, tail = text.partition(f"<!-- table: {name} -->\n")
+            if marker:
+                text = f"{start}{marker}{table}\n{tail[tail.index('<!-- end -->') :]}"
+        if text != before:
+            page.write_text(text, encoding="utf-8")
 
 
 def run(
     cases: Mapping[str, Callable[[], dict[str, Any]]],
     results: Path,
-    page: Path,
     table: Callable[[Mapping[str, Any]], str],
-    kind: str = "table",
+    prefix: str = "",
 ) -> None:
-    """Run a command that measures cases by name, writes them to `results`, and the table of each to `page`."""
-    parser = argparse.ArgumentParser(description=f"Tables of {page.relative_to(ROOT)}")
+    """Run a command that measures cases by name, and writes them to `results` and the table of each, whose marker is
+    `prefix` and the name, to its page."""
+    parser = argparse.ArgumentParser(description=f"Rows of {results.name} and tables of docs")
     parser.add_argument("--only", help="names of cases, separated by commas; none writes the tables alone")
     only = parser.parse_args().only
     names = list(cases) if only is None else [] if only == "none" else only.split(",")
@@ -54,5 +57,5 @@ def run(
         rows = {one: rows[one] for one in cases if one in rows}
         lines = ",\n".join(f"{json.dumps(one)}: {json.dumps(row)}" for one, row in rows.items())
         results.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    write_tables({name: table(rows[name]) for name in cases if name in rows}, page, kind)
-    print(f"rows are in {results}, tables in {page}")
+    write_tables({prefix + name: table(rows[name]) for name in cases if name in rows})
+    print(f"rows are in {results}")

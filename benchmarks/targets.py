@@ -2,7 +2,7 @@
 
 Run: python benchmarks/targets.py [--only NAME,...] [--ranks 8,64,256,1024] [--large] [--seeds 0,1,2] [--repeats 5]
 
-Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/performance.md; rows that
+Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/benchmarks.md; rows that
 are not measured anew are kept, and `--only none` writes the tables alone. `--large` adds 4,096 ranks. Recipes that are
 not there are passed over with a message, and so are sizes beyond `--patience` seconds a plan.
 """
@@ -28,7 +28,6 @@ from apportion.planner.recipe.recipes import find_recipe, with_block
 from benchmarks.tables import ROOT, head, line, write_tables
 
 RESULTS = ROOT / "benchmarks/results/targets.json"
-PAGE = ROOT / "docs/performance.md"
 
 RANKS, LARGE = (8, 64, 256, 1024), 4096
 TOKENS = 32768
@@ -336,8 +335,8 @@ def main() -> None:
         return
     rows = merged(json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else [], fresh)
     RESULTS.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
-    write_tables(tables(rows), PAGE)
-    print(f"rows are in {RESULTS}, tables in {PAGE}")
+    write_tables(tables(rows))
+    print(f"rows are in {RESULTS}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ TEMPLATE = (
 
 
 class PlannedSFT(PlannedTrainer, SFTTrainer):
-    """As docs/trainers.md has it."""
+    """As docs/how-to/transformers.md has it."""
 
 
 class PlannedDPO(PlannedTrainer, DPOTrainer):
@@ -230,7 +230,7 @@ def gradients(model: Any) -> Any:
 
 
 def dpo(comm: Communicator, samples: Any) -> Any:
-    """The step of docs/trainers.md: loss and gradients over ranks."""
+    """The step of docs/how-to/transformers.md: loss and gradients over ranks."""
     model, frozen = hf.enable(made("llama")), hf.enable(reference())
     forest = ap.trees.fold(
         [[*asked, *answer] for asked, answer in samples], groups=[i // 2 for i in range(12)]

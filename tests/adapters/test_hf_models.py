@@ -1,4 +1,4 @@
-"""The table of docs/hf_models.md: which models of transformers the guard of `hf.enable` takes."""
+"""The table of docs/compatibility.md: which models of transformers the guard of `hf.enable` takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from apportion.ir.errors import ConfigError
 from apportion.trainer import hf
 
-PAGE = Path(__file__).parents[2] / "docs" / "hf_models.md"
+PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
 WIDTHS = ("hidden_size", "n_embd", "word_embed_proj_dim")
 #: a small value of each field, where a config has it
 SMALL = {
@@ -73,7 +73,10 @@ TRIED = [
 
 
 def table() -> dict[str, str]:
-    rows = [line.strip("|\n ").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    text = (
+        PAGE.read_text(encoding="utf-8").split("<!-- table: hugging face -->\n")[1].split("<!-- end -->")[0]
+    )
+    rows = [line.strip("|\n ").split("|") for line in text.splitlines()]
     return {row[0].strip(): row[1].strip() for row in rows[2:]}
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run as their page says, and lose what their trainers lose."""
+"""The examples of docs/how-to run as their page says, and lose what their trainers lose."""
 
 from __future__ import annotations
 

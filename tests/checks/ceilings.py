@@ -2,7 +2,7 @@
 
 Run: python -m tests.checks.ceilings [--only NAME,...] [--json] [--update]
 
-Log-normal documents of seed 0 (docs/performance.md), 32K tokens a rank, on 8 and 64 ranks. Each row is held against its
+Log-normal documents of seed 0 (docs/benchmarks.md), 32K tokens a rank, on 8 and 64 ranks. Each row is held against its
 ceiling in tests/data/ceilings.json; exit code 1 where one is above. Calls are counted where loops are compiled,
 and depend on Python and numpy: they are compared under the versions that the ceilings name, and may be 2 % and ten
 above.

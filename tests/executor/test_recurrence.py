@@ -268,7 +268,7 @@ def test_a_kernel_of_ones_own_and_a_batch_of_one() -> None:
 
 
 def test_the_layer_of_the_documents_is_that_of_one_process() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/how-to/hybrid-models.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)

@@ -116,8 +116,8 @@ assert "operand c has another number of rows" in broken("give O.work[0:8) -> O.h
 
 @pytest.mark.slow  # the core is built anew
 def test_an_op_is_added_by_its_row_and_its_handlers(tmp_path: Path) -> None:
-    """The op of CONTRIBUTING.md, in a copy: text, bytes, verification, price and execution."""
-    environment = change(CHANGES["An op"][0], tmp_path)
+    """The op of docs/how-to/own-op.md, in a copy: text, bytes, verification, price and execution."""
+    environment = change(CHANGES["op"][0], tmp_path)
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(PLAN)]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

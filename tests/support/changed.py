@@ -1,4 +1,4 @@
-"""Copies of the package with a change of CONTRIBUTING.md applied."""
+"""Copies of the package with a change of the documents applied."""
 
 from __future__ import annotations
 

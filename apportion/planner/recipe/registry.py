@@ -95,7 +95,9 @@ def find_pass(step: str, name: str) -> type[Any]:
         )
     added: type[Any] = plugins.load(plugged[name], type)
     if wrong := broken(step, added):
-        raise plugins.misnamed(plugged[name], f"brings {added.__name__}, {wrong}", "see CONTRIBUTING.md")
+        raise plugins.misnamed(
+            plugged[name], f"brings {added.__name__}, {wrong}", "see docs/how-to/own-recipe.md"
+        )
     return added
 
 

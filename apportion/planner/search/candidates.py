@@ -15,7 +15,7 @@ from apportion.ir.tensors import PHASES, Tensor
 from apportion.planner.problem import Problem
 from apportion.planner.shard.blocks import row_times
 
-# Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/performance.md): few
+# Rounds and buffers that candidates start with. Simulated on 64 and 256 ranks (documents of docs/benchmarks.md): few
 # rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
 # apart.
 ROUNDS, BUFFERS = 6, 16

@@ -53,7 +53,7 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457. type: see docs/service.md; field: of the request that is wrong."""
+    """RFC 9457. type: see docs/reference/http.md; field: of the request that is wrong."""
 
     type: str
     title: str

@@ -147,7 +147,7 @@ PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One phase of a plan on one engine; None: not measured. docs/performance.md explains the fields."""
+    """One phase of a plan on one engine; None: not measured. docs/benchmarks.md explains the fields."""
 
     recipe: str
     ranks: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -733,14 +732,6 @@ def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:
     model = replace(SMALL, q_heads=12, kv_heads=6, ffn=1536, layers=6)
     of_three = {(held.tensor, held.pipeline) for held in search_space(Cluster(1, 6), model, 6, ["fcp"])}
     assert of_three == {(1, 1), (1, 2), (1, 3), (1, 6), (2, 1), (2, 3), (3, 1), (3, 2), (6, 1)}
-
-
-def test_the_python_of_the_documents_runs() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs/forecast.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    held: dict[str, Any] = {}
-    exec(compile(code, "docs/forecast.md", "exec"), held)
-    assert held["row"]["memory_gib"]["fits"]
 
 
 # ------------------------------------------------------------------------------------------------- the command line

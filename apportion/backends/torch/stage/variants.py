@@ -76,7 +76,7 @@ def _shapes(width: int, size: int) -> Mapping[str, Shape]:
         return {"attend": Shape(32, 16, 8, 1), "dq": Shape(owner, 16, 8, 1), "dkdv": Shape(32, 16, 8, 1)}
     if width > 192:
         return {"attend": Shape(64, 32, 8, 2), "dq": Shape(32, 32, 4, 2), "dkdv": Shape(32, 32, 8, 2)}
-    # the fastest of those measured on an H100 (docs/performance.md): two warp groups halve the speed of dkdv
+    # the fastest of those measured on an H100 (docs/benchmarks.md): two warp groups halve the speed of dkdv
     if width > 128:
         return {"attend": Shape(128, 32, 8, 3), "dq": Shape(64, 32, 4, 3), "dkdv": Shape(32, 32, 4, 3)}
     if width <= 64:
