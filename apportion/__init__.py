@@ -1,168 +1,36 @@
 """Apportion plans context-parallel attention: which rank holds which tokens, computes which attention, moves which
-bytes. `import apportion as ap` brings the names below; each is imported when it is first used."""
+bytes. `import apportion as ap` brings the names of `__init__.pyi`; each is imported when it is first used."""
 
-from __future__ import annotations
-
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 from apportion.ir.version import __version__
 
-if TYPE_CHECKING:
-    from apportion.backends.torch.envelope import Envelope as Envelope
-    from apportion.backends.torch.remap import from_linear as from_linear, to_linear as to_linear
-    from apportion.backends.torch.transport import Communicator as Communicator
-    from apportion.comparison import compare as compare
-    from apportion.ir.bytes.codec import Plan as Plan
-    from apportion.ir.bytes.iteration import IterationPlan as IterationPlan
-    from apportion.ir.bytes.job import Job as Job
-    from apportion.ir.bytes.slices import Slice as Slice
-    from apportion.ir.errors import (
-        ApportionError as ApportionError,
-        CapacityError as CapacityError,
-        ConfigError as ConfigError,
-        DecodeError as DecodeError,
-        ExecutionError as ExecutionError,
-        MissingDependencyError as MissingDependencyError,
-        UnknownNameError as UnknownNameError,
-        VerifyError as VerifyError,
-        VersionError as VersionError,
-    )
-    from apportion.ir.latent import Latent as Latent
-    from apportion.ir.masks import specs as masks
-    from apportion.ir.plan.tables import Layout as Layout
-    from apportion.ir.request.batch import Batch as Batch
-    from apportion.ir.request.cluster import Cluster as Cluster
-    from apportion.ir.request.hardware import Hardware as Hardware
-    from apportion.ir.request.model import Model as Model
-    from apportion.ir.request.policy import Policy as Policy, Recipe as Recipe
-    from apportion.ir.request.recurrent import Recurrent as Recurrent
-    from apportion.ir.request.sequences import Sequence as Sequence
-    from apportion.ir.verify import verify as verify
-    from apportion.planner.api import plan as plan
-    from apportion.planner.forecast.choices import (
-        recipe_parallelisms as recipe_parallelisms,
-        static_grids as static_grids,
-    )
-    from apportion.planner.forecast.parallelism import Degrees as Degrees, Parallelism as Parallelism
-    from apportion.planner.forecast.run import forecast as forecast
-    from apportion.planner.forecast.training import Training as Training
-    from apportion.planner.iteration.iterate import plan_iteration as plan_iteration
-    from apportion.planner.iteration.ticks import (
-        plan_tick as plan_tick,
-        tick_batch as tick_batch,
-        tick_table as tick_table,
-    )
-    from apportion.planner.simulate import simulate as simulate
-    from apportion.planner.simulate.pair.run import simulate_pair as simulate_pair
-    from apportion.service.client import Client as Client
-    from apportion.trainer import memory as memory, trees as trees
-    from apportion.trainer.loading.batch import PlannedBatch as PlannedBatch
-    from apportion.trainer.loading.fetching import PlanTimeoutError as PlanTimeoutError
-    from apportion.trainer.loading.loader import PlannedLoader as PlannedLoader
-    from apportion.trainer.loading.samples import Samples as Samples, StreamedLoader as StreamedLoader
-    from apportion.trainer.step.attention import (
-        PlanHandle as PlanHandle,
-        planned_attention as planned_attention,
-        planned_attention_block as planned_attention_block,
-        planned_latent_attention as planned_latent_attention,
-    )
-    from apportion.trainer.step.gradients import sum_gradients as sum_gradients
-    from apportion.trainer.step.loss import normalised_loss as normalised_loss
-    from apportion.trainer.step.pingpong import (
-        PingPongLayer as PingPongLayer,
-        ping_pong as ping_pong,
-        ping_pong_attention as ping_pong_attention,
-    )
-    from apportion.trainer.step.projection import (
-        HeadProjection as HeadProjection,
-        LatentExpansion as LatentExpansion,
-    )
-    from apportion.trainer.step.recurrence import planned_conv as planned_conv, planned_scan as planned_scan
-    from apportion.trainer.step.visible import Visible as Visible, gather_visible as gather_visible
-    from apportion.trainer.ticks import TickPipeline as TickPipeline
-
+#: name -> (module, name there), as the stub that type checkers read imports it
 _HOMES = {
-    "apportion.backends.torch.envelope": ("Envelope",),
-    "apportion.backends.torch.remap": ("from_linear", "to_linear"),
-    "apportion.backends.torch.transport": ("Communicator",),
-    "apportion.comparison": ("compare",),
-    "apportion.ir.request.batch": ("Batch",),
-    "apportion.ir.request.sequences": ("Sequence",),
-    "apportion.ir.request.cluster": ("Cluster",),
-    "apportion.ir.bytes.codec": ("Plan",),
-    "apportion.ir.errors": (
-        "ApportionError",
-        "CapacityError",
-        "ConfigError",
-        "DecodeError",
-        "ExecutionError",
-        "MissingDependencyError",
-        "UnknownNameError",
-        "VerifyError",
-        "VersionError",
-    ),
-    "apportion.ir.request.hardware": ("Hardware",),
-    "apportion.ir.bytes.iteration": ("IterationPlan",),
-    "apportion.ir.bytes.job": ("Job",),
-    "apportion.ir.bytes.slices": ("Slice",),
-    "apportion.ir.latent": ("Latent",),
-    "apportion.ir.request.model": ("Model",),
-    "apportion.ir.plan.tables": ("Layout",),
-    "apportion.ir.request.policy": ("Policy", "Recipe"),
-    "apportion.ir.request.recurrent": ("Recurrent",),
-    "apportion.ir.verify": ("verify",),
-    "apportion.planner.api": ("plan",),
-    "apportion.planner.forecast.choices": ("recipe_parallelisms", "static_grids"),
-    "apportion.planner.forecast.parallelism": ("Degrees", "Parallelism"),
-    "apportion.planner.forecast.run": ("forecast",),
-    "apportion.planner.forecast.training": ("Training",),
-    "apportion.planner.iteration.iterate": ("plan_iteration",),
-    "apportion.planner.simulate": ("simulate",),
-    "apportion.planner.simulate.pair.run": ("simulate_pair",),
-    "apportion.planner.iteration.ticks": ("plan_tick", "tick_batch", "tick_table"),
-    "apportion.service.client": ("Client",),
-    "apportion.trainer.step.attention": (
-        "PlanHandle",
-        "planned_attention",
-        "planned_attention_block",
-        "planned_latent_attention",
-    ),
-    "apportion.trainer.loading.batch": ("PlannedBatch",),
-    "apportion.trainer.step.gradients": ("sum_gradients",),
-    "apportion.trainer.loading.fetching": ("PlanTimeoutError",),
-    "apportion.trainer.loading.loader": ("PlannedLoader",),
-    "apportion.trainer.loading.samples": ("Samples", "StreamedLoader"),
-    "apportion.trainer.step.loss": ("normalised_loss",),
-    "apportion.trainer.step.pingpong": ("PingPongLayer", "ping_pong", "ping_pong_attention"),
-    "apportion.trainer.step.projection": ("HeadProjection", "LatentExpansion"),
-    "apportion.trainer.step.recurrence": ("planned_conv", "planned_scan"),
-    "apportion.trainer.step.visible": ("Visible", "gather_visible"),
-    "apportion.trainer.ticks": ("TickPipeline",),
+    (name.asname or name.name).removeprefix("_"): (statement.module, name.name)
+    for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
+    if isinstance(statement, ast.ImportFrom)
+    for name in statement.names
 }
-#: modules that have another name here, or none of their own
-_MODULES = {
-    "masks": "apportion.ir.masks.specs",
-    "memory": "apportion.trainer.memory",
-    "trees": "apportion.trainer.trees",
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names} | _MODULES
 
-__all__ = ["__version__", *_HOME_OF]
+__all__ = ["__version__", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
         raise AttributeError(f"module 'apportion' has no attribute {name!r}")
+    module, own = _HOMES[name]
     try:
-        module = import_module(_HOME_OF[name])
+        home = import_module(module)
+        value = getattr(home, own) if hasattr(home, own) else import_module(f"{module}.{own}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         from apportion.ir.errors import MissingDependencyError
 
         raise MissingDependencyError("torch", "torch", f"apportion.{name}") from error
-    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.rehearsal import Rehearsal
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hf_config import masks_of, model_of, windows_of
 from apportion.ir.request.hf_fields import BOTH, CHUNKED, FULL, LINEAR, SLIDING, layer_types, text_config
 from apportion.ir.request.hf_layers import recurrence_of
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.row_independence import check_rows
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention, planned_latent_attention
@@ -52,7 +53,10 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _MASKING = ("attention_mask", "past_key_values", "cache_position", *_PACKED)
 
 
-def enable(model: Any, *, check: bool = True) -> Any:
+ModelType = TypeVar("ModelType", bound=Any)
+
+
+def enable(model: ModelType, *, check: bool = True) -> ModelType:
     """Has the model's attention run under a plan wherever a forward is given a handle; returns the model. Before it is
     wrapped in DDP or FSDP. check: runs a tiny batch through the model, see `check_rows`; where the weights are not in
     this process yet, `loader` does. Raises ConfigError for a model whose layers are not all attention that can be
@@ -201,9 +205,16 @@ def _expand_kv(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor,
 
 
 def loader(
-    dataset: Any, model: Any, *, dtype: str | None = None, sent_gradients: str = "wide", **options: Any
+    dataset: Any,
+    model: Any,
+    cluster: Cluster,
+    tokens_per_rank: int,
+    *,
+    dtype: str | None = None,
+    sent_gradients: str = "wide",
+    **options: Unpack[LoaderOptions],
 ) -> PlannedLoader:
-    """`PlannedLoader(dataset, **options)` with what the config of `model` says: heads, masks of its kinds of layers.
+    """`PlannedLoader` with what the config of `model` says: heads, masks of its kinds of layers. options: as there.
 
     dtype: of q, k and v, "bf16" where autocast or FSDP casts; by default that of the parameters. sent_gradients: as of
     `apportion.Model`. Masks in `options` or of the dataset win. Ranks have at least one row, which layers want, and no
@@ -219,9 +230,9 @@ def loader(
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
     if getattr(dataset, "masks", None) is None and options.get("masks") is None:
         options["masks"] = masks_of(config)
-    options = {"rows_multiple": 1, "drop_last": True, **options}
     planned = replace(model_of(config), dtype=dtype or own, sent_gradients=sent_gradients)
-    return PlannedLoader(dataset, model=planned, **options)
+    own_options: LoaderOptions = {"rows_multiple": 1, "drop_last": True, **options}
+    return PlannedLoader(dataset, cluster, planned, tokens_per_rank, **own_options)
 
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -24,12 +24,13 @@ from torch.nn.functional import softplus
 from apportion.backends.torch.kernels.recurrent import normalised
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
+from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.iteration.ticks import TickTable
 from apportion.trainer.halves import both, joined
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.shared import count_planned, endless as endless, kinds_of, require
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
@@ -71,7 +72,9 @@ def planned_spec(spec: Any) -> Any:
     return spec
 
 
-def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
+def planned_loader(
+    dataset: Any, config: Any, cluster: Cluster, tokens_per_rank: int, **options: Unpack[LoaderOptions]
+) -> PlannedLoader:
     """`PlannedLoader` for a TransformerConfig; every tensor-parallel rank and pipeline stage makes one."""
     require("context_parallel_size", config.context_parallel_size, 1, "data-parallel ranks are the job's")
     require("attention_dropout", config.attention_dropout, 0.0, "forward and backward would draw elsewhere")
@@ -79,8 +82,9 @@ def planned_loader(dataset: Any, config: Any, **options: Any) -> PlannedLoader:
     hosts = parallel_state.get_data_parallel_group_gloo()
     ranks = Communicator(parallel_state.get_data_parallel_group(), hosts=hosts)
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    given = {"model": model_of(config), "masks": kinds(config)[1], "communicator": ranks}
-    loader = PlannedLoader(dataset, **{**given, "rows_multiple": rows, "drop_last": True, **options})
+    given: LoaderOptions = {"masks": kinds(config)[1], "communicator": ranks, "rows_multiple": rows}
+    given = {**given, "drop_last": True, **options}
+    loader = PlannedLoader(dataset, cluster, model_of(config), tokens_per_rank, **given)
     wiring.watch.trusted.add(loader)
     return loader
 

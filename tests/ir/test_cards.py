@@ -70,9 +70,15 @@ def test_batches_plans_simulations_and_comparisons_have_cards() -> None:
         (plan, "auto on 2 ranks"),
         (ap.simulate(plan), "simulated on h100"),
         (found, "speed-up over ring"),
+        (cluster, "2: 1 nodes of 2"),
+        (model, "2 query, 1 KV, of 16"),
     ):
         assert text in value._repr_html_()
-        assert len(repr(value)) < 200
+        assert len(repr(value)) < 300
+    assert repr(plan.for_rank(1)) == f"<Slice: rank 1 of 2, auto, plan {plan.id.hex()[:12]}>"
+    iteration = ap.plan_iteration(batch, cluster, model)
+    assert re.fullmatch("<IterationPlan: 1 microbatch on 2 ranks, [0-9a-f]{12}>", repr(iteration))
+    assert repr(iteration.slice_for(0)).startswith("<IterationSlice: rank 0 of 2, 1 microbatch, plan ")
     assert ap.Plan.decode(plan.encode())._repr_html_() == plan._repr_html_()
 
 

@@ -68,6 +68,10 @@ def test_iterations_end_with_their_last_microbatch_and_count_all_labels() -> Non
     loader = loader_of(planning(job(microbatches=2)), dataset, shuffle=False)
     batches = list(loader)
     assert len(batches) == len(loader) == 4
+    name = batches[1].handle.name
+    assert repr(batches[1].handle) == f"<PlanHandle: plan {name}, rank 0 of 1, engine auto>"
+    held = f"microbatch 1 of iteration 0, the last, {len(batches[1].tokens)} rows"
+    assert repr(batches[1]) == f"<PlannedBatch: {held}, {batches[1].handle!r}>"
     places = [(b.iteration, b.microbatch, b.is_last) for b in batches]
     assert places == [(0, 0, False), (0, 1, True), (1, 0, False), (1, 1, True)]
     for iteration in (0, 1):

@@ -76,6 +76,9 @@ class PlanHandle:
         self.number = torch.tensor(next(_numbers), device="cpu")
         _HANDLES[int(self.number)] = self
 
+    def __repr__(self) -> str:
+        return f"<PlanHandle: plan {self.name}, rank {self.slice.rank} of {self.slice.ranks}, engine {self.engine}>"
+
     def __reduce__(self) -> NoReturn:
         raise ExecutionError(
             "a plan's handle belongs to its process: send `handle.slice.encode()`, and make one there"

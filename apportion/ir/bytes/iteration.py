@@ -67,6 +67,10 @@ class IterationPlan:
         object.__setattr__(self, "deferred", _column("deferred", self.deferred))
         _check_sequences(self)
 
+    def __repr__(self) -> str:
+        held = f"{len(self.plans)} microbatch{'es' * (len(self.plans) > 1)} on {self.ranks} ranks"
+        return f"<IterationPlan: {held}, {self.id.hex()[:12]}>"
+
     @property
     def ranks(self) -> int:
         return self.plans[0].header.ranks

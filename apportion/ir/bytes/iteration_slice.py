@@ -61,6 +61,12 @@ class IterationSlice:
             held = [piece.rank for piece in self.slices]
             raise ConfigError("iteration.slices", held, "must be of one rank", "give one rank's slices")
 
+    def __repr__(self) -> str:
+        held = (
+            f"rank {self.rank} of {self.ranks}, {len(self.slices)} microbatch{'es' * (len(self.slices) > 1)}"
+        )
+        return f"<IterationSlice: {held}, plan {self.id.hex()[:12]}>"
+
     @property
     def rank(self) -> int:
         return self.slices[0].rank

@@ -33,6 +33,9 @@ class Slice:
     recurrence: Recurrence | None
     wire: wire.SliceWire
 
+    def __repr__(self) -> str:
+        return f"<Slice: rank {self.rank} of {self.ranks}, {self.header.recipe}, plan {self.id.hex()[:12]}>"
+
     @property
     def ranks(self) -> int:
         return self.header.ranks

@@ -47,6 +47,22 @@ class Cluster:
             rule = f"must have one speed a rank ({self.ranks})"
             raise ConfigError("cluster.speeds", list(self.speeds), rule, "list 1.0 for a normal rank")
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: ranks, links, memory, and the speed of each rank where they differ."""
+        from apportion.ir import cards
+
+        rows = [
+            ("ranks", f"{self.ranks:,}: {self.nodes:,} nodes of {self.ranks_per_node}"),
+            ("links in a node", f"{self.intra_gbs:g} GB/s, {self.intra_latency_us:g} us"),
+            (
+                "between nodes",
+                f"{self.nics_per_node} x {self.inter_gbs:g} GB/s, {self.inter_latency_us:g} us",
+            ),
+            ("memory of a rank", f"{self.memory_gib:g} GiB"),
+        ]
+        speeds = cards.bars("speed of each rank, and the mean", np.array(self.speeds)) if self.speeds else ""
+        return cards.card("Cluster", rows, speeds)
+
     def check_ranks(self, most: int = MAX_RANKS) -> None:
         """Raises ConfigError where there are more ranks than a plan can have, or than `most`."""
         if self.ranks > integer("most", most):

@@ -83,6 +83,32 @@ class Model:
                 "leave it out",
             )
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: heads, layers of each kind, sizes and dtype."""
+        from apportion.ir import cards
+
+        return cards.card("Model", self.figures())
+
+    def figures(self) -> list[tuple[str, str]]:
+        """Names and values, in words: heads, layers of each kind, sizes and dtype."""
+        width = (
+            f"{self.head_dim}" if self.value_dim == self.head_dim else f"{self.head_dim} (v {self.value_dim})"
+        )
+        layers = {"attention": self.layers} if isinstance(self.layers, int) else self.layers
+        counts = {**layers, **{kind: held.layers for kind, held in self.recurrent.items()}}
+        latent = (
+            []
+            if self.latent is None
+            else [("latent rows", f"{self.latent.rank} + {self.latent.rope} of RoPE")]
+        )
+        return [
+            ("heads", f"{self.q_heads} query, {self.kv_heads} KV, of {width}"),
+            ("layers", ", ".join(f"{count} {kind}" for kind, count in counts.items())),
+            *latent,
+            ("hidden, FFN", f"{self.hidden:,}, {self.ffn:,}"),
+            ("dtype", self.dtype),
+        ]
+
     def _check_latent(self) -> None:
         if self.latent is None:
             return

@@ -24,15 +24,15 @@ from apportion.trainer.step import wiring
 from apportion.trainer.step.microbatch import Microbatch
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PlannedBatch(Microbatch):
     """One rank's share of one microbatch; rows are in the plan's home layout, with padding behind them where the loader
     pads."""
 
     position_ids: Tensor  # [rows] int64
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
-    batch: Batch = field(repr=False)  # their lengths and masks
-    _places: list[Places] = field(default_factory=list, repr=False, compare=False)
+    batch: Batch  # their lengths and masks
+    _places: list[Places] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         wiring.watch.add(self)

@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from numpy.typing import ArrayLike
@@ -48,6 +48,36 @@ from apportion.trainer.step import wiring
 
 if TYPE_CHECKING:
     from apportion.planner.iteration.ticks import TickTable
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Keyword arguments of `PlannedLoader`, for functions that hand them on."""
+
+    source: str | Path | Sequence[str] | Source
+    token: str | None
+    ca: str | Path | None
+    lengths: ArrayLike | None
+    masks: Masks
+    sampler: Iterable[Any] | None
+    microbatches: int
+    recipe: str | Mapping[str, Any] | Recipe | Policy | None
+    seed: int | None
+    hardware: Hardware | str | None
+    shuffle: bool | None
+    communicator: Communicator | None
+    on_timeout: str
+    timeout_s: float
+    lookahead: int
+    workers: int
+    engine: str
+    device: torch.device | str | None
+    replicas: Transport | Any
+    rows_multiple: int | None
+    envelope: Envelope
+    drop_last: bool
+    shifted: Collection[str]
+    ticks: TickTable | None
+    kinds: Sequence[str] | None
 
 
 class PlannedLoader:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.fields import choice, integer
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import causal, documents
+from apportion.ir.request.cluster import Cluster
+from apportion.ir.request.model import Model
 from apportion.ir.request.sampling import MaskSpec
 from apportion.trainer.loading.batch import PlannedBatch
-from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.loading.rows import TOKENS, Dataset
 
 LENGTHS, POSITIONS, ATTENTION = "seq_lengths", "position_ids", "attention_mask"
@@ -171,22 +173,25 @@ class StreamedLoader:
     def __init__(
         self,
         stream: Iterable[Any],
-        *job: Any,
+        cluster: Cluster,
+        model: Model,
+        tokens_per_rank: int,
+        *,
         buffer: int,
         mask: Any = None,
         limit: int | None = None,
         too_long: str = "refuse",
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         if unknown := sorted(_OWN & options.keys()):
             rule = "is of all samples, and a stream does not know them"
-            raise ConfigError(unknown[0], options[unknown[0]], rule, "leave it out")
+            raise ConfigError(unknown[0], "given", rule, "leave it out")
         if isinstance(stream, Iterator):
             rule = "gives one pass, and cannot begin anew"
             raise ConfigError("stream", type(stream).__name__, rule, "give what can be iterated anew")
         self._stream, self._size = stream, integer("buffer", buffer)
         self._samples = {"mask": mask, "limit": limit, "too_long": too_long}
-        self._job, self._options = job, options
+        self._job, self._options = (cluster, model, tokens_per_rank), options
         self._epoch = self._number = 0  # of the next buffer
         self._loader: PlannedLoader | None = None
         self._inner: Mapping[str, Any] | None = None  # state of the loader of the next buffer

@@ -23,7 +23,7 @@ _COUNTED = (
 _VALUES = 3  # beyond one a sample: these are weights by chance no more
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Microbatch:
     """One rank's rows of a planned microbatch, and where that stands in its iteration."""
 
@@ -42,6 +42,10 @@ class Microbatch:
     _staged: bool = False  # ranks of the plan hold different layers: those of their pipeline stages
     _shifted: Collection[str] = ()  # fields that lie in the row that predicts their token
     _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
+
+    def __repr__(self) -> str:
+        place = f"microbatch {self.microbatch} of iteration {self.iteration}{', the last' * self.is_last}"
+        return f"<{type(self).__name__}: {place}, {len(self.tokens)} rows, {self.handle!r}>"
 
     @property
     def tensors(self) -> list[Tensor]:
