@@ -199,11 +199,12 @@ def timed_verify(plan: Plan, threads: int = 1) -> float:
 @dataclass(frozen=True)
 class Source:
     """Where batches come from: a workload, or the documented log-normal documents; plain ones under `mask` (causal).
-    longest: most tokens of a document, None: those of the batch."""
+    longest: most tokens of a document, None: those of the batch; overlong: what becomes of longer ones."""
 
     workload: Workload | None = None
     mask: MaskSpec | None = None
     longest: int | None = None
+    overlong: str = "drop"
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.workload is not None and any(self.workload.masks):
@@ -217,7 +218,7 @@ class Source:
         if self.workload is None:
             lengths = lognormal_lengths(seed, tokens, longest=min(longest, LONGEST))
             return Batch.from_lengths(lengths, mask=self.mask), 0
-        batch, skipped = sample(self.workload, tokens, longest, seed)
+        batch, skipped = sample(self.workload, tokens, longest, seed, self.overlong)
         return batch if self.mask is None else Batch.from_lengths(batch.lengths, mask=self.mask), skipped
 
 

@@ -46,37 +46,33 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, and every check passed; 1 a check failed; 2 the input is wrong; 130 interrupted.",
 )
-for name, command in (
-    ("plan", plans.plan),
-    ("verify", plans.verify),
-    ("show", plans.show),
-    ("diff", plans.diff),
-    ("compare", compare.compare),
-    ("forecast", forecast.forecast),
-    ("simulate", simulate.simulate),
-    ("report", report.report),
-    ("serve", serve.serve),
-    ("precompute", precompute.precompute),
-    ("profile", profile.profile),
-    ("recipes", recipes.recipes),
-    ("conformance", conformance.conformance),
-    ("demo", installation.demo),
-    ("selftest", installation.selftest),
-    ("doctor", doctor.doctor),
-    ("version", installation.version),
-):
-    app.command(name)(command)
-app.add_typer(recipes.solvers, name="solvers")
-app.add_typer(bench.app, name="bench")
-app.add_typer(store.app, name="store")
+#: heading of the help -> its commands, in order
+GROUPS = {
+    "Plan": (plans.plan, compare.compare, forecast.forecast, precompute.precompute),
+    "Look at plans": (plans.show, report.report, simulate.simulate, plans.diff, plans.verify),
+    "Measure": (profile.profile, bench.app, installation.selftest, doctor.doctor, installation.demo),
+    "Serve": (serve.serve, store.app),
+    "Extend": (recipes.recipes, recipes.solvers, conformance.conformance),
+}
+for heading, commands in GROUPS.items():
+    for each in commands:
+        if isinstance(each, typer.Typer):
+            app.add_typer(each, rich_help_panel=heading)
+        else:
+            app.command(rich_help_panel=heading)(each)
 
 
 @app.callback()
 def common(
     quiet: Annotated[
         bool, Option("--quiet", "-q", help="Say nothing on stderr but errors: no progress, no notes.")
+    ] = False,
+    version: Annotated[
+        bool,
+        Option("--version", help="Print versions.", is_eager=True, callback=installation.print_versions),
     ] = False,
 ) -> None:
     output.quiet = quiet
@@ -104,7 +100,7 @@ def _run(args: list[str]) -> int:
     except VerifyError as error:
         return refuse(str(error), error, "--json" in args, FAILED)
     except ApportionError as error:
-        return refuse(str(error), error, "--json" in args)
+        return refuse(_of_option(error, args), error, "--json" in args)
     except BrokenPipeError:  # the reader of a pipe has seen enough, as in `apportion show P.plan | head`
         drop_stdout()
         return OK
@@ -114,3 +110,11 @@ def _run(args: list[str]) -> int:
         return refuse(message, error, "--json" in args)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
+
+
+def _of_option(error: ApportionError, args: list[str]) -> str:
+    """The message; an argument of the library that was given as an option has the option's name."""
+    field = str(getattr(error, "field", ""))
+    option = f"--{field.replace('_', '-')}"
+    given = any(word.partition("=")[0] == option for word in args)
+    return option + str(error).removeprefix(field) if given else str(error)

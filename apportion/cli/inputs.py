@@ -1,24 +1,21 @@
-"""What the options of a request mean: cluster, model, hardware, batch, recipe."""
+"""Values of options: model, hardware, mask, recipe, lists of integers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from apportion.cli.output import count, note
+from apportion.cli.output import note
 from apportion.ir.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from apportion.bench import Source
     from apportion.ir.bytes.codec import Plan
-    from apportion.ir.request.batch import Batch
     from apportion.ir.request.cluster import Cluster
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import Model
     from apportion.ir.request.policy import Recipe
     from apportion.ir.request.sampling import MaskSpec
-    from apportion.ir.request.workload import Workload
 
 
 def refuse(given: Mapping[str, Any], rule: str, remedy: str) -> None:
@@ -45,28 +42,6 @@ def hardware_of(name: str | None) -> Hardware | None:
     return Hardware.load(name)
 
 
-def cluster_of(
-    file: Path | None, ranks: int | None, per_node: int | None, hardware: Hardware | None = None
-) -> Cluster:
-    """The cluster of the file, or of so many ranks with the links of the hardware (None: the default links).
-
-    Where both are given, the file counts, and what the hardware says otherwise is a warning.
-    """
-    from apportion import bench
-    from apportion.ir.request.cluster import Cluster
-
-    if file is None:
-        ranks = 64 if ranks is None else ranks
-        if per_node is not None and ranks % per_node:
-            raise ConfigError("--ranks-per-node", per_node, f"must divide --ranks {ranks}", "write a divisor")
-        return bench.cluster_of(ranks, per_node, hardware)
-    said = {"--ranks": ranks, "--ranks-per-node": per_node}
-    refuse(said, "the cluster file says this already", "drop --cluster or")
-    cluster = Cluster.load(file)
-    warn_of_mismatch(hardware, cluster)
-    return cluster
-
-
 def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
     """As `hardware_of`; where it was measured on other links or kernels than the plan's, stderr says so."""
     found, request = hardware_of(name), plan.request
@@ -90,15 +65,6 @@ def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
     if ELEMENT_BYTES[used.dtype] != model.element_bytes:
         told = f"model.dtype is {model.dtype} where hardware {used.name} has {used.dtype}"
         note(f"warning: {told}: times are of {used.dtype} kernels, bytes of {model.dtype} numbers")
-
-
-def setting_of(
-    cluster: Path | None, ranks: int | None, per_node: int | None, model: Path | None, hardware: str | None
-) -> tuple[Cluster, Model, Hardware | None]:
-    """What is planned for, as `cluster_of`, `model_of` and `hardware_of`; what does not fit together, stderr says."""
-    found, shape = hardware_of(hardware), model_of(model)
-    warn_of_dtype(found, shape)
-    return cluster_of(cluster, ranks, per_node, found), shape, found
 
 
 def model_of(file: Path | None) -> Model:
@@ -144,88 +110,6 @@ def masks_of(text: str | None) -> MaskSpec | None:
     return masks.from_data({data: {}} if isinstance(data, str) else data, "--mask")
 
 
-class Files(NamedTuple):
-    """Where sequences come from: --batch, --lengths and --workload, at most one of them. model: the model file, whose
-    masks plain documents have where no mask is given and it is a Hugging Face config."""
-
-    batch: Path | None
-    lengths: Path | None
-    workload: Path | None
-    model: Path | None = None
-
-    @property
-    def given(self) -> list[str]:
-        """Those that are there."""
-        return [str(path) for path in self[:3] if path is not None]
-
-    @property
-    def name(self) -> str:
-        """Where the samples are from, in words."""
-        return (self.given or ["log-normal documents"])[0]
-
-    def not_one(self, options: str, how: str = "exactly") -> ConfigError:
-        """Where there are several, or none."""
-        rule = f"{how} one of {options} may be there"
-        return ConfigError("input", self.given or "nothing", rule, "name one file")
-
-
-def batches_of(
-    files: Files,
-    mask: str | None,
-    tokens_per_rank: int | None,
-    tokens: int,
-    batches: int | None,
-    usual: int,
-    seed: int,
-    longest: int | None = None,
-) -> tuple[list[Batch], int]:
-    """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its own
-    seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch. Raises
-    ConfigError."""
-    from apportion.ir.request.batch import Batch
-
-    if len(files.given) > 1:
-        raise files.not_one("--batch, --lengths and --workload", "at most")
-    if files.batch is not None:
-        given = {"--mask": mask, "--tokens-per-rank": tokens_per_rank, "--batches": batches}
-        refuse(given, f"the batch {files.batch} is taken as it is, nothing is drawn", "drop --batch or")
-        return [Batch.load(files.batch)], 0
-    source = source_of(files, mask, longest)
-    seeds = range(seed, seed + (batches or usual))
-    drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
-    warn_of_skipped(sum(skips), longest or tokens)
-    return list(drawn), sum(skips)
-
-
-def source_of(files: Files, mask: str | None = None, longest: int | None = None) -> Source:
-    """What batches are drawn from. Raises ConfigError."""
-    from apportion.bench import Source
-    from apportion.ir.request import hf_config
-
-    samples, given, config = samples_of(files), masks_of(mask), config_of(files.model)
-    plain = samples is None or not any(samples.masks)
-    if given is None and config is not None and plain:
-        given = hf_config.masks_of(config)
-    return Source(samples, given, longest)
-
-
-def samples_of(files: Files) -> Workload | None:
-    """Samples to draw from, None where there is no file of them."""
-    from apportion.ir.request.workload import read_lengths, read_workload
-
-    if files.workload is not None:
-        return read_workload(files.workload)
-    return None if files.lengths is None else read_lengths(files.lengths)
-
-
-def warn_of_skipped(skipped: int, tokens: int) -> None:
-    """Say on stderr that samples were too large."""
-    if skipped:
-        note(
-            f"warning: skipped {count(skipped, 'sample')} of more tokens than all ranks hold at a time ({tokens:,})"
-        )
-
-
 def recipes_of(text: str, option: str = "--recipes") -> list[Recipe]:
     """The recipes of a comma-separated list of names and files, each once, or `all` that there are."""
     from apportion.planner.recipe.recipes import entries
@@ -248,6 +132,11 @@ def recipe_of(name: str, block: str | None = None, pods: str | None = None) -> R
     if block is not None:
         recipe = recipes.with_block(recipe, _number_or_auto("--block", block, 2048))
     return recipe if pods is None else recipes.with_pods(recipe, _number_or_auto("--pods", pods, 1024))
+
+
+def is_search(recipe: Recipe) -> bool:
+    """Whether it looks for the best of several."""
+    return recipe.step("search") is not None
 
 
 def _number_or_auto(option: str, text: str, usual: int) -> int | str:

@@ -16,7 +16,29 @@ BatchFile = Annotated[
     Path | None, Option("--batch", help="Batch file (JSON or YAML), taken whole.", metavar="B.json")
 ]
 LengthsFile = Annotated[
-    Path | None, Option("--lengths", help="One length a line; sampled.", metavar="L.jsonl")
+    Path | None,
+    Option(
+        "--lengths",
+        help="Lengths to draw documents from: integers or JSON, one a line; a JSON list; CSV; Parquet; the folder of a "
+        "saved Hugging Face dataset.",
+        metavar="L.jsonl",
+    ),
+]
+Column = Annotated[
+    str | None,
+    Option(
+        "--column",
+        help="Column of --lengths: integers, or lists that are counted. Default: length, else input_ids.",
+    ),
+]
+Overlong = Annotated[
+    str | None,
+    Option(
+        "--overlong",
+        help="Documents of more tokens than a microbatch of all ranks: drop, cut or refuse. Default: drop.",
+        metavar="RULE",
+        show_default=False,
+    ),
 ]
 WorkloadFile = Annotated[
     Path | None, Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
@@ -53,14 +75,21 @@ RanksPerNode = Annotated[
 TokensPerRank = Annotated[
     int | None, Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1)
 ]
-MicrobatchTokens = Annotated[
-    int, Option("--tokens-per-rank", help="Most tokens of a microbatch, for each rank.", min=1)
-]
+Virtual = Annotated[int, Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)]
 Microbatches = Annotated[int, Option("--microbatches", help="Microbatches of an optimizer step.", min=1)]
 RecipeName = Annotated[
     str,
     Option(
         "--recipe", help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches."
+    ),
+]
+RecipeNames = Annotated[
+    str,
+    Option(
+        "--recipes",
+        help="Names and recipe files, separated by commas, or all. Of a forecast: those that plan over all data and "
+        "context ranks, or none.",
+        metavar="NAME,...",
     ),
 ]
 Block = Annotated[

@@ -76,7 +76,7 @@ def start(home: Path, path: Path) -> None:
     _run([command, "plan", "--batch", str(BATCH), "--ranks", "64", "-o", plan], home, quiet=True)
     _run([command, "verify", plan], home)
     seconds = time.perf_counter() - begun
-    _run([command, "version"], home)
+    _run([command, "--version"], home)
     files = (file for file in (home / "lib").rglob("*") if file.is_file())
     brought = sum(file.stat().st_size for file in files if "pip" not in file.relative_to(home).parts[3:4])
     print(f"first plan of 64 ranks, verified: {seconds:.1f} s; installed: {brought / 1e6:.0f} MB", flush=True)

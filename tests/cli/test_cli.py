@@ -97,7 +97,7 @@ def broken(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "command",
     [
-        *((name,) for name in ("plan", "verify", "show", "diff", "demo", "selftest", "version")),
+        *((name,) for name in ("plan", "verify", "show", "diff", "demo", "selftest")),
         *(("bench", name) for name in ("plan", "attention")),
     ],
     ids=" ".join,
@@ -110,7 +110,10 @@ def test_help_explains_and_shows_an_example(run: Cli, command: tuple[str, ...]) 
 
 
 def test_without_a_command_the_help_is_printed(run: Cli) -> None:
-    assert "Commands" in run().out
+    assert re.findall("─ ([A-Z][a-z ]+) ─", run().out)[1:] == [
+        *("Plan", "Look at plans", "Measure", "Serve", "Extend"),
+    ]
+    assert run("-h").out == run("--help").out
 
 
 # --- plan
@@ -127,7 +130,7 @@ def test_plan_prints_a_summary_and_writes_a_plan(run: Cli, batch_file: Path, tmp
 def test_plan_json_has_the_names_of_a_benchmark_row(run: Cli, batch_file: Path) -> None:
     result = run("plan", "--batch", batch_file, *SMALL, "--json")
     record = result.json
-    assert set(record) == ROW | {"seed", "id", "skipped_samples", "file"}
+    assert set(record) == ROW | {"seed", "id", "skipped_samples", "file", "faster"}
     assert (record["ranks"], record["tokens"], record["block_tokens"]) == (4, 4001, 256)
     assert record["slots"] == record["max_degree"]
     assert set(record["planning_ms"]) == {"p50", "p95", "steps"}
@@ -152,6 +155,32 @@ def test_lengths_are_drawn_until_the_ranks_are_full(run: Cli, tmp_path: Path) ->
     assert result.json["tokens"] == 4 * 1024
     assert result.json["skipped_samples"] > 0
     assert "warning: skipped" in result.err
+
+
+@pytest.mark.parametrize(("rule", "longest"), [("drop", 900), ("cut", 4 * 1024), ("refuse", None)])
+def test_overlong_documents_are_dropped_cut_or_refused(
+    run: Cli, tmp_path: Path, rule: str, longest: int | None
+) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("name,tokens\na,900\nb,100000\n")
+    told = ("--column", "tokens", "--tokens-per-rank", 1024, "--overlong", rule, "-o", tmp_path / "p.plan")
+    result = run("plan", "--lengths", path, *told, *SMALL)
+    assert result.code == (2 if longest is None else 0)
+    if longest is None:
+        assert "sample 1 has 100000 tokens" in result.err
+    else:
+        lengths = Plan.decode((tmp_path / "p.plan").read_bytes()).request.batch.lengths
+        assert int(lengths.max()) == longest
+
+
+def test_a_plan_names_its_model_and_a_faster_recipe(run: Cli, batch_file: Path) -> None:
+    batch = ("--batch", batch_file, "--ranks", 4)
+    record = run("plan", *batch, "--recipe", "contiguous", "--json").json
+    assert record["faster"]["ms"] < 0.98 * record["faster"]["own_ms"]
+    out = run("plan", *batch, "--recipe", "contiguous").out
+    assert re.search(r"the default: heads 32 query, 8 KV, of 128; layers 32", " ".join(out.split()))
+    assert "times as fast by forecast" in " ".join(out.split())
+    assert "by forecast" not in run("plan", *batch).out
 
 
 @pytest.mark.parametrize("name", ["code_lengths", "doc_lengths"])
@@ -183,14 +212,18 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["plan"], "exactly one of --batch, --lengths and --workload"),
+        (["plan"], "--batch, --lengths, --workload = 'nothing': exactly one of these"),
         (["plan", "--batch", "BATCH", "--workload", "BATCH"], "exactly one of"),
         (["plan", "--batch", "nowhere.json"], "nowhere.json"),
         (["plan", "--batch", "BATCH", "--ranks", "0"], "--ranks"),
         (["plan", "--batch", "BATCH", "--ranks", "70000"], "65535"),
         (["plan", "--batch", "BATCH", "--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
         (["plan", "--batch", "BATCH", "--cluster", "CLUSTER", "--ranks", "4"], "--ranks"),
-        (["plan", "--batch", "BATCH", "--recipe", "nonesuch"], "nonesuch"),
+        (["plan", "--batch", "BATCH", "--recipe", "nonesuch"], "--recipe = 'nonesuch'"),
+        (["plan", "--batch", "BATCH", "--ranks", "4", "--hardware", "h1000"], "--hardware = 'h1000'"),
+        (["plan", "--batch", "BATCH", "--column", "n"], "--column"),
+        (["plan", "--workload", "BATCH", "--column", "n"], "add --lengths"),
+        (["plan", "--lengths", "BATCH", "--column", "n"], "must be a list"),
         (["plan", "--batch", "BATCH", "--block", "big"], "--block"),
         (["plan", "--batch", "BATCH", "--block", "8,64"], "or auto"),
         (["plan", "--batch", "BATCH", "--block", "0"], "or auto"),
@@ -209,6 +242,8 @@ def test_ranks_per_node_is_8_or_the_largest_divisor_below(ranks: int, per_node: 
         (["bench", "plan", "--seeds", "-1"], "--seeds = -1"),
         (["bench", "plan", "--repeats", "2"], "--repeats"),
         (["frobnicate"], "frobnicate"),
+        (["plam"], "Did you mean 'plan'"),
+        (["plan", "--batch", "BATCH", "--recipe", "zepelin"], "did you mean zeppelin?"),
     ],
 )
 def test_bad_input_is_refused_in_one_paragraph(
@@ -279,7 +314,7 @@ def test_an_error_of_the_system_without_a_file_is_said(run: Cli, monkeypatch: py
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(cli, "app", fail)
-    result = run("version")
+    result = run("--version")
     assert (result.code, result.err) == (2, "apportion: the disk is gone\n")
 
 
@@ -402,5 +437,6 @@ def test_bench_prints_a_table(run: Cli) -> None:
 
 
 def test_version(run: Cli) -> None:
-    assert run("version", "--json").json["format"] == "apportion.plan 3.0"
-    assert "numpy" in run("version").out
+    said = run("--version")
+    assert (said.code, said.out.splitlines()[1]) == (0, "format    apportion.plan 3.0")
+    assert "numpy" in said.out

@@ -104,7 +104,7 @@ def test_compare_names_a_row_as_plan_names_a_plan(run: Cli) -> None:
     batch = ("--batch", EXAMPLES / "batch.json", "--ranks", 4)
     row = run("compare", *batch, "--recipes", "ring", "--json").json["rows"][0]
     planned = run("plan", *batch, "--recipe", "ring", "--json").json
-    assert set(planned) - set(row) == {"id", "file", "seed", "skipped_samples"}
+    assert set(planned) - set(row) == {"id", "file", "seed", "skipped_samples", "faster"}
     timed = {"planning_ms", "verify_ms", "bounds"}
     assert all(row[name] == planned[name] for name in set(planned) & set(row) - timed)
 
@@ -206,7 +206,7 @@ def test_simulate_draws_ranks_and_tells_the_critical_path(run: Cli, plan_file: P
     assert result.out.count("critical path: ") == 2
     assert re.search(r"the busiest rank, \d, starts \d+ kernels for \d+ instructions and posts", result.out)
     assert result.out.count("█") > 50
-    one = run("simulate", plan_file, "--ranks", 1, "--steps", 2).out
+    one = run("simulate", plan_file, "--timelines", 1, "--path", 2).out
     assert "and 3 ranks that wait less" in one
     assert "the longest 2" in one
 
@@ -261,11 +261,13 @@ def test_a_recipe_prints_as_a_recipe_file(run: Cli, tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     "command", [["recipes", "rign"], ["plan", "--recipe", "rign"], ["compare", "--recipes", "rign"]]
 )
-def test_an_unknown_recipe_is_refused_with_the_names_once(run: Cli, command: list[str]) -> None:
+def test_an_unknown_recipe_is_refused_with_the_names(run: Cli, command: list[str]) -> None:
     batch = [] if command[0] == "recipes" else ["--batch", str(EXAMPLES / "batch.json")]
     result = run(*command, *batch)
     assert result.code == 2
-    assert all(len(re.findall(rf"\b{name}\b", result.err)) == 1 for name in entries())
+    assert "did you mean ring? There is " in result.err
+    listed = result.err.partition("There is ")[2]
+    assert all(len(re.findall(rf"\b{name}\b", listed)) == 1 for name in entries())
 
 
 def test_a_recipe_tells_its_parameters_and_their_defaults(run: Cli) -> None:
@@ -308,7 +310,7 @@ def test_the_schema_of_recipes_takes_what_the_planner_takes(run: Cli) -> None:
 
 
 def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
-    rows = run("solvers", "compare", "--problems", "8", "--json").json["solvers"]
+    rows = run("solvers", "compare", "--count", "8", "--json").json["solvers"]
     held = {(row["kind"], row["solver"]): row for row in rows}
     for key in (
         ("partition", "ilp"),
@@ -318,8 +320,8 @@ def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
     ):
         assert held[key]["optimal"] == held[key]["solved"] == held[key]["problems"]
     assert held["partition", "lpt"]["worst"] > 1
-    assert "partition" in run("solvers", "compare", "--problems", "2", "--kind", "partition").out
-    refused = run("solvers", "compare", "--kind", "nope")
+    assert "partition" in run("solvers", "compare", "--count", "2", "--problem", "partition").out
+    refused = run("solvers", "compare", "--problem", "nope")
     assert refused.code == 2
     assert "colouring" in refused.err
 

@@ -112,8 +112,85 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "l.jsonl").write_text("8\n\n 12 \n")
     assert read_lengths(tmp_path / "l.jsonl").lengths.tolist() == [8, 12]
     (tmp_path / "l.jsonl").write_text("8\n1.5\n")
-    with pytest.raises(ConfigError, match=r"l\.jsonl:2.*must be one integer"):
+    with pytest.raises(ConfigError, match=r"l\.jsonl:2.*must be an integer"):
         read_lengths(tmp_path / "l.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column"),
+    [
+        ("l.txt", "3\n5\n", None),
+        ("l.json", "[3, 5]", None),
+        ("l.json", '[[7, 7, 7], {"input_ids": [1, 2, 3, 4, 5]}]', None),
+        ("l.jsonl", '{"length": 3, "input_ids": [1]}\n{"input_ids": [1, 2, 3, 4, 5]}\n', None),
+        ("l.jsonl", '{"n": 3}\n{"n": 5}\n', "n"),
+        ("l.csv", "name,tokens\na,3\nb,5\n", "tokens"),
+        ("l.csv", 'id,length\n1," 3 "\n2,5\n', None),
+    ],
+)
+def test_lengths_are_read_from_what_people_have(
+    tmp_path: Path, name: str, text: str, column: str | None
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_lengths(tmp_path / name, column).lengths.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "says"),
+    [
+        (
+            "l.jsonl",
+            '{"text": "a"}',
+            None,
+            "column = None: .*l.jsonl:1 has no length or input_ids, it has text",
+        ),
+        ("l.csv", "a,b\n1,2\n", "c", "column = 'c': .*l.csv:2 has no c, it has a, b"),
+        ("l.csv", "a\nx\n", "a", "l.csv:2 = 'x': must be an integer"),
+        ("l.jsonl", "3", "n", "column = 'n': .*l.jsonl:1 is no record; leave it out"),
+        ("l.jsonl", "0", None, r"l.jsonl:1 = 0: must be in \[1, "),
+        ("l.json", '{"lengths": [3]}', None, "must be a list"),
+        ("l.json", "[]", None, "must not be empty"),
+    ],
+)
+def test_wrong_lengths_are_named(tmp_path: Path, name: str, text: str, column: str | None, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_lengths(tmp_path / name, column)
+
+
+def test_arrow_columns_are_lengths(tmp_path: Path) -> None:
+    """Parquet, and a folder as `Dataset.save_to_disk` of Hugging Face writes it."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"input_ids": [[1, 2, 3], [1, 2, 3, 4, 5]], "text": ["a", "b"]})
+    (tmp_path / "split").mkdir()
+    parquet.write_table(table, tmp_path / "split" / "l.parquet")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "d.arrow"}], "_indices_files": null}')
+    with pyarrow.ipc.new_stream(str(saved / "d.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    for path in (tmp_path / "split" / "l.parquet", tmp_path / "split", saved):
+        assert read_lengths(path).lengths.tolist() == [3, 5]
+    with pytest.raises(ConfigError, match="has no tokens, it has input_ids, text"):
+        read_lengths(saved, "tokens")
+    with pytest.raises(ConfigError, match="text"):
+        read_lengths(saved, "text")
+    (saved / "state.json").write_text('{"_data_files": [], "_indices_files": [{"filename": "i.arrow"}]}')
+    with pytest.raises(ConfigError, match="flatten_indices"):
+        read_lengths(saved)
+
+
+def test_overlong_samples_are_dropped_cut_or_refused() -> None:
+    workload = workload_from_data({"lengths": [300, 70, 5]})
+    assert workload.kept(100, "drop").lengths.tolist() == [70, 5]
+    assert workload.kept(100, "cut").lengths.tolist() == [100, 70, 5]
+    assert workload.kept(300, "refuse").lengths.tolist() == [300, 70, 5]
+    with pytest.raises(CapacityError, match="sample 0 has 300 tokens, the limit is 299"):
+        workload.kept(299, "refuse")
+    batch, skipped = sample(workload, 1000, 100, 0, "cut")
+    assert (batch.tokens, skipped, int(batch.lengths.max())) == (1000, 0, 100)
+    with pytest.raises(ConfigError, match="cannot be cut"):
+        workload_from_data({"groups": [[300, [5]]]}).limited(100, "cut")
 
 
 def test_documents_fill_the_tokens_exactly_and_the_last_one_is_cut() -> None:

@@ -115,19 +115,19 @@ def test_masks_of_the_dataset_are_not_left_out() -> None:
         ap.Samples(dataset)
 
 
-def test_samples_that_are_too_long_are_refused_cut_or_dropped_and_counted() -> None:
+def test_samples_that_are_overlong_are_refused_cut_or_dropped_and_counted() -> None:
     samples = [
         {"input_ids": TOKENS, "seq_lengths": [3, 5]},
         [1, 2],
         {"input_ids": TOKENS, "loss_mask": [1] * 8},
     ]
-    with pytest.raises(CapacityError, match=r"sample 0 has 8 tokens, the limit is 5.*too_long"):
+    with pytest.raises(CapacityError, match=r"sample 0 has 8 tokens, the limit is 5.*overlong"):
         ap.Samples(samples, limit=5)
-    cut = ap.Samples(samples, limit=5, too_long="cut")
+    cut = ap.Samples(samples, limit=5, overlong="cut")
     assert (cut.cut, cut.dropped, cut.lengths.tolist()) == (2, 0, [5, 2, 5])
     assert cut.masks == [ap.masks.documents([3, 2]), None, None]
     assert cut[2] == {"input_ids": TOKENS[:5], "loss_mask": [1] * 5}
-    dropped = ap.Samples(samples, limit=5, too_long="drop")
+    dropped = ap.Samples(samples, limit=5, overlong="drop")
     assert (dropped.cut, dropped.dropped, dropped.lengths.tolist()) == (0, 2, [2])
     assert (dropped[0], dropped.kept.tolist()) == ([1, 2], [1])
 
@@ -176,8 +176,8 @@ def test_a_stream_goes_on_behind_the_last_batch(stop: int) -> None:
     assert contents(second) == whole[stop:]
 
 
-def test_a_stream_drops_what_is_too_long_and_counts_it() -> None:
-    loader = streamed(limit=5, too_long="drop")
+def test_a_stream_drops_what_is_overlong_and_counts_it() -> None:
+    loader = streamed(limit=5, overlong="drop")
     kept = [sample for batch in contents(loader) for sample in batch]
     assert sorted(kept) == [i for i in range(40) if i % 5 < 3]
     assert loader.dropped == 16

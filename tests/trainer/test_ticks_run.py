@@ -70,7 +70,7 @@ def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
     model.write_text(json.dumps(MODEL.to_data()))
     files = ["--lengths", str(lengths), "--model", str(model), "--out", str(tmp_path / "plans")]
     options = (
-        "--ranks 4 --tokens-per-rank 32 --microbatches 4 --stages 2 --iterations 1 --no-shuffle --workers 1"
+        "--ranks 4 --tokens-per-rank 32 --microbatches 4 --pipeline 2 --iterations 1 --no-shuffle --workers 1"
     )
     assert cli.main(["precompute", *files, *options.split()]) == cli.OK
     with serving(tmp_path / "server") as server:

@@ -12,13 +12,14 @@ from typer import Option
 from apportion.cli import inputs, options
 from apportion.cli.environment import machine, versions
 from apportion.cli.output import count, emit, note
+from apportion.cli.request import Request
 from apportion.ir.errors import CapacityError
 
 if TYPE_CHECKING:
     from apportion.bench import BenchJob
     from apportion.trainer.measure.bench import Bench
 
-app = typer.Typer(help="Measure planning and attention.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Measure planning and attention.", no_args_is_help=True)
 
 WIDEST = 160  # of the table of attention where GPUs are measured
 
@@ -56,27 +57,28 @@ def bench_plan(
     from apportion.ir.fields import MAX_INT
     from apportion.ir.isa import MAX_RANKS
 
-    sources = inputs.Files(None, None, workload)
-    source, counts = inputs.source_of(sources), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    source, counts = Request(workload=workload).source(), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
     rows = []
     for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
         note(f"{row['ranks']} ranks, seed {row['seed']}: {row['planning_ms']['p50']:.1f} ms")
         rows.append(row)
-    record = {"benchmark": "plan", "workload": sources.name, "versions": versions(), "rows": rows}
+    record = {
+        "benchmark": "plan",
+        "workload": Request(workload=workload).name,
+        "versions": versions(),
+        "rows": rows,
+    }
     emit(record, as_json, lambda: printed.bench_table(rows))
 
 
-Recipe = Annotated[
-    str, Option("--recipe", help="Recipes, separated by commas, or `all`.", metavar="NAME,...")
-]
 TokensPerRank = Annotated[int, Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)]
 Engine = Annotated[str, Option("--engine", help="What computes: stage, flash, plain, or all of them.")]
 
 
 @app.command("attention")
 def bench_attention(
-    recipe: Recipe = "fcp,blend",
+    recipes: options.RecipeNames = "fcp,blend",
     ranks: Annotated[str, Option("--ranks", help="Rank counts, separated by commas.")] = "8,64",
     tokens_per_rank: TokensPerRank = options.SAMPLED,
     engine: Engine = "all",
@@ -98,9 +100,9 @@ def bench_attention(
 
       apportion bench attention --ranks 8,64
 
-      apportion bench attention --recipe all --ranks 1 --engine stage
+      apportion bench attention --recipes all --ranks 1 --engine stage
 
-      torchrun --nproc-per-node 8 -m apportion bench attention --recipe fcp,auto --ranks 8 --json
+      torchrun --nproc-per-node 8 -m apportion bench attention --recipes fcp,auto --ranks 8 --json
     """
     _one_core()
     for package in ("torch", "triton"):
@@ -111,20 +113,18 @@ def bench_attention(
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
-    sources = inputs.Files(None, None, workload)
-    source, used, shape = inputs.source_of(sources), inputs.hardware_of(hardware), inputs.model_of(model)
-    recipes, counts = inputs.recipes_of(recipe, "--recipe"), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    request, used, shape = Request(workload=workload), inputs.hardware_of(hardware), inputs.model_of(model)
+    chosen, counts = inputs.recipes_of(recipes), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
     with job(_engines(engine), repeats, skipped.setdefault) as bench:
-        for number, one in product(counts, recipes):
-            batch, large = source.batch(number * tokens_per_rank, seed)
-            inputs.warn_of_skipped(large, number * tokens_per_rank)
+        for number, one in product(counts, chosen):
+            batch, _ = request.draw(number * tokens_per_rank, seed)
             rows += _rows(BenchJob(batch, cluster_of(number, hardware=used), shape, one, seed, used), bench)
         is_first = bench.communicator.rank == 0
     record = {
         "benchmark": "attention",
-        "workload": sources.name,
+        "workload": request.name,
         "tokens_per_rank": tokens_per_rank,
         "hardware": hardware or "h100",
         "seed": seed,

@@ -9,35 +9,24 @@ from typer import Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
+from apportion.cli.request import BatchRequest, command
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
 
 
-Recipes = Annotated[
-    str, Option("--recipes", help="Names and recipe files (YAML or JSON), separated by commas; or all.")
-]
 Baseline = Annotated[str, Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")]
 Batches = Annotated[
     int | None, Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1)
 ]
 
 
+@command
 def compare(
-    workload: options.WorkloadFile = None,
-    lengths: options.LengthsFile = None,
-    batch: options.BatchFile = None,
-    mask: options.MaskText = None,
-    ranks: options.Ranks = None,
-    ranks_per_node: options.RanksPerNode = None,
-    cluster: options.ClusterFile = None,
-    tokens_per_rank: options.TokensPerRank = None,
-    recipes: Recipes = "all",
+    request: BatchRequest,
+    recipes: options.RecipeNames = "all",
     baseline: Baseline = "ring",
     batches: Batches = None,
-    seed: options.Seed = 0,
-    model: options.ModelFile = None,
-    hardware: options.HardwareName = None,
     verify: Annotated[bool, Option("--verify/--no-verify", help="Check every plan.")] = True,
     wide: Annotated[bool, Option("--wide", help=f"Print every column ({WIDE} characters).")] = False,
     html: options.Html = None,
@@ -65,15 +54,13 @@ def compare(
     from apportion.cli.printed import comparison
 
     files.check_output("--html", html)
-    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
+    cluster, model, hardware = request.setting()
     chosen, reference = inputs.recipes_of(recipes), inputs.recipe_of(baseline)
-    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    sources = inputs.Files(batch, lengths, workload, model)
-    drawn, skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, batches, BATCHES, seed)
-    setting = engine.Setting(the_cluster, the_model, the_hardware, seed, verify, keep=html is not None)
+    drawn, skipped = request.batches(cluster.ranks * request.rank_tokens, batches, BATCHES)
+    setting = engine.Setting(cluster, model, hardware, request.seed, verify, keep=html is not None)
     with progress("comparing", len(drawn) * len({*chosen, reference})) as report:
         found = engine.compare_all(drawn, chosen, reference, setting, report)
-    record = found.record() | {"skipped_samples": skipped, "workload": sources.name}
+    record = found.record() | {"skipped_samples": skipped, "workload": request.name}
     if html is not None:
         from apportion.report import compare_html
 

@@ -12,6 +12,7 @@ from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import FAILED, OK, emit, progress
+from apportion.cli.request import BatchRequest, command
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,13 +27,6 @@ BATCHES = 3  # drawn where the option is not given
 WIDTH = 118
 
 
-Recipes = Annotated[
-    str,
-    Option(
-        "--recipes",
-        help="Recipes that plan over all data and context ranks, names and files, separated by commas; all, or none.",
-    ),
-]
 Grids = Annotated[
     str,
     Option(
@@ -48,10 +42,6 @@ Baseline = Annotated[
         help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
         "static grid that fits and cuts next to nothing.",
     ),
-]
-Virtual = Annotated[int, Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)]
-Microbatches = Annotated[
-    int, Option("--microbatches", help="Microbatches of a step, for each pipeline stage.", min=1)
 ]
 Expert = Annotated[
     int, Option("--expert", help="Expert-parallel degree: ranks of a stage that share experts.", min=1)
@@ -86,30 +76,21 @@ Batches = Annotated[
 ]
 
 
+@command
 def forecast(
-    workload: options.WorkloadFile = None,
-    lengths: options.LengthsFile = None,
-    batch: options.BatchFile = None,
-    mask: options.MaskText = None,
-    ranks: options.Ranks = None,
-    ranks_per_node: options.RanksPerNode = None,
-    cluster: options.ClusterFile = None,
-    tokens_per_rank: options.TokensPerRank = None,
-    recipes: Recipes = "all",
+    request: BatchRequest,
+    recipes: options.RecipeNames = "all",
     grids: Grids = "ring,allgather,ulysses,usp",
     baseline: Baseline = None,
     tensor: Annotated[int, Option("--tensor", help="Tensor-parallel degree.", min=1)] = 1,
     pipeline: Annotated[int, Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
-    virtual: Virtual = 1,
-    microbatches: Microbatches = 1,
+    virtual: options.Virtual = 1,
+    microbatches: options.Microbatches = 1,
     expert: Expert = 1,
     ping_pong: PingPong = False,
     search: Search = False,
     training: TrainingOption = None,
     batches: Batches = None,
-    seed: options.Seed = 0,
-    model: options.ModelFile = None,
-    hardware: options.HardwareName = None,
     wide: Annotated[bool, Option("--wide", help="Show every static grid.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -134,32 +115,23 @@ def forecast(
     from apportion.planner.forecast.parallelism import Degrees
     from apportion.planner.forecast.run import forecast as engine
 
-    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
-    trained = _training(training, inputs.config_of(model))
-    sources = inputs.Files(batch, lengths, workload, model)
-    held = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)  # of the microbatches of all stages
-    amount = tokens_per_rank, held * microbatches, batches, BATCHES, seed, max(1, held // pipeline)
-    drawn, skipped = inputs.batches_of(sources, mask, *amount)
+    cluster, model, hardware = request.setting()
+    trained = _training(training, inputs.config_of(request.model))
+    held = cluster.ranks * request.rank_tokens  # of the microbatches of all stages
+    drawn, skipped = request.batches(held * microbatches, batches, BATCHES, max(1, held // pipeline))
     degrees = Degrees(tensor, pipeline, virtual, microbatches, expert)
     planned = [] if recipes == "none" else inputs.recipes_of(recipes)
-    chosen = [
-        *(
-            replace(form, ping_pong=ping_pong)
-            for form in _planned(
-                planned, search, degrees, the_cluster, the_model, trained.experts, drawn[0].kinds
-            )
-        ),
-        *_grids(grids, degrees, the_cluster),
-    ]
+    forms = _planned(planned, search, degrees, cluster, model, trained.experts, drawn[0].kinds)
+    chosen = [*(replace(form, ping_pong=ping_pong) for form in forms), *_grids(grids, degrees, cluster)]
     with progress("forecasting", len(chosen)) as report:
-        more: dict[str, Any] = {"hardware": the_hardware, "baseline": baseline, "seed": seed}
-        found = engine(drawn, the_cluster, the_model, chosen, trained, progress=report, **more)
+        more: dict[str, Any] = {"hardware": hardware, "baseline": baseline, "seed": request.seed}
+        found = engine(drawn, cluster, model, chosen, trained, progress=report, **more)
     record = found.record() | {
         "batches": len(drawn),
         "tokens": round(sum(one.tokens for one in drawn) / len(drawn)),
         "skipped_samples": skipped,
-        "seed": seed,
-        "workload": sources.name,
+        "seed": request.seed,
+        "workload": request.name,
     }
     emit(record, as_json, *printed.views(record, wide), width=WIDTH)
     raise typer.Exit(OK if found.best is not None else FAILED)

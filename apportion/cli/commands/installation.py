@@ -1,20 +1,16 @@
-"""Commands about the installation: demo, selftest, version."""
+"""Commands about the installation: demo, selftest, and the versions."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.environment import versions
-from apportion.cli.output import emit
-
-if TYPE_CHECKING:
-    pass
 
 
 def demo(
@@ -61,12 +57,8 @@ def selftest(as_json: options.AsJson = False) -> None:
     raise typer.Exit(trainer.run(as_json))
 
 
-def version(as_json: options.AsJson = False) -> None:
-    """Print the versions of Apportion, its plan format, and what it runs on.
-
-    [bold]Example[/bold]
-
-      apportion version --json
-    """
-    record = versions()
-    emit(record, as_json, lambda: "\n".join(f"{name:<10}{value or '-'}" for name, value in record.items()))
+def print_versions(wanted: bool) -> None:
+    """Print the versions of Apportion, its plan format, and what it runs on, and end."""
+    if wanted:
+        print("\n".join(f"{name:<10}{value or '-'}" for name, value in versions().items()))
+        raise typer.Exit

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, count, emit, status
+from apportion.cli.request import BatchRequest, command
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,24 +22,18 @@ if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan
 
 
+SEARCHED = 256  # ranks up to which `plan` looks for a faster recipe, which takes a search
+LEAST_GAIN = 0.02  # below it a forecast does not tell
+
 Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
 
 
+@command
 def plan(
-    batch: options.BatchFile = None,
-    lengths: options.LengthsFile = None,
-    workload: options.WorkloadFile = None,
-    mask: options.MaskText = None,
-    cluster: options.ClusterFile = None,
-    model: options.ModelFile = None,
-    hardware: options.HardwareName = None,
-    ranks: options.Ranks = None,
-    ranks_per_node: options.RanksPerNode = None,
-    tokens_per_rank: options.TokensPerRank = None,
+    request: BatchRequest,
     recipe: options.RecipeName = "auto",
     block: options.Block = None,
     pods: options.Pods = None,
-    seed: options.Seed = 0,
     threads: options.Threads = 1,
     output: Output = None,
     server: Annotated[
@@ -70,14 +66,11 @@ def plan(
     from apportion.ir.plan.summary import plan_rows
 
     files.check_output("--output", output)
-    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
-    sources = inputs.Files(batch, lengths, workload, model)
-    if len(sources.given) != 1:
-        raise sources.not_one("--batch, --lengths and --workload")
-    tokens = the_cluster.ranks * (tokens_per_rank or options.SAMPLED)
-    (the_batch,), skipped = inputs.batches_of(sources, mask, tokens_per_rank, tokens, None, 1, seed)
+    cluster, model, hardware = request.setting()
+    request.check_files("--batch", "--lengths", "--workload")
+    (batch,), skipped = request.batches(cluster.ranks * request.rank_tokens, None, 1)
     the_recipe = inputs.recipe_of(recipe, block, pods)
-    job = BenchJob(the_batch, the_cluster, the_model, the_recipe, seed, the_hardware, threads)
+    job = BenchJob(batch, cluster, model, the_recipe, request.seed, hardware, threads)
     if server is not None:
         with status(f"planning on {server}"):
             row = _planned_by(server, inputs.token_of(token_file), ca, job)
@@ -88,14 +81,35 @@ def plan(
     if output is not None:
         files.write(output, compressed(row.plan.encode()))
     record = row.record() | {
-        "seed": seed,
+        "seed": request.seed,
         "id": row.plan.id.hex(),
         "skipped_samples": skipped,
         "file": None if output is None else str(output),
         **{key: row.plan.report[key] for key in ("departures", "search") if key in row.plan.report},
     }
-    title = f"plan {record['id'][:16]}, verified"
-    emit(record, as_json, lambda: printed.summary(title, plan_rows(record)))
+    record["faster"] = None if inputs.is_search(the_recipe) else _faster(job, row.plan)
+    title = f"plan {record['id'][:16]} of {the_recipe.name}, verified"
+    rows = [("model", printed.model_line(request.model, model)), *plan_rows(record)]
+    emit(record, as_json, lambda: printed.summary(title, rows + printed.faster_rows(record["faster"])))
+
+
+def _faster(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
+    """The recipe that a search finds for this batch where its plan is forecast faster than `plan`, and the times of
+    both, forward and backward, one call of each kind; of up to `SEARCHED` ranks."""
+    from apportion.bench import planned
+    from apportion.ir.errors import ApportionError
+    from apportion.planner.simulate import simulate
+
+    if job.cluster.ranks > SEARCHED:
+        return None
+    try:
+        best = planned(replace(job, recipe="auto"))
+        runs = [simulate(each, job.hardware) for each in (best, plan)]
+    except ApportionError:  # nothing that a search tries serves the batch
+        return None
+    ms, own_ms = (run.forward_ms + run.backward_ms for run in runs)
+    name = best.report["search"]["recipe"]["name"]
+    return {"recipe": name, "ms": ms, "own_ms": own_ms} if ms < (1 - LEAST_GAIN) * own_ms else None
 
 
 def _planned_by(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:

@@ -16,6 +16,7 @@ from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import INTERRUPTED, count, emit, note, progress
+from apportion.cli.request import Request, command
 
 if TYPE_CHECKING:
     from apportion.ir.bytes.job import Job
@@ -30,50 +31,32 @@ Out = Annotated[Path, Option("--out", help="Folder of the plans; made, or gone o
 Shuffle = Annotated[
     bool, Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
-
-Mask = Annotated[
-    str | None,
-    Option(
-        "--mask",
-        help="Mask of all samples: a name, or YAML; {kind: mask} for a model with several kinds. Default: causal, "
-        "or what each sample of the workload has.",
-    ),
-]
-Stages = Annotated[
+Pipeline = Annotated[
     int,
     Option(
-        "--stages",
-        help="Stages of a pipeline: plan its ticks, for a PlannedLoader with ticks=tick_table(stages, microbatches, "
+        "--pipeline",
+        help="Pipeline stages: plan their ticks, for a PlannedLoader with ticks=tick_table(pipeline, microbatches, "
         "virtual). Ranks are those of all stages.",
         min=1,
     ),
 ]
-Virtual = Annotated[int, Option("--virtual", help="With --stages: chunks of layers of a stage.", min=1)]
 Ray = Annotated[
     str | None,
     Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
 ]
 
 
+@command
 def precompute(
+    request: Request,
     iterations: Annotated[int, Option("--iterations", help="Optimizer steps to plan.", min=1)],
     out: Out,
-    lengths: options.LengthsFile = None,
-    workload: options.WorkloadFile = None,
-    mask: Mask = None,
-    cluster: options.ClusterFile = None,
-    model: options.ModelFile = None,
-    hardware: options.HardwareName = None,
-    ranks: options.Ranks = None,
-    ranks_per_node: options.RanksPerNode = None,
-    tokens_per_rank: options.MicrobatchTokens = options.SAMPLED,
     microbatches: options.Microbatches = 1,
-    stages: Stages = 1,
-    virtual: Virtual = 1,
+    pipeline: Pipeline = 1,
+    virtual: options.Virtual = 1,
     recipe: options.RecipeName = "auto",
     block: options.Block = None,
     pods: options.Pods = None,
-    seed: options.Seed = 0,
     shuffle: Shuffle = True,
     workers: options.Workers = 0,
     ray: Ray = None,
@@ -84,7 +67,9 @@ def precompute(
     The samples of the file are drawn epoch after epoch, as a PlannedLoader with
     the same seed draws them; source="DIR" has it read the plans. A run that was
     stopped goes on with the same command, and a folder takes more --iterations
-    later. Servers may share the folder: equal requests have equal plans.
+    later. Servers may share the folder: equal requests have equal plans. With
+    --overlong drop or cut the loader is given ap.Samples with the same rule;
+    the default is refuse.
 
     [bold]Examples[/bold]
 
@@ -97,12 +82,12 @@ def precompute(
     from apportion.ir.request.policy import Policy
     from apportion.planner.iteration.ticks import RECIPE as TICKS, tick_table
 
-    the_cluster, the_model, the_hardware = inputs.setting_of(cluster, ranks, ranks_per_node, model, hardware)
-    table = tick_table(stages, microbatches, virtual) if stages > 1 else None
+    cluster, model, hardware = request.setting()
+    table = tick_table(pipeline, microbatches, virtual) if pipeline > 1 else None
     taken = inputs.recipe_of(recipe, block, pods) if table is None or recipe != "auto" else TICKS
-    policy = Policy(taken, seed=seed)
-    job = Job(the_cluster, the_model, policy, tokens_per_rank, microbatches, the_hardware)
-    work = _work(job, inputs.Files(None, lengths, workload), mask, (iterations, shuffle, table))
+    policy = Policy(taken, seed=request.seed)
+    job = Job(cluster, model, policy, request.rank_tokens, microbatches, hardware)
+    work = _work(job, request, (iterations, shuffle, table))
     try:
         summary = _run(work, out, workers, ray)
     except KeyboardInterrupt:
@@ -112,15 +97,15 @@ def precompute(
     emit(record, as_json, lambda: _table(record))
 
 
-def _work(job: Job, files: inputs.Files, mask: str | None, more: tuple[int, bool, TickTable | None]) -> Work:
-    from apportion.bench import Source
+def _work(job: Job, request: Request, more: tuple[int, bool, TickTable | None]) -> Work:
     from apportion.service.precompute import Work
 
-    samples = inputs.samples_of(files)
-    if samples is None or len(files.given) != 1:
-        raise files.not_one("--lengths and --workload")
-    given = Source(samples, inputs.masks_of(mask)).mask
-    return Work(job, samples.lengths, given or samples.masks, *more)
+    request.check_files("--lengths", "--workload")
+    source = request.source()
+    samples, (_, _, table) = source.workload, more
+    assert samples is not None
+    samples = samples.kept(job.tokens // (1 if table is None else table.stages), request.overlong or "refuse")
+    return Work(job, samples.lengths, source.mask or samples.masks, *more)
 
 
 def _run(work: Work, out: Path, workers: int, ray: str | None) -> Summary:

@@ -82,7 +82,7 @@ def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
     }
 
 
-solvers = typer.Typer()
+solvers = typer.Typer(name="solvers")
 
 
 @solvers.callback(invoke_without_command=True)
@@ -120,10 +120,8 @@ def _solver(entry: registry.Entry) -> dict[str, Any]:
 
 @solvers.command()
 def compare(
-    kind: Annotated[
-        str | None, Option("--kind", help="Only the solvers of this kind.", metavar="KIND")
-    ] = None,
-    problems: Annotated[int, Option("--problems", help="Small problems of each kind.", min=1)] = 50,
+    problem: Annotated[str | None, Option("--problem", help="Only solvers of this problem.")] = None,
+    count: Annotated[int, Option("--count", help="Small instances of each problem.", min=1)] = 50,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the solvers with the optimum, on problems so small that all their answers are enumerated.
@@ -132,7 +130,7 @@ def compare(
 
       apportion solvers compare
 
-      apportion solvers compare --kind partition --problems 200 --json
+      apportion solvers compare --problem partition --count 200 --json
     """
     from apportion.cli.printed import recipes as printed
     from apportion.cli.solver_comparison import compare as compared
@@ -140,12 +138,12 @@ def compare(
     from apportion.planner.solvers.contracts import KINDS
     from apportion.planner.solvers.registry import list_solvers
 
-    if kind is not None:
-        choice("--kind", kind, KINDS)
-    wanted = [entry for entry in list_solvers() if kind in (None, entry.kind)]
+    if problem is not None:
+        choice("--problem", problem, KINDS)
+    wanted = [entry for entry in list_solvers() if problem in (None, entry.kind)]
     there = [entry for entry in wanted if entry.installed]
-    with progress("solving", problems * len(there)) as tell:
-        rows = compared(there, problems, tell)
+    with progress("solving", count * len(there)) as tell:
+        rows = compared(there, count, tell)
     missing = [f"{entry.kind} {entry.name}" for entry in wanted if not entry.installed]
     if missing:
         note(f"not installed: {', '.join(missing)}: pip install '.[solvers]'")

@@ -46,7 +46,7 @@ def serve(
         ),
     ] = 0,
     worker_gb: Annotated[
-        float, _option("Memory that each of them may use, in 2^30 bytes.", "--worker-gb", min=0.1, max=1e6)
+        float, _option("Memory that each of them may use, in GB (10^9).", "--worker-gb", min=0.1, max=1e6)
     ] = 8.0,
     plan_s: Annotated[
         float, _option("Seconds that planning one request may take.", "--plan-s", min=0.1, max=1e6)
@@ -104,7 +104,7 @@ def serve(
         store_bytes=None if store_gb is None else int(store_gb * _GB),
         store_age_s=None if store_days is None else store_days * _DAY_S,
         workers=workers,
-        worker_bytes=int(worker_gb * 2**30),
+        worker_bytes=int(worker_gb * _GB),
         plan_s=plan_s,
         token=inputs.token_of(token_file),
         tenants=tenants_file,

@@ -18,11 +18,11 @@ def simulate(
     trace: Annotated[
         Path | None, Option("--trace", help="Write a trace that ui.perfetto.dev opens.", metavar="T.json")
     ] = None,
-    ranks: Annotated[
-        int, Option("--ranks", help="Timelines to draw: of the ranks that wait longest.", min=0)
+    timelines: Annotated[
+        int, Option("--timelines", help="Timelines to draw: of the ranks that wait longest.", min=0)
     ] = 16,
-    steps: Annotated[
-        int, Option("--steps", help="Steps of the critical path to tell: the longest ones.", min=0)
+    path: Annotated[
+        int, Option("--path", help="Steps of the critical path to print: the longest ones.", min=0)
     ] = 10,
     spans: Annotated[
         bool, Option("--spans/--no-spans", help="With --json: what every rank does when.")
@@ -41,7 +41,7 @@ def simulate(
 
       apportion simulate first.plan --hardware mine.json --trace first.json
     """
-    from apportion.cli.printed import timelines
+    from apportion.cli.printed import timelines as printed
     from apportion.planner.simulate import simulate as run
 
     files.check_output("--trace", trace)
@@ -54,5 +54,5 @@ def simulate(
         "trace": None if trace is None else str(trace),
         **(found.to_data(spans) if as_json else {}),
     }
-    views = [lambda each=each: timelines.run_view(each, ranks, steps) for each in found.runs.values()]
-    emit(record, as_json, lambda: timelines.headline(found), *views)
+    views = [lambda each=each: printed.run_view(each, timelines, path) for each in found.runs.values()]
+    emit(record, as_json, lambda: printed.headline(found), *views)

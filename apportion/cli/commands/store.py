@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from apportion.service.pack import Pack
     from apportion.service.store.folder import File, Folder
 
-app = typer.Typer(help="Look after folders of plans.", no_args_is_help=True)
+app = typer.Typer(name="store", help="Look after folders of plans.", no_args_is_help=True)
 
 Place = Annotated[Path, Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
 

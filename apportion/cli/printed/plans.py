@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from rich.text import Text
 from apportion.cli.printed.tables import table
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan.summary import Record, human_bytes, loads, percent, tokens
+from apportion.ir.request.model import Model
 
 BAR = 28  # cells of the longest bar
 SHOWN = 64  # ranks drawn one by one; larger plans get one row a node
@@ -27,6 +29,21 @@ def summary(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         made.add_row(name, value)
     return made
+
+
+def model_line(file: Path | None, model: Model) -> str:
+    """Name, heads and layers of the model that is planned for."""
+    heads, layers = (value for _, value in model.figures()[:2])
+    return f"{file or 'the default'}: heads {heads}; layers {layers}"
+
+
+def faster_rows(faster: Record | None) -> list[tuple[str, str]]:
+    """That another recipe is forecast faster."""
+    if faster is None:
+        return []
+    ratio = faster["own_ms"] / faster["ms"]
+    times = f"{faster['ms']:.2f} ms a call, forward and backward, for {faster['own_ms']:.2f}"
+    return [("faster", f"{faster['recipe']}, {ratio:.2f} times as fast by forecast ({times}): --recipe auto")]
 
 
 def bench_table(records: Sequence[Record]) -> Table:

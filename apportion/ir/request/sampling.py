@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import integer, integers, keep
+from apportion.ir.fields import choice, integer, integers, keep
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import causal
@@ -21,6 +21,21 @@ from apportion.ir.request.sequences import Sequence as Sample
 MaskSpec = Mask | Mapping[str, Mask]
 #: for all samples, or one of each sample; None is causal
 Masks = MaskSpec | Sequence[MaskSpec | None] | None
+
+
+#: what becomes of samples of more tokens than a limit
+OVERLONG = ("drop", "cut", "refuse")
+
+
+def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
+    """bool [n]: samples of more than `limit` tokens. overlong: "drop" leaves them out, "cut" keeps their first tokens.
+    Raises CapacityError where there are any to "refuse"."""
+    over: Bools = lengths > limit
+    if choice("overlong", overlong, OVERLONG) == "refuse" and over.any():
+        first = int(over.argmax())
+        held = f"sample {first} has {lengths[first]} tokens, the limit is {limit}"
+        raise CapacityError(f"{held}: ask for overlong='cut' or 'drop'")
+    return over
 
 
 @dataclass(frozen=True, eq=False)

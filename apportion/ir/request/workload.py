@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,11 +27,13 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, offsets
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import integer, integers, load, mapping, read_text, rows, sequence
+from apportion.ir.fields import integer, integers, load, mapping, rows, sequence
 from apportion.ir.masks import specs as masks
 from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.request.batch import Batch
+from apportion.ir.request.lengths import length_values
+from apportion.ir.request.sampling import find_overlong
 from apportion.ir.request.sequences import Sequence
 
 LONGEST = 524_288  # tokens of a log-normal document
@@ -47,17 +50,31 @@ class Workload:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def limited(self, limit: int, overlong: str) -> Workload:
+        """The samples with what `overlong` makes of those of more than `limit` tokens; those to drop stay. Raises
+        CapacityError for those that are refused, ConfigError for a mask of its own that would be cut."""
+        over = find_overlong(self.lengths, limit, overlong)
+        if overlong != "cut" or not over.any():
+            return self
+        if any(self.masks[i] is not None for i in np.flatnonzero(over)):
+            rule = "a sample with a mask of its own cannot be cut"
+            raise ConfigError("overlong", overlong, rule, "drop or refuse them")
+        return Workload(np.minimum(self.lengths, limit), self.masks)
+
+    def kept(self, limit: int, overlong: str) -> Workload:
+        """As `limited`, without those to drop. Raises as that."""
+        held = self.limited(limit, overlong)
+        return Workload(held.lengths[kept := held.lengths <= limit], tuple(compress(held.masks, kept)))
+
 
 def read_workload(path: str | Path) -> Workload:
     """The samples of a JSON or YAML workload file. Raises ConfigError."""
     return workload_from_data(load(path))
 
 
-def read_lengths(path: str | Path) -> Workload:
-    """The plain documents of a lengths file: one integer a line. Raises ConfigError."""
-    lines = read_text(Path(path)).splitlines()
-    values = [_line(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
-    return _plain(_filled(str(path), values))
+def read_lengths(path: str | Path, column: str | None = None) -> Workload:
+    """The plain documents of a file or folder that `length_values` reads. Raises as that, ConfigError."""
+    return _plain(_filled(str(path), length_values(Path(path), column)), str(path))
 
 
 def workload_from_data(data: Any) -> Workload:
@@ -71,16 +88,20 @@ def workload_from_data(data: Any) -> Workload:
     return _READERS[keys[0]](data, samples)
 
 
-def sample(workload: Workload, tokens: int, max_sample: int, seed: int) -> tuple[Batch, int]:
+def sample(
+    workload: Workload, tokens: int, max_sample: int, seed: int, overlong: str = "drop"
+) -> tuple[Batch, int]:
     """A batch of at most `tokens` tokens, and how many samples were skipped.
 
     Samples are drawn with replacement by `numpy.random.Generator(PCG64(seed))` until the next would pass
     `tokens`; that one is cut to fill the rest if it is a plain document, and dropped otherwise. A sample of more
-    than `max_sample` tokens is skipped and counted. Raises CapacityError where nothing fits.
+    than `max_sample` tokens is skipped and counted, or `overlong`, see `find_overlong`. Raises CapacityError where
+    nothing fits.
     """
     tokens = integer("tokens", tokens, 1, MAX_TOKENS)
     max_sample = integer("max_sample", max_sample, 1, MAX_TOKENS)
     seed = integer("seed", seed, 0)
+    workload = workload.limited(max_sample, overlong)
     if workload.lengths.min() > max_sample:
         raise CapacityError(
             f"the shortest sample has {workload.lengths.min()} tokens, {max_sample} fit: use more ranks, more tokens a "
@@ -256,13 +277,6 @@ def _filled(field: str, samples: Any) -> Any:
     if not samples:
         raise ConfigError(field, samples, "must not be empty", "list at least one sample")
     return samples
-
-
-def _line(field: str, line: str) -> int:
-    text = line.strip()
-    if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise ConfigError(field, line, "must be one integer", "write one length a line")
-    return integer(field, int(text), 1, MAX_TOKENS)
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any], Any], Workload]] = MappingProxyType(

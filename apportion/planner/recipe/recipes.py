@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from apportion.ir.errors import ConfigError, UnknownNameError
-from apportion.ir.fields import sequence
+from apportion.ir.fields import sequence, suggestion
 from apportion.ir.request.policy import DEFAULT_RECIPE, Recipe, Step
 from apportion.planner import options, plugins
 from apportion.planner.inner.groups import InnerPass
@@ -75,9 +75,7 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
         raise ConfigError("recipe", recipe, rule, f"use {DEFAULT_RECIPE}")
     known = BUILT_IN if recipe in BUILT_IN else entries()
     if recipe not in known:
-        raise UnknownNameError(
-            "recipe", recipe, f"there is {', '.join(known)}", "name one of these, or give a Recipe"
-        )
+        raise UnknownNameError("recipe", recipe, "no recipe of that name", suggestion(recipe, known))
     found = known[recipe].recipe
     # a copy of each step: whoever changes its parameters changes no other plan
     return Recipe(found.name, tuple(replace(step) for step in found))

@@ -16,13 +16,14 @@ from typing import Any, Unpack
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.fields import choice, integer
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integer
+from apportion.ir.masks.bands import MAX_TOKENS
 from apportion.ir.masks.spec import Mask
 from apportion.ir.masks.specs import causal, documents
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.ir.request.sampling import MaskSpec
+from apportion.ir.request.sampling import MaskSpec, find_overlong
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.loading.rows import TOKENS, Dataset
@@ -34,12 +35,12 @@ _READ = 1000  # samples at a time
 class Samples(Dataset):
     """A map-style dataset that a loader plans without more: `lengths` and `masks` are read from its columns.
 
-        ap.PlannedLoader(ap.Samples(dataset, limit=8 * 8192, too_long="cut"), cluster, model, 8192)
+        ap.PlannedLoader(ap.Samples(dataset, limit=8 * 8192, overlong="cut"), cluster, model, 8192)
 
     dataset: a Hugging Face `Dataset`, or what has `[i]` and `len`; samples as `Dataset` of the loader has them, and
     packed rows with `seq_lengths` or `position_ids`. columns: those that samples keep, by default all but these two.
     mask: of each document, or one of each attention kind; causal by default. limit: tokens of a sample, such as what a
-    microbatch of all ranks takes; too_long: what becomes of longer ones: "refuse" raises CapacityError, "cut" keeps
+    microbatch of all ranks takes; overlong: what becomes of longer ones: "refuse" raises CapacityError, "cut" keeps
     their first tokens, "drop" leaves them out. `cut` and `dropped` count them; `kept`: int64, the dataset's number of
     each sample. Raises ConfigError where documents do not make up their row, and for a dataset with `masks` of its own.
     """
@@ -51,7 +52,7 @@ class Samples(Dataset):
         columns: Collection[str] | None = None,
         mask: MaskSpec | None = None,
         limit: int | None = None,
-        too_long: str = "refuse",
+        overlong: str = "refuse",
     ) -> None:
         if getattr(dataset, "masks", None) is not None:
             rule = "would be left out: these samples have the mask that is given here"
@@ -61,14 +62,9 @@ class Samples(Dataset):
         packs = list(_packs(dataset))
         longest = np.array([sum(pack) for pack in packs], np.int64)
         limit = None if limit is None else integer("limit", limit)
-        over = np.zeros(len(packs), bool) if limit is None else longest > limit
-        rule = choice("too_long", too_long, ("refuse", "cut", "drop"))
-        if rule == "refuse" and over.any():
-            first = int(over.argmax())
-            told = f"sample {first} has {longest[first]} tokens, the limit is {limit}"
-            raise CapacityError(f"{told}: ask for too_long='cut' or 'drop'")
-        self.dropped, self.cut = (int(over.sum()) * (rule == one) for one in ("drop", "cut"))
-        self.kept: Ints = np.flatnonzero(~over) if rule == "drop" else np.arange(len(packs))
+        over = find_overlong(longest, MAX_TOKENS if limit is None else limit, overlong)
+        self.dropped, self.cut = (int(over.sum()) * (overlong == one) for one in ("drop", "cut"))
+        self.kept: Ints = np.flatnonzero(~over) if overlong == "drop" else np.arange(len(packs))
         packs = [_cut(packs[i], limit) for i in self.kept.tolist()]
         self.lengths: Ints = np.array([sum(pack) for pack in packs], np.int64)
         several = any(len(pack) > 1 for pack in packs)
@@ -158,12 +154,12 @@ _OWN = {"lengths", "masks", "sampler"}
 class StreamedLoader:
     """Iterates over a stream in planned microbatches; every rank makes one with equal arguments, and reads all of it.
 
-        for batch in ap.StreamedLoader(stream, cluster, model, tokens_per_rank, buffer=4096, too_long="drop"):
+        for batch in ap.StreamedLoader(stream, cluster, model, tokens_per_rank, buffer=4096, overlong="drop"):
 
     stream: gives samples, as `Samples` has them, in one order on all ranks, anew for each pass; `set_epoch` is called
     where it has one, and `skip(n)`, which gives the stream without its first n samples, where a pass goes on. buffer:
     samples that are read, shuffled and planned at a time; its last microbatch may be a small one, so take many times
-    what an iteration takes. mask, limit, too_long: as `Samples`. options: as `PlannedLoader`, but for what is of all
+    what an iteration takes. mask, limit, overlong: as `Samples`. options: as `PlannedLoader`, but for what is of all
     samples: lengths, masks and sampler. Numbers of iterations and samples are those of a buffer.
 
     `state_dict` and `load_state_dict` are as those of `PlannedLoader`: a pass goes on behind the last batch that was
@@ -180,7 +176,7 @@ class StreamedLoader:
         buffer: int,
         mask: Any = None,
         limit: int | None = None,
-        too_long: str = "refuse",
+        overlong: str = "refuse",
         **options: Unpack[LoaderOptions],
     ) -> None:
         if unknown := sorted(_OWN & options.keys()):
@@ -190,7 +186,7 @@ class StreamedLoader:
             rule = "gives one pass, and cannot begin anew"
             raise ConfigError("stream", type(stream).__name__, rule, "give what can be iterated anew")
         self._stream, self._size = stream, integer("buffer", buffer)
-        self._samples = {"mask": mask, "limit": limit, "too_long": too_long}
+        self._samples = {"mask": mask, "limit": limit, "overlong": overlong}
         self._job, self._options = (cluster, model, tokens_per_rank), options
         self._epoch = self._number = 0  # of the next buffer
         self._loader: PlannedLoader | None = None

@@ -1,0 +1,168 @@
+"""The options of a request, which several commands share: documents, cluster, model, hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from apportion.cli import inputs, options
+from apportion.cli.output import count, note
+from apportion.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apportion.bench import Source
+    from apportion.ir.request.batch import Batch
+    from apportion.ir.request.cluster import Cluster
+    from apportion.ir.request.hardware import Hardware
+    from apportion.ir.request.model import Model
+    from apportion.ir.request.workload import Workload
+
+
+@dataclass(frozen=True)
+class Request:
+    """Documents to plan, and what for. Fields are options of commands that take a request, see `command`."""
+
+    lengths: options.LengthsFile = None
+    column: options.Column = None
+    workload: options.WorkloadFile = None
+    overlong: options.Overlong = None
+    mask: options.MaskText = None
+    cluster: options.ClusterFile = None
+    ranks: options.Ranks = None
+    ranks_per_node: options.RanksPerNode = None
+    tokens_per_rank: options.TokensPerRank = None
+    model: options.ModelFile = None
+    hardware: options.HardwareName = None
+    seed: options.Seed = 0
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Option -> file, of where documents come from; of those that are given."""
+        named = {
+            "--batch": getattr(self, "batch", None),
+            "--lengths": self.lengths,
+            "--workload": self.workload,
+        }
+        return {option: path for option, path in named.items() if path is not None}
+
+    @property
+    def name(self) -> str:
+        """Where documents are from, in words."""
+        return next(map(str, self.files.values()), "log-normal documents")
+
+    @property
+    def rank_tokens(self) -> int:
+        return self.tokens_per_rank or options.SAMPLED
+
+    def check_files(self, *allowed: str, least: int = 1) -> None:
+        """Raises ConfigError where there are not `least` to one files of documents."""
+        if not least <= len(self.files) <= 1:
+            rule = f"{'exactly one' if least else 'at most one'} of these must name the documents"
+            raise ConfigError(", ".join(allowed), " ".join(self.files) or "nothing", rule, "name one file")
+
+    def setting(self) -> tuple[Cluster, Model, Hardware | None]:
+        """Cluster, model and hardware; what does not fit together, stderr says. Where a cluster file is given, it
+        counts. Raises ConfigError."""
+        from apportion import bench
+        from apportion.ir.request.cluster import Cluster
+
+        hardware, model = inputs.hardware_of(self.hardware), inputs.model_of(self.model)
+        inputs.warn_of_dtype(hardware, model)
+        ranks, per_node = self.ranks, self.ranks_per_node
+        if self.cluster is not None:
+            given = {"--ranks": ranks, "--ranks-per-node": per_node}
+            inputs.refuse(given, "the cluster file says this already", "drop --cluster or")
+            cluster = Cluster.load(self.cluster)
+            inputs.warn_of_mismatch(hardware, cluster)
+            return cluster, model, hardware
+        ranks = 64 if ranks is None else ranks
+        if per_node is not None and ranks % per_node:
+            raise ConfigError("--ranks-per-node", per_node, f"must divide --ranks {ranks}", "write a divisor")
+        return bench.cluster_of(ranks, per_node, hardware), model, hardware
+
+    def samples(self) -> Workload | None:
+        """Samples to draw from, None where there is no file of them. Raises ConfigError."""
+        from apportion.ir.request.workload import read_lengths, read_workload
+
+        if self.lengths is None:
+            inputs.refuse({"--column": self.column}, "is of a file of lengths", "add --lengths or drop")
+        if self.workload is not None:
+            return read_workload(self.workload)
+        return None if self.lengths is None else read_lengths(self.lengths, self.column)
+
+    def source(self, longest: int | None = None) -> Source:
+        """What batches are drawn from; plain documents under the mask of --mask, or of a config.json. longest: most
+        tokens of a sample. Raises ConfigError."""
+        from apportion.bench import Source
+        from apportion.ir.request import hf_config
+
+        samples, mask, config = self.samples(), inputs.masks_of(self.mask), inputs.config_of(self.model)
+        if mask is None and config is not None and (samples is None or not any(samples.masks)):
+            mask = hf_config.masks_of(config)
+        return Source(samples, mask, longest, self.overlong or "drop")
+
+    def draw(self, tokens: int, seed: int, longest: int | None = None) -> tuple[Batch, int]:
+        """A batch, and how many samples were too large for it, which stderr says."""
+        batch, skipped = self.source(longest).batch(tokens, seed)
+        warn_of_skipped(skipped, longest or tokens)
+        return batch, skipped
+
+
+@dataclass(frozen=True)
+class BatchRequest(Request):
+    """A request whose documents may be a batch file, taken as it is."""
+
+    batch: options.BatchFile = None
+
+    def batches(
+        self, tokens: int, batches: int | None, usual: int, longest: int | None = None
+    ) -> tuple[list[Batch], int]:
+        """The batch of a file alone, or as many as asked for (else `usual`), of `tokens` tokens, each drawn with its
+        own seed; and how many samples were too large. longest: most tokens of a sample, None: those of the batch.
+        Raises ConfigError."""
+        from apportion.ir.request.batch import Batch
+
+        self.check_files("--batch", "--lengths", "--workload", least=0)
+        if self.batch is not None:
+            given = {"--mask": self.mask, "--tokens-per-rank": self.tokens_per_rank, "--batches": batches}
+            given |= {"--overlong": self.overlong, "--column": self.column}
+            inputs.refuse(
+                given, f"the batch {self.batch} is taken as it is, nothing is drawn", "drop --batch or"
+            )
+            return [Batch.load(self.batch)], 0
+        source, seeds = self.source(longest), range(self.seed, self.seed + (batches or usual))
+        drawn, skips = zip(*(source.batch(tokens, one) for one in seeds), strict=True)
+        warn_of_skipped(sum(skips), longest or tokens)
+        return list(drawn), sum(skips)
+
+
+def warn_of_skipped(skipped: int, tokens: int) -> None:
+    """Say on stderr that samples were too large."""
+    if skipped:
+        why = f"of more than {tokens:,} tokens (--overlong drop)"
+        note(f"warning: skipped {count(skipped, 'sample')} {why}")
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """The command of a function whose first argument is a request: with the options of the request before its own."""
+    hints = get_type_hints(function, include_extras=True)
+    first, *own = signature(function).parameters.values()
+    kind: type[Request] = hints[first.name]
+    held = get_type_hints(kind, include_extras=True)
+    shared = [*signature(kind).parameters.values()]
+
+    def run(**given: Any) -> None:
+        function(kind(**{one.name: given.pop(one.name) for one in shared}), **given)
+
+    types: Mapping[str, Any] = {**held, **hints}
+    listed = [
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=types[one.name])
+        for one in (*shared, *own)
+    ]
+    run.__signature__ = Signature(listed)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in listed}
+    run.__doc__, run.__name__ = function.__doc__, function.__name__
+    return run

@@ -1,0 +1,101 @@
+"""Reader of document lengths: lines of integers or JSON, a JSON list, CSV, Parquet, a saved Hugging Face dataset.
+
+a record of           length                                a column of integers, or of lists whose lengths count
+.json                 a list of integers or records
+.csv                  the column under its heading
+.parquet, a folder    Arrow columns; a folder has Parquet files, or what `Dataset.save_to_disk` wrote
+any other ending      an integer or a record a line
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.ir.fields import integer, integers, load, read_text, sequence
+from apportion.ir.masks.bands import MAX_TOKENS
+
+#: columns that are looked for where none is named
+COLUMNS = ("length", "input_ids")
+
+
+def length_values(path: Path, column: str | None = None) -> list[int]:
+    """The length of each document of a file or folder, at least 1. column: of records and tables; None: the first of
+    `COLUMNS` that there is. Raises ConfigError, and MissingDependencyError where pyarrow is needed and not
+    installed."""
+    if path.is_dir() or path.suffix == ".parquet":
+        return [value for table in _tables(path) for value in _column(path, table, column)]
+    if path.suffix == ".csv":
+        rows = enumerate(csv.DictReader(read_text(path).splitlines()), 2)
+        return [
+            _length(f"{path}:{at}", {name: _read(cell) for name, cell in row.items()}, column)
+            for at, row in rows
+        ]
+    if path.suffix == ".json":
+        listed = enumerate(sequence(str(path), load(path)))
+        return [_length(f"{path}[{at}]", value, column) for at, value in listed]
+    lines = enumerate(read_text(path).splitlines(), 1)
+    return [_length(f"{path}:{at}", _read(line), column) for at, line in lines if line.strip()]
+
+
+def _read(text: str) -> Any:
+    """The JSON of a line or cell; what is none stays text."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
+
+
+def _length(field: str, value: Any, column: str | None) -> int:
+    if isinstance(value, Mapping):
+        value = value[_name(field, value, column)]
+    elif column is not None:
+        raise ConfigError("column", column, f"{field} is no record", "leave it out")
+    return integer(field, len(value) if isinstance(value, list) else value, 1, MAX_TOKENS)
+
+
+def _name(field: str, names: Iterable[str], column: str | None) -> str:
+    held = list(names)
+    wanted = COLUMNS if column is None else (column,)
+    for name in wanted:
+        if name in held:
+            return name
+    rule = f"{field} has no {' or '.join(wanted)}, it has {', '.join(map(str, held[:16]))}"
+    raise ConfigError("column", column, rule, "name the column of lengths or of token ids")
+
+
+def _tables(path: Path) -> Iterator[Any]:
+    """Arrow tables of a Parquet file, or of the files of a folder in their order."""
+    try:
+        from pyarrow import ipc, parquet
+    except ModuleNotFoundError:
+        raise MissingDependencyError("pyarrow", "data", f"reading {path}") from None
+    if (path / "state.json").is_file():
+        state = load(path / "state.json")
+        if state.get("_indices_files"):
+            rule = "has rows in another order than its files"
+            raise ConfigError("lengths", str(path), rule, "call flatten_indices() before save_to_disk")
+        for held in state["_data_files"]:
+            with ipc.open_stream(str(path / held["filename"])) as stream:
+                yield stream.read_all()
+        return
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        rule = "is a folder without Parquet files or a saved dataset"
+        raise ConfigError("lengths", str(path), rule, "name the folder of one split")
+    for file in files:
+        yield parquet.read_table(file)
+
+
+def _column(path: Path, table: Any, column: str | None) -> list[int]:
+    from pyarrow import compute, types
+
+    found = table[_name(str(path), table.column_names, column)]
+    if types.is_list(found.type) or types.is_large_list(found.type):
+        found = compute.list_value_length(found)
+    values: list[int] = integers(f"{path}: {column or 'length'}", found.to_numpy(), 1, MAX_TOKENS).tolist()
+    return values
