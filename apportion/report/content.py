@@ -45,6 +45,7 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
         "summary": [*summary.plan_rows(plan.report), _time_imbalance(simulation)],
         "figures": list(_figures(simulation)),
         "lost_ms": simulation.lost_ms,
+        "verdict": verdict(simulation),
         "of_ranks": pack(_of_ranks(simulation)),
         "documents": pack(
             {
@@ -57,6 +58,42 @@ def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str
         "search": plan.report.get("search"),
         "model": request_data(plan.request)["model"],
     }
+
+
+#: what costs a plan most of the time that balanced work does not need, and what to try against it
+_REMEDIES = {
+    "inherent": (
+        "short and sparse documents, which kernels serve slowly",
+        "other kernels, since no plan changes that",
+    ),
+    "cutting": ("documents cut into pieces", "larger blocks"),
+    "launches": ("kernel launches", "larger blocks, or more tokens a rank"),
+    "rows": ("work on rows, which are packed and added up", "a recipe that moves less"),
+    "imbalance": ("uneven work", "smaller blocks, --block"),
+    "contention": ("transfers that slow kernels down", "a recipe that moves less"),
+    "stalls": ("waiting for transfers", "more tokens a rank"),
+}
+GOOD = 0.85  # share of the time that balanced work needs, above which there is little to gain
+
+
+def verdict(simulation: Simulation) -> list[str]:
+    """A sentence on what the plan is worth, and what to try next."""
+    times = f"{simulation.forward_ms:.2f} ms forward and {simulation.backward_ms:.2f} ms backward"
+    share = simulation.efficiency
+    lost = {name: ms for name, ms in simulation.lost_ms.items() if name in _REMEDIES and ms > 0}
+    if share >= GOOD or not lost:
+        return [
+            f"A good plan: {share:.0%} of {times} is balanced work at full speed.",
+            "Try nothing else: train with it.",
+        ]
+    cause = max(lost, key=lost.__getitem__)
+    part = lost[cause] / (simulation.forward_ms + simulation.backward_ms)
+    why, remedy = _REMEDIES[cause]
+    sentence = (
+        f"{share:.0%} of {times} is balanced work at full speed; most of the rest, {part:.0%}, is {why}."
+    )
+    other = "" if "search" in simulation.plan.report else "--recipe auto, or "
+    return [sentence, f"Try {other}{remedy}."]
 
 
 def _time_imbalance(simulation: Simulation) -> tuple[str, str]:

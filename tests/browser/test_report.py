@@ -60,6 +60,7 @@ def test_the_report_of_64_ranks_is_small_and_soon_there(recipe: str, reported: M
 def test_pages_fit_their_window(size: tuple[int, int], scheme: str, reported: Make, visit: Visit) -> None:
     page = visit(reported("auto"), size, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert re.search(r"\d% of .* Try ", page.locator(".verdict").inner_text())
     keep(page, f"report-{size[0]}-{scheme}")
 
 
@@ -100,9 +101,16 @@ def test_hovering_tells_of_all_three_pictures(reported: Make, visit: Visit) -> N
 
 def test_the_mask_goes_from_the_batch_to_a_block(reported: Make, visit: Visit) -> None:
     page = visit(reported())
+    assert page.locator("select.document").input_value() != "-1"  # all documents would be a thin diagonal
+    one, strip = drawn(page, "cells"), page.locator("canvas.documents")
+    page.locator("select.document").select_option(index=0)
     before = drawn(page, "cells")
+    box = strip.bounding_box()
+    assert box
+    strip.click(position={"x": 0.6 * box["width"], "y": box["height"] / 2})
+    assert re.fullmatch(r"document \d+: [\d,]+ tokens from [\d,]+", said(page, "mask"))
     page.locator("select.document").select_option(index=1)
-    one = drawn(page, "cells")
+    assert drawn(page, "cells") == one
     page.locator("canvas.cells").focus()
     for _ in range(8):
         page.keyboard.press("+")
@@ -230,8 +238,15 @@ def test_recipes_side_by_side(folder: Path, visit: Visit) -> None:
         "1",
     ]
     assert cli.main([*words, "--html", str(path), "--json"]) == cli.OK
-    page = visit(path)
+    page = visit(path, (1280, 900))
     table = page.locator("table").first
+    assert page.locator(".scroll").first.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+    times = [float(text.split()[0]) for text in table.locator("tbody tr td:nth-child(2)").all_inner_texts()]
+    assert times == sorted(times)
+    best = table.locator("tr.best.chosen td").first.inner_text()
+    assert best == table.locator("tbody tr td").first.inner_text()
+    assert page.locator(".verdict").first.inner_text().startswith(f"{best} is the fastest, ")
+    assert f"recipe {best}," in page.locator(".about").inner_text()
     table.locator("th", has_text="speed-up").get_by_role("button").click()
     ups = [float(text[:-1]) for text in table.locator("tbody tr td:nth-child(3)").all_inner_texts()]
     assert ups == sorted(ups, reverse=True)
@@ -239,7 +254,7 @@ def test_recipes_side_by_side(folder: Path, visit: Visit) -> None:
     table.get_by_role("button", name="ring", exact=True).click()
     page.wait_for_function("document.querySelector('.about').textContent.includes('recipe ring')")
     assert drawn(page, "time") != before
-    keep(page, "compare-1440")
+    keep(page, "compare-1280")
     check_narrow(visit(path, NARROW), "compare-390")
 
 

@@ -78,7 +78,13 @@ def test_it_follows_what_is_planned(server: Serving, watch: Watch) -> None:
     expect(page.locator(".card b").first).to_have_text(str(before + 1))
     expect(page.locator(".plans tbody tr").first).to_contain_text(key.hex()[:12])
     for title in ("planning, median", "planning, 99 of 100"):
-        expect(page.locator(".card", has_text=title)).to_contain_text("≤")
+        expect(page.locator(".card", has_text=title)).to_contain_text(re.compile(r"^[\d.]+ m?s"))
+    expect(page.locator(".tenants tbody tr")).to_have_count(2)  # all, and the one that there is
+    planned = page.locator(".chart", has_text="plans made").get_by_role("img")
+    expect(planned).to_have_attribute(
+        "aria-label", re.compile(r"over the last hour: \d+ now, [1-9]\d* at most")
+    )
+    assert page.locator(".chart").first.locator("i").count() == 60
     expect(page.locator(".store")).to_contain_text(re.compile(r"Memory of the server\s*[\d.]+ MB"))
 
 

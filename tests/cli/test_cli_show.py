@@ -27,6 +27,8 @@ from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.verify.subject import Subject
 from apportion.planner.api import plan as make_plan
 from apportion.planner.recipe.recipes import entries
+from apportion.planner.simulate import simulate
+from apportion.report.content import verdict
 
 SVG = "{http://www.w3.org/2000/svg}"
 MODEL = Model(q_heads=8, kv_heads=4, head_dim=64, layers=2)
@@ -259,8 +261,19 @@ def test_a_trial_is_told_with_its_time_or_why_it_has_none() -> None:
     ]
     table = printed.search_table({"recipe": trials[0]["recipe"], "tried": trials})
     rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
-    assert [(row[1], str(row[2])) for row in rows] == [
+    assert [(str(row[1]), str(row[2])) for row in rows] == [
         ("2.500", "place lpt, reshuffle"),
         ("> 2.000", "place lpt, reshuffle"),
         ("refused", "too large"),
     ]
+
+
+def test_a_report_opens_with_a_verdict_and_what_to_try() -> None:
+    found = simulate(planned("ring"))
+    sentence, remedy = verdict(found)
+    lost = max(ms for name, ms in found.lost_ms.items() if name != "ideal")
+    assert sentence.startswith(f"{found.efficiency:.0%} of {found.forward_ms:.2f} ms forward")
+    assert f"most of the rest, {lost / (found.forward_ms + found.backward_ms):.0%}, is " in sentence
+    assert remedy.startswith("Try --recipe auto, or ")
+    alone = simulate(planned("contiguous", ranks=1, lengths=[200_000]))
+    assert verdict(alone)[1] == "Try nothing else: train with it."

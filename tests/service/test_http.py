@@ -103,6 +103,10 @@ def test_state_report_and_list(client: httpx.Client) -> None:
     assert request.hex in [plan["key"] for plan in client.get("/v1/plans?count=5").json()["plans"]]
     page = client.get(f"/v1/plans/{request.hex}", headers={"accept": "text/html"})
     assert page.text.startswith("<!doctype html>")
+    hour = client.get("/v1/hour").json()
+    assert hour["minutes"][-1]["planned"] + hour["minutes"][-2]["planned"] >= 1
+    assert [row["tenant"] for row in hour["tenants"]] == ["", ANYONE]
+    assert hour["tenants"][0]["planning_s"] > 0
 
 
 def test_a_plan_for_people(client: httpx.Client) -> None:

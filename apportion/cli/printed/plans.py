@@ -124,16 +124,13 @@ def _bar(share: float, longest: float, style: str) -> Text:
 
 
 def search_table(search: Record) -> Table:
-    """What a search tried, in its order: milliseconds of a layer, or why there are none."""
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    made.add_column("tried", no_wrap=True)
-    made.add_column("ms", justify="right", no_wrap=True)
-    made.add_column("steps")
-    for trial in search["tried"]:
-        best = trial["recipe"] == search["recipe"]
-        cells = trial["recipe"]["name"], _trial_ms(trial), Text(_steps(trial))
-        made.add_row(*cells, style="bold" if best else "")
-    return made
+    """What a search tried, in its order: milliseconds of a layer, or why there are none. The best is bold."""
+    rows = (
+        (Text(cell, "bold" * (trial["recipe"] == search["recipe"])) for cell in cells)
+        for trial in search["tried"]
+        for cells in [(trial["recipe"]["name"], _trial_ms(trial), _steps(trial))]
+    )
+    return table(("tried", "ms", "steps"), rows, ("tried", "steps"), 2, ("steps",))
 
 
 def _trial_ms(trial: Record) -> str:

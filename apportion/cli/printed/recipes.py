@@ -79,9 +79,4 @@ def _needs(row: Record) -> str:
 
 
 def _catalogue(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    for title in titles:
-        made.add_column(title, overflow="fold")
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made
+    return table(titles, (map(Text, row) for row in rows), titles, 2, titles)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 
 
 def table(
-    titles: Sequence[str], rows: Iterable[Iterable[RenderableType]], left: Sequence[str] = (), gap: int = 1
+    titles: Sequence[str],
+    rows: Iterable[Iterable[RenderableType]],
+    left: Sequence[str] = (),
+    gap: int = 1,
+    folds: Sequence[str] = (),
 ) -> Table:
-    """left: titles of columns whose cells begin at the left; gap: blanks between columns."""
+    """left: titles of columns whose cells begin at the left; gap: blanks between columns; folds: titles of columns
+    whose cells take several lines where they are long."""
     made = Table(box=None, padding=(0, gap, 0, 0))
     for title in titles:
-        made.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+        justify: JustifyMethod = "left" if title in left else "right"
+        made.add_column(title, justify=justify, no_wrap=title not in folds, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

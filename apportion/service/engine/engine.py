@@ -17,6 +17,7 @@ from logging import getLogger
 
 from apportion.ir.errors import DecodeError
 from apportion.service.engine.entry import Entry, State
+from apportion.service.engine.hour import Minute, Usage, minutes, usage
 from apportion.service.engine.metrics import Metrics
 from apportion.service.engine.schedule import Schedule
 from apportion.service.pack import Pack
@@ -122,6 +123,17 @@ class Engine:
     def known(self, key: bytes) -> Entry | None:
         """The state of a request that came since the start."""
         return self._entries.get(key)
+
+    def asked(self, key: bytes) -> None:
+        """Notes that a rank asks for a plan."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.asked is None:
+            entry.asked = asyncio.get_running_loop().time()
+
+    def hour(self) -> tuple[list[Minute], list[Usage]]:
+        """The last hour, by minute and by tenant."""
+        held, now = list(self._entries.values()), asyncio.get_running_loop().time()
+        return minutes(held, now), usage(held, now)
 
     def latest(self, count: int) -> Iterator[Entry]:
         """The requests that came last, newest first."""

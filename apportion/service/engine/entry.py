@@ -21,7 +21,8 @@ class State(StrEnum):
 class Entry:
     """work: what is made of the encoded request; job: digest of the request's job; ranks: of its cluster; tenant: who
     submitted it first; due: when it is needed, on the loop's clock; deaths: workers that died of it; seconds: that the
-    worker took; data: what was made; plan: 32 bytes, its id; problem: why nothing was made."""
+    worker took; data: what was made; plan: 32 bytes, its id; problem: why nothing was made; ended, asked: when it was
+    ready or refused, and when the first rank asked for it, on the loop's clock."""
 
     key: bytes
     work: Work
@@ -37,9 +38,11 @@ class Entry:
     data: bytes = b""
     plan: bytes = b""
     problem: ServiceError | None = None
+    ended: float = 0.0
+    asked: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def finish(self, state: State) -> None:
         """Wakes everybody who waits; the request is needed no more."""
-        self.state, self.request = state, b""
+        self.state, self.request, self.ended = state, b"", asyncio.get_running_loop().time()
         self.done.set()

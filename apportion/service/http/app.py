@@ -20,7 +20,7 @@ from apportion.ir.version import __version__
 from apportion.service.engine import Engine, Entry, State
 from apportion.service.http.delivery import Delivery, key_of
 from apportion.service.http.guard import PROBLEM, Guard, body_of, rendered
-from apportion.service.http.models import Health, Planned, Plans, PlanState, Problem, Submitted
+from apportion.service.http.models import Health, Hour, Planned, Plans, PlanState, Problem, Submitted
 from apportion.service.http.openapi import BODY, DELIVERY
 from apportion.service.http.requests import PlanRequest, parse
 from apportion.service.http.tokens import Tokens
@@ -101,6 +101,12 @@ def _plan_routes(app: FastAPI) -> None:
     async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
         """The requests that came last, newest first."""
         return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
+
+    @app.get("/v1/hour")
+    async def hour(request: Request) -> Hour:
+        """Plans of the last hour by minute and by tenant: how many, how far ahead of the ranks, medians of seconds."""
+        minutes, tenants = _engine(request).hour()
+        return Hour(minutes=minutes, tenants=tenants)
 
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
     async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> Planned:

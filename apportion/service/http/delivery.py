@@ -51,6 +51,7 @@ class Delivery:
             await answer(send, *rendered(problem))
 
     async def _one(self, scope: Scope, send: Send, key: bytes, rank: int, wait_s: float) -> None:
+        self._engine.asked(key)
         pack = self._engine.hot(key) or await self._engine.pack(key, wait_s)
         if pack is None:
             await answer(send, 202, b"application/json", b'{"state":"planning"}', ((b"retry-after", b"1"),))
@@ -81,6 +82,7 @@ class Delivery:
 
     async def _framed(self, send: Send, key: bytes, rank: int, wait_s: float) -> bytes:
         """The frame of a key, none where it is not ready in time."""
+        self._engine.asked(key)
         try:
             pack = self._engine.hot(key)
             loop = asyncio.get_running_loop()

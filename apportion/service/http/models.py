@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from apportion.service.engine import State
+from apportion.service.engine.hour import Minute, Usage
 
 
 class Submitted(BaseModel):
@@ -35,6 +36,14 @@ class Plans(BaseModel):
     """Requests that came last, newest first."""
 
     plans: list[PlanState]
+
+
+class Hour(BaseModel):
+    """The last hour of the requests that the server still knows. minutes: the oldest first; tenants: a row of all,
+    whose name is empty, and one of each tenant."""
+
+    minutes: list[Minute]
+    tenants: list[Usage]
 
 
 class Planned(BaseModel):

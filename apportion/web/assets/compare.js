@@ -3,7 +3,9 @@
 async function comparePage(root, data) {
   const { comparison } = data, names = data.plans.map((plan) => plan.name);
   const total = (row) => (row.forward_ms === null ? null : row.forward_ms + row.backward_ms);
+  const best = comparison.rows.filter((row) => total(row) !== null).reduce((a, b) => (a && total(a) <= total(b) ? a : b), null)?.recipe;
   const most = Math.max(...comparison.rows.map((row) => total(row) ?? 0)), moved = Math.max(...comparison.rows.map((row) => row.bytes?.total ?? 0));
+  const faster = comparison.rows.find((row) => row.recipe === best)?.speedup?.median;
   const held = make("section", { "aria-label": "Recipes" }), box = make("div");
   let chosen = null, choose = null;
   const open = (row) => { chosen = row.recipe; table.refill(); choose(names.indexOf(row.recipe)); box.scrollIntoView({ behavior: "smooth" }); };
@@ -14,22 +16,23 @@ async function comparePage(root, data) {
     number("speed-up", (row) => row.speedup?.median ?? null, (value) => `${value.toFixed(2)}×`),
     number("forward", (row) => row.forward_ms, UNITS.ms),
     number("backward", (row) => row.backward_ms, UNITS.ms),
-    number("of attainable", (row) => row.of_attainable, percent),
+    number("of attain\u00adable", (row) => row.of_attainable, percent),
     number("waits at most", (row) => row.exposed_ms, UNITS.ms),
     number("bytes", (row) => row.bytes?.total ?? null, (value) => gauge(value / moved, bytes(value))),
     number("between nodes", (row) => row.bytes?.inter_node ?? null, bytes),
     number("compute imbalance", (row) => row.imbalance?.compute ?? null, percent),
     number("planning", (row) => row.planning_ms?.p50 ?? null, UNITS.ms),
-    { name: "remark", text: true, wide: true, value: (row) => row.reason || "", cell: (row) => row.reason || row.unverified || "" },
-  ], comparison.rows, { caption: "Recipes on the same batches", sorted: null, mark: (row) => (row.recipe === chosen ? "chosen" : "") });
+  ], comparison.rows, { caption: "Recipes on the same batches", sorted: 1, mark: (row) => [row.recipe === best ? "best" : "", row.recipe === chosen ? "chosen" : ""].join(" ").trim() });
   held.append(
     make("h2", {}, "Recipes side by side"),
     make("p", { class: "hint" }, `Medians over ${comparison.batches} ${comparison.batches === 1 ? "batch" : "batches"} of ${comparison.workload}; one call of each attention kind; speed-ups over ${comparison.baseline}. A name opens the recipe's plan for the batch of median time.`),
+    make("p", { class: "verdict" }, best ? make("b", {}, `${best} is the fastest${faster > 1.005 ? `, ${faster.toFixed(2)} times as fast as ${comparison.baseline}` : ""}.`) : "No recipe serves these batches.", " What it does when is below."),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Recipes on the same batches" }, table),
+    ...comparison.rows.filter((row) => row.reason || row.unverified).map((row) => make("p", {}, `${row.recipe}: ${row.reason || row.unverified}`)),
   );
   root.append(held, box);
   choose = planTabs(box, data.plans, false);
-  if (data.plans.length) { chosen = names[0]; table.refill(); await choose(0); }
+  if (data.plans.length) { chosen = names.includes(best) ? best : names[0]; table.refill(); await choose(names.indexOf(chosen)); }
 }
 
 async function diffPage(root, data) {

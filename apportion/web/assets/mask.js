@@ -6,7 +6,7 @@ class Mask {
   constructor(plan, section) {
     Object.assign(this, { plan, section, run: null, document: -1, lit: null });
     const find = (name) => section.querySelector(name);
-    this.canvas = find("canvas");
+    this.canvas = find("canvas.cells");
     this.canvas.setAttribute("aria-label", "Mask of the batch. Arrows move, plus and minus zoom, N and P go from document to document; what is in the middle is told below.");
     this.port = new Viewport(this.canvas, find(".zoom"), this, { left: 54, top: 8, bottom: 24 });
     this.only = find(".only");
@@ -20,6 +20,8 @@ class Mask {
     this.choice.append(...longest.map((at) => make("option", { value: at }, `${at}: ${whole.format(length[at])} tokens`)));
     this.choice.addEventListener("change", () => this.show(Number(this.choice.value)));
     this.port.setFull({ x0: 0, x1: this.tokens, y0: 0, y1: this.tokens });
+    this.strip = new Strip(this, find("canvas.documents"));
+    if (length[longest[0]] < this.tokens / 4) this.show(longest[0]);  // all of them would be a thin diagonal
   }
 
   use(run) {
@@ -89,6 +91,7 @@ class Mask {
     }
     context.restore();
     this.axes(context, port);
+    this.strip.port.redraw();
   }
 
   pieces(context, port) {
@@ -148,6 +151,48 @@ class Mask {
     for (const token of across) context.fillText(tokensAt(token, across[1] - across[0]), Math.min(port.x(token), port.width - 26), port.height - 11);
     context.textAlign = "right";
     for (const token of down) context.fillText(tokensAt(token, down[1] - down[0]), port.left - 6, Math.min(Math.max(port.y(token), 8), port.height - 26));
+  }
+}
+
+/** All documents side by side, as high as they are long, in the colours of the ranks that have their queries; what the
+ * mask shows is framed. A click shows a document. */
+class Strip {
+  constructor(mask, canvas) {
+    this.mask = mask;
+    canvas.setAttribute("aria-label", "Documents of the batch, side by side. Arrows move, plus and minus zoom, N and P go from document to document.");
+    this.port = new Viewport(canvas, make("span"), this, { flat: true, left: 54, top: 3, bottom: 3 });
+    this.longest = mask.plan.documents.length.reduce((a, b) => Math.max(a, b), 1);
+    this.port.setFull({ x0: 0, x1: mask.tokens, y0: 0, y1: 1 });
+  }
+
+  key(name) { return this.mask.key(name); }
+  at(x) { const { start } = this.mask.plan.documents; return Math.max(lastBelow(start, this.port.atX(x), 0, start.length), 0); }
+  click(x) { this.mask.show(this.at(x)); }
+  hover(x) { return x < this.port.left ? "" : `document ${this.at(x)}: ${whole.format(this.mask.plan.documents.length[this.at(x)])} tokens`; }
+
+  draw(context, port) {
+    const { plan, run } = this.mask, { start, length } = plan.documents, { view } = this.mask.port;
+    const bar = (document, from, to) => {
+      const high = Math.max(port.high * Math.sqrt(length[document] / this.longest), 2), x = port.x(from);
+      context.fillRect(x, port.top + port.high - high, Math.max(port.x(to) - x, 0.5), high);
+    };
+    context.save();
+    context.beginPath();
+    context.rect(port.left, 0, port.wide, port.height);
+    context.clip();
+    context.fillStyle = theme.colours.wait;
+    for (let at = 0; at < start.length; at += 1) bar(at, start[at], start[at] + length[at]);
+    if (run && !run.mask.void) {
+      const { query, rows, rank } = run.mask;
+      for (let at = 0; at < query.length; at += 1) {
+        context.fillStyle = theme.rank(plan, rank[at]);
+        bar(lastBelow(start, query[at], 0, start.length), query[at], query[at] + rows[at]);
+      }
+    }
+    context.strokeStyle = theme.colours.path;
+    context.lineWidth = 2;
+    context.strokeRect(port.x(view.x0), 1, Math.max(port.x(view.x1) - port.x(view.x0), 2), port.height - 2);
+    context.restore();
   }
 }
 

@@ -1,9 +1,10 @@
 // Tables that sort, bars in their cells, and the figures of a plan.
 
-/** columns: { name, value(row) for sorting, cell(row) -> text or element, text: whether it is text }. */
+/** columns: { name, value(row) for sorting, cell(row) -> text or element, text: whether it is text }. sorted: number of
+ * the column whose least value is first. */
 function sortable(columns, rows, { caption, sorted = null, mark = () => "" } = {}) {
   const body = make("tbody"), head = make("tr"), table = make("table", {}, make("caption", { class: "skip" }, caption || ""), make("thead", {}, head), body);
-  let by = sorted, down = true;
+  let by = sorted, down = sorted === null;
   const fill = () => {
     const order = [...rows];
     if (by !== null) {
@@ -26,11 +27,11 @@ function sortable(columns, rows, { caption, sorted = null, mark = () => "" } = {
   return table;
 }
 
-/** A figure in front of a bar as long as its share of the largest. */
+/** A figure, and beside it a bar as long as its share of the largest. */
 function gauge(share, text) {
   const bar = make("i");
   bar.style.width = `${100 * Math.min(Math.max(share || 0, 0), 1)}%`;
-  return make("span", { class: "gauge" }, bar, make("em", {}, text));
+  return make("span", { class: "gauge" }, make("span", {}, bar), make("em", {}, text));
 }
 
 const FOLD = 128;  // ranks that have rows of their own; of more, nodes have
@@ -72,6 +73,7 @@ function rankTable(plan, section) {
 }
 
 function figures(plan, section) {
+  section.querySelector(".verdict").replaceChildren(make("b", {}, plan.verdict[0]), ` ${plan.verdict[1]}`);
   section.querySelector(".about").textContent = `Plan ${plan.id.slice(0, 16)}, recipe ${plan.recipe}, ${plan.ranks} ranks in nodes of ${plan.ranks_per_node}, simulated on ${plan.hardware}.`;
   const phase = (name) => plan.runs.filter((run) => run.phase === name).reduce((sum, run) => sum + run.makespan_us, 0);
   const total = phase("forward") + phase("backward"), ideal = plan.runs.reduce((sum, run) => sum + run.ideal_us, 0);

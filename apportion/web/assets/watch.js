@@ -16,8 +16,8 @@ async function ask(path, accept = "*/*") {
 
 async function watch() {
   try {
-    const [plans, metrics, ready] = await Promise.all([ask("/v1/plans"), ask("/metrics"), ask("/readyz")]);
-    show((await plans.json()).plans, read(await metrics.text()), await ready.json());
+    const [plans, metrics, hour, ready] = await Promise.all([ask("/v1/plans"), ask("/metrics"), ask("/v1/hour"), ask("/readyz")]);
+    show((await plans.json()).plans, read(await metrics.text()), await hour.json(), await ready.json());
   } catch (error) {
     if (error.status === 401) return askForToken(sessionStorage.getItem(TOKEN) ? error.message : "");
     lamp("lost", `no answer: ${error.message}`);
@@ -48,16 +48,6 @@ function read(text) {
   return new Map(lines.map((line) => line.split(/ (?=[^ ]*$)/)).map(([name, value]) => [name.replace(/^apportion_/, ""), Number(value)]));
 }
 
-/** The bound of the bucket in which a share of the plans is reached. */
-function quantile(figures, share) {
-  const most = share * (figures.get("planning_seconds_count") ?? 0);
-  const buckets = [...figures].filter(([name]) => name.startsWith("planning_seconds_bucket"));
-  const reached = buckets.findIndex(([, count]) => most && count >= most);
-  if (reached < 0) return "–";
-  const bounds = buckets.map(([name]) => Number(name.match(/le="([^"]*)"/)[1].replace("+Inf", "Infinity")));
-  return bounds[reached] === Infinity ? `> ${seconds(bounds[reached - 1])}` : `≤ ${seconds(bounds[reached])}`;
-}
-
 let before = null;
 function deliveriesPerSecond(count) {
   const now = { count, at: performance.now() }, last = before;
@@ -67,7 +57,7 @@ function deliveriesPerSecond(count) {
 
 // ---- what is shown
 
-function show(plans, figures, ready) {
+function show(plans, figures, { minutes, tenants }, ready) {
   const figure = (name) => figures.get(name) ?? 0;
   lamp(ready.status, `${ready.status === "ok" ? "ready" : `degraded: ${ready.reason}`} · ${release}`);
   page(".ask").hidden = true;
@@ -78,12 +68,17 @@ function show(plans, figures, ready) {
     [whole.format(figure("queued")), "wait for a worker"],
     [whole.format(figure("running")), "being planned"],
     [whole.format(figure('plans_total{state="refused"}')), "refused"],
-    [quantile(figures, 0.5), "planning, median"],
-    [quantile(figures, 0.99), "planning, 99 of 100"],
+    [lasting(tenants[0].planning_s), "planning, median of the last hour"],
+    [lasting(tenants[0].planning_99_s), "planning, 99 of 100 in the last hour"],
     [digits(deliveriesPerSecond(figure("deliveries_total"))), "slices delivered a second"],
     [whole.format(figure("streams")), "open streams"],
   ];
-  put(page(".cards"), cards, () => cards.map(([value, name]) => make("div", { class: "card" }, make("b", {}, value), make("span", {}, name))));
+  put(page(".now"), cards, () => cards.map(([value, name]) => make("div", { class: "card" }, make("b", {}, value), make("span", {}, name))));
+  put(page(".hour"), minutes, () => CHARTS.map(([title, name, said]) => chart(title, minutes.map((minute) => minute[name]), said)));
+  put(page(".tenants"), tenants, () => [rowsOf(
+    ["tenant", "waiting", "ready", "refused", "planning", "99 of 100", "waited"],
+    tenants.map((row) => [row.tenant || "all", ...[row.waiting, row.ready, row.refused].map(whole.format), ...[row.planning_s, row.planning_99_s, row.waited_s].map(lasting)]),
+  )]);
   put(page(".plans"), plans, () => [plans.length ? table(plans) : make("p", { class: "about" }, "Nothing was submitted since the server started.")]);
   const rows = [
     ["Memory of the server", bytes(figure("process_resident_memory_bytes"))],
@@ -107,15 +102,39 @@ function put(element, said, make_) {
   if (focus) element.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
 }
 
+const lasting = (value) => (value === null ? "–" : seconds(value));
+
+/** [title, field of a minute, its value as text]. */
+const CHARTS = [
+  ["plans ahead of the ranks", "ahead", whole.format], ["median wait of the first rank", "waited_s", lasting],
+  ["median planning time", "planning_s", lasting], ["plans made", "planned", whole.format], ["plans found in the store", "stored", whole.format],
+];
+
+/** Bars of sixty minutes, as long as their share of the largest. */
+function chart(title, values, said) {
+  const most = Math.max(...values.map((value) => value ?? 0)), now = values.at(-1) ?? values.findLast((value) => value !== null) ?? null;
+  const bars = values.map((value, at) => {
+    const bar = make("i", { title: `${59 - at} minutes ago: ${said(value)}` });
+    bar.style.height = `${most ? (100 * (value ?? 0)) / most : 0}%`;
+    return bar;
+  });
+  const told = `${now === null ? "–" : said(now)} now, ${said(most)} at most`;
+  return make("div", { class: "card chart" }, make("span", {}, title), make("div", { role: "img", "aria-label": `${title} over the last hour: ${told}` }, ...bars), make("span", {}, told));
+}
+
+function rowsOf(names, rows) {
+  const head = make("tr", {}, ...names.map((name) => make("th", { scope: "col", class: name.startsWith("plan,") ? "text" : "" }, name)));
+  const cell = (content) => (content instanceof Element && content.matches("td") ? content : make("td", {}, content));
+  return make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map(cell)))));
+}
+
 function table(plans) {
-  const names = ["key", "state", "ranks", "job", "tenant", "planning", "plan, or why there is none"];
-  const head = make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col", class: name.startsWith("plan,") ? "text" : "" }, name))));
-  const body = plans.map((plan) => make("tr", {},
-    make("td", {}, plan.state === "ready" ? opener(plan.key) : plan.key.slice(0, 12)),
+  return rowsOf(["key", "state", "ranks", "job", "tenant", "planning", "plan, or why there is none"], plans.map((plan) => [
+    plan.state === "ready" ? opener(plan.key) : plan.key.slice(0, 12),
     make("td", { class: plan.state }, plan.state),
-    ...[plan.ranks, plan.job.slice(0, 8), plan.tenant, plan.seconds ? seconds(plan.seconds) : "–"].map((text) => make("td", {}, String(text))),
-    make("td", { class: "wide" }, plan.detail || plan.id.slice(0, 12))));
-  return make("table", {}, head, make("tbody", {}, ...body));
+    ...[plan.ranks, plan.job.slice(0, 8), plan.tenant, lasting(plan.seconds || null)].map(String),
+    make("td", { class: "wide" }, plan.detail || plan.id.slice(0, 12)),
+  ]));
 }
 
 function opener(key) {

@@ -1,0 +1,93 @@
+"""History of the last hour, by minute and by tenant: of the requests that the engine still knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from apportion.service.engine.entry import Entry, State
+
+MINUTES = 60
+
+
+@dataclass(frozen=True)
+class Minute:
+    """planned, stored: plans that workers made, and that the store had; ahead: plans that were ready at its end and
+    that no rank had asked for; planning_s, waited_s: medians, of workers, and of the first rank that asked for a plan;
+    None where there was no plan."""
+
+    planned: int
+    stored: int
+    ahead: int
+    planning_s: float | None
+    waited_s: float | None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one tenant, or of all: requests by state, seconds as in `Minute`. planning_99_s: 99 of 100 took less."""
+
+    tenant: str
+    waiting: int
+    ready: int
+    refused: int
+    planning_s: float | None
+    planning_99_s: float | None
+    waited_s: float | None
+
+
+def minutes(entries: Iterable[Entry], now: float) -> list[Minute]:
+    """The `MINUTES` before `now`, the oldest first."""
+    held = defaultdict[int, list[Entry]](list)
+    ahead = [0] * (MINUTES + 1)  # changes of the number of plans ahead, by minute
+    for entry in entries:
+        if entry.state is not State.READY:
+            continue
+        held[_minute(entry.ended, now)].append(entry)
+        ahead[max(_minute(entry.ended, now), 0)] += 1
+        if entry.asked is not None:
+            ahead[max(_minute(max(entry.asked, entry.ended), now), 0)] -= 1
+    found, sum_ = [], 0
+    for minute in range(MINUTES):
+        sum_ += ahead[minute]
+        made = [entry.seconds for entry in held[minute] if entry.seconds]
+        found.append(
+            Minute(
+                len(made), len(held[minute]) - len(made), sum_, _median(made), _median(_waits(held[minute]))
+            )
+        )
+    return found
+
+
+def usage(entries: Iterable[Entry], now: float) -> list[Usage]:
+    """A row a tenant, by name, behind a row of all, whose tenant is empty; of requests of the last hour."""
+    by_tenant: dict[str, list[Entry]] = {"": []}
+    for entry in entries:
+        if entry.state in (State.QUEUED, State.PLANNING) or _minute(entry.ended, now) >= 0:
+            for tenant in {"", entry.tenant}:
+                by_tenant.setdefault(tenant, []).append(entry)
+    return [_usage(tenant, by_tenant[tenant]) for tenant in sorted(by_tenant)]
+
+
+def _usage(tenant: str, held: list[Entry]) -> Usage:
+    made = [entry.seconds for entry in held if entry.seconds]
+    ready, refused = (sum(entry.state is state for entry in held) for state in (State.READY, State.REFUSED))
+    tail = quantiles(made, n=100, method="inclusive")[-1] if len(made) > 1 else _median(made)
+    return Usage(
+        tenant, len(held) - ready - refused, ready, refused, _median(made), tail, _median(_waits(held))
+    )
+
+
+def _minute(at: float, now: float) -> int:
+    """Its place among the `MINUTES` before now; below 0 where it was before these."""
+    return MINUTES - 1 - int((now - at) // 60)
+
+
+def _waits(held: Iterable[Entry]) -> list[float]:
+    return [max(entry.ended - entry.asked, 0.0) for entry in held if entry.asked is not None]
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None

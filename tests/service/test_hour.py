@@ -1,0 +1,53 @@
+"""The last hour of an engine, by minute and by tenant."""
+
+from __future__ import annotations
+
+import asyncio
+
+from apportion.service.engine.entry import Entry, State
+from apportion.service.engine.hour import minutes, usage
+from apportion.service.workers import plan_pack
+
+NOW = 10_000.0
+
+
+def entry(
+    ended: float, asked: float | None, seconds: float, state: State = State.READY, tenant: str = "a"
+) -> Entry:
+    made = Entry(b"", plan_pack, b"", b"", 1, tenant, 0.0, 0.0, state, seconds=seconds, done=asyncio.Event())
+    made.ended, made.asked = ended, asked
+    return made
+
+
+ENTRIES = [
+    entry(NOW - 30 * 60 - 1, NOW - 1, 2.0),  # ready half an hour ago, wanted in the last minute
+    entry(NOW - 50, NOW - 53, 4.0),  # a rank waited for it, three seconds
+    entry(NOW - 40, None, 0.0, tenant="b"),  # from the store, not wanted yet
+    entry(NOW - 3700, None, 1.0),  # before the hour, still ahead
+    entry(NOW - 20, None, 0.0, State.REFUSED, "b"),
+    entry(0.0, None, 0.0, State.QUEUED, "b"),
+]
+
+
+def test_minutes_have_medians_and_what_is_ahead() -> None:
+    found = minutes(ENTRIES, NOW)
+    assert len(found) == 60
+    assert [minute.ahead for minute in (found[0], found[28], found[29], found[58], found[59])] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert (found[29].planned, found[29].planning_s, found[29].waited_s) == (1, 2.0, 0.0)
+    last = found[59]
+    assert (last.planned, last.stored, last.planning_s, last.waited_s) == (1, 1, 4.0, 3.0)
+    assert (found[10].planned, found[10].planning_s, found[10].waited_s) == (0, None, None)
+
+
+def test_each_tenant_has_a_row() -> None:
+    all_, a, b = usage(ENTRIES, NOW)
+    assert (all_.tenant, all_.waiting, all_.ready, all_.refused) == ("", 1, 3, 1)
+    assert (a.ready, a.planning_s, a.planning_99_s, a.waited_s) == (2, 3.0, 3.98, 1.5)
+    assert (b.tenant, b.waiting, b.ready, b.refused, b.planning_s) == ("b", 1, 1, 1, None)
+    assert [row.tenant for row in usage([], NOW)] == [""]
