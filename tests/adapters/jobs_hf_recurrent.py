@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -179,12 +179,8 @@ def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
     ]
     model = made(name).float()
     if under_plan:
-        shape = replace(model_of(model.config.to_dict()), dtype="fp32")
-        given = Job(
-            ap.Cluster(1, comm.ranks), shape, Policy(find_recipe("fcp")), sum(DOCUMENTS) // comm.ranks + 1, 1
-        )
-        options = {**planning_of(given), "shuffle": False, "rows_multiple": 8, "communicator": comm}
-        batch = next(iter(hf.loader(Held(documents), hf.enable(model), dtype="fp32", **options)))
+        options = {"shuffle": False, "rows_multiple": 8}
+        batch = next(iter(loader(comm, hf.enable(model), documents, sum(DOCUMENTS), **options)))
         loss = model(**hf.inputs(batch)).loss
     else:
         valid = sum(len(ids) - 1 for ids in documents)
@@ -197,6 +193,59 @@ def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
     for one in (total, *(value.grad for value in model.parameters() if value.grad is not None)):
         dist.all_reduce(one, group=comm._groups[0])
     return float(total), [float(value.grad.norm()) for value in model.parameters() if value.grad is not None]
+
+
+def loader(comm: Any, model: Any, documents: list[Any], tokens: int, **options: Any) -> Any:
+    """Of microbatches of about so many tokens on all ranks."""
+    shape, policy = model_of(model.config.to_dict()), Policy(find_recipe("fcp"))
+    given = Job(ap.Cluster(1, comm.ranks), shape, policy, tokens // comm.ranks + 1, 1)
+    return hf.loader(Held(documents), model, **planning_of(given), communicator=comm, **options)
+
+
+class TrainingLoop:
+    """A loop as in the documents: a model in float32, Adam, a loader. saved: what it goes on from."""
+
+    def __init__(self, comm: Any, name: str, saved: bytes | None = None) -> None:
+        self.comm, self.model = comm, hf.enable(made(name).float())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        lengths = np.random.default_rng(7).integers(5, 40, 12)
+        documents = [np.random.default_rng(n).integers(0, VOCABULARY, lengths[n]) for n in range(12)]
+        self.loader = loader(comm, self.model, documents, 64)
+        if saved is not None:
+            for own, state in zip(self._parts, torch.load(io.BytesIO(saved)), strict=True):
+                own.load_state_dict(state)
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [self.model, self.optimizer, self.loader]
+
+    def run(self, steps: int) -> tuple[list[float], bytes]:
+        """Losses, and what is to be saved."""
+        losses = []
+        for batch in self.loader:
+            loss = self.model(**hf.inputs(batch)).loss
+            loss.backward()
+            for value in self.model.parameters():
+                if value.grad is not None:
+                    dist.all_reduce(value.grad, group=self.comm._groups[0])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if len(losses) == steps:
+                break
+        held = io.BytesIO()
+        torch.save([own.state_dict() for own in self._parts], held)
+        return losses, held.getvalue()
+
+
+def resumed(comm: Any, name: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses of a pass in one go, and of one that was saved and went on; and which weights differ then."""
+    whole = TrainingLoop(comm, name)
+    begun, saved = TrainingLoop(comm, name).run(2)
+    again = TrainingLoop(comm, name, saved)
+    losses, parts = whole.run(9)[0], begun + again.run(9)[0]
+    pairs = zip(whole.model.named_parameters(), again.model.parameters(), strict=True)
+    return losses, parts, [name for (name, value), other in pairs if not torch.equal(value, other)]
 
 
 class Held:

@@ -78,6 +78,15 @@ def test_a_step_of_a_loader_is_that_of_the_documents(pool: Pool) -> None:
         assert own == pytest.approx(norms, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "GraniteMoeHybrid", "MiniMax"])
+def test_a_training_that_was_saved_goes_on_as_if_it_had_not_ended(pool: Pool, name: str) -> None:
+    """A model of each family of recurrences, to the bit."""
+    for losses, parts, different in pool.run(jobs_hf_recurrent.resumed, 2, name):
+        assert len(losses) > 3
+        assert parts == losses
+        assert not different
+
+
 def test_without_a_handle_a_model_is_as_it_was() -> None:
     tokens = torch.arange(20)[None] % VOCABULARY
     for name in ("KimiLinear", "MiniMax", "Bamba"):
