@@ -31,7 +31,7 @@ from apportion.trainer.step.microbatch import WEIGHTS
 
 try:
     import accelerate  # noqa: F401
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         error.name or "transformers", "hf", "apportion.trainer.hf_trainer"
@@ -186,6 +186,22 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             rule, remedy = f"has no {STATE}: it is not of a planned run", "begin anew from its weights"
             raise ConfigError("resume_from_checkpoint", checkpoint, rule, remedy)
         self._planned.load_state_dict(json.loads(state.read_text()))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._loaded = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._loaded = self.state.best_model_checkpoint
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Checkpoints have the names of published files; Trainer does not turn them into those of the class, as
+        `from_pretrained` does, but warns and goes on with the weights that were there."""
+        if load_result.missing_keys and isinstance(self.model, PreTrainedModel):
+            saved = type(self.model).from_pretrained(self._loaded, dtype=self.model.dtype)
+            load_result = self.model.load_state_dict(saved.state_dict())
+        super()._issue_warnings_after_load(load_result)
 
 
 class _Numbered:

@@ -59,11 +59,12 @@ def train(
     resumed: Any = None,
     dies: Any = None,
     shuffle: Any = False,
+    name: str = "llama",
     **changes: Any,
 ) -> Any:
     """Losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
     join(comm)
-    model, options = hf.enable(made("llama", **changes)), dict(options)
+    model, options = hf.enable(made(name, **changes)), dict(options)
     common = {"shuffle": shuffle, "tokens": 60}
     train_loader = Noted(hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common))
     tested = {"drop_last": False, "lengths": EVALUATED, **common}

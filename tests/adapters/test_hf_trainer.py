@@ -33,14 +33,15 @@ def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Pat
     assert abs(first - wanted) <= LOSS
 
 
-def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])  # the second is saved under other names
+def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Path, name: str) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    (whole, _), *_ = pool.run(jobs.train, 4, tmp_path / "whole", saving, True, None, None, True)
+    (whole, _), *_ = pool.run(jobs.train, 4, tmp_path / "whole", saving, True, None, None, True, name)
     with pytest.raises(RankError, match="died"):
-        pool.run(jobs.train, 4, tmp_path / "killed", saving, True, None, 5, True)
+        pool.run(jobs.train, 4, tmp_path / "killed", saving, True, None, 5, True, name)
     folder = tmp_path / "killed" / "checkpoint-4"
     assert json.loads((folder / "planned.json").read_text())["iteration"] == 1  # of epoch 1
-    (rest, _), *_ = pool.run(jobs.train, 4, tmp_path / "killed", saving, True, folder, None, True)
+    (rest, _), *_ = pool.run(jobs.train, 4, tmp_path / "killed", saving, True, folder, None, True, name)
     for name in ("loss", "eval_loss", "epoch"):
         assert rest[name] == whole[name]  # what was logged before is in the checkpoint
 
