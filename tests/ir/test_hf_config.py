@@ -417,8 +417,8 @@ def test_projections_of_low_rank_are_the_config_s() -> None:
         ),
         (changed(QWEN3, model_type="qwen3_moe", num_experts=128), "^moe_intermediate_size = None"),
         (
-            changed(LLAMA, model_type="olmo_hybrid"),
-            "24 recurrent layers are planned, but not priced",
+            changed(LLAMA, model_type="falcon_h1"),
+            "^model_type = 'falcon_h1': its layers are planned, but",
         ),
     ],
 )

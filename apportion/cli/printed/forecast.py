@@ -18,6 +18,7 @@ BAR = 56  # characters of the longest step
 #: part -> the letter that it is drawn with
 LETTERS = {
     "attention": "A",
+    "recurrent": "R",
     "linear": "L",
     "experts": "E",
     "rows": "r",

@@ -13,9 +13,8 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, sequence
-from apportion.ir.request.hf_fields import count, text_config
+from apportion.ir.request.hf_fields import count, field_value, text_config
 from apportion.ir.request.hf_layers import words
-from apportion.ir.request.hf_recurrent import recurrent_kinds
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim"})
@@ -23,11 +22,11 @@ _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "ro
 
 def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """`experts`, `q_rank`, `kv_rank` and `rope_dim` of a training. Raises ConfigError where how layers choose or share
-    experts is not known, and where layers recur."""
+    experts is not known, and for types whose recurrent layers are not priced."""
     text = text_config(config)
-    if recurrent := sum(kind.layers for kind in recurrent_kinds(config).values()):
-        rule = f"{recurrent} recurrent layers are planned, but not priced"
-        raise ConfigError("model_type", text["model_type"], rule, "forecast a model of attention layers")
+    if text["model_type"] in words("unpriced"):
+        rule = "its layers are planned, but what they have besides attention is not priced"
+        raise ConfigError("model_type", text["model_type"], rule, "forecast another model of its size")
     held = {name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")}
     field = next((name for name in _COUNTS if text.get(name) not in (None, 0, 1)), None)
     return {"experts": {} if field is None else _experts(text, field), **held}
@@ -41,7 +40,8 @@ def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
             field, text[field], rule, "plan, compare and simulate its attention, without a forecast"
         )
     width = count(text, "intermediate_size" if kind in words("wide_experts") else "moe_intermediate_size")
-    shared = _natural(text, "shared_expert_intermediate_size") or width * _natural(text, "n_shared_experts")
+    named = map(_natural, (text, text), ("shared_expert_intermediate_size", "shared_intermediate_size"))
+    shared = max(named) or width * _natural(text, "n_shared_experts")
     nodes = _natural(text, "topk_group") if _natural(text, "n_group") > 1 else 0
     layers = count(text, "num_hidden_layers")
     return {
@@ -76,5 +76,5 @@ def _sparse(text: Mapping[str, Any], layers: int) -> list[bool]:
 
 
 def _natural(text: Mapping[str, Any], field: str) -> int:
-    value = text.get(field)
-    return 0 if value is None else integer(field, value, 0)
+    name, value = field_value(text, field)
+    return 0 if value is None else integer(name, value, 0)

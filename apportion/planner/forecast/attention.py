@@ -27,7 +27,7 @@ from apportion.planner.pipeline.feasibility import attention_bytes
 from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import pack_of
 from apportion.planner.remap import LINEAR
-from apportion.planner.simulate import makespans_us
+from apportion.planner.simulate import makespans_us, recurrent_runs
 from apportion.planner.simulate.pair.run import turns_us
 
 #: of the groups of a static grid with the most pairs so many are planned
@@ -62,10 +62,12 @@ class PlannedMicrobatch:
 
 @dataclass(frozen=True)
 class Attended:
-    """What it takes, over all layers of the model, microseconds until the last rank is done."""
+    """What it takes, over all layers of the model, microseconds until the last rank is done; recurrent: the same of
+    recurrent layers, forward and backward."""
 
     forward_us: float
     backward_us: float
+    recurrent: tuple[float, float] = (0.0, 0.0)
 
 
 def plan_attention(
@@ -175,13 +177,26 @@ def attend(
             }
             for (costs, cluster), beside in zip(under, around, strict=True)
         ]
-    count = planned.plan.request.model.layers_of
+    model = planned.plan.request.model
     return [
         Attended(
-            *(sum(count(kind) * us for (kind, of), us in layer.items() if of == phase) for phase in PHASES)
+            *(
+                sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
+                for phase in PHASES
+            ),
+            _recurrent_us(planned.plan, *on),
         )
-        for layer in layers
+        for layer, on in zip(layers, under, strict=True)
     ]
+
+
+def _recurrent_us(made: Plan, costs: CostModel, cluster: Cluster) -> tuple[float, float]:
+    kinds, runs = made.request.model.recurrent, recurrent_runs(made, costs, cluster)
+    forward, backward = (
+        sum(kinds[kind].layers * run.makespan_us for (kind, of), run in runs.items() if of == phase)
+        for phase in PHASES
+    )
+    return forward, backward
 
 
 def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:

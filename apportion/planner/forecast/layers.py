@@ -13,14 +13,21 @@ from apportion.ir.layer_work import DISPATCHED, GATED, LOSS, adam_bytes, adam_st
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
+from apportion.planner.forecast.recurrent import (
+    attention_share,
+    product_parameters,
+    recurrent_shares,
+    row_numbers_of,
+)
 from apportion.planner.forecast.training import Training
+from apportion.planner.simulate.recurrent import token_flops
 
 
 @dataclass(frozen=True)
 class Layers:
-    """One rank's share of the layers, the mean of those with experts and without. model: of a tensor-parallel rank;
-    tensor: their number. sparse: share of the layers that has experts; degree: ranks that share these; spread: rows of
-    the fullest of them over the mean."""
+    """One rank's share of the layers, the mean of those with experts and without, with attention and recurrent. model:
+    of a tensor-parallel rank; tensor: their number. sparse: share of the layers that has experts; degree: ranks that
+    share these; spread: rows of the fullest of them over the mean."""
 
     hardware: Hardware
     model: Model
@@ -62,10 +69,11 @@ class Layers:
         return (1 - sparse) * gates * m.ffn + sparse * routed
 
     @property
-    def projection_parameters(self) -> int:
+    def projection_parameters(self) -> float:
         """Those of Q, K and V, which programs that `project` run themselves."""
         m = self.model
-        return attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
+        own = attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
+        return attention_share(m) * own
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -74,7 +82,7 @@ class Layers:
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
         """One layer. projects: without the projections of Q, K and V. What expands latent rows is attention's."""
-        expansion = self.model.q_heads * self.model.expansion
+        expansion = attention_share(self.model) * self.model.q_heads * self.model.expansion
         parameters = self.linear_parameters - projects * self.projection_parameters - expansion
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
 
@@ -86,11 +94,13 @@ class Layers:
 
     def rows_us(self, tokens: float) -> float:
         """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory; of experts those of the
-        shared ones."""
+        shared ones; convolutions, norms and gates of recurrent layers."""
         m, training = self.model, self.training
         gates = training.experts.shared / self.tensor - m.ffn
         numbers = row_numbers(m, self.tensor) + self.sparse * GATED * gates
-        numbers += 2 * (training.q_rank + training.kv_rank)
+        low = 2 * (training.q_rank + training.kv_rank)
+        heads = low + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of layers with attention alone
+        numbers += low + sum(share * (row_numbers_of(kind) - heads) for share, kind in recurrent_shares(m))
         moved = tokens * m.element_bytes * numbers
         return moved / self._bytes_per_us("rows_gbs")
 
@@ -148,7 +158,9 @@ def linear_parameters(model: Model, training: Training, sparse: float, tensor: i
     of both kinds."""
     experts, dense = training.experts, 3 * model.hidden * model.ffn
     always = model.hidden * (experts.count + 3 * experts.shared / tensor)
-    return attention_parameters(model, training) + (1 - sparse) * dense + sparse * always
+    mixers = attention_share(model) * attention_parameters(model, training)
+    mixers += sum(share * product_parameters(kind, model.hidden) for share, kind in recurrent_shares(model))
+    return mixers + (1 - sparse) * dense + sparse * always
 
 
 def whole_parameters(model: Model, training: Training, layers: int, routed: int) -> float:
@@ -161,8 +173,10 @@ def whole_parameters(model: Model, training: Training, layers: int, routed: int)
 
 def model_flops(model: Model, training: Training, layers: int, tokens: int, pairs: int) -> float:
     """FLOPs of a step of the whole model, forward and backward without recomputation, as MFU counts them: 6 a token and
-    parameter of products that it takes part in (embeddings are none), and attention's of the pairs that masks allow.
-    pairs: over all layers."""
+    parameter of products that it takes part in (embeddings are none), attention's of the pairs that masks allow, and
+    those of recurrences in chunks. pairs: over all layers."""
+    states = sum(kind.layers * token_flops(kind) for kind in model.recurrent.values())
     attention = model.q_heads * (model.head_dim + model.value_dim)
     products = whole_parameters(model, training, layers, training.experts.active)
-    return 6.0 * tokens * (products + model.hidden * training.vocab) + 6.0 * pairs * attention
+    linear = 6.0 * (products + model.hidden * training.vocab)
+    return tokens * (linear + 3.0 * states) + 6.0 * pairs * attention

@@ -6,7 +6,8 @@ kept                             activations of the layers that wait for their b
 working                          of the layer at work and the head, at the fullest of three moments of backward
 
     moment         beside what is kept
-    attention      the layer's input, its norm's output and the residual stream's gradient; home and work rows of a call
+    attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
+                   or, if that is more, what backward wants of a recurrent layer, and gradients of it
     feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of
                    tokens, four of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
     cross_entropy  the head's input and its gradient; and, of a tile of tokens, logits, in float32 too, and their
@@ -24,6 +25,12 @@ from dataclasses import dataclass, replace
 
 from apportion.ir.layer_work import FLOAT32
 from apportion.planner.forecast.layers import Layers
+from apportion.planner.forecast.recurrent import (
+    attention_share,
+    kept_numbers,
+    recurrent_shares,
+    working_numbers,
+)
 from apportion.planner.forecast.training import Held, Training
 
 
@@ -103,14 +110,17 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     """Of a token and layer, what stays from forward to backward: with nothing made anew the inputs of both norms, the
     norms' outputs, Q, K, V, attention's output and its LSE, and, unless the FFN is tiled, gate, up and their product;
     its input alone where all is made anew, and attention's output and LSE besides where the recomputation is selective.
+    Recurrent layers keep what their backward wants with nothing made anew.
     """
     row, output, m = hidden_row(layers), output_row(layers), layers.model
     if recompute == "full":
         return row
+    attends = attention_share(m)
     if recompute == "selective":
-        return row + output
+        return row + attends * output
+    states = sum(share * kept_numbers(kind) for share, kind in recurrent_shares(m)) * m.element_bytes
     gated = 0.0 if layers.training.tiles_mlp else layers.ffn_numbers(3, layers.sparse) * m.element_bytes
-    return 4 * row + attention_row(layers) + output + gated
+    return 4 * row + attends * (attention_row(layers) + output) + states + gated
 
 
 def in_flight(stages: int, microbatches: int, virtual: int, last: bool = False) -> float:
@@ -141,7 +151,9 @@ def activations(
     chunks, kept = training.chunks, kept_bytes(layers, training.recompute) * tokens
     waiting = max(count - 1, 0.0)
     tile = min(tokens, training.mlp_tile or tokens, -(-tokens // chunks))
-    made = output_row(layers) + attention_row(layers) * (not projects)
+    made, kinds = output_row(layers) + attention_row(layers) * (not projects), m.recurrent.values()
+    made = max([made, *(kept_numbers(kind) * m.element_bytes for kind in kinds)])
+    states = max((3 * row + working_numbers(kind) * m.element_bytes for kind in kinds), default=0.0)
     stays = output_row(layers) * tokens * (projects and training.recompute != "full")
     whole = 3 * row if chunks > 1 else 5 * row + made
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
@@ -149,7 +161,7 @@ def activations(
     gathered = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,
-        attention=((3 - projects) * row * tokens + attention_bytes + stays) / chunks,
+        attention=max(((3 - projects) * row * tokens + attention_bytes + stays) / chunks, states * tokens),
         feed_forward=whole * tokens + (fullest * m.element_bytes + gathered) * tile,
         cross_entropy=(
             2 * row * tokens

@@ -21,6 +21,7 @@ from apportion.ir.fields import choice, flag, instance, integer, keep
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Recipe
+from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.forecast.experts import NO_EXPERTS, ExpertRanks, Experts
 
 #: how a static grid gives sequences to its groups
@@ -164,7 +165,18 @@ class Parallelism:
             q_heads=model.q_heads // self.tensor,
             kv_heads=max(1, model.kv_heads // self.tensor),
             ffn=model.ffn // self.tensor,
+            recurrent={name: self._rank_kind(name, kind) for name, kind in model.recurrent.items()},
         )
+
+    def _rank_kind(self, name: str, kind: Recurrent) -> Recurrent:
+        _divides("parallelism.tensor", self.tensor, kind.heads, f"heads of model.recurrent.{name}")
+        heads, shared = kind.heads // self.tensor, max(1, kind.shared_heads // self.tensor)
+        if heads % shared:
+            rule = (
+                f"must divide key_heads of model.recurrent.{name} ({kind.key_heads}), or be a multiple of it"
+            )
+            raise ConfigError("parallelism.tensor", self.tensor, rule, "use another degree")
+        return replace(kind, heads=heads, key_heads=shared)
 
     def stage_layers(self, layers: int) -> float:
         """Layers of each stage. Raises ConfigError where they do not divide."""
@@ -181,7 +193,10 @@ class Parallelism:
         self.stage_layers(layers)
         if experts.count:
             self._check_experts(cluster, experts, layers)
-        elif self.expert > 1:
+        if self.ping_pong and model.recurrent:
+            rule = "halves that take turns are not priced with recurrent layers"
+            raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
+        if self.expert > 1 and not experts.count:
             rule, remedy = "is for models with experts", "write 1, or experts of the training"
             raise ConfigError("parallelism.expert", self.expert, rule, remedy)
 

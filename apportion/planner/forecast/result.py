@@ -15,6 +15,7 @@ from apportion.ir.request.model import Model
 from apportion.planner.forecast.layers import whole_parameters
 from apportion.planner.forecast.memory import Memory
 from apportion.planner.forecast.parallelism import Parallelism
+from apportion.planner.forecast.recurrent import layer_count
 from apportion.planner.forecast.step import PARTS, StepForecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
@@ -130,7 +131,7 @@ class Forecast:
         """Of the whole model without norms: all, and those of a token's products, the head's too, not the
         embedding's."""
         model, training = self.model, self.training
-        layers = model.layers if isinstance(model.layers, int) else sum(model.layers.values())
+        layers = layer_count(model)
         head, experts = model.hidden * training.vocab, training.experts
         total = whole_parameters(model, training, layers, experts.count) + head * (1 if training.tied else 2)
         return {"total": total, "active": whole_parameters(model, training, layers, experts.active) + head}

@@ -32,12 +32,13 @@ from apportion.planner.forecast.host import copies
 from apportion.planner.forecast.layers import Layers, model_flops
 from apportion.planner.forecast.memory import Memory, activations, in_flight, memory, vocabularies
 from apportion.planner.forecast.parallelism import Parallelism
+from apportion.planner.forecast.recurrent import layer_count
 from apportion.planner.forecast.schedule import makespan_us
 from apportion.planner.forecast.training import Training
 
 PARTS = (
-    *("attention", "linear", "rows", "remap", "head", "recomputation", "tensor_parallel", "data_parallel"),
-    *("experts", "all_to_all", "host", "optimizer", "bubble"),
+    *("attention", "recurrent", "linear", "rows", "remap", "head", "recomputation", "tensor_parallel"),
+    *("data_parallel", "experts", "all_to_all", "host", "optimizer", "bubble"),
 )
 
 
@@ -77,6 +78,9 @@ class Setting:
         """Raises ConfigError where degrees do not divide what they share, or there are no such chunks."""
         layers = all_layers(self.model, batch.kinds)
         self.parallelism.check(self.cluster, self.model, layers, self.training.experts)
+        if self.model.recurrent and self.training.chunks > 1:
+            rule = "are of attention, and states of recurrent layers go through them in their order"
+            raise ConfigError("training.chunks", self.training.chunks, rule, "write 1")
         if self.training.chunks > 1:
             self._check_chunks(batch)
 
@@ -105,8 +109,8 @@ class Setting:
 
     @cached_property
     def layers(self) -> Layers:
-        form, experts, layers = self.parallelism, self.training.experts, self.model.layers
-        share = experts.share(layers if isinstance(layers, int) else sum(layers.values()))
+        form, experts = self.parallelism, self.training.experts
+        share = experts.share(layer_count(self.model))
         spread = experts.spread(form.expert, self.excess)
         rank_model = form.rank_model(self.model)
         return Layers(self.hardware, rank_model, self.training, form.tensor, share, form.expert, spread)
@@ -134,13 +138,13 @@ class Setting:
 
 
 def all_layers(model: Model, kinds: Iterable[str]) -> int:
-    """Of all attention kinds, which must be those of the model. Raises ConfigError."""
+    """Of all kinds; those of attention must be the model's. Raises ConfigError."""
     kinds = tuple(kinds)
     if isinstance(model.layers, int):
         if len(kinds) > 1:
             rule = f"is one number, and the sequences have masks of {len(kinds)} kinds ({', '.join(kinds)})"
             raise ConfigError("model.layers", model.layers, rule, "give the layers of each kind by its name")
-        return model.layers
+        return layer_count(model)
     strange = [kind for kind in kinds if kind not in model.layers]
     if strange:
         rule = f"has no kind {strange[0]}, of which the sequences have masks"
@@ -150,7 +154,7 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
     if missing:
         rule = f"has layers of kind {missing[0]}, of which the sequences have no mask: a step has all layers"
         raise ConfigError("model.layers", dict(model.layers), rule, "give that kind a mask, or leave it out")
-    return sum(model.layers.values())
+    return layer_count(model)
 
 
 def step(
@@ -178,7 +182,13 @@ def step(
 
 def _last(attended: Sequence[Attended]) -> Attended:
     """Of groups that share experts, which wait for each other in each layer."""
-    return Attended(*(max(getattr(one, way) for one in attended) for way in ("forward_us", "backward_us")))
+    forward, backward, *beside = (
+        max(times)
+        for times in zip(
+            *((one.forward_us, one.backward_us, *one.recurrent) for one in attended), strict=True
+        )
+    )
+    return Attended(forward, backward, (beside[0], beside[1]))
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
@@ -234,13 +244,14 @@ class _StageWork:
         head = layers.head_us(planned.even) * (stage == form.pipeline - 1)
         experts, sent = (us * count for us in setting.experts_us(planned))
         attention = attended.forward_us / form.pipeline
-        layer = linear + rows + tensor + experts + sent
+        ahead_us, behind_us = (us / form.pipeline for us in attended.recurrent)
+        layer = ahead_us + linear + rows + tensor + experts + sent
         again = {"none": 0.0, "selective": layer}.get(recompute, layer + attention)
         moved = planned.moves_us * count / 2
         ahead, behind = _exposed(setting, planned, stage)
         forward = {"attention": attention, "linear": linear, "rows": rows, "remap": moved, "head": head}
         forward |= {"tensor_parallel": tensor, "data_parallel": ahead, "recomputation": 0.0}
-        forward |= {"experts": experts, "all_to_all": sent}
+        forward |= {"experts": experts, "all_to_all": sent, "recurrent": ahead_us}
         again += layers.mlp_us(planned.even) * count * setting.training.tiles_mlp
         backward = {
             "attention": attended.backward_us / form.pipeline,
@@ -251,6 +262,7 @@ class _StageWork:
             "tensor_parallel": tensor,
             "data_parallel": behind,
             "recomputation": again,
+            "recurrent": behind_us,
             "experts": BACKWARD * experts,
             "all_to_all": sent,
         }

@@ -1,0 +1,60 @@
+"""Recurrent layers of a step besides their recurrence, by closed forms, of one tensor-parallel rank.
+
+    hidden ──Q, K, V──► convolution ──► recurrence ──► norm, times the gate ──O──► hidden
+           └─gate, decays, betas
+
+Decays and gates of a kind with `diagonal` decays go through key_dim and value_dim numbers (Kimi Delta Attention). The
+recurrence itself is simulated (`simulate.recurrent`).
+"""
+
+from __future__ import annotations
+
+from apportion.ir.request.model import Model
+from apportion.ir.request.recurrent import Recurrent
+from apportion.planner.simulate.recurrent import CHUNK
+
+
+def attention_layers(model: Model) -> int:
+    """Of all attention kinds."""
+    return model.layers if isinstance(model.layers, int) else sum(model.layers.values())
+
+
+def layer_count(model: Model) -> int:
+    """Of all kinds, recurrent ones too."""
+    return attention_layers(model) + sum(kind.layers for kind in model.recurrent.values())
+
+
+def attention_share(model: Model) -> float:
+    """Layers with attention over all."""
+    return attention_layers(model) / layer_count(model)
+
+
+def recurrent_shares(model: Model) -> list[tuple[float, Recurrent]]:
+    """(layers over all, kind) of each recurrent kind."""
+    return [(kind.layers / layer_count(model), kind) for kind in model.recurrent.values()]
+
+
+def product_parameters(kind: Recurrent, hidden: int) -> int:
+    """Of the products of one layer."""
+    keys, values = kind.heads * kind.key_dim, kind.heads * kind.value_dim
+    gates = hidden * (values + kind.heads)
+    if kind.gate == "diagonal":
+        gates = kind.key_dim * (hidden + keys) + kind.value_dim * (hidden + values)
+    return hidden * (kind.conv_channels + values + kind.heads * kind.delta) + gates
+
+
+def row_numbers_of(kind: Recurrent) -> int:
+    """Numbers that a token's row work reads and writes, forward: the convolution; the norm, which reads output and
+    gate."""
+    return 2 * kind.conv_channels * (kind.conv > 0) + 3 * kind.heads * kind.value_dim
+
+
+def kept_numbers(kind: Recurrent) -> int:
+    """Numbers of a token that backward wants: Q, K and V before and after the convolution, output, gate and their
+    product."""
+    return kind.conv_channels * (1 + (kind.conv > 0)) + 3 * kind.heads * kind.value_dim
+
+
+def working_numbers(kind: Recurrent) -> float:
+    """Numbers of a token while backward is in the layer: these, their gradients, and states of chunks."""
+    return 2 * kept_numbers(kind) + kind.heads * kind.state_numbers / CHUNK
