@@ -17,7 +17,7 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
-from apportion.ir.request.recurrent import Recurrent
+from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent
 from apportion.ir.request.sequences import Sequence
 from tests.ranks import jobs_recurrence
 from tests.ranks.jobs_recurrence import Layer
@@ -161,6 +161,18 @@ def test_a_layer_is_that_of_one_process(
         np.testing.assert_allclose(own, want, rtol=1e-12, atol=1e-12) if want is not None else None
     again = {"": 0, "full": 3, "selective": 0}[checkpointing]  # halo, to slots, to runs
     assert {*calls} == ({2 * (3 + again)} if ranks > 1 else {0})
+
+
+def test_cases_have_last_runs_that_wait_for_states_and_others() -> None:
+    seen = set()
+    for recipe, batch, ranks, sizes, *_ in CASES:
+        plan = plan_of(recipe, batch, ranks, **layer_of(*sizes)[1])
+        assert plan.recurrence is not None
+        runs = plan.recurrence["runs"]
+        ends = (runs["past"] >= 0) & (runs["leads"] == 0)
+        last, rows = (np.bincount(runs.rank_of_row(), runs["rows"] * of, ranks) for of in (ends, 1))
+        seen |= {(sizes[1], early) for early in (last > EARLY_SHARE * rows)[last > 0].tolist()}
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
 
 
 @pytest.mark.parametrize("kind", ["delta", "gated", "wide"])

@@ -29,7 +29,7 @@ from apportion.backends.torch.ops import LIBRARY, op
 from apportion.backends.torch.remap import moved_rows
 from apportion.ir.arrays import Bools, Ints, offsets, within
 from apportion.ir.plan.tables import Recurrence, Table
-from apportion.ir.request.recurrent import Recurrent, widest_halo
+from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ class RankRecurrence:
     """A rank's part of one kind of recurrent layers, on a device.
 
     whole, first, middle, last: runs of whole documents, and of others those without a past, with a past, and that none
-    continues. order: int64, what the runs `first` and `middle` made, end to end, in the order of runs, where middle_u
-    are those of `middle`; place: int64 [rows], the same of the rows of all groups. middle_states, last_states: int64,
-    which of the states theirs are. u, m, states: what travels. halo: rows before runs, as many for each as the widest
-    kind reads, the nearest last; windows: int64, of these and the rank's rows behind them what this kind's convolution
-    reads, run after run; kept: int64 [rows], which of its results are those of rows.
+    continues; early: whether the last ones are computed before their states come. order: int64, what the runs `first`
+    and `middle` made, end to end, in the order of runs, where middle_u are those of `middle`; place: int64 [rows], the
+    same of the rows of all groups. middle_states, last_states: int64, which of the states theirs are. u, m, states:
+    what travels. halo: rows before runs, as many for each as the widest kind reads, the nearest last; windows: int64,
+    of these and the rank's rows behind them what this kind's convolution reads, run after run; kept: int64 [rows],
+    which of its results are those of rows.
     """
 
     name: str
@@ -86,6 +87,7 @@ class RankRecurrence:
     first: Group
     middle: Group
     last: Group
+    early: bool
     order: Tensor
     place: Tensor
     middle_u: Tensor
@@ -143,6 +145,7 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
         first,
         middle,
         last,
+        early=len(last.rows) > EARLY_SHARE * len(rows),
         order=_ints(np.argsort(first.runs + middle.runs)),
         place=rows.argsort(),
         middle_u=_ints(of_leads[middle.runs]),

@@ -5,7 +5,8 @@ documents     all of it                                     while they travel
 first         all of it; the last state is U                yes
 middle        V with K more columns of zeros, the state     yes; what these columns give is Q' and M, so that
               with the identity in these columns            o = o' + Q' in, and out = U + M in
-last          from the state that comes in                  no
+last          from the state that comes in; as middle       no; yes
+              ones where they are much of a rank's rows
 
 Without the delta rule M and Q' are products of decays, and no kernel is needed for them.
 """
@@ -61,7 +62,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
         first, state = _run(kernel, rows.of(own.first), own.first, scale)
         us.append(state)
     if own.middle.runs:
-        middle, more, state, m = _summary(own, kernel, rows.of(own.middle), scale)
+        middle, more, state, m = _summary(own, kernel, rows.of(own.middle), own.middle, scale)
         us.append(state)
     u = torch.cat(us)[own.order] if own.order.numel() else u
     with _beside(u, m) as joined:
@@ -70,6 +71,8 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
         states.grad_fn.metadata["handle"] = handle  # alive until backward has run
     if own.whole.runs:
         outs.append(_run(kernel, rows.of(own.whole), own.whole, scale)[0])
+    if own.early:
+        last, more_last, *_ = _summary(own, kernel, rows.of(own.last), own.last, scale)
     joined(states)
     if own.first.runs:
         outs.append(first)
@@ -77,7 +80,10 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
         outs.append(middle + _read(more, states[own.middle_states], own.middle))
     if own.last.runs:
         state = states[own.last_states]
-        outs.append(_run(kernel, rows.of(own.last), own.last, scale, state)[0])
+        if own.early:
+            outs.append(last + _read(more_last, state, own.last))
+        else:
+            outs.append(_run(kernel, rows.of(own.last), own.last, scale, state)[0])
     if len(outs) > 1:
         outs = [torch.cat(outs)[own.place]]
     out = outs[0] if outs else v.new_zeros(0, *v.shape[1:])
@@ -102,10 +108,10 @@ def _run(
 
 
 def _summary(
-    own: RankRecurrence, kernel: Kernel, rows: ScanRows, scale: float
+    own: RankRecurrence, kernel: Kernel, rows: ScanRows, group: Group, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the middle runs o' [rows, heads, V], Q' [rows, heads, K], U and M."""
-    layer, group, v = own.layer, own.middle, rows.v
+    """Of runs with a past o' [rows, heads, V], Q' [rows, heads, K], U and M."""
+    layer, v = own.layer, rows.v
     if not layer.delta:
         out, u = _run(kernel, rows, group, scale)
         decay = _decay(rows.g, group)

@@ -21,6 +21,9 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.structs import check, one_of, read, to_data
 
 MAX_KINDS = 16
+#: of a rank's rows that have to be in runs that end documents for these to be computed before their states come, as
+#: middle runs are: more work, but none waits for the runs of another rank
+EARLY_SHARE = 0.2
 MAX_CONV = 1024
 _Size = Annotated[int, Meta(ge=1, le=2**16)]
 

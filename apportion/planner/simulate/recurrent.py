@@ -1,15 +1,17 @@
 """Simulated time of recurrent layers: one layer of each kind, forward and backward, from the plan's runs and folds.
 
-    rank    halo │ first and middle runs │ whole documents          │ last runs
-    wire                                 │ states │ fold │ states │
-                                                     a rank's slots, in the order of their chains
+    forward   halo │ first and middle runs │ whole documents, early last runs │ outputs of the state │ late last runs
+    wire                                   │   states    │   fold   │  states   │
+    backward  late last runs, outputs      │ whole documents, early last runs │ first and middle runs │ halo
+                                                   a rank's slots, in the order of their chains
 
 Work is FLOPs of the chunked form (chunks of 64 tokens: products inside a chunk, with the state, and of the delta rule's
 triangular solve), at `SHARE` of the rate of the hardware's linear layers; backward is `BACKWARD` times as much. Both
 are assumed; nothing was measured on a GPU. A middle run, which has a past and a next one, carries under the delta rule
-K columns beside its V for its transition; a last run begins with the state that arrives. An exchange lasts as long as
+K columns beside its V for its transition, and so do the last runs of a rank that has many (`EARLY_SHARE`); those of
+others begin with the state that arrives. An exchange lasts as long as
 its busiest link or NIC, a latency and two row operations; the states of all ranks leave together, once the last rank
-has summarised its runs.
+has summarised its runs, or in backward has the gradients of the states that came in.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.plan.tables import Recurrence, Table
 from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.recurrent import Recurrent
+from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent
 from apportion.ir.tensors import PHASES
 from apportion.planner.simulate.durations import Costs
 from apportion.planner.simulate.timeline import rounded
@@ -40,8 +42,8 @@ class RecurrentRun:
     """One layer of a recurrent kind in one phase. Times in microseconds.
 
     ideal_us: the kernel alone on all tokens, whole documents, balanced by speed. kernel_us, summary_us: float64
-    [ranks], the kernel, and what transitions and outputs of middle runs add. states_us: of the two exchanges.
-    bytes: between ranks, in all and of the rank that sends or receives most."""
+    [ranks], the kernel, and what transitions and outputs of middle and early last runs add. states_us: of the two
+    exchanges. bytes: between ranks, in all and of the rank that sends or receives most."""
 
     kind: str
     phase: str
@@ -68,11 +70,15 @@ def token_flops(kind: Recurrent) -> float:
     return _flops(kind, kind.value_dim)
 
 
-def middle_flops(kind: Recurrent) -> float:
-    """What a token of a middle run takes beyond: columns of the transition, the state's part of the output."""
-    output = 2.0 * kind.heads * kind.key_dim * kind.value_dim
+def transition_flops(kind: Recurrent) -> float:
+    """What a token of a middle run takes beyond: columns of the transition."""
     columns = kind.value_dim + kind.key_dim
-    return output + (_flops(kind, columns) - _flops(kind, kind.value_dim) if kind.delta else 0.0)
+    return _flops(kind, columns) - _flops(kind, kind.value_dim) if kind.delta else 0.0
+
+
+def output_flops(kind: Recurrent) -> float:
+    """And the state's part of its output."""
+    return 2.0 * kind.heads * kind.key_dim * kind.value_dim
 
 
 def _flops(kind: Recurrent, columns: int) -> float:
@@ -149,14 +155,19 @@ def _run(
     cluster, speeds = tables.cluster, tables.speeds
     us = flop_us * (1.0 if phase == "forward" else BACKWARD)
     whole, first, last, middle = (tokens * token_flops(kind) * us / speeds for tokens in tables.tokens)
-    summary = tables.tokens[3] * middle_flops(kind) * us / speeds
+    early = last * (tables.tokens[2] > EARLY_SHARE * tables.tokens.sum(0))
+    kernel, late, past = whole + first + last + middle, last - early, middle + early
+    transition, output = (flops(kind) / token_flops(kind) for flops in (transition_flops, output_flops))
     halo = _halo(tables.recurrence["halo"], kind, element_bytes, costs, cluster)
     there, back, fold = _states(tables, number, kind, phase, costs)
-    if phase == "backward":  # from the last run to the first
-        first, last = last, first
-    cut = halo.us * (first + last + middle > 0) + first + middle + summary
-    folded = float(cut.max()) + there.us + fold + back.us
-    done = np.maximum(cut + whole, folded * (last + middle > 0)) + last
+    summarised, read, rows = first + middle * (1 + transition), past * output, halo.us * (kernel > whole)
+    beside = whole + early * (1 + transition)
+    if phase == "forward":
+        before, waits, behind = rows + summarised, last + middle, read + late
+    else:
+        before, waits, behind = read + late, first + middle, summarised + rows
+    arrival = float(before.max()) + there.us + fold + back.us
+    done = np.maximum(before + beside, arrival * (waits > 0)) + behind
     even = float(tables.tokens.sum()) * token_flops(kind) * us / float(speeds.sum())
     sent = halo.bytes + there.bytes + back.bytes
     return RecurrentRun(
@@ -164,8 +175,8 @@ def _run(
         phase,
         float(done.max(initial=0.0)),
         even,
-        whole + first + last + middle,
-        summary,
+        kernel,
+        past * (transition + output),
         halo.us,
         (there.us, back.us),
         fold,

@@ -18,10 +18,12 @@ def model(kind: Recurrent = KIND) -> ap.Model:
     return ap.Model(q_heads=4, kv_heads=4, head_dim=32, layers=1, recurrent={"linear": kind})
 
 
-def run(lengths: list[int], ranks: int, kind: Recurrent = KIND, nodes: int = 1) -> prices.RecurrentRun:
+def run(
+    lengths: list[int], ranks: int, kind: Recurrent = KIND, nodes: int = 1, phase: str = "forward"
+) -> prices.RecurrentRun:
     cluster = ap.Cluster(nodes=nodes, ranks_per_node=ranks // nodes)
     plan = ap.plan(ap.Batch.from_lengths(lengths), cluster, model(kind), recipe="contiguous")
-    return simulate(plan, HARDWARE).recurrent["linear", "forward"]
+    return simulate(plan, HARDWARE).recurrent["linear", phase]
 
 
 def flop_us(kind: Recurrent = KIND) -> float:
@@ -52,13 +54,31 @@ def test_a_document_on_two_ranks_sends_its_state_and_waits_for_one() -> None:
     assert found.states_us == pytest.approx((wire, wire))
     kernel = 128 * prices.token_flops(KIND) * flop_us()
     assert found.kernel_us.tolist() == pytest.approx([kernel, kernel])
-    assert found.makespan_us == pytest.approx(found.halo_us + kernel + 2 * wire + found.fold_us + kernel)
+    more = 128 * prices.transition_flops(KIND) * flop_us()  # nothing but a last run on the second rank: early
+    behind = 128 * prices.output_flops(KIND) * flop_us()
+    waited = max(kernel + more, kernel + 2 * wire + found.fold_us)
+    assert found.makespan_us == pytest.approx(found.halo_us + waited + behind)
+    assert found.summary_us.tolist() == pytest.approx([0.0, more + behind])
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_few_last_rows_wait_for_their_state(phase: str) -> None:
+    found = run([140, 116], 2, phase=phase)
+    row = prices.token_flops(KIND) * flop_us() * (1 if phase == "forward" else prices.BACKWARD)
+    exchanged = sum(found.states_us) + found.fold_us
+    assert found.summary_us.tolist() == [0.0, 0.0]
+    first, whole, last = 128 * row, 116 * row, 12 * row
+    if phase == "forward":
+        wanted = max(found.halo_us + whole, found.halo_us + first + exchanged) + last
+    else:
+        wanted = max(last + whole, last + exchanged + first + found.halo_us)
+    assert found.makespan_us == pytest.approx(wanted)
 
 
 def test_a_middle_run_carries_its_transition() -> None:
     found = run([384], 3)
-    more = 128 * prices.middle_flops(KIND) * flop_us()
-    assert found.summary_us.tolist() == pytest.approx([0.0, more, 0.0])
+    more = 128 * (prices.transition_flops(KIND) + prices.output_flops(KIND)) * flop_us()
+    assert found.summary_us.tolist() == pytest.approx([0.0, more, more])  # the last run is early
 
 
 def test_a_chain_is_folded_step_by_step() -> None:
@@ -70,7 +90,7 @@ def test_a_plain_decay_sends_no_matrices() -> None:
     plain = Recurrent(heads=4, key_dim=32, value_dim=64, delta=False)
     matrices = Recurrent(heads=4, key_dim=32, value_dim=64)
     assert run([256], 4, plain).bytes < run([256], 4, matrices).bytes
-    assert prices.middle_flops(plain) < prices.middle_flops(matrices)
+    assert prices.transition_flops(plain) == 0 < prices.transition_flops(matrices)
 
 
 def test_the_search_counts_recurrent_layers() -> None:
