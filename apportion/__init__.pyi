@@ -58,6 +58,7 @@ from apportion.trainer.step.attention import (
     planned_attention_block as planned_attention_block,
     planned_latent_attention as planned_latent_attention,
 )
+from apportion.trainer.step.feed import EncoderFeed as EncoderFeed, move_rows as move_rows
 from apportion.trainer.step.gradients import sum_gradients as sum_gradients
 from apportion.trainer.step.loss import normalised_loss as normalised_loss
 from apportion.trainer.step.pingpong import (

@@ -18,10 +18,10 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints, changes, group_of, offsets, within
 from apportion.ir.isa import RECURRENCE_TABLES
 from apportion.ir.orders import stable_order
+from apportion.ir.plan.moves import move_table
 from apportion.ir.plan.tables import Layout, Recurrence, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.recurrent import Recurrent, widest_halo
-from apportion.planner.remap import move_table
 
 NONE = -1
 

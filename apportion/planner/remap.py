@@ -18,7 +18,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from apportion.ir.arrays import Ints
-from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
+from apportion.ir.isa import SPAN_COLUMNS
+from apportion.ir.plan.moves import move_table
 from apportion.ir.plan.tables import Layout, Move, Table
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -190,15 +191,3 @@ def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
     by_row = np.lexsort((row, rank))
     ptr = np.searchsorted(rank[by_row], np.arange(len(tokens) + 1))
     return Table(ptr, SPAN_COLUMNS, np.stack(columns).take(by_row, 1))
-
-
-def move_table(pieces: Ints, ranks: int) -> Table:
-    """Sends, then receives of every rank, each in the order of peers. pieces: int64 [5, pieces]: source rank and row,
-    target rank and row, rows."""
-    src, sent, dst, received, rows = pieces
-    rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (sent, received)))
-    send, rows = np.repeat([1, 0], len(src)), np.concatenate([rows, rows])
-    order = np.lexsort((peer, -send, rank))
-    ptr = np.searchsorted(rank[order], np.arange(ranks + 1))
-    columns = (send, peer, row, rows)
-    return Table(ptr, MOVE_COLUMNS, np.stack(columns).take(order, 1))

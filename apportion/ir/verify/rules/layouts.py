@@ -27,7 +27,16 @@ def check(subject: Subject) -> Iterator[Violation]:
         yield from _move(move, plan.layouts[move.source], plan.layouts[move.target])
 
 
-def _violation(layout: Layout, row: int, message: str) -> Violation:
+def check_move(move: Move, source: Layout, target: Layout, tokens: int) -> Iterator[Violation]:
+    """Violations of two layouts of so many tokens, which may be of different plans, and of the move between them."""
+    for layout in (source, target):
+        yield from _rows(layout)
+        yield from _tokens(layout, tokens)
+    yield from _move(move, source, target)
+
+
+def violation(layout: Layout, row: int, message: str) -> Violation:
+    """A violation at a span, by its number over all ranks."""
     spans = layout.spans
     rank = int(np.searchsorted(spans.ptr, row, side="right")) - 1
     text = f"layout {layout.name}, span {row - int(spans.ptr[rank])} {message}"
@@ -48,7 +57,7 @@ def _rows(layout: Layout) -> Iterator[Violation]:
     due = ends - length[order] - before[rank[order]]
     for i in np.flatnonzero(row[order] != due).tolist():
         message = f"begins at row {row[order[i]]}, but the rows before it end at {due[i]}"
-        yield _violation(layout, int(order[i]), message)
+        yield violation(layout, int(order[i]), message)
 
 
 def _unsorted(rank: Ints, row: Ints) -> bool:
@@ -63,7 +72,7 @@ def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
     due = np.append(0, ends)[:-1]
     for i in np.flatnonzero(token[order] != due).tolist():
         message = _seam(int(due[i]), int(token[order[i]]), int(length[order[i]]))
-        yield _violation(layout, int(order[i]), message)
+        yield violation(layout, int(order[i]), message)
     last = int(ends[-1]) if len(ends) else 0
     if last != tokens:
         message = f"layout {layout.name} holds tokens up to {last}, the batch has {tokens}"
@@ -109,7 +118,7 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
     ]
     for wrong, message, name, value in checks:
         for row in np.flatnonzero(wrong).tolist():
-            yield _violation(layout, row, message.format(spans[name][row], value[row]))
+            yield violation(layout, row, message.format(spans[name][row], value[row]))
 
 
 def _next(breaks: Ints, token: Ints) -> Ints:

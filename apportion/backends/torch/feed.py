@@ -1,0 +1,99 @@
+"""Rows of an encoder where a decoder reads them: one exchange between the layouts of two plans, differentiable.
+
+Ranks tell each other their spans of both plans, and derive and prove the same move of all ranks.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apportion.backends.torch.exchange import Exchange
+from apportion.backends.torch.handle import PlanHandle
+from apportion.backends.torch.remap import moved_rows
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.fields import instance, integer, integers
+from apportion.ir.isa import SPAN_COLUMNS
+from apportion.ir.plan.moves import Feed
+from apportion.ir.plan.tables import Layout, Table
+from apportion.ir.verify.feeds import verify_feed
+
+
+class EncoderFeed:
+    """Which rows of an encoder's plan tokens of a decoder's plan stand for, and the way there. Equal on all ranks.
+
+    encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token of the decoder's batch,
+    first row of the encoder's batch, tokens, each of which stands for `merge` rows; places do not overlap, and name
+    each row of the encoder once. Raises ConfigError; where it is first used, ExecutionError where ranks differ."""
+
+    def __init__(self, encoder: PlanHandle, decoder: PlanHandle, places: Ints, merge: int = 1) -> None:
+        for name, handle in (("encoder", encoder), ("decoder", decoder)):
+            instance(name, handle, PlanHandle, "pass the handle of its plan")
+        self.encoder, self.decoder, self.merge = encoder, decoder, integer("merge", merge)
+        ranks = [(one.communicator.ranks, one.communicator.rank) for one in (encoder, decoder)]
+        if ranks[0] != ranks[1]:
+            rule = f"has {ranks[0][0]} ranks, the decoder's plan {ranks[1][0]}"
+            raise ConfigError("encoder", encoder.name, rule, "plan both for the same cluster")
+        columns = np.asarray(places)
+        if columns.ndim != 2 or columns.shape[1] != 3:
+            rule, remedy = "must be [n, 3]", "give first token, first row and tokens of each image"
+            raise ConfigError("places.shape", columns.shape, rule, remedy)
+        self.places = integers("places", columns.ravel(), 0).reshape(-1, 3)
+        self.places = self.places[np.argsort(self.places[:, 0], kind="stable")]
+
+    @cached_property
+    def plan(self) -> Feed:
+        """The move of all ranks, proved; a collective the first time. Raises ExecutionError, ConfigError,
+        VerifyError."""
+        for handle in (self.encoder, self.decoder):
+            handle.agree()
+        spans = [_spans(handle) for handle in (self.encoder, self.decoder)]
+        own = [crc32(self.places.tobytes()), self.merge, len(spans[0]), *spans[0], *spans[1]]
+        told = self.decoder.communicator.all_gather(own, f"spans of plans {self.name}")
+        if len({tuple(one[:2]) for one in told}) > 1:
+            raise ExecutionError(f"ranks feed plan {self.name} by different places: give all ranks the same")
+        encoder = _layout("encoder", [one[3 : 3 + one[2]] for one in told])
+        decoder = _layout("decoder", [one[3 + one[2] :] for one in told])
+        found = Feed.of(encoder, decoder, self.places, self.merge)
+        verify_feed(found, encoder, decoder)
+        return found
+
+    @property
+    def name(self) -> str:
+        """Of both plans, in errors."""
+        return f"{self.decoder.name} from {self.encoder.name}"
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [n]: rows of the decoder on this rank that read rows of the encoder, rising. A collective the first
+        time."""
+        columns = self.plan.targets.rank(self.decoder.communicator.rank).values.T.tolist()
+        runs = [torch.arange(row, row + rows) for row, rows in columns]
+        return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Of the encoder's rows to `rows`, `merge` for each."""
+        transport = self.decoder.communicator
+        table = self.plan.move.table.rank(transport.rank)
+        (take, sent), (into, received) = (moved_rows(table, transport.ranks, send) for send in (True, False))
+        wanted = len(self.rows) * self.merge
+        return Exchange(transport, f"rows fed to plan {self.name}", take, sent, into, received, wanted)
+
+
+def _spans(handle: PlanHandle) -> list[int]:
+    spans = handle.slice.layout(handle.slice.header.home_layout).spans
+    return [number for name in SPAN_COLUMNS[:3] for number in spans[name].tolist()]
+
+
+def _layout(name: str, ranks: list[list[int]]) -> Layout:
+    """Of (row, token, length) of each rank's spans, column after column; of sequences and positions nothing."""
+    spans = [np.asarray(one, np.int64).reshape(3, -1) for one in ranks]
+    columns = np.concatenate([*spans], axis=1)
+    ptr = np.cumsum([0, *(one.shape[1] for one in spans)])
+    return Layout(name, Table(ptr, SPAN_COLUMNS, np.concatenate([columns, np.zeros_like(columns[:2])])))

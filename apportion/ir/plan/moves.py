@@ -1,0 +1,99 @@
+"""Moves of rows between layouts: of one plan, or from an encoder's plan to a decoder's.
+
+encoder     rank 0 |aaaaaaaa|bbbb|     rank 1 |bbbb|cccc|      rows of images a, b, c
+decoder     rank 0 |..aa..b|           rank 1 |b..c...|        tokens; a letter stands for `merge` = 4 rows
+fed rows    rank 0 |aaaaaaaabbbb|      rank 1 |bbbbcccc|       the encoder's rows again, in a layout of their own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.errors import ConfigError
+from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS
+from apportion.ir.plan.tables import Layout, Move, Table
+
+TARGET_COLUMNS = ("row", "rows")
+
+
+def move_table(pieces: Ints, ranks: int) -> Table:
+    """Sends, then receives of every rank, each in the order of peers. pieces: int64 [5, pieces]: source rank and row,
+    target rank and row, rows."""
+    src, sent, dst, received, rows = pieces
+    rank, peer, row = (np.concatenate(pair) for pair in ((src, dst), (dst, src), (sent, received)))
+    send, rows = np.repeat([1, 0], len(src)), np.concatenate([rows, rows])
+    order = np.lexsort((peer, -send, rank))
+    ptr = np.searchsorted(rank[order], np.arange(ranks + 1))
+    columns = (send, peer, row, rows)
+    return Table(ptr, MOVE_COLUMNS, np.stack(columns).take(order, 1))
+
+
+def move_between(source: Layout, target: Layout) -> Move:
+    """The move from one layout to another that has the same tokens, each once."""
+    cuts = np.union1d(source.spans["token"], target.spans["token"])
+    sides, rows = [], np.diff(np.append(cuts, source.rows_per_rank.sum()))
+    for token, rank, row in map(_by_token, (source, target)):
+        at = np.searchsorted(token, cuts, "right") - 1
+        sides += [rank[at], row[at] + cuts - token[at]]
+    return Move(source.name, target.name, move_table(np.stack([*sides, rows]), source.spans.ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """An encoder's rows where a decoder reads them.
+
+    places: int64 [n, 3], by token: first token of the decoder, first row of the encoder, tokens; each stands for
+    `merge` rows. layout: of the encoder's rows on the ranks of these tokens, in the order of the decoder's rows;
+    targets: of each of its spans the run of the decoder's rows; move: to it from the encoder's own layout."""
+
+    places: Ints
+    merge: int
+    layout: Layout
+    targets: Table
+    move: Move
+
+    @staticmethod
+    def of(encoder: Layout, decoder: Layout, places: Ints, merge: int) -> Feed:
+        """Between two home layouts. Raises ConfigError where places are not runs of the decoder's tokens without
+        overlap, or do not name each of the encoder's rows once."""
+        token, first, count = places.T
+        ends, tokens = token + count, int(decoder.rows_per_rank.sum())
+        inside = (count >= 1) & (token >= 0) & (ends <= np.append(token, tokens)[1:])
+        if not inside.all():
+            rule = f"must be runs of the decoder's {tokens} tokens, one behind another"
+            raise ConfigError(
+                "places", places[~inside][0].tolist(), rule, "give a token to one image at most"
+            )
+        order, rows = np.argsort(first), int(encoder.rows_per_rank.sum())
+        if not np.array_equal(np.append(first[order], rows), offsets(count[order] * merge)):
+            rule = f"must name each of the encoder's {rows} rows once, {merge} a token"
+            raise ConfigError("places", f"{int(count.sum())} tokens", rule, "give each image as many tokens")
+        layout, targets = _fed(decoder, places, merge)
+        return Feed(places, merge, layout, targets, move_between(encoder, layout))
+
+
+def _fed(decoder: Layout, places: Ints, merge: int) -> tuple[Layout, Table]:
+    (token, first, count), (start, rank, row) = places.T, _by_token(decoder)
+    low = np.searchsorted(start, token, "right") - 1
+    parts = np.searchsorted(start, token + count) - low
+    of, at = group_of(parts), np.repeat(low, parts) + within(parts)
+    begin = np.maximum(start[at], token[of])
+    rows = np.minimum(np.append(start, token[-1:] + count[-1:])[at + 1], (token + count)[of]) - begin
+    order = np.lexsort((row[at], rank[at]))
+    begin, rows, of, at = begin[order], rows[order], of[order], at[order]
+    ptr = np.searchsorted(rank[at], np.arange(decoder.spans.ranks + 1))
+    before, position = offsets(rows), (begin - token[of]) * merge
+    own = (before[:-1] - before[ptr[:-1]][rank[at]]) * merge
+    spans = np.stack([own, first[of] + position, rows * merge, of, position])
+    targets = np.stack([row[at] + begin - start[at], rows])
+    return Layout("fed", Table(ptr, SPAN_COLUMNS, spans)), Table(ptr, TARGET_COLUMNS, targets)
+
+
+def _by_token(layout: Layout) -> tuple[Ints, Ints, Ints]:
+    """(token, rank, row) of the spans, in the order of tokens."""
+    order = np.argsort(layout.spans["token"], kind="stable")
+    token, row = (layout.spans.wide(name)[order] for name in ("token", "row"))
+    return token, layout.spans.rank_of_row()[order], row

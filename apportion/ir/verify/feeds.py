@@ -1,0 +1,48 @@
+"""Proof of a feed: each row of an encoder arrives once, from its owner, where the decoder's rows want it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from apportion.ir.arrays import offsets
+from apportion.ir.errors import VerifyError
+from apportion.ir.plan.moves import Feed
+from apportion.ir.plan.tables import Layout
+from apportion.ir.verify.report import Violation, first_few
+from apportion.ir.verify.rules.layouts import RULE, check_move, violation
+
+
+def verify_feed(feed: Feed, encoder: Layout, decoder: Layout) -> None:
+    """Raises VerifyError. encoder, decoder: home layouts of their plans."""
+    if found := first_few(_violations(feed, encoder, decoder)):
+        raise VerifyError("\n  ".join(["the feed breaks the rule layouts", *map(str, found)]), found)
+
+
+def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violation]:
+    """The rule `layouts` of the move; then which token of the decoder each span stands at."""
+    yield from check_move(feed.move, encoder, feed.layout, int(encoder.rows_per_rank.sum()))
+    spans, rank = feed.layout.spans, feed.layout.spans.rank_of_row()
+    if not np.array_equal(feed.targets.ptr, spans.ptr):
+        yield Violation(RULE, None, None, None, None, "targets are not one for each span of the fed rows")
+        return
+    row, rows = (feed.targets.wide(name) for name in feed.targets.names)
+    home = decoder.spans
+    base = offsets(decoder.rows_per_rank)  # rows of all ranks on one axis
+    begin = base[home.rank_of_row()] + home.wide("row")
+    order = np.argsort(begin, kind="stable")
+    at = order[np.searchsorted(begin[order], base[rank] + row, "right") - 1]
+    ahead = base[rank] + row - begin[at]
+    token = home.wide("token")[at] + ahead
+    place = np.searchsorted(feed.places[:, 0], token, "right") - 1
+    first, source, count = feed.places[place].T
+    wanted = source + (token - first) * feed.merge
+    inside = (place >= 0) & (ahead + rows <= home.wide("length")[at]) & (token + rows <= first + count)
+    right = inside & (spans["token"] == wanted) & (spans["length"] == rows * feed.merge)
+    # rows of a rank rise, so that what is fed lies in their order
+    right[1:] &= (rank[1:] != rank[:-1]) | (row[1:] >= (row + rows)[:-1])
+    for i in np.flatnonzero(~right).tolist():
+        yield violation(
+            feed.layout, i, f"stands at row {row[i]} of the decoder, which does not want it there"
+        )

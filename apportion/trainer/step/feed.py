@@ -1,0 +1,26 @@
+"""Rows of an encoder for the tokens of a decoder that stand for them: `move_rows`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from apportion.backends.torch.feed import EncoderFeed as EncoderFeed
+from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.trainer.step import wiring
+
+
+def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
+    """The encoder's rows that this rank's tokens stand for, in the order of these tokens, `feed.rows`; every rank calls
+    it, also one without images.
+
+    x [rows, ...]: this rank's rows of the encoder, in its plan's home layout, with padding. Returns [n * merge, ...]:
+    of each of the n tokens its `merge` rows, one after another, ready to be merged. Differentiable in x once:
+    gradients go home to the ranks of the encoder's rows. On every rank the loss must depend on the result. Raises
+    ConfigError, and ExecutionError for another number of rows and where ranks call differently.
+    """
+    wiring.watch.require_all_rows("move_rows")
+    if not isinstance(feed, EncoderFeed):
+        raise ConfigError("feed", feed, "rows are moved by a feed", "pass batch.feed")
+    if len(x) != feed.encoder.padded_rows:
+        raise ExecutionError(f"this rank holds {feed.encoder.padded_rows} rows of the encoder, got {len(x)}")
+    return feed.exchange(x)

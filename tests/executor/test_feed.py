@@ -1,0 +1,132 @@
+"""An encoder and a decoder under two plans, rows of one fed to the other, on several ranks, beside one process."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import apportion as ap
+from apportion.ir.bytes.codec import Plan
+from tests.ranks import jobs_feed
+from tests.ranks.jobs_feed import HEADS, MERGE, PATCH, WIDTH
+from tests.ranks.rank_pool import Pool
+
+MODEL = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=1)
+#: of each sample its tokens, and (first token, tokens) of its images
+SAMPLES = {
+    "several images, and a sample without": ([60, 21, 33], [[(3, 12), (20, 30)], [], [(0, 1), (30, 3)]]),
+    "one image": ([30, 40], [[], [(7, 5)]]),
+    "images side by side": ([50], [[(0, 20), (20, 8), (28, 22)]]),
+    "an image of one token": ([70], [[(33, 1)]]),
+}
+
+
+WHOLE = ap.Recipe("whole", {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}})
+
+
+def two(
+    samples: str, ranks: int, recipe: str, of_encoder: str | ap.Recipe
+) -> tuple[Plan, Plan, NDArray[Any]]:
+    """The encoder's plan and the decoder's, and the places."""
+    tokens, images = SAMPLES[samples]
+    decoder = ap.Batch.from_lengths(tokens)
+    found = [(int(decoder.starts[i]) + first, count) for i, own in enumerate(images) for first, count in own]
+    counts = np.array([count for _, count in found])
+    encoder = ap.Batch.from_lengths(MERGE * counts, ap.masks.full())
+    places = np.column_stack([[first for first, _ in found], encoder.starts[:-1], counts])
+    cluster = ap.Cluster(1, ranks)
+    plans = (ap.plan(batch, cluster, MODEL, how) for batch, how in ((encoder, of_encoder), (decoder, recipe)))
+    return *plans, places
+
+
+def of_one(batch: ap.Batch) -> NDArray[Any]:
+    """bool [tokens, tokens]"""
+    mask = np.zeros((batch.tokens, batch.tokens), np.bool_)
+    i, j = np.arange(batch.tokens)[:, None], np.arange(batch.tokens)
+    for q0, q1, k0, k1, dmin, dmax in batch.bands(batch.kinds[0]).tolist():
+        mask |= (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (dmin <= i - j) & (i - j <= dmax)
+    return mask
+
+
+def check(pool: Pool, encoder: Plan, decoder: Plan, places: NDArray[Any]) -> None:
+    """Results and gradients of all ranks, against one process."""
+    ranks = encoder.header.ranks
+    draw, own = np.random.default_rng(0), jobs_feed.weights()
+    sizes = encoder.request.batch.tokens, decoder.request.batch.tokens
+    patches, tokens, grad = (
+        draw.normal(size=shape) for shape in ((sizes[0], PATCH), (sizes[1], WIDTH), (sizes[1], WIDTH))
+    )
+    given = [torch.from_numpy(one.copy()).requires_grad_() for one in (patches, tokens)]
+    rows = np.concatenate([np.arange(first, first + count) for first, _, count in places])
+    seen = jobs_feed.encode(given[0], own, jobs_feed.dense(of_one(encoder.request.batch)))
+    attend = jobs_feed.dense(of_one(decoder.request.batch))
+    out = jobs_feed.decode(given[1], torch.from_numpy(rows), seen, own, attend)
+    out.backward(torch.from_numpy(grad))
+    held = [[plan.layout("attention").tokens(rank) for rank in range(ranks)] for plan in (encoder, decoder)]
+    each = [
+        (encoder.for_rank(i).encode(), decoder.for_rank(i).encode(), patches[see], tokens[read], grad[read])
+        for i, (see, read) in enumerate(zip(*held, strict=True))
+    ]
+    found = pool.run(jobs_feed.planned, ranks, 3, places, each=each)
+    assert found is not None
+    wanted = out.detach(), given[0].grad, given[1].grad
+    for place, (side, whole) in enumerate(zip((held[1], held[0], held[1]), wanted, strict=True)):
+        for rows_of_rank, one in zip(side, found, strict=True):
+            np.testing.assert_allclose(one[place], whole.numpy()[rows_of_rank], rtol=0, atol=1e-12)
+    for name, weight in own.items():
+        summed = np.sum([one[3][name] for one in found], axis=0)
+        np.testing.assert_allclose(summed, weight.grad.numpy(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize(("recipe", "of_encoder"), [("blend", "blend"), ("mixed", "fcp"), ("fcp", "mixed")])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_plans_equal_one_process(
+    pool: Pool, ranks: int, recipe: str, of_encoder: str, samples: str
+) -> None:
+    check(pool, *two(samples, ranks, recipe, of_encoder))
+
+
+def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:
+    encoder, decoder, places = two("an image of one token", 4, "fcp", WHOLE)
+    assert sorted(encoder.layout("attention").rows_per_rank) == [0, 0, 0, 4]
+    check(pool, encoder, decoder, places)
+
+
+@pytest.mark.parametrize(
+    ("places", "merge", "error"),
+    [
+        ([[[31, 0, 5]], [[32, 0, 5]]], MERGE, "ExecutionError: ranks feed plan .* by different places"),
+        ([[[31, 0, 4]]], MERGE, "ConfigError: .*must name each of the encoder's 20 rows once, 4 a token"),
+        ([[[31, 0, 5]]], 5, "ConfigError: .*must name each of the encoder's 20 rows once, 5 a token"),
+        (
+            [[[31, 0, 3], [33, 12, 2]]],
+            MERGE,
+            "ConfigError: .*runs of the decoder's 70 tokens, one behind another",
+        ),
+        ([[[66, 0, 5]]], MERGE, "ConfigError: .*runs of the decoder's 70 tokens"),
+        ([[[31, 0]]], MERGE, r"ConfigError: places.shape = \(1, 2\): must be \[n, 3\]"),
+        ([[[31, 0, 5]]], 0, "ConfigError: merge = 0"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused_on_every_rank(
+    pool: Pool, places: Any, merge: int, error: str
+) -> None:
+    encoder, decoder, _ = two("one image", 2, "blend", "blend")
+    pieces = [(encoder.for_rank(i).encode(), decoder.for_rank(i).encode()) for i in range(2)]
+    found = pool.run(jobs_feed.refused, 2, places, merge, each=pieces)
+    assert found is not None
+    for one in found:
+        assert re.match(error, one, re.DOTALL)
+
+
+def test_another_number_of_rows_is_refused(pool: Pool) -> None:
+    encoder, decoder, places = two("one image", 2, "blend", "blend")
+    pieces = [(encoder.for_rank(i).encode(), decoder.for_rank(i).encode()) for i in range(2)]
+    found = pool.run(jobs_feed.other_rows, 2, places, each=pieces)
+    assert found == ["this rank holds 10 rows of the encoder, got 11"] * 2

@@ -1,0 +1,105 @@
+"""Feeds of an encoder's rows to a decoder: each row once, from its owner, where the decoder's rows want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from apportion.ir.errors import VerifyError
+from apportion.ir.isa import SPAN_COLUMNS
+from apportion.ir.plan.moves import Feed
+from apportion.ir.plan.tables import Layout, Table
+from apportion.ir.verify.feeds import verify_feed
+
+
+def layout(name: str, tokens: int, ranks: int, draw: Generator) -> Layout:
+    """Tokens cut at random, runs in any order on any rank."""
+    cuts = np.unique(np.append(0, draw.integers(0, max(tokens, 1), 9))) if tokens else np.zeros(0, int)
+    rank = np.sort(draw.integers(0, ranks, len(cuts)))
+    order, length = draw.permutation(len(cuts)), np.diff(np.append(cuts, tokens))
+    token, length = cuts[order], length[order]
+    row = np.cumsum(length) - length
+    ptr = np.searchsorted(rank, np.arange(ranks + 1))
+    row = row - np.append(row, 0)[ptr[:-1]][rank]
+    zero = np.zeros_like(row)
+    return Layout(name, Table(ptr, SPAN_COLUMNS, np.stack([row, token, length, zero, zero])))
+
+
+def places(tokens: int, images: int, merge: int, draw: Generator) -> NDArray[np.int64]:
+    """Images side by side or apart, their rows in another order than their tokens."""
+    edges = np.sort(draw.choice(tokens + 1, 2 * images, replace=False)).reshape(-1, 2)
+    count = np.diff(edges, axis=1)[:, 0]
+    order = draw.permutation(images)
+    first = np.empty_like(count)
+    first[order] = (np.cumsum(count[order]) - count[order]) * merge
+    return np.column_stack([edges[:, 0], first, count])
+
+
+def drawn(seed: int) -> tuple[Feed, Layout, Layout]:
+    draw = np.random.default_rng(seed)
+    ranks, merge, images = (int(draw.integers(1, most)) for most in (5, 5, 5))
+    found = places(40, images, merge, draw)
+    encoder = layout("encoder", merge * int(found[:, 2].sum()), ranks, draw)
+    decoder = layout("decoder", 40, ranks, draw)
+    return Feed.of(encoder, decoder, found, merge), encoder, decoder
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_row_stands_where_its_token_is(seed: int) -> None:
+    feed, encoder, decoder = drawn(seed)
+    verify_feed(feed, encoder, decoder)
+    source = {  # token -> its rows
+        first + i: [row + i * feed.merge + j for j in range(feed.merge)]
+        for first, row, count in feed.places.tolist()
+        for i in range(count)
+    }
+    for rank in range(decoder.spans.ranks):
+        tokens = [token for token in decoder.tokens(rank).tolist() if token in source]
+        assert feed.layout.tokens(rank).tolist() == [row for token in tokens for row in source[token]]
+        runs = feed.targets.rank(rank).values.T.tolist()
+        assert (
+            decoder.tokens(rank)[[i for row, rows in runs for i in range(row, row + rows)]].tolist() == tokens
+        )
+
+
+def shifted(table: Table, column: str, by: int = 1) -> Table:
+    values = table.values.copy()
+    values[table.names.index(column), 0] += by
+    return replace(table, values=values)
+
+
+FAULTS: dict[str, tuple[Callable[[Feed], Feed], str]] = {
+    "another row of the decoder": (
+        lambda feed: replace(feed, targets=shifted(feed.targets, "row")),
+        "stands at row .* of the decoder, which does not want it there",
+    ),
+    "fewer rows of the decoder": (
+        lambda feed: replace(feed, targets=shifted(feed.targets, "rows", -1)),
+        "which does not want it there",
+    ),
+    "another row sent": (
+        lambda feed: replace(feed, move=replace(feed.move, table=shifted(feed.move.table, "row"))),
+        "move encoder -> fed",
+    ),
+    "another row of the encoder": (
+        lambda feed: replace(feed, layout=replace(feed.layout, spans=shifted(feed.layout.spans, "token"))),
+        "layout fed",
+    ),
+    "no targets": (
+        lambda feed: replace(feed, targets=feed.targets.take(np.zeros(0, int), feed.targets.ptr * 0)),
+        "targets are not one for each span",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_feed_with_a_fault_is_refused(fault: str) -> None:
+    change, message = FAULTS[fault]
+    feed, encoder, decoder = drawn(2)
+    with pytest.raises(VerifyError, match=message):
+        verify_feed(change(feed), encoder, decoder)
