@@ -51,6 +51,7 @@ from apportion.trainer import memory as memory, trees as trees
 from apportion.trainer.loading.batch import PlannedBatch as PlannedBatch
 from apportion.trainer.loading.fetching import PlanTimeoutError as PlanTimeoutError
 from apportion.trainer.loading.loader import PlannedLoader as PlannedLoader
+from apportion.trainer.loading.media import Media as Media
 from apportion.trainer.loading.samples import Samples as Samples, StreamedLoader as StreamedLoader
 from apportion.trainer.step.attention import (
     PlanHandle as PlanHandle,

@@ -40,8 +40,10 @@ def two(
     encoder = ap.Batch.from_lengths(MERGE * counts, ap.masks.full())
     places = np.column_stack([[first for first, _ in found], encoder.starts[:-1], counts])
     cluster = ap.Cluster(1, ranks)
-    plans = (ap.plan(batch, cluster, MODEL, how) for batch, how in ((encoder, of_encoder), (decoder, recipe)))
-    return *plans, places
+    first, second = (
+        ap.plan(batch, cluster, MODEL, how) for batch, how in ((encoder, of_encoder), (decoder, recipe))
+    )
+    return first, second, places
 
 
 def of_one(batch: ap.Batch) -> NDArray[Any]:

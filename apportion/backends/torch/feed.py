@@ -5,6 +5,7 @@ Ranks tell each other their spans of both plans, and derive and prove the same m
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from zlib import crc32
 
@@ -29,12 +30,14 @@ class EncoderFeed:
 
     encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token of the decoder's batch,
     first row of the encoder's batch, tokens, each of which stands for `merge` rows; places do not overlap, and name
-    each row of the encoder once. Raises ConfigError; where it is first used, ExecutionError where ranks differ."""
+    each row of the encoder once. Raises ConfigError; where it is first used, ExecutionError where
+    ranks differ."""
 
     def __init__(self, encoder: PlanHandle, decoder: PlanHandle, places: Ints, merge: int = 1) -> None:
         for name, handle in (("encoder", encoder), ("decoder", decoder)):
             instance(name, handle, PlanHandle, "pass the handle of its plan")
         self.encoder, self.decoder, self.merge = encoder, decoder, integer("merge", merge)
+        encoder.feeds, self.device = True, torch.device("cpu")
         ranks = [(one.communicator.ranks, one.communicator.rank) for one in (encoder, decoder)]
         if ranks[0] != ranks[1]:
             rule = f"has {ranks[0][0]} ranks, the decoder's plan {ranks[1][0]}"
@@ -63,6 +66,13 @@ class EncoderFeed:
         verify_feed(found, encoder, decoder)
         return found
 
+    def to(self, device: torch.device | str) -> EncoderFeed:
+        """The feed with `rows` there."""
+        found = copy(self)
+        found.device = torch.device(device)
+        vars(found).pop("rows", None)
+        return found
+
     @property
     def name(self) -> str:
         """Of both plans, in errors."""
@@ -74,7 +84,7 @@ class EncoderFeed:
         time."""
         columns = self.plan.targets.rank(self.decoder.communicator.rank).values.T.tolist()
         runs = [torch.arange(row, row + rows) for row, rows in columns]
-        return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.device)
 
     @cached_property
     def exchange(self) -> Exchange:

@@ -45,6 +45,7 @@ class PlanHandle:
     padded to. calls: forward calls of attention so far, recomputed ones too; called: of each kind.
     Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine, ConfigError where the
     plan is larger than the envelope. gathered: whether rows were gathered for a kernel of the caller's own.
+    feeds: whether it is an encoder's, whose rows go to another plan; fed: whether such rows came to this one.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class PlanHandle:
         self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
-        self.calls, self.called, self.gathered = 0, Counter[str](), False
+        self.calls, self.called = 0, Counter[str]()
+        self.gathered = self.feeds = self.fed = False
         # whose forward called attention last
         self.wrapper: DistributedDataParallel | FullyShardedDataParallel | None = None
         self._held: set[tuple[str, int | None, bool | None]] = set()

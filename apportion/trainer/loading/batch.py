@@ -32,6 +32,7 @@ class PlannedBatch(Microbatch):
     position_ids: Tensor  # [rows] int64
     samples: Ints  # int64, samples of the microbatch on all ranks, in order
     batch: Batch  # their lengths and masks
+    media: PlannedBatch | None = None  # this rank's rows of the encoder, where the microbatch has media
     _places: list[Places] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +42,9 @@ class PlannedBatch(Microbatch):
         """The batch with its tensors there."""
         tensors = (name for name, value in vars(self).items() if isinstance(value, Tensor))
         held = {name: getattr(self, name) for name in (*tensors, "fields")}
-        return replace(self, **tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), held))
+        moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), held)
+        media, feed = self.media and self.media.to(device, non_blocking), self.feed and self.feed.to(device)
+        return replace(self, **moved, media=media, feed=feed)
 
     # ---- token tensors
 

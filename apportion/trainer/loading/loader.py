@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch.nn.functional import pad
@@ -24,13 +25,17 @@ from torch.nn.functional import pad
 from apportion.backends.torch.calls import by_value, shown
 from apportion.backends.torch.engines import ENGINES
 from apportion.backends.torch.envelope import UNPADDED, Envelope
+from apportion.backends.torch.feed import EncoderFeed
 from apportion.backends.torch.handle import PlanHandle, agree
 from apportion.backends.torch.transport import Communicator, Transport
+from apportion.ir.arrays import Ints
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.bytes.job import Job
 from apportion.ir.bytes.origin import origin
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.fields import choice, flag, instance, integer, number
+from apportion.ir.masks.bands import MAX_TOKENS
+from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
@@ -41,6 +46,7 @@ from apportion.trainer.loading import arguments, fetching
 from apportion.trainer.loading.agreement import Agreement, totals
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.iterations import Asked, Draw, Iterations, Place, Wanted
+from apportion.trainer.loading.media import Media, MediaOrder, MediaRows
 from apportion.trainer.loading.metrics import NOTHING, Facts, Meters, apart
 from apportion.trainer.loading.rows import SHIFTED, Dataset, Form, Rows, rows_of
 from apportion.trainer.loading.sources import Source, open_source
@@ -118,6 +124,10 @@ class PlannedLoader:
     a stage; a last iteration of fewer microbatches is left out. kinds: the attention kind of each virtual stage's
     layers, where there are several, as in `tick_batch`. recipe: by default that of `plan_tick`.
 
+    media: images, videos or sound of the samples, for an encoder with a plan of its own, see `Media`: `batch.media` is
+    then this rank's share of the encoder's rows, and `batch.feed` what `move_rows` takes; both None where the
+    microbatch has no media.
+
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
 
@@ -163,6 +173,7 @@ class PlannedLoader:
         shifted: Collection[str] = SHIFTED,
         ticks: TickTable | None = None,
         kinds: Sequence[str] | None = None,
+        media: Media | None = None,
     ) -> None:
         self.dataset, self._sampler = dataset, arguments.sampler_of(sampler, shuffle)
         policy = recipe if isinstance(recipe, Policy) else Policy(find_recipe(recipe or _recipe_of(ticks)))
@@ -202,6 +213,27 @@ class PlannedLoader:
         self._lookahead = max(integer("lookahead", lookahead), fetching.PREFETCHED * self._workers + 1)
         self._begin = self._place = Place()  # of the next pass; of the next batch
         self._passes, self._meters = 0, Meters()
+        self._encoder: PlannedLoader | None = None
+        self._leads = True  # not where it follows another loader's microbatches
+        if media is not None:
+            self._media = MediaOrder(instance("media", media, Media), self._asked)
+            self._check_media()
+            options: dict[str, Any] = {"source": source, "token": token, "ca": ca, "timeout_s": timeout_s}
+            options |= {"on_timeout": on_timeout, "workers": workers, "engine": engine, "device": device}
+            options |= {"recipe": media.recipe, "hardware": media.hardware, "seed": seed, "rows_multiple": 1}
+            options |= {"lengths": media.lengths, "masks": media.masks, "sampler": self._media}
+            options |= {"communicator": self._communicator, "lookahead": lookahead * self.job.microbatches}
+            job = cluster, media.model, MAX_TOKENS // cluster.ranks
+            self._encoder = PlannedLoader(MediaRows(media), *job, **options)
+            self._encoder._leads = False
+
+    def _check_media(self) -> None:
+        """Raises ConfigError where microbatches of the encoder cannot be those of the decoder."""
+        rule, remedy = "has media in unknown microbatches", "leave it out, or the media"
+        refused = {"recipe.pack": self.job.packs, "ticks": self._asked.table is not None}
+        refused["sampler"] = isinstance(self._sampler, Iterator)
+        for name in filter(refused.__getitem__, refused):
+            raise ConfigError(name, "with media", rule, remedy)
 
     def metrics(self) -> dict[str, Any]:
         """Since the loader was made: iterations, tokens of all ranks and how many a second (within passes), waited_s:
@@ -238,14 +270,19 @@ class PlannedLoader:
         begin = self._place = self._begin
         self._meters.begin()
         self._check_place()
-        wiring.watch.begin(self)
+        if self._leads:
+            wiring.watch.begin(self)
         iterations = Iterations(self._asked, self._draw(), begin.iteration)
         with closing(fetching.Ahead(copy(self._source), iterations)) as ahead, ExitStack() as stack:
             supply = self._supply(stack, ahead, iterations)
+            encoded: Iterator[PlannedBatch] = iter(())
+            if self._encoder is not None:
+                self._media.draw, self._media.start = self._draw(), begin.iteration
+                encoded = stack.enter_context(closing(iter(self._encoder)))
             self._begin = Place(begin.epoch)
             while (found := self._next(iterations, ahead.own, supply)) is not None:
                 wanted, fetched = found
-                for batch in self._batches(wanted, fetched):
+                for batch in self._batches(wanted, fetched, encoded):
                     if (batch.iteration, batch.microbatch) >= begin[1:]:
                         next_one = wanted.number + batch.is_last, 0 if batch.is_last else batch.microbatch + 1
                         self._place = Place(begin.epoch, *next_one)
@@ -362,7 +399,9 @@ class PlannedLoader:
             handles.append(handle.prepare(self._device))
         return fetching.Fetched(piece, None, tuple(handles))
 
-    def _batches(self, wanted: Wanted, fetched: fetching.Fetched) -> Iterator[PlannedBatch]:
+    def _batches(
+        self, wanted: Wanted, fetched: fetching.Fetched, encoded: Iterator[PlannedBatch]
+    ) -> Iterator[PlannedBatch]:
         handles = fetched.handles or self._ready(fetched.piece).handles or ()
         rows, valid, weight = self._agreed(wanted, handles, self._read(wanted, fetched))
         parts = wanted.parts(fetched.piece.indexes)
@@ -381,7 +420,21 @@ class PlannedLoader:
                 is_last=place == len(handles) - 1,
                 samples=samples,
                 batch=batch,
+                **self._fed(handle, batch, samples, encoded),
             )
+
+    def _fed(
+        self, handle: PlanHandle, batch: Batch, samples: Ints, encoded: Iterator[PlannedBatch]
+    ) -> dict[str, Any]:
+        """The encoder's share of a microbatch, and how the decoder is fed. Raises ExecutionError."""
+        if self._encoder is None or not len(wanted := self._media.of(samples)[0]):
+            return {}
+        if (media := next(encoded, None)) is None or not np.array_equal(media.samples, wanted):
+            told = None if media is None else media.samples.tolist()
+            what = f"the encoder's next microbatch has media {told}, the decoder's {wanted.tolist()}"
+            raise ExecutionError(f"{what}: give a sampler that draws the same however often it is iterated")
+        places = self._media.places(batch, samples)
+        return {"media": media, "feed": EncoderFeed(media.handle, handle, places, self._media.media.merge)}
 
     def _read(self, wanted: Wanted, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
         """The rows, or why there are none: the other ranks are told before it is raised."""

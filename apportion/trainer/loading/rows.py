@@ -51,7 +51,11 @@ _RULES = (
     ("shift_labels label_ids label target targets target_ids", f"labels {_NOT_APPLIED}", "name them labels"),
     ("prompt_mask", "is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
     ("inputs_embeds", "rows are looked up by token id", "leave it out"),
-    ("pixel_values", "images belong to no token", "give embeddings in a loop of your own, as `image`"),
+    (
+        "pixel_values",
+        "images belong to no token",
+        "give the loader ap.Media, or embeddings of your own as `image`",
+    ),
 )
 _REFUSED = {name: (rule, remedy) for names, rule, remedy in _RULES for name in names.split()}
 

@@ -148,7 +148,7 @@ def _over(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
 # ---- streams
 
 _PLACE = ("epoch", "buffer", "size")
-_OWN = {"lengths", "masks", "sampler"}
+_OWN = {"lengths", "masks", "sampler", "media"}
 
 
 class StreamedLoader:

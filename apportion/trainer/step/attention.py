@@ -192,7 +192,8 @@ def planned_attention_block(
 def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
     """What `run` gives, in the first forward seen by the trial of the model that calls it, which may run it again."""
     watch, trial = wiring.watch, wiring.watch.trial
-    if trial is None:
+    if trial is None or handle.feeds:
+        watch.require_all_rows("an encoder")
         return run()
     if trial.part is not None:
         return trial.part.answer(*given)

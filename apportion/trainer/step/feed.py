@@ -23,4 +23,5 @@ def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
         raise ConfigError("feed", feed, "rows are moved by a feed", "pass batch.feed")
     if len(x) != feed.encoder.padded_rows:
         raise ExecutionError(f"this rank holds {feed.encoder.padded_rows} rows of the encoder, got {len(x)}")
+    feed.decoder.fed = True
     return feed.exchange(x)

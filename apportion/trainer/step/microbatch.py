@@ -9,6 +9,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from apportion.backends.torch.feed import EncoderFeed
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError, ExecutionError
@@ -38,6 +39,7 @@ class Microbatch:
     valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
     total_weight: float  # their loss weights; as many where samples have none
     fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
+    feed: EncoderFeed | None = None  # where an encoder's rows stand for tokens
     _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
     _staged: bool = False  # ranks of the plan hold different layers: those of their pipeline stages
     _shifted: Collection[str] = ()  # fields that lie in the row that predicts their token
@@ -49,8 +51,9 @@ class Microbatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those with an entry for each row."""
-        return [one for one in (*vars(self).values(), *self.fields.values()) if isinstance(one, Tensor)]
+        """Those with an entry for each row, or for each that is fed."""
+        held = [*vars(self).values(), *self.fields.values(), *(vars(self.feed).values() if self.feed else ())]
+        return [one for one in held if isinstance(one, Tensor)]
 
     def check_unweighted(self, loss: str) -> None:
         """Raises ConfigError where the samples have loss weights, which `loss` would ignore, and for changed labels."""

@@ -156,6 +156,12 @@ class Watch:
             what = "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer"
             hf = "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
             raise ExecutionError(f"{what}; {hf}")
+        for batch in self.batches:
+            if batch.feed is not None and batch.handle.calls and not batch.handle.fed:
+                what = "a batch has media, and the model that its plan ran under was not given them"
+                raise ExecutionError(
+                    f"{what}: run the encoder on batch.media, and ap.move_rows(x, batch.feed)"
+                )
         checks, self._scaled = self._scaled, []
         if checks and (scaled := scaled_by()) != 1:
             for check in checks:

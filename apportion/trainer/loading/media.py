@@ -1,0 +1,139 @@
+"""Images, videos and sound of samples: an encoder's microbatches beside the decoder's.
+
+    dataset    sample 5: text, tokens for image 7, text, tokens for image 8        `places` (5, 12), (5, 90)
+    media      image 7, image 8: patches, read by the ranks that the encoder's plan gives them to
+
+The media of a microbatch's samples, in their order, are one batch of the encoder, which is planned as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from apportion.ir.arrays import Ints, group_of, offsets, within
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import instance, integer, integers
+from apportion.ir.masks.specs import full
+from apportion.ir.request.batch import Batch
+from apportion.ir.request.hardware import Hardware
+from apportion.ir.request.model import Model
+from apportion.ir.request.policy import Policy, Recipe
+from apportion.ir.request.sampling import Masks
+from apportion.trainer.loading import arguments
+from apportion.trainer.loading.iterations import Asked, Draw
+from apportion.trainer.loading.rows import LABELS, TOKENS, Dataset
+from apportion.trainer.step.microbatch import IGNORED
+
+
+@dataclass(frozen=True, eq=False)
+class Media:
+    """What an encoder in front of the model reads: images, videos, sound; the loader plans it too.
+
+    dataset: map-style; medium i is a mapping of fields with an entry for each of its rows (patches, frames), [rows,
+    ...], the same fields in all. lengths: rows of each, integers [media], by default the dataset's. model: of the
+    encoder's attention layers. places: integers [media, 2]: the sample of each, and the first token that stands for it;
+    each token stands for `merge` rows. masks: one for all or one of each; by default all rows of a medium see each
+    other. recipe, hardware: as of the loader. Raises ConfigError where tokens stand for two media, or for none.
+    """
+
+    dataset: Any
+    model: Model
+    places: ArrayLike
+    merge: int = 1
+    lengths: ArrayLike | None = None
+    masks: Masks = None
+    recipe: Recipe | Policy | str | None = None
+    hardware: Hardware | str | None = None
+
+    def __post_init__(self) -> None:
+        instance("media.model", self.model, Model)
+        merge, lengths = integer("media.merge", self.merge), arguments.lengths_of(self.dataset, self.lengths)
+        places = np.asarray(self.places)
+        if places.shape != (len(lengths), 2):
+            rule, remedy = (
+                f"must be [{len(lengths)}, 2]",
+                "give the sample and the first token of each medium",
+            )
+            raise ConfigError("media.places.shape", places.shape, rule, remedy)
+        if (odd := np.flatnonzero(lengths % merge)).size:
+            rule = f"must be a multiple of merge = {merge}"
+            raise ConfigError(f"media.lengths[{odd[0]}]", int(lengths[odd[0]]), rule, "give whole tokens")
+        places = integers("media.places", places.ravel(), 0).reshape(-1, 2)
+        masks = arguments.masks_here(self.dataset, self.masks)
+        masks = full() if masks is None else masks
+        for name, value in (("lengths", lengths), ("places", places), ("masks", masks)):
+            object.__setattr__(self, name, value)
+
+
+@dataclass
+class MediaOrder:
+    """The media of a decoder's microbatches, and as a sampler of the encoder's loader: those of each microbatch that
+    has some. draw, start: of the pass, and its first iteration."""
+
+    media: Media
+    asked: Asked
+    draw: Draw | None = None
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        (sample, token), count = np.asarray(self.media.places).T, self._tokens
+        self._order = np.lexsort((token, sample))
+        sample, token, count = sample[self._order], token[self._order], count[self._order]
+        lengths = self.asked.lengths
+        integers("media.places", sample, 0, len(lengths) - 1)
+        limit = np.append(token[1:], 0)
+        limit = np.where(np.append(sample[1:], -1) == sample, limit, lengths[sample])
+        if (over := np.flatnonzero(token + count > limit)).size:
+            first = int(over[0])
+            rule = f"stands for tokens up to {token[first] + count[first]}, and there is room up to {limit[first]}"
+            remedy = "give each medium as many tokens of its sample as it has rows, over `merge`"
+            raise ConfigError(
+                f"media.places[{self._order[first]}]",
+                [*map(int, (sample[first], token[first]))],
+                rule,
+                remedy,
+            )
+        self._first = np.searchsorted(sample, np.arange(len(lengths) + 1))
+
+    @property
+    def _tokens(self) -> Ints:
+        return np.asarray(self.media.lengths) // self.media.merge
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, drawn in enumerate(islice(self.draw or (), self.start, None), self.start):
+            for group in self.asked.samples(number, drawn):
+                if len(found := self.of(group)[0]):
+                    yield found.tolist()
+
+    def of(self, samples: Ints) -> tuple[Ints, Ints]:
+        """The media of these samples, in order, and which of the samples each is of: int64 [n] each."""
+        counts = np.diff(self._first)[samples]
+        of = group_of(counts)
+        return self._order[self._first[samples][of] + within(counts)], of
+
+    def places(self, batch: Batch, samples: Ints) -> Ints:
+        """int64 [n, 3], as `EncoderFeed` takes them. batch: of these samples, without padding."""
+        found, of = self.of(samples)
+        tokens = self._tokens[found]
+        first = batch.starts[of] + np.asarray(self.media.places)[found, 1]
+        return np.stack([first, offsets(tokens * self.media.merge)[:-1], tokens], 1)
+
+
+@dataclass
+class MediaRows(Dataset):
+    """Media as samples of the encoder's loader: rows are tokens of which nothing is learnt."""
+
+    media: Media
+
+    def __len__(self) -> int:
+        return len(np.asarray(self.media.lengths))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rows = int(np.asarray(self.media.lengths)[index])
+        return {TOKENS: np.zeros(rows, np.int64), LABELS: np.full(rows, IGNORED), **self.media.dataset[index]}

@@ -1,0 +1,236 @@
+"""A tiny vision-language model in a loop of one's own, images and text under two plans; and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import apportion as ap
+from apportion.backends.torch.transport import Communicator
+from tests.ranks.loading import HereSource
+
+MERGE, PATCH, WIDTH, HEADS, WORDS, IMAGE = 4, 6, 16, 2, 32, 31
+LENGTHS = [50, 7, 36, 21, 64, 5, 30, 44]  # tokens of samples
+#: sample, first token, tokens of each image; samples 1, 3, 5 and 6 have none
+IMAGES = [(0, 2, 9), (0, 20, 25), (2, 0, 16), (4, 10, 4), (4, 14, 30), (7, 40, 4)]
+RATE = 0.5
+
+
+class Samples:
+    lengths = LENGTHS
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = np.random.default_rng(index).integers(0, IMAGE, LENGTHS[index])
+        for _, first, count in (one for one in IMAGES if one[0] == index):
+            tokens[first : first + count] = IMAGE
+        place = np.arange(LENGTHS[index])
+        return {
+            "input_ids": tokens,
+            "mrope": np.stack([place, place // 2, place % 3], 1),
+            "loss_mask": tokens != IMAGE,
+        }
+
+
+class Images:
+    def __init__(self) -> None:
+        self.lengths = [MERGE * count for *_, count in IMAGES]
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"patches": np.random.default_rng(100 + index).normal(size=(self.lengths[index], PATCH))}
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, attend: Attend, turn: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).unbind(1)
+        if turn is not None:
+            q, k = q * turn, k * turn
+        return x + self.out(attend(q, k, v).flatten(1)).tanh()
+
+
+class VisionLanguage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.see = nn.Linear(PATCH, WIDTH), nn.ModuleList([Layer(), Layer()])
+        self.merge, self.embed = nn.Linear(MERGE * WIDTH, WIDTH), nn.Embedding(WORDS, WIDTH)
+        self.read, self.head = nn.ModuleList([Layer(), Layer()]), nn.Linear(WIDTH, WORDS)
+
+    def forward(
+        self, tokens: torch.Tensor, mrope: torch.Tensor, read: Attend, images: tuple[Any, ...] | None
+    ) -> torch.Tensor:
+        """images: patches, their attention, what moves rows, and the tokens that images stand at."""
+        x = self.embed(tokens)
+        if images is not None:
+            patches, see, move, rows = images
+            seen = self.patch(patches)
+            for layer in self.see:
+                seen = layer(seen, see)
+            x = x.index_copy(0, rows, self.merge(move(seen).reshape(-1, MERGE * WIDTH)).tanh())
+        turn = torch.cos(mrope.double() / 7).repeat(1, 3)[:, None, : WIDTH // HEADS]
+        for layer in self.read:
+            x = layer(x, read, turn)
+        return self.head(x)
+
+
+def new_model() -> VisionLanguage:
+    torch.manual_seed(0)
+    return VisionLanguage().double()
+
+
+def media(**changed: Any) -> ap.Media:
+    model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
+    given: dict[str, Any] = {"dataset": Images(), "model": model, "places": [one[:2] for one in IMAGES]}
+    return ap.Media(**{**given, "merge": MERGE, "recipe": "blend", **changed})
+
+
+def loader(comm: Communicator, images: ap.Media | None, **changed: Any) -> ap.PlannedLoader:
+    model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
+    options = {"recipe": "mixed", "source": HereSource(), "communicator": comm, "media": images, **changed}
+    cluster = ap.Cluster(1, comm.ranks)
+    return ap.PlannedLoader(Samples(), cluster, model, 96 // comm.ranks, **options)
+
+
+def planned(handle: Any) -> Attend:
+    return lambda q, k, v: ap.planned_attention(q, k, v, handle)
+
+
+def forward(model: VisionLanguage, batch: Any) -> torch.Tensor:
+    images = None
+    if batch.media is not None:
+        move = (
+            batch.media.fields["patches"],
+            planned(batch.media.handle),
+            lambda x: ap.move_rows(x, batch.feed),
+        )
+        images = *move, batch.feed.rows
+    logits = model(batch.tokens, batch.fields["mrope"], planned(batch.handle), images)
+    return ap.normalised_loss(logits, batch.labels, batch.valid_tokens)
+
+
+def train(comm: Communicator, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Loss of each microbatch on this rank, its samples, whether a step follows; and parameters in the end."""
+    model = new_model()
+    optimizer, told = torch.optim.SGD(model.parameters(), RATE), []
+    for batch in (one.to("cpu") for one in loader(comm, media(), **options)):
+        loss = forward(model, batch)
+        loss.backward()
+        told.append((loss.item(), batch.samples.tolist(), batch.is_last))
+        if batch.is_last:
+            ap.sum_gradients(model, comm._base)
+            optimizer.step()
+            optimizer.zero_grad()
+    return told, [one.detach().numpy() for one in model.parameters()]
+
+
+def alone(steps: list[list[list[int]]]) -> tuple[list[float], list[Any]]:
+    """The same of one process: losses of microbatches of samples, and parameters."""
+    model, losses = new_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for microbatches in steps:
+        held = [[Samples()[i] for i in samples] for samples in microbatches]
+        labels = [[_labels(one) for one in samples] for samples in held]
+        valid = sum(int((one >= 0).sum()) for samples in labels for one in samples)
+        for numbers, samples, wanted in zip(microbatches, held, labels, strict=True):
+            loss = _loss(model, numbers, samples, torch.cat(wanted)) / valid
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [one.detach().numpy() for one in model.parameters()]
+
+
+def _labels(sample: dict[str, Any]) -> torch.Tensor:
+    tokens = torch.from_numpy(sample["input_ids"])
+    return torch.cat([tokens.masked_fill(tokens == IMAGE, -100)[1:], torch.tensor([-100])])
+
+
+def _loss(
+    model: VisionLanguage, numbers: list[int], samples: list[Any], labels: torch.Tensor
+) -> torch.Tensor:
+    tokens = torch.from_numpy(np.concatenate([one["input_ids"] for one in samples]))
+    found = [i for number in numbers for i, one in enumerate(IMAGES) if one[0] == number]
+    images = None
+    if found:
+        patches = torch.from_numpy(np.concatenate([Images()[i]["patches"] for i in found]))
+        see = dense([MERGE * IMAGES[i][2] for i in found], causal=False)
+        images = patches, see, lambda x: x, torch.nonzero(tokens == IMAGE)[:, 0]
+    mrope = torch.from_numpy(np.concatenate([one["mrope"] for one in samples]))
+    logits = model(tokens, mrope, dense([len(one["input_ids"]) for one in samples], causal=True), images)
+    return cross_entropy(logits, labels, reduction="sum")
+
+
+def dense(lengths: list[int], causal: bool) -> Attend:
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = document[:, None] == document
+    mask = mask.tril() if causal else mask
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.transpose(0, 1) for one in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
+
+    return attend
+
+
+def ignoring(comm: Communicator) -> str:
+    """Why a model that is not given its images may not step."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    batch = next(one for one in loader(comm, media()) if one.media is not None)
+    model(batch.tokens, batch.fields["mrope"], planned(batch.handle), None).sum().backward()
+    try:
+        optimizer.step()
+    except ap.ExecutionError as error:
+        return str(error)
+    return ""
+
+
+class Drawing:
+    """Samples in another order whenever it is iterated."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter([[0, 2], [4]] if self.passes == 1 else [[4], [0, 2]])
+
+
+def drawing_otherwise(comm: Communicator) -> str:
+    try:
+        list(loader(comm, media(), sampler=Drawing()))
+    except ap.ExecutionError as error:
+        return str(error)
+    return ""
+
+
+def resumed(comm: Communicator) -> tuple[list[Any], list[Any]]:
+    """What all microbatches of a pass hold, and those of a loader that goes on behind the third."""
+
+    def told(batch: Any) -> list[Any]:
+        images = [] if batch.media is None else [batch.media.samples.tolist(), batch.feed.rows.tolist()]
+        return [batch.iteration, batch.microbatch, batch.samples.tolist(), *images]
+
+    first, again = (loader(comm, media(), microbatches=2) for _ in range(2))
+    whole = []
+    for batch in first:
+        whole.append(told(batch))
+        if len(whole) == 3:
+            again.load_state_dict(first.state_dict())
+    return whole, [told(batch) for batch in again]

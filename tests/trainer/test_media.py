@@ -1,0 +1,74 @@
+"""Images in a loader: a tiny vision-language model on several ranks trains as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apportion.backends.torch.transport import Communicator
+from apportion.ir.errors import ConfigError
+from tests.ranks import jobs_media
+from tests.ranks.jobs_media import IMAGES
+from tests.ranks.rank_pool import Pool
+
+
+def steps_of(told: list[Any]) -> list[list[list[int]]]:
+    steps: list[list[list[int]]] = [[]]
+    for _, samples, is_last in told:
+        steps[-1].append(samples)
+        steps += [[]] if is_last else []
+    return steps[:-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "seed": 3}, {"sampler": [[1, 3], [4], [2, 0]]}])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_equals_one_process(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
+    found = pool.run(jobs_media.train, ranks, options)
+    assert found is not None
+    steps = steps_of(found[0][0])
+    losses, parameters = jobs_media.alone(steps)
+    summed = np.sum([[one[0] for one in told] for told, _ in found], axis=0)
+    np.testing.assert_allclose(summed, losses, rtol=0, atol=1e-10)
+    for _, own in found:
+        for one, wanted in zip(own, parameters, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-10)
+
+
+PLACES = [list(one[:2]) for one in IMAGES]
+SHIFTED, SHARED, OUTSIDE = [*PLACES[:-1], [7, 41]], [PLACES[0], [0, 10], *PLACES[2:]], [*PLACES[:-1], [8, 0]]
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "other places": ({"places": [(0, 2)]}, {}, r"media.places.shape = \(1, 2\): must be \[6, 2\]"),
+    "a row too many": ({"lengths": [36, 100, 64, 16, 121, 16]}, {}, "multiple of merge = 4"),
+    "no room in the sample": ({"places": SHIFTED}, {}, r"media.places\[5\].*stands for tokens up to 45"),
+    "two images on a token": ({"places": SHARED}, {}, r"media.places\[0\].*there is room up to 10"),
+    "no such sample": ({"places": OUTSIDE}, {}, "media.places"),
+    "a recipe that packs": ({}, {"recipe": "wlb"}, "recipe.pack = 'with media'"),
+    "a sampler of one pass": ({}, {"sampler": iter([[0]])}, "sampler = 'with media'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_media_that_do_not_fit_are_refused(case: str) -> None:
+    of_media, options, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        jobs_media.loader(Communicator.shared(), jobs_media.media(**of_media), **options)
+
+
+def test_a_model_that_ignores_its_images_does_not_step(pool: Pool) -> None:
+    found = pool.run(jobs_media.ignoring, 2)
+    assert found is not None
+    assert all("a batch has media, and the model" in one for one in found)
+
+
+def test_a_sampler_that_draws_otherwise_is_refused(pool: Pool) -> None:
+    found = pool.run(jobs_media.drawing_otherwise, 2)
+    assert found is not None
+    assert all("draws the same however often it is iterated" in one for one in found)
+
+
+def test_a_pass_goes_on_in_the_middle_of_an_iteration(pool: Pool) -> None:
+    for whole, rest in pool.run(jobs_media.resumed, 2) or [([], [])]:
+        assert len(whole) > 3
+        assert rest == whole[3:]
