@@ -39,6 +39,7 @@ from apportion.trainer.step.projection import LatentExpansion
 try:
     from transformers import AttentionInterface, Cache
 
+    from apportion.trainer import hf_vision
     from apportion.trainer.hf_recurrent import NAME as NAME, adapt, is_known, mixers_of
 except ModuleNotFoundError as error:
     raise MissingDependencyError("transformers", "hf", "apportion.trainer.hf") from error
@@ -62,6 +63,8 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
     this process yet, `loader` does. Raises ConfigError for a model whose layers are not all attention that can be
     replaced, whose other layers look at more than one row, or whose loss is not that of the next token."""
     AttentionInterface.register(NAME, attention)
+    for layer in hf_vision.adapt(model):
+        _choose(layer)
     base, layers, mixers = model.base_model, _layers(model), mixers_of(model)
     _require_known(model, layers, mixers)
     if not hasattr(base, "_served"):
@@ -131,8 +134,9 @@ def _choose(module: Any) -> None:
 
 
 def _layers(model: Any) -> list[Any]:
-    """Its attention layers."""
-    return [one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "is_causal")]
+    """Its attention layers, without those of an encoder."""
+    found = (one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "is_causal"))
+    return [one for one in found if not hasattr(one, "_encodes")]
 
 
 def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
@@ -180,7 +184,9 @@ def attention(
         if latent:
             key, value = getattr(type(module), _EXPAND)(module, value, key)
         return handle.attend(f"layer {module.layer_idx}", query, key, value), None
-    kind = module.config.layer_types[module.layer_idx] if len(handle.kinds) > 1 else None
+    kind = getattr(module, "_kind", None)  # of an encoder's layer
+    if kind is None and len(handle.kinds) > 1:
+        kind = module.config.layer_types[module.layer_idx]
     device = query.device.type  # autocast leaves q and k in float32 behind RoPE
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
@@ -242,7 +248,8 @@ def inputs(batch: PlannedBatch) -> dict[str, Any]:
     wiring.watch.expect(batch.handle)
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
-    return _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
+    given = _arguments(*rows, max(batch.valid_tokens, 1), batch.batch.last_position, batch.handle)
+    return given | hf_vision.arguments(batch)
 
 
 def _arguments(
@@ -359,7 +366,7 @@ def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     config = module.config.get_text_config()
     if kwargs.get(NAME) is not None and config._attn_implementation != NAME:
         module._unplanned, config._attn_implementation = config._attn_implementation, NAME
-    if kwargs.get(NAME) is not None and kwargs.get(LAST) is None:
+    if module._rotary and kwargs.get(NAME) is not None and kwargs.get(LAST) is None:
         rule = "rotary embeddings may look at the largest position of the whole microbatch"
         raise ConfigError(LAST, None, rule, "call the model with hf.inputs(batch)")
     for rotary in module._rotary:
@@ -376,7 +383,8 @@ def _end(module: Any, args: Any, output: Any) -> None:
 def _is_rotary(module: Any) -> bool:
     """A table of angles by position id: `dynamic` and `longrope` choose frequencies by the largest of a call."""
     takes = signature(type(module).forward).parameters
-    return "position_ids" in takes and not any(True for _ in module.parameters())
+    table = "position_ids" in takes and not any(True for _ in module.parameters())
+    return table and not hasattr(module, "_encodes")
 
 
 def _append_last(rotary: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ The media of a microbatch's samples, in their order, are one batch of the encode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -38,8 +38,9 @@ class Media:
     dataset: map-style; medium i is a mapping of fields with an entry for each of its rows (patches, frames), [rows,
     ...], the same fields in all. lengths: rows of each, integers [media], by default the dataset's. model: of the
     encoder's attention layers. places: integers [media, 2]: the sample of each, and the first token that stands for it;
-    each token stands for `merge` rows. masks: one for all or one of each; by default all rows of a medium see each
-    other. recipe, hardware: as of the loader. Raises ConfigError where tokens stand for two media, or for none.
+    each token stands for `merge` rows. orders: of each medium int64 [tokens], which of its tokens the rows stand for,
+    `merge` after `merge`; by default one after another. masks: one for all or one of each; by default all rows of a
+    medium see each other. recipe, hardware: as of the loader. Raises ConfigError where media do not fit.
     """
 
     dataset: Any
@@ -47,6 +48,7 @@ class Media:
     places: ArrayLike
     merge: int = 1
     lengths: ArrayLike | None = None
+    orders: Sequence[ArrayLike] | None = None
     masks: Masks = None
     recipe: Recipe | Policy | str | None = None
     hardware: Hardware | str | None = None
@@ -122,7 +124,19 @@ class MediaOrder:
         found, of = self.of(samples)
         tokens = self._tokens[found]
         first = batch.starts[of] + np.asarray(self.media.places)[found, 1]
-        return np.stack([first, offsets(tokens * self.media.merge)[:-1], tokens], 1)
+        if self.media.orders is None:
+            return np.stack([first, offsets(tokens * self.media.merge)[:-1], tokens], 1)
+        orders = [self._turned(medium) for medium in found.tolist()]
+        token = np.concatenate(orders) + np.repeat(first, tokens)
+        begin = np.flatnonzero(np.append(True, np.diff(token) != 1))
+        return np.stack([token[begin], begin * self.media.merge, np.diff(np.append(begin, len(token)))], 1)
+
+    def _turned(self, medium: int) -> Ints:
+        order, tokens = np.asarray((self.media.orders or ())[medium]), int(self._tokens[medium])
+        if not np.array_equal(np.sort(order), np.arange(tokens)):
+            rule = f"must name each of its {tokens} tokens once"
+            raise ConfigError(f"media.orders[{medium}]", order.tolist()[:8], rule, "give a permutation")
+        return order
 
 
 @dataclass

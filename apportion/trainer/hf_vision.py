@@ -1,0 +1,204 @@
+"""Vision encoders of transformers (Qwen2-VL, Qwen2.5-VL, Qwen3-VL): patches under a plan of their own.
+
+    images ──media──► loader ──► batch.media ──inputs──► visual.patch_embed, blocks ──move_rows──► visual.merger
+                                                                            rows of placeholder tokens ◄──┘
+
+Blocks and mergers stay the model's; mergers run where the placeholder tokens are. Written for transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from apportion.backends.torch.memory.arrays import DTYPES
+from apportion.ir.arrays import Ints
+from apportion.ir.errors import ConfigError
+from apportion.ir.fields import integers
+from apportion.ir.masks.spec import Mask
+from apportion.ir.masks.specs import documents, full, slices
+from apportion.ir.request.model import Model
+from apportion.trainer.hf_recurrent import NAME
+from apportion.trainer.loading.batch import PlannedBatch
+from apportion.trainer.loading.media import Media
+from apportion.trainer.step.feed import move_rows
+from apportion.trainer.step.microbatch import require_calls
+
+TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # `model_type` of what is tried
+MEDIA = "apportion_media"  # kwarg: the feed, and the fields of patches
+MROPE = "mrope_position_ids"  # field of samples, [length, 3]
+FULL, WINDOWS = "full", "windows"  # attention kinds of encoders with windows
+
+
+def media(
+    images: Any, model: Any, grids: ArrayLike, places: ArrayLike, *, dtype: str | None = None, **options: Any
+) -> Media:
+    """The `Media` of a model's encoder. images: map-style; image i has `pixel_values` [patches, ...] as the model's
+    processor gives them. grids: integers [images, 3], their `image_grid_thw`. places: sample and first placeholder
+    token of each. dtype: as of `hf.loader`. options: others of `Media`. Raises ConfigError for other models."""
+    config = _config(model).vision_config
+    found = integers("grids", np.asarray(grids).ravel()).reshape(-1, 3)
+    own = next(name for name, value in DTYPES.items() if value == model.dtype)
+    width = getattr(config, "embed_dim", config.hidden_size)
+    heads, layers = config.num_heads, config.depth
+    whole = getattr(config, "fullatt_block_indexes", None)
+    given: dict[str, Any] = {
+        "dataset": _Patches(images, found, config),
+        "lengths": found.prod(1),
+        "masks": [documents([h * w] * t, full()) for t, h, w in found.tolist()],
+    }
+    if whole is not None:
+        layers = {FULL: len({*whole}), WINDOWS: config.depth - len({*whole})}
+        windows = [_windows(grid, config) for grid in found]
+        kinds = zip(given["masks"], windows, strict=True)
+        given["masks"] = [{FULL: mask, WINDOWS: _alone(ends)} for mask, (_, ends) in kinds]
+        given["orders"] = [order for order, _ in windows]
+    planned = Model(
+        heads, heads, width // heads, dtype=dtype or own, hidden=width, ffn=_ffn(config), layers=layers
+    )
+    return Media(**{**given, **options}, model=planned, places=places, merge=config.spatial_merge_size**2)
+
+
+def mrope(model: Any, tokens: ArrayLike, grids: ArrayLike = ()) -> Tensor:
+    """int64 [length, 3]: the field `mrope_position_ids` of a sample. tokens: [length]; grids: [images, 3], of its
+    images in order."""
+    config, ids = _config(model), torch.as_tensor(tokens)[None]
+    of_images = torch.as_tensor(grids).reshape(-1, 3)
+    kinds = (ids == config.image_token_id).int()
+    return model.base_model.get_rope_index(ids, kinds, of_images)[0][:, 0].T  # type: ignore[no-any-return]
+
+
+def _config(model: Any) -> Any:
+    if model.config.model_type not in TYPES:
+        rule, remedy = f"is none of {', '.join(TYPES)}", "make ap.Media, and run its encoder yourself"
+        raise ConfigError("model_type", model.config.model_type, rule, remedy)
+    return model.config
+
+
+def _ffn(config: Any) -> int:
+    return int(getattr(config, "intermediate_size", 0) or config.embed_dim * config.mlp_ratio)
+
+
+def _windows(grid: Ints, config: Any) -> tuple[Ints, Ints]:
+    """Which token each row of merged patches stands for, in the order of windows; and where patches of windows end."""
+    sizes = config.spatial_merge_size, config.window_size, config.patch_size
+    order, ends = get_vision_window_index(torch.as_tensor(grid)[None], *sizes)
+    return order.numpy(), ends.numpy()
+
+
+def _alone(ends: Ints) -> Mask:
+    """Rows between ends see each other."""
+    first, end = ends[:-1], ends[1:]
+    return slices(np.stack([first, end, first, end, np.zeros_like(first)], 1))
+
+
+@dataclass
+class _Patches:
+    """Patches of each image with what layers ask of their places, in the order of windows where there are some."""
+
+    images: Any
+    grids: Ints
+    config: Any
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        config, grid = self.config, torch.as_tensor(self.grids[index])[None]
+        fields = {"patches": torch.as_tensor(self.images[index]["pixel_values"])}
+        fields["grid"] = get_vision_position_ids(grid, config.spatial_merge_size)
+        if hasattr(config, "num_position_embeddings"):
+            side = int(config.num_position_embeddings**0.5)
+            taps = get_vision_interpolation_indices_and_weights(
+                grid, side, "bilinear", True, config.spatial_merge_size
+            )
+            fields["taps"], fields["tap_weights"] = taps
+        if hasattr(config, "fullatt_block_indexes"):
+            order = torch.as_tensor(_windows(self.grids[index], config)[0])
+            merge = config.spatial_merge_size**2
+            fields = {
+                name: one.unflatten(0, (-1, merge))[order].flatten(0, 1) for name, one in fields.items()
+            }
+        return fields
+
+
+# ---- an enabled model
+
+
+def adapt(model: Any) -> Iterator[Any]:
+    """Has the model's encoder run under a plan where a forward is given media; its attention layers, if it is known."""
+    base = model.base_model
+    if model.config.model_type not in TYPES or hasattr(base.visual, "_encodes"):
+        return
+    for one in base.visual.modules():
+        one._encodes = True
+    base.get_image_features = MethodType(_features, base)
+    base.register_forward_pre_hook(_check_places, with_kwargs=True)
+    whole = getattr(base.visual, "fullatt_block_indexes", None)
+    for number, block in enumerate(base.visual.blocks):
+        layer, kind = block.attn, None if whole is None else FULL if number in whole else WINDOWS
+        layer.layer_idx, layer._kind, layer._window, layer._served = f"visual {number}", kind, -1, set()
+        yield layer
+
+
+def arguments(batch: PlannedBatch) -> dict[str, Any]:
+    """Kwargs of the model's forward beside those of text. Raises ConfigError for images without positions."""
+    if batch.feed is not None and MROPE not in batch.fields:
+        remedy = "give each sample that of hf_vision.mrope(model, tokens, grids)"
+        raise ConfigError(MROPE, None, "images turn by rows and columns", remedy)
+    found: dict[str, Any] = {}
+    if MROPE in batch.fields:
+        found["position_ids"] = batch.fields[MROPE].T[:, None]
+    if batch.feed is not None and batch.media is not None:
+        found |= {"pixel_values": batch.media.fields["patches"], MEDIA: (batch.feed, batch.media.fields)}
+    return found
+
+
+def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError where placeholder tokens are not the rows that are fed."""
+    tokens, given = kwargs.get("input_ids"), kwargs.get(MEDIA)
+    if tokens is None or (
+        given is None and (kwargs.get("pixel_values") is not None or kwargs.get(NAME) is None)
+    ):
+        return
+    wanted = (tokens[0] == base.config.image_token_id) | (tokens[0] == base.config.video_token_id)
+    rows = tokens.new_zeros(0) if given is None else given[0].rows.to(tokens.device)
+    if not torch.equal(torch.nonzero(wanted)[:, 0], rows):
+        rule = f"has {int(wanted.sum())} placeholder tokens on this rank, and media stand at {len(rows)} rows"
+        remedy = "give the loader media whose places are the placeholder tokens of images"
+        raise ConfigError("input_ids", "placeholder tokens", rule, remedy)
+
+
+def _features(base: Any, pixel_values: Tensor, image_grid_thw: Any = None, **kwargs: Any) -> Any:
+    """In the place of the model's own: pixel_values, of this rank's patches -> rows of its placeholder tokens."""
+    if kwargs.get(MEDIA) is None:
+        return type(base).get_image_features(base, pixel_values, image_grid_thw, **kwargs)
+    (feed, fields), visual = kwargs[MEDIA], base.visual
+    rows = visual.patch_embed(pixel_values.to(visual.dtype))
+    if "taps" in fields:
+        taps = visual.pos_embed(fields["taps"]) * fields["tap_weights"][:, :, None]
+        rows = rows + taps.sum(1).to(rows.dtype)
+    given = {"cu_seqlens": torch.tensor([0, len(rows)]), "max_seqlen": len(rows), NAME: feed.encoder}
+    given["position_embeddings"] = visual.rotary_pos_emb(rows, fields["grid"])
+    calls, deep = feed.encoder.calls, [*getattr(visual, "deepstack_visual_indexes", ())]
+    found: dict[int, Any] = {}
+    for number, block in enumerate(visual.blocks):
+        rows = block(rows, **given)
+        if number in deep:
+            merger = visual.deepstack_merger_list[deep.index(number)]
+            found[number] = (merger(move_rows(rows, feed)),)
+    require_calls(feed.encoder, calls, len(visual.blocks), "the encoder's attention was replaced")
+    merged = visual.merger(move_rows(rows, feed))
+    return SimpleNamespace(pooler_output=(merged,), deepstack_features=[found[number] for number in deep])
