@@ -129,7 +129,7 @@ class _Patches:
             order = torch.as_tensor(_windows(self.grids[index], config)[0])
             merge = config.spatial_merge_size**2
             fields = {
-                name: one.unflatten(0, (-1, merge))[order].flatten(0, 1) for name, one in fields.items()
+                name: one.view(-1, merge, *one.shape[1:])[order].flatten(0, 1) for name, one in fields.items()
             }
         return fields
 

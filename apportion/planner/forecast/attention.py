@@ -184,7 +184,7 @@ def attend(
                 sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
                 for phase in PHASES
             ),
-            _recurrent_us(planned.plan, *on),
+            recurrent=_recurrent_us(planned.plan, *on),
         )
         for layer, on in zip(layers, under, strict=True)
     ]
