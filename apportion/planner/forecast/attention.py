@@ -177,17 +177,14 @@ def attend(
             }
             for (costs, cluster), beside in zip(under, around, strict=True)
         ]
-    model = planned.plan.request.model
-    return [
-        Attended(
-            *(
-                sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
-                for phase in PHASES
-            ),
-            recurrent=_recurrent_us(planned.plan, *on),
+    counts = planned.plan.request.model.layers_of
+    found = []
+    for layer, on in zip(layers, under, strict=True):
+        forward, backward = (
+            sum(counts(kind) * us for (kind, of), us in layer.items() if of == phase) for phase in PHASES
         )
-        for layer, on in zip(layers, under, strict=True)
-    ]
+        found.append(Attended(forward, backward, _recurrent_us(planned.plan, *on)))
+    return found
 
 
 def _recurrent_us(made: Plan, costs: CostModel, cluster: Cluster) -> tuple[float, float]:
