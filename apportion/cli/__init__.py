@@ -61,8 +61,9 @@ for heading, commands in GROUPS.items():
     for each in commands:
         if isinstance(each, typer.Typer):
             app.add_typer(each, rich_help_panel=heading)
-        else:
-            app.command(rich_help_panel=heading)(each)
+            continue
+        variables = {"auto_envvar_prefix": "APPORTION_SERVE"} if each is serve.serve else None
+        app.command(rich_help_panel=heading, context_settings=variables)(each)
 
 
 @app.callback()
@@ -71,8 +72,7 @@ def common(
         bool, Option("--quiet", "-q", help="Say nothing on stderr but errors: no progress, no notes.")
     ] = False,
     version: Annotated[
-        bool,
-        Option("--version", help="Print versions.", is_eager=True, callback=installation.print_versions),
+        bool, Option("--version", help="Print versions.", is_eager=True, callback=installation.print_versions)
     ] = False,
 ) -> None:
     output.quiet = quiet

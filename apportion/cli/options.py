@@ -11,14 +11,11 @@ SAMPLED = 32768  # tokens for each rank, where the batch is drawn
 
 PlanFile = Annotated[Path, Argument(help="A plan file, as `apportion plan -o` writes it.", metavar="PLAN")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Html = Annotated[Path | None, Option("--html", help="Write a page that a browser opens.", metavar="P.html")]
-BatchFile = Annotated[
-    Path | None, Option("--batch", help="Batch file (JSON or YAML), taken whole.", metavar="B.json")
-]
+Html = Annotated[Path | None, Option(help="Write a page that a browser opens.", metavar="P.html")]
+BatchFile = Annotated[Path | None, Option(help="Batch file (JSON or YAML), taken whole.", metavar="B.json")]
 LengthsFile = Annotated[
     Path | None,
     Option(
-        "--lengths",
         help="Lengths to draw documents from: integers or JSON, one a line; a JSON list; CSV; Parquet; the folder of a "
         "saved Hugging Face dataset.",
         metavar="L.jsonl",
@@ -26,67 +23,50 @@ LengthsFile = Annotated[
 ]
 Column = Annotated[
     str | None,
-    Option(
-        "--column",
-        help="Column of --lengths: integers, or lists that are counted. Default: length, else input_ids.",
-    ),
+    Option(help="Column of --lengths: integers, or lists that are counted. Default: length, else input_ids."),
 ]
 Overlong = Annotated[
     str | None,
     Option(
-        "--overlong",
         help="Documents of more tokens than a microbatch of all ranks: drop, cut or refuse. Default: drop.",
         metavar="RULE",
         show_default=False,
     ),
 ]
-WorkloadFile = Annotated[
-    Path | None, Option("--workload", help="Workload file: samples of a data set.", metavar="W.json")
-]
+WorkloadFile = Annotated[Path | None, Option(help="Workload file: samples of a data set.", metavar="W.json")]
 MaskText = Annotated[
     str | None,
     Option(
-        "--mask",
         help="Mask of plain documents: a name, or YAML as in a batch file; {kind: mask} for a model with several "
         "kinds. Default: causal, or what the config.json of --model says.",
         metavar="MASK",
     ),
 ]
-ClusterFile = Annotated[
-    Path | None, Option("--cluster", help="Cluster file (YAML or JSON).", metavar="C.yaml")
-]
+ClusterFile = Annotated[Path | None, Option(help="Cluster file (YAML or JSON).", metavar="C.yaml")]
 ModelFile = Annotated[
-    Path | None,
-    Option("--model", help="Model file (YAML or JSON), or a Hugging Face config.json.", metavar="M.yaml"),
+    Path | None, Option(help="Model file (YAML or JSON), or a Hugging Face config.json.", metavar="M.yaml")
 ]
 HardwareName = Annotated[
     str | None,
     Option(
-        "--hardware",
         help="Kernel times and links: a built-in name (h100, h200, a100, a800, h20, b200, each also as "
         "NAME-stage, with the kernels of the engine of that name) or a file of `apportion profile`.",
         metavar="NAME|H.json",
     ),
 ]
-Ranks = Annotated[int | None, Option("--ranks", help="Ranks. Default: 64.", min=1)]
-RanksPerNode = Annotated[
-    int | None, Option("--ranks-per-node", help="Default: 8, or the largest divisor below.", min=1)
-]
+Ranks = Annotated[int | None, Option(help="Ranks. Default: 64.", min=1)]
+RanksPerNode = Annotated[int | None, Option(help="Default: 8, or the largest divisor below.", min=1)]
 TokensPerRank = Annotated[
-    int | None, Option("--tokens-per-rank", help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1)
+    int | None, Option(help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1)
 ]
-Virtual = Annotated[int, Option("--virtual", help="Chunks of layers of a stage: interleaved 1F1B.", min=1)]
-Microbatches = Annotated[int, Option("--microbatches", help="Microbatches of an optimizer step.", min=1)]
+Virtual = Annotated[int, Option(help="Chunks of layers of a stage: interleaved 1F1B.", min=1)]
+Microbatches = Annotated[int, Option(help="Microbatches of an optimizer step.", min=1)]
 RecipeName = Annotated[
-    str,
-    Option(
-        "--recipe", help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches."
-    ),
+    str, Option(help="A name of `apportion recipes`, or a recipe file (YAML or JSON); `auto` searches.")
 ]
 RecipeNames = Annotated[
     str,
     Option(
-        "--recipes",
         help="Names and recipe files, separated by commas, or all. Of a forecast: those that plan over all data and "
         "context ranks, or none.",
         metavar="NAME,...",
@@ -94,39 +74,29 @@ RecipeNames = Annotated[
 ]
 Block = Annotated[
     str | None,
-    Option(
-        "--block",
-        help="Tokens per block, or `auto`, of recipes that cut blocks. Default: what the recipe says.",
-    ),
+    Option(help="Tokens per block, or `auto`, of recipes that cut blocks. Default: what the recipe says."),
 ]
 Pods = Annotated[
     str | None,
     Option(
-        "--pods",
         help="Plan parts of the cluster by themselves, of so many ranks at most, or `auto` (1024): "
-        "every document stays inside one. For thousands of ranks.",
+        "every document stays inside one. For thousands of ranks."
     ),
 ]
 Threads = Annotated[
-    int,
-    Option(
-        "--threads", help="Cores to work on, where steps can. What comes out is the same.", min=1, max=1024
-    ),
+    int, Option(help="Cores to work on, where steps can. What comes out is the same.", min=1, max=1024)
 ]
-Seed = Annotated[int, Option("--seed", help="Seed of sampling and planning.", min=0)]
+Seed = Annotated[int, Option(help="Seed of sampling and planning.", min=0)]
 Workers = Annotated[
-    int,
-    Option("--workers", help="Worker processes. Default: one a core.", min=0, max=1024, show_default=False),
+    int, Option(help="Worker processes. Default: one a core.", min=0, max=1024, show_default=False)
+]
+Ray = Annotated[
+    str | None, Option(help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local")
 ]
 TokenFile = Annotated[
     Path | None,
-    Option(
-        "--token-file",
-        help="File with the server's token. Or APPORTION_TOKEN in the environment.",
-        metavar="FILE",
-    ),
+    Option(help="File with the server's token. Or APPORTION_TOKEN in the environment.", metavar="FILE"),
 ]
 Certificates = Annotated[
-    Path | None,
-    Option("--ca", help="PEM file of certificates to trust. Default: the system's.", metavar="FILE"),
+    Path | None, Option(help="PEM file of certificates to trust. Default: the system's.", metavar="FILE")
 ]

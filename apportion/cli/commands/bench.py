@@ -27,17 +27,15 @@ WIDEST = 160  # of the table of attention where GPUs are measured
 @app.command("plan")
 def bench_plan(
     recipe: options.RecipeName = "fcp",
-    ranks: Annotated[str, Option("--ranks", help="Rank counts, separated by commas.")] = "8,64,256,1024",
-    tokens_per_rank: Annotated[
-        int, Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)
-    ] = options.SAMPLED,
+    ranks: Annotated[str, Option(help="Rank counts, separated by commas.")] = "8,64,256,1024",
+    tokens_per_rank: Annotated[int, Option(help="Tokens sampled for each rank.", min=1)] = options.SAMPLED,
     block: options.Block = None,
     pods: options.Pods = None,
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
     threads: options.Threads = 1,
-    repeats: Annotated[int, Option("--repeats", help="Timed runs of each row.", min=5)] = 5,
-    seeds: Annotated[str, Option("--seeds", help="A row for each of these seeds.")] = "0",
+    repeats: Annotated[int, Option(help="Timed runs of each row.", min=5)] = 5,
+    seeds: Annotated[str, Option(help="A row for each of these seeds.")] = "0",
     as_json: options.AsJson = False,
 ) -> None:
     """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
@@ -72,19 +70,19 @@ def bench_plan(
     emit(record, as_json, lambda: printed.bench_table(rows))
 
 
-TokensPerRank = Annotated[int, Option("--tokens-per-rank", help="Tokens sampled for each rank.", min=1)]
-Engine = Annotated[str, Option("--engine", help="What computes: stage, flash, plain, or all of them.")]
+TokensPerRank = Annotated[int, Option(help="Tokens sampled for each rank.", min=1)]
+Engine = Annotated[str, Option(help="What computes: stage, flash, plain, or all of them.")]
 
 
 @app.command("attention")
 def bench_attention(
     recipes: options.RecipeNames = "fcp,blend",
-    ranks: Annotated[str, Option("--ranks", help="Rank counts, separated by commas.")] = "8,64",
+    ranks: Annotated[str, Option(help="Rank counts, separated by commas.")] = "8,64",
     tokens_per_rank: TokensPerRank = options.SAMPLED,
     engine: Engine = "all",
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
-    repeats: Annotated[int, Option("--repeats", help="Calls of which the best counts.", min=1)] = 30,
+    repeats: Annotated[int, Option(help="Calls of which the best counts.", min=1)] = 30,
     hardware: options.HardwareName = None,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,

@@ -15,9 +15,9 @@ BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
 
 
-Baseline = Annotated[str, Option("--baseline", help="The recipe, by name or file, that speed-ups refer to.")]
+Baseline = Annotated[str, Option(help="The recipe, by name or file, that speed-ups refer to.")]
 Batches = Annotated[
-    int | None, Option("--batches", help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1)
+    int | None, Option(help=f"Batches, each drawn with its own seed. Default: {BATCHES}.", min=1)
 ]
 
 

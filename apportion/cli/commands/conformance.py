@@ -29,14 +29,13 @@ def conformance(
         ),
     ] = None,
     level: Annotated[
-        str, Option("--level", help="read, run (default: read and execute) or verify.", metavar="LEVEL")
+        str, Option(help="read, run (default: read and execute) or verify.", metavar="LEVEL")
     ] = "run",
-    only: Annotated[str, Option("--only", help="Only entries whose names hold this.", metavar="TEXT")] = "",
+    only: Annotated[str, Option(help="Only entries whose names hold this.", metavar="TEXT")] = "",
     tolerance: Annotated[
-        float | None,
-        Option("--tolerance", help="Of outputs, for readers that do not compute in float64.", min=0.0),
+        float | None, Option(help="Of outputs, for readers that do not compute in float64.", min=0.0)
     ] = None,
-    timeout_s: Annotated[float, Option("--timeout-s", help="For each call of the command.", min=0.1)] = 60.0,
+    timeout_s: Annotated[float, Option(help="For each call of the command.", min=0.1)] = 60.0,
     as_json: options.AsJson = False,
 ) -> None:
     """Hold a reader of plans to the conformance suite: files that say what every plan means. Exit code 1 if it fails.

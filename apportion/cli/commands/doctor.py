@@ -44,10 +44,8 @@ class Check(NamedTuple):
 
 
 def doctor(
-    server: Annotated[
-        str | None, Option("--server", help="Ask this planning service, too.", metavar="URL")
-    ] = None,
-    redis: Annotated[str | None, Option("--redis", help="Ask this Redis, too.", metavar="URL")] = None,
+    server: Annotated[str | None, Option(help="Ask this planning service, too.", metavar="URL")] = None,
+    redis: Annotated[str | None, Option(help="Ask this Redis, too.", metavar="URL")] = None,
     folder: Annotated[Path, Option("--dir", help="Where plans are to be kept.", metavar="DIR")] = Path(
         ".apportion"
     ),

@@ -30,22 +30,18 @@ WIDTH = 118
 Grids = Annotated[
     str,
     Option(
-        "--grids",
         help="Recipes of static DP x CP grids, at every degree; or none. Their groups each have sequences of "
-        "their own.",
+        "their own."
     ),
 ]
 Baseline = Annotated[
     str | None,
     Option(
-        "--baseline",
         help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
-        "static grid that fits and cuts next to nothing.",
+        "static grid that fits and cuts next to nothing."
     ),
 ]
-Expert = Annotated[
-    int, Option("--expert", help="Expert-parallel degree: ranks of a stage that share experts.", min=1)
-]
+Expert = Annotated[int, Option(help="Expert-parallel degree: ranks of a stage that share experts.", min=1)]
 PingPong = Annotated[
     bool,
     Option(
@@ -64,7 +60,6 @@ Search = Annotated[
 TrainingOption = Annotated[
     str | None,
     Option(
-        "--training",
         help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
         "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
         "mlp_tile, offload, chunks, overlap, experts, q_rank, kv_rank, rope_dim.",
@@ -72,7 +67,7 @@ TrainingOption = Annotated[
     ),
 ]
 Batches = Annotated[
-    int | None, Option("--batches", help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1)
+    int | None, Option(help=f"Steps, each drawn with its own seed. Default: {BATCHES}.", min=1)
 ]
 
 
@@ -82,8 +77,8 @@ def forecast(
     recipes: options.RecipeNames = "all",
     grids: Grids = "ring,allgather,ulysses,usp",
     baseline: Baseline = None,
-    tensor: Annotated[int, Option("--tensor", help="Tensor-parallel degree.", min=1)] = 1,
-    pipeline: Annotated[int, Option("--pipeline", help="Pipeline stages.", min=1)] = 1,
+    tensor: Annotated[int, Option(help="Tensor-parallel degree.", min=1)] = 1,
+    pipeline: Annotated[int, Option(help="Pipeline stages.", min=1)] = 1,
     virtual: options.Virtual = 1,
     microbatches: options.Microbatches = 1,
     expert: Expert = 1,

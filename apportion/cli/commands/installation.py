@@ -15,7 +15,7 @@ from apportion.cli.environment import versions
 
 def demo(
     workload: options.WorkloadFile = None,
-    steps: Annotated[int, Option("--steps", help="Optimizer steps.", min=1)] = 20,
+    steps: Annotated[int, Option(help="Optimizer steps.", min=1)] = 20,
     as_json: options.AsJson = False,
 ) -> None:
     """Train a small transformer on 4 CPU processes under plans, and the same one in one process without.

@@ -36,9 +36,7 @@ def plan(
     pods: options.Pods = None,
     threads: options.Threads = 1,
     output: Output = None,
-    server: Annotated[
-        str | None, Option("--server", help="Have this planning server plan it.", metavar="URL")
-    ] = None,
+    server: Annotated[str | None, Option(help="Have this planning server plan it.", metavar="URL")] = None,
     token_file: options.TokenFile = None,
     ca: options.Certificates = None,
     as_json: options.AsJson = False,
@@ -161,14 +159,12 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
 
 def show(
     plan: options.PlanFile,
-    rank: Annotated[int | None, Option("--rank", help="Print this rank's program.", min=0)] = None,
+    rank: Annotated[int | None, Option(help="Print this rank's program.", min=0)] = None,
     svg: Annotated[
-        Path | None, Option("--svg", help="Draw the mask and the simulated timelines.", metavar="P.svg")
+        Path | None, Option(help="Draw the mask and the simulated timelines.", metavar="P.svg")
     ] = None,
-    kind: Annotated[
-        str | None, Option("--kind", help="With --svg: this attention kind. Default: the first.")
-    ] = None,
-    phase: Annotated[str | None, Option("--phase", help="With --svg: forward (default) or backward.")] = None,
+    kind: Annotated[str | None, Option(help="With --svg: this attention kind. Default: the first.")] = None,
+    phase: Annotated[str | None, Option(help="With --svg: forward (default) or backward.")] = None,
     hardware: options.HardwareName = None,
     as_json: options.AsJson = False,
 ) -> None:

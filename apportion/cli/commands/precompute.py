@@ -27,29 +27,24 @@ LINE_S = 30.0  # a line of progress so often, where stderr is a file
 PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that never ends
 
 
-Out = Annotated[Path, Option("--out", help="Folder of the plans; made, or gone on with.", metavar="DIR")]
+Out = Annotated[Path, Option(help="Folder of the plans; made, or gone on with.", metavar="DIR")]
 Shuffle = Annotated[
     bool, Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
 Pipeline = Annotated[
     int,
     Option(
-        "--pipeline",
         help="Pipeline stages: plan their ticks, for a PlannedLoader with ticks=tick_table(pipeline, microbatches, "
         "virtual). Ranks are those of all stages.",
         min=1,
     ),
-]
-Ray = Annotated[
-    str | None,
-    Option("--ray", help="Plan on a Ray cluster: its address, or `local`.", metavar="ADDRESS|local"),
 ]
 
 
 @command
 def precompute(
     request: Request,
-    iterations: Annotated[int, Option("--iterations", help="Optimizer steps to plan.", min=1)],
+    iterations: Annotated[int, Option(help="Optimizer steps to plan.", min=1)],
     out: Out,
     microbatches: options.Microbatches = 1,
     pipeline: Pipeline = 1,
@@ -59,7 +54,7 @@ def precompute(
     pods: options.Pods = None,
     shuffle: Shuffle = True,
     workers: options.Workers = 0,
-    ray: Ray = None,
+    ray: options.Ray = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan the iterations of a training run ahead of it, verified, into a folder.

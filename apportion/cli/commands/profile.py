@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def profile(
     output: Annotated[Path, Option("--output", "-o", help="Write the hardware file here.", metavar="H.json")],
     quick: Annotated[bool, Option("--quick", help="A coarse grid: under a minute on two CPU cores.")] = False,
-    name: Annotated[str | None, Option("--name", help="Name in the file. Default: that of the file.")] = None,
+    name: Annotated[str | None, Option(help="Name in the file. Default: that of the file.")] = None,
     engine: Annotated[
-        str, Option("--engine", help="Whose attention tasks are timed: flash, or stage (on a GPU).")
+        str, Option(help="Whose attention tasks are timed: flash, or stage (on a GPU).")
     ] = "flash",
     model: options.ModelFile = None,
     tokens: Annotated[
-        int | None, Option("--tokens", help="Tokens that layers are timed with, as a rank has them.", min=1)
+        int | None, Option(help="Tokens that layers are timed with, as a rank has them.", min=1)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -120,8 +120,8 @@ def _solver(entry: registry.Entry) -> dict[str, Any]:
 
 @solvers.command()
 def compare(
-    problem: Annotated[str | None, Option("--problem", help="Only solvers of this problem.")] = None,
-    count: Annotated[int, Option("--count", help="Small instances of each problem.", min=1)] = 50,
+    problem: Annotated[str | None, Option(help="Only solvers of this problem.")] = None,
+    count: Annotated[int, Option(help="Small instances of each problem.", min=1)] = 50,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare the solvers with the optimum, on problems so small that all their answers are enumerated.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -13,66 +13,39 @@ from apportion.cli import inputs, options
 _GB, _DAY_S = 10**9, 86400.0
 
 
-def _option(help: str, name: str, **more: Any) -> Any:
-    """An option that the environment may set, too: --store-gb as APPORTION_SERVE_STORE_GB."""
-    variable = "APPORTION_SERVE" + name.replace("-", "_")[1:].upper()
-    return Option(name, help=help, envvar=variable, show_envvar=False, **more)
-
-
 def serve(
-    host: Annotated[str, _option("Address to listen on.", "--host")] = "127.0.0.1",
-    port: Annotated[
-        int, _option("Port to listen on; 0 takes a free one.", "--port", min=0, max=65535)
-    ] = 8321,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8321,
     store: Annotated[
         str | None,
-        _option(
-            "Where plans are kept: a folder, or redis://HOST:PORT/0. Default: in memory only.",
-            "--store",
+        Option(
+            help="Where plans are kept: a folder, or redis://HOST:PORT/0. Default: in memory only.",
             metavar="FOLDER|redis://...",
         ),
     ] = None,
     store_gb: Annotated[
         float | None,
-        _option("Evict the plans unused longest beyond so many GB (10^9).", "--store-gb", min=0.001, max=1e9),
+        Option(help="Evict the plans unused longest beyond so many GB (10^9).", min=0.001, max=1e9),
     ] = None,
     store_days: Annotated[
-        float | None, _option("Evict plans unused for so many days.", "--store-days", min=0.001, max=1e5)
+        float | None, Option(help="Evict plans unused for so many days.", min=0.001, max=1e5)
     ] = None,
-    workers: Annotated[
-        int,
-        _option(
-            "Processes that plan. Default: one a core.", "--workers", min=0, max=1024, show_default=False
-        ),
-    ] = 0,
+    workers: options.Workers = 0,
     worker_gb: Annotated[
-        float, _option("Memory that each of them may use, in GB (10^9).", "--worker-gb", min=0.1, max=1e6)
+        float, Option(help="Memory that each of them may use, in GB (10^9).", min=0.1, max=1e6)
     ] = 8.0,
     plan_s: Annotated[
-        float, _option("Seconds that planning one request may take.", "--plan-s", min=0.1, max=1e6)
+        float, Option(help="Seconds that planning one request may take.", min=0.1, max=1e6)
     ] = 600.0,
-    token_file: Annotated[
-        Path | None,
-        _option(
-            "File with the token that clients send. Or the token itself in APPORTION_TOKEN.",
-            "--token-file",
-            metavar="FILE",
-        ),
-    ] = None,
+    token_file: options.TokenFile = None,
     tenants_file: Annotated[
         Path | None,
-        _option(
-            "File with a line `name: token` for each tenant; they share the workers fairly.",
-            "--tenants-file",
+        Option(
+            help="File with a line `name: token` for each tenant; they share the workers fairly.",
             metavar="FILE",
         ),
     ] = None,
-    ray: Annotated[
-        str | None,
-        _option(
-            "Plan on a Ray cluster: its address, or `local` to start one.", "--ray", metavar="ADDRESS|local"
-        ),
-    ] = None,
+    ray: options.Ray = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Plan for training jobs over HTTP, each request once, and keep the plans.

@@ -16,14 +16,10 @@ def simulate(
     plan: options.PlanFile,
     hardware: options.HardwareName = None,
     trace: Annotated[
-        Path | None, Option("--trace", help="Write a trace that ui.perfetto.dev opens.", metavar="T.json")
+        Path | None, Option(help="Write a trace that ui.perfetto.dev opens.", metavar="T.json")
     ] = None,
-    timelines: Annotated[
-        int, Option("--timelines", help="Timelines to draw: of the ranks that wait longest.", min=0)
-    ] = 16,
-    path: Annotated[
-        int, Option("--path", help="Steps of the critical path to print: the longest ones.", min=0)
-    ] = 10,
+    timelines: Annotated[int, Option(help="Timelines to draw: of the ranks that wait longest.", min=0)] = 16,
+    path: Annotated[int, Option(help="Steps of the critical path to print: the longest ones.", min=0)] = 10,
     spans: Annotated[
         bool, Option("--spans/--no-spans", help="With --json: what every rank does when.")
     ] = True,

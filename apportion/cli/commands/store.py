@@ -70,12 +70,9 @@ def check(
 def prune(
     folder: Place,
     gb: Annotated[
-        float | None,
-        Option("--gb", help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9),
+        float | None, Option(help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9)
     ] = None,
-    days: Annotated[
-        float | None, Option("--days", help="Evict plans unused for so many days.", min=0, max=1e5)
-    ] = None,
+    days: Annotated[float | None, Option(help="Evict plans unused for so many days.", min=0, max=1e5)] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Evict plans by age and size, as `apportion serve` does with --store-days and --store-gb.
