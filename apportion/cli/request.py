@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class RequestOptions:
     """Documents to plan, and what for. Fields are options of commands that take a request, see `command`."""
 
     lengths: options.LengthsFile = None
@@ -112,7 +112,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class BatchRequest(Request):
+class BatchOptions(RequestOptions):
     """A request whose documents may be a batch file, taken as it is."""
 
     batch: options.BatchFile = None
@@ -150,7 +150,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """The command of a function whose first argument is a request: with the options of the request before its own."""
     hints = get_type_hints(function, include_extras=True)
     first, *own = signature(function).parameters.values()
-    kind: type[Request] = hints[first.name]
+    kind: type[RequestOptions] = hints[first.name]
     held = get_type_hints(kind, include_extras=True)
     shared = [*signature(kind).parameters.values()]
 

@@ -11,7 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("apportion", "benchmarks", "docs", "examples", "tests")
 SOURCES = {
-    path.relative_to(ROOT).as_posix(): path for name in FOLDERS for path in (ROOT / name).rglob("*.py")
+    path.relative_to(ROOT).as_posix(): path
+    for name in FOLDERS
+    for path in (ROOT / name).rglob("*.py*")
+    if path.suffix in (".py", ".pyi")
 }
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "apportion/schemas").rglob("*.md")]
 FILE = re.compile(r"`([\w./-]+\.py)`")
@@ -53,7 +56,7 @@ def is_there(name: str) -> bool:
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         whole = "/".join(parts[:length])
-        ends = (f"/{whole}.py", f"/{whole}/__init__.py")
+        ends = (f"/{whole}.py", f"/{whole}/__init__.py", f"/{whole}/__init__.pyi")
         found = [path for place, path in SOURCES.items() if f"/{place}".endswith(ends)]
         if found:
             texts = [path.read_text(encoding="utf-8") for path in found]

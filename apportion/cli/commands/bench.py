@@ -12,7 +12,7 @@ from typer import Option
 from apportion.cli import inputs, options
 from apportion.cli.environment import machine, versions
 from apportion.cli.output import count, emit, note
-from apportion.cli.request import Request
+from apportion.cli.request import RequestOptions
 from apportion.ir.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ def bench_plan(
     from apportion.ir.fields import MAX_INT
     from apportion.ir.isa import MAX_RANKS
 
-    source, counts = Request(workload=workload).source(), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
+    source, counts = (
+        RequestOptions(workload=workload).source(),
+        inputs.integers("--ranks", ranks, 1, MAX_RANKS),
+    )
     grid = Grid(counts, inputs.integers("--seeds", seeds, 0, MAX_INT), tokens_per_rank, repeats, threads)
     rows = []
     for row in grid.rows(source, inputs.model_of(model), inputs.recipe_of(recipe, block, pods)):
@@ -63,7 +66,7 @@ def bench_plan(
         rows.append(row)
     record = {
         "benchmark": "plan",
-        "workload": Request(workload=workload).name,
+        "workload": RequestOptions(workload=workload).name,
         "versions": versions(),
         "rows": rows,
     }
@@ -111,7 +114,11 @@ def bench_attention(
     from apportion.ir.isa import MAX_RANKS
     from apportion.trainer.measure.bench import job
 
-    request, used, shape = Request(workload=workload), inputs.hardware_of(hardware), inputs.model_of(model)
+    request, used, shape = (
+        RequestOptions(workload=workload),
+        inputs.hardware_of(hardware),
+        inputs.model_of(model),
+    )
     chosen, counts = inputs.recipes_of(recipes), inputs.integers("--ranks", ranks, 1, MAX_RANKS)
     skipped: dict[str, None] = {}
     rows: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ from typer import Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, WIDTH, emit, progress
-from apportion.cli.request import BatchRequest, command
+from apportion.cli.request import BatchOptions, command
 
 BATCHES = 5  # drawn where the option is not given
 WIDE = 280  # columns of the table that has everything
@@ -23,7 +23,7 @@ Batches = Annotated[
 
 @command
 def compare(
-    request: BatchRequest,
+    request: BatchOptions,
     recipes: options.RecipeNames = "all",
     baseline: Baseline = "ring",
     batches: Batches = None,

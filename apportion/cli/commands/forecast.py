@@ -12,7 +12,7 @@ from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import FAILED, OK, emit, progress
-from apportion.cli.request import BatchRequest, command
+from apportion.cli.request import BatchOptions, command
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ Batches = Annotated[
 
 @command
 def forecast(
-    request: BatchRequest,
+    request: BatchOptions,
     recipes: options.RecipeNames = "all",
     grids: Grids = "ring,allgather,ulysses,usp",
     baseline: Baseline = None,

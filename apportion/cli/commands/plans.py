@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from apportion.cli import files, inputs, options
 from apportion.cli.output import FAILED, OK, count, emit, status
-from apportion.cli.request import BatchRequest, command
+from apportion.cli.request import BatchOptions, command
 from apportion.ir.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan he
 
 @command
 def plan(
-    request: BatchRequest,
+    request: BatchOptions,
     recipe: options.RecipeName = "auto",
     block: options.Block = None,
     pods: options.Pods = None,

@@ -16,7 +16,7 @@ from typer import Option
 
 from apportion.cli import inputs, options
 from apportion.cli.output import INTERRUPTED, count, emit, note, progress
-from apportion.cli.request import Request, command
+from apportion.cli.request import RequestOptions, command
 
 if TYPE_CHECKING:
     from apportion.ir.bytes.job import Job
@@ -43,7 +43,7 @@ Pipeline = Annotated[
 
 @command
 def precompute(
-    request: Request,
+    request: RequestOptions,
     iterations: Annotated[int, Option(help="Optimizer steps to plan.", min=1)],
     out: Out,
     microbatches: options.Microbatches = 1,
@@ -92,7 +92,7 @@ def precompute(
     emit(record, as_json, lambda: _table(record))
 
 
-def _work(job: Job, request: Request, more: tuple[int, bool, TickTable | None]) -> Work:
+def _work(job: Job, request: RequestOptions, more: tuple[int, bool, TickTable | None]) -> Work:
     from apportion.service.precompute import Work
 
     request.check_files("--lengths", "--workload")
