@@ -34,7 +34,7 @@ def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
     if choice("overlong", overlong, OVERLONG) == "refuse" and over.any():
         first = int(over.argmax())
         held = f"sample {first} has {lengths[first]} tokens, the limit is {limit}"
-        raise CapacityError(f"{held}: ask for overlong='cut' or 'drop'")
+        raise CapacityError(f"{held}: cut or drop what is longer (overlong)")
     return over
 
 
@@ -64,7 +64,7 @@ class Sampling:
             longest = int(lengths.argmax())
             raise CapacityError(
                 f"sample {longest} has {lengths[longest]} tokens, a microbatch takes {self.tokens}: raise "
-                "tokens_per_rank or cut the sample"
+                "tokens_per_rank, or cut or drop what is longer (overlong)"
             )
 
     def epoch(self, number: int) -> list[list[Ints]]:
