@@ -105,7 +105,7 @@ def _plan_routes(app: FastAPI) -> None:
     @app.get("/v1/hour")
     async def hour(request: Request) -> Hour:
         """Plans of the last hour by minute and by tenant: how many, how far ahead of the ranks, medians of seconds."""
-        minutes, tenants = _engine(request).hour()
+        minutes, tenants = await _engine(request).hour()
         return Hour(minutes=minutes, tenants=tenants)
 
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})

@@ -1,8 +1,8 @@
-// The page of a server: asks for its token where one is needed, reads plans and metrics every second and shows them.
+// The page of a server: asks for its token where one is needed, reads plans and metrics every second, the hour every fifth, and shows them.
 
 const page = (selector) => document.querySelector(selector);
 const seconds = (value) => (value >= 1 ? `${digits(value)} s` : `${digits(1000 * value)} ms`);
-const TOKEN = "apportion-token", EVERY_MS = 1000;
+const TOKEN = "apportion-token", EVERY_MS = 1000, HOUR_ROUNDS = 5;
 const { release } = JSON.parse(page("#data").textContent);
 
 async function ask(path, accept = "*/*") {
@@ -14,10 +14,13 @@ async function ask(path, accept = "*/*") {
   throw Object.assign(new Error(problem.detail), { status: response.status });
 }
 
+let rounds = 0, hour = null;
 async function watch() {
   try {
-    const [plans, metrics, hour, ready] = await Promise.all([ask("/v1/plans"), ask("/metrics"), ask("/v1/hour"), ask("/readyz")]);
-    show((await plans.json()).plans, read(await metrics.text()), await hour.json(), await ready.json());
+    const [plans, metrics, ready] = await Promise.all([ask("/v1/plans"), ask("/metrics"), ask("/readyz")]);
+    if (rounds % HOUR_ROUNDS === 0) hour = await (await ask("/v1/hour")).json();
+    rounds += 1;
+    show((await plans.json()).plans, read(await metrics.text()), hour, await ready.json());
   } catch (error) {
     if (error.status === 401) return askForToken(sessionStorage.getItem(TOKEN) ? error.message : "");
     lamp("lost", `no answer: ${error.message}`);
