@@ -1,0 +1,77 @@
+"""Python of README and pages on trainers, in one process: what the pages leave out is defined here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = """
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import apportion as ap
+
+
+class Dataset(list):
+    lengths = [300, 40, 9, 150, 25]
+
+
+my_data = types.ModuleType("my_data")
+my_data.documents = lambda tokenizer, path: dataset
+sys.modules["my_data"] = my_data
+dataset = Dataset(torch.arange(length) % 64 for length in Dataset.lengths)
+cluster = ap.Cluster(1, 1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+args = TrainingArguments("outputs", use_cpu=True, report_to=[], max_steps=1, save_strategy="no", disable_tqdm=True)
+"""
+#: page, number of its block, what comes before and behind it
+CASES = {
+    "trainer of the README": ("README.md", 1, LLAMA, ""),
+    "own loop with transformers": ("docs/how-to/transformers.md", 0, LLAMA, "loss.backward()"),
+    "Trainer": ("docs/how-to/transformers.md", 1, LLAMA, ""),
+    "TorchTitan": (
+        "docs/how-to/torchtitan.md",
+        0,
+        "",
+        "assert llama3_planned().dataloader.tokens_per_rank == 8192",
+    ),
+    "ticks of TorchTitan": (
+        "docs/how-to/torchtitan.md",
+        1,
+        "from torchtitan.models.llama3.config_registry import llama3_8b\n"
+        "from apportion.trainer.torchtitan import planned",
+        "assert llama3_ticks().dataloader.ticks == 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_python_of_a_page_runs(case: str, tmp_path: Path) -> None:
+    page, number, before, behind = CASES[case]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
+    block = block.replace('"http://127.0.0.1:8321"', '"local"')
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join((SETUP, before, block, behind))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
