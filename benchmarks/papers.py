@@ -291,7 +291,7 @@ def table(paper: Mapping[str, Any]) -> str:
     lines = [line(head), line(["---"] * 4 + ["--:"] * 3 + ["---"] * (len(head) - 7))]
     lines += [line(_cells(one)[: len(head)]) for one in shown]
     if inside := len(paper["rows"]) - len(shown):
-        lines += ["", f"{inside} more figures are inside the ranges that the paper prints."]
+        lines += ["", f"Figures inside a range that the paper prints are not shown: {inside}."]
     return "\n".join(lines if len(shared) > 1 else [*lines, "", f"Assumed: {shared.pop()}."])
 
 
