@@ -167,7 +167,9 @@ def environment() -> str:
     serve = typer.main.get_command(cli.app).commands["serve"]
     rows = [[", ".join(f"`{name}`" for name in names.split(", ")), text] for names, text in VARIABLES.items()]
     served = [
-        [f"`{held.envvar}`", f"`{held.opts[0]}`", _cell(held.help)] for held in serve.params if held.envvar
+        [f"`APPORTION_SERVE_{held.name.upper()}`", f"`{held.opts[0]}`", _cell(held.help)]
+        for held in serve.params
+        if held.opts[0] not in ("--json", "--help")
     ]
     return "\n".join(
         [
