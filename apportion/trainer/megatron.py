@@ -62,9 +62,14 @@ _POSITIONS = ("rope", "learned_absolute", "none")
 
 
 def planned_spec(spec: Any) -> Any:
-    """The spec of a layer, or of a block of layers, with planned core attention, and planned Gated DeltaNets."""
+    """The spec of a layer, or of a block of layers, with planned core attention, and planned Gated DeltaNets. Raises
+    ConfigError for stacks of Mamba layers."""
     for layer in getattr(spec, "layer_specs", [spec]):
-        attention = layer.submodules.self_attention
+        attention = getattr(layer.submodules, "self_attention", None)
+        if attention is None:
+            rule = "has no self_attention; Mamba mixers are not planned by this adapter"
+            remedy = "give specs of GPTModel's layers, or train a hybrid of transformers"
+            raise ConfigError("spec", getattr(layer.module, "__name__", layer.module), rule, remedy)
         if attention.module in (GatedDeltaNet, PlannedGatedDeltaNet):
             attention.module = PlannedGatedDeltaNet
         else:
@@ -309,7 +314,19 @@ class PlannedCoreAttention(DotProductAttention):
 
 
 class PlannedGatedDeltaNet(GatedDeltaNet):
-    """[rows, 1, E] -> the same, and a bias. Its parameters are those of Megatron's own."""
+    """[rows, 1, E] -> the same, and a bias. Its parameters are those of Megatron's own, which leaves gradients of the
+    output's norm to the heads of each tensor-parallel rank: here they are summed."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        for one in self.out_norm.parameters():
+            if self.tp_size > 1 and not getattr(one, "sequence_parallel", False):  # then Megatron sums them
+                one.register_hook(self._summed)
+
+    def _summed(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self.pg_collection.tp)
+        return total
 
     def forward(self, hidden_states: Tensor, *_: Any, **given: Any) -> Any:
         handle, tp = _handle_of("a planned Gated DeltaNet", given), self.tp_size

@@ -12,11 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apportion.ir.errors import ConfigError
 from tests.ranks.rank_pool import Pool
 
 pytest.importorskip("megatron.core")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from apportion.trainer.megatron import planned_spec
     from tests.adapters import jobs_megatron
     from tests.adapters.jobs_megatron import Case
 
@@ -52,6 +57,7 @@ def test_the_version_is_the_one_tried() -> None:
         (4, Case(model="gpt_oss", microbatches=2)),
         (4, Case(model="gpt_oss", tp=2)),
         (4, Case(model="gated_delta_net", spec="block", microbatches=2, options=FULL)),
+        (4, Case(model="gated_delta_net", spec="block", tp=2)),
         (4, Case(pp=2, microbatches=2)),
         (2, Case(model="gpt_oss", microbatches=2, options=FULL, ping_pong=True)),
         (4, Case(tp=2, microbatches=4, ping_pong=True)),
@@ -134,3 +140,9 @@ def test_a_killed_run_goes_on_in_the_middle_of_a_pass(ranks: Any, tmp_path: Path
 def test_what_cannot_be_is_refused(ranks: Any, case: Any, says: Any) -> None:
     for told in ranks[2].run(jobs_megatron.refused, 2, case):
         assert says in told
+
+
+def test_stacks_of_mamba_layers_are_refused() -> None:
+    spec = ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules())
+    with pytest.raises(ConfigError, match=r"^spec = 'MambaStack': has no self_attention; Mamba mixers"):
+        planned_spec(spec)

@@ -177,13 +177,13 @@ def attend(
             }
             for (costs, cluster), beside in zip(under, around, strict=True)
         ]
-    counts = planned.plan.request.model.layers_of
-    found = []
-    for layer, on in zip(layers, under, strict=True):
+    model, found = planned.plan.request.model, list[Attended]()
+    for layer, (costs, cluster) in zip(layers, under, strict=True):
         forward, backward = (
-            sum(counts(kind) * us for (kind, of), us in layer.items() if of == phase) for phase in PHASES
+            sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
+            for phase in PHASES
         )
-        found.append(Attended(forward, backward, _recurrent_us(planned.plan, *on)))
+        found.append(Attended(forward, backward, _recurrent_us(planned.plan, costs, cluster)))
     return found
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import apportion as ap
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.cost import CostModel
+from apportion.planner.search.candidates import ALIGN
 from apportion.planner.simulate import recurrent as prices, simulate
 
 KIND = Recurrent(heads=4, key_dim=32, value_dim=64, conv=4, layers=3)
@@ -99,3 +102,24 @@ def test_the_search_counts_recurrent_layers() -> None:
     found, search = simulate(plan, HARDWARE), plan.report["search"]
     total = found.forward_ms + found.backward_ms + KIND.layers * found.recurrent_ms
     assert search["ms"] == pytest.approx(total / (1 + KIND.layers))
+
+
+@pytest.mark.parametrize("recipe", ["fcp", "blend"])
+def test_cuts_are_at_multiples_of_the_kernels_chunk(recipe: str) -> None:
+    """As candidates of `auto` cut: a run that goes on elsewhere leaves no chunk part empty."""
+    steps: dict[str, Any] = {
+        "shard": {"sequences": {}},
+        "place": {"blend": {"weigh": "time", "align": ALIGN}},
+    }
+    named = (
+        {"name": "aligned", "steps": {**steps, "schedule": {"matchings": {}}}}
+        if recipe == "blend"
+        else recipe
+    )
+    batch = ap.Batch.from_lengths([9000, 5001, 2000, 383])
+    plan = ap.plan(batch, ap.Cluster(ranks_per_node=4), model(), recipe=named)
+    assert plan.recurrence is not None
+    runs = plan.recurrence["runs"]
+    leads = runs["rows"][runs["leads"] > 0]
+    assert len(leads) > 2
+    assert not (leads % prices.CHUNK).any()
