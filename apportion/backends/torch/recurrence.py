@@ -73,12 +73,10 @@ class RankRecurrence:
     """A rank's part of one kind of recurrent layers, on a device.
 
     whole, first, middle, last: runs of whole documents, and of others those without a past, with a past, and that none
-    continues; early: whether the last ones are computed before their states come. order: int64, what the runs `first`
-    and `middle` made, end to end, in the order of runs, where middle_u are those of `middle`; place: int64 [rows], the
-    same of the rows of all groups. middle_states, last_states: int64, which of the states theirs are. u, m, states:
-    what travels. halo: rows before runs, as many for each as the widest kind reads, the nearest last; windows: int64,
-    of these and the rank's rows behind them what this kind's convolution reads, run after run; kept: int64 [rows],
-    which of its results are those of rows.
+    continues; early: whether the last ones are computed before their states come. place: int64 [rows], where rows are
+    among those of the four, end to end. u, m, states: what travels. halo: rows before runs, as many for each as the
+    widest kind reads, the nearest last; windows: int64, of these and the rank's rows behind them what this kind's
+    convolution reads, run after run; kept: int64 [rows], which of its results are those of rows.
     """
 
     name: str
@@ -88,11 +86,7 @@ class RankRecurrence:
     middle: Group
     last: Group
     early: bool
-    order: Tensor
     place: Tensor
-    middle_u: Tensor
-    middle_states: Tensor
-    last_states: Tensor
     u: Passage
     m: Passage
     states: Passage
@@ -127,7 +121,6 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
         for has, led in ((False, False), (False, True), (True, True), (True, False))
     )
     rows = torch.cat([group.rows for group in (whole, first, middle, last)])
-    of_past, of_leads = np.cumsum(past) - 1, np.cumsum(leads) - 1
     slots = _Slots.of(tables, number, ranks, kinds[kind].heads)
     followed = slots.past & slots.leads
     name, width = f"kind {kind}, plan {handle.name}", widest_halo(kinds)
@@ -146,14 +139,10 @@ def _recurrence(handle: PlanHandle, kind: str) -> RankRecurrence:
         middle,
         last,
         early=len(last.rows) > EARLY_SHARE * len(rows),
-        order=_ints(np.argsort(first.runs + middle.runs)),
         place=rows.argsort(),
-        middle_u=_ints(of_leads[middle.runs]),
-        middle_states=_ints(of_past[middle.runs]),
-        last_states=_ints(of_past[last.runs]),
-        u=slots.passage(leads, slots.leads),
-        m=slots.passage(leads & past, followed),
-        states=slots.passage(past, slots.past),
+        u=slots.passage(first.runs + middle.runs, slots.leads),
+        m=slots.passage(middle.runs, followed),
+        states=slots.passage(middle.runs + last.runs, slots.past),
         levels=slots.levels(followed),
         halo=halo,
         **_windows(runs, kinds[kind].halo, width),
@@ -211,11 +200,13 @@ class _Slots:
         slot_peer = np.repeat(folds.wide("peer"), counts)
         return _Slots(run, head, peer, slot_peer, above, above >= 0, leads, heads, ranks)
 
-    def passage(self, of_runs: Bools, of_slots: Bools) -> Passage:
-        """What travels of these runs, which have these slots."""
+    def passage(self, runs: list[int], of_slots: Bools) -> Passage:
+        """What travels of these runs, in this order, which have these slots."""
+        place = np.full(int(self.run.max(initial=-1)) + 1, -1)
+        place[runs] = np.arange(len(runs))
         order = np.argsort(self.peer, kind="stable")
-        order = order[of_runs[self.run[order]]]
-        sent = (np.cumsum(of_runs) - 1)[self.run[order]] * self.heads + self.head[order]
+        order = order[place[self.run[order]] >= 0]
+        sent = place[self.run[order]] * self.heads + self.head[order]
         counts = (
             np.bincount(peers, minlength=self.ranks) for peers in (self.peer[order], self.slot_peer[of_slots])
         )
@@ -260,8 +251,8 @@ def _ints(values: Ints) -> Tensor:
 
 @op
 def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """u [runs that are continued, heads, K, V], m [those with a past, heads, ...], in the order of runs -> the states
-    that come in [runs with a past, heads, K, V], and the M that are folded here."""
+    """u [first and middle runs, heads, K, V], m [middle runs, heads, ...] -> the states that come in [middle and last
+    runs, heads, K, V], and the M that are folded here."""
     handle = PlanHandle.of_number(number)
     own = recurrence_of(handle, kind, u.device)
     u_rows, m_rows = u.flatten(0, 1), m.flatten(0, 1)
@@ -281,7 +272,7 @@ def _fold(u: Tensor, m: Tensor, number: Tensor, kind: str) -> tuple[Tensor, Tens
 
 @op
 def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Tensor:
-    """d u [runs that are continued, heads, K, V]."""
+    """d u [first and middle runs, heads, K, V]."""
     handle = PlanHandle.of_number(number)
     own = recurrence_of(handle, kind, dstates.device)
     what = f"gradient of states of {own.name}"
@@ -316,7 +307,8 @@ class _Fold(torch.autograd.Function):
         states, m_held, number = ctx.saved_tensors
         du = fold_grad_op(dstates, m_held, number, ctx.kind)
         own = recurrence_of(PlanHandle.of_number(number), ctx.kind, du.device)
-        dm = _transition_gradient(own.layer, du[own.middle_u], states[own.middle_states])
+        first, middle = len(own.first.runs), len(own.middle.runs)
+        dm = _transition_gradient(own.layer, du[first:], states[:middle])
         return du, dm, None, None
 
 

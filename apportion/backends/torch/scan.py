@@ -55,7 +55,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     inputs = [x for x in rows if x is not None]
     u = v.new_zeros(0, layer.heads, layer.key_dim, layer.value_dim, dtype=wide)
     m = v.new_zeros(0, layer.heads, *(layer.key_dim,) * _transition_dims(own), dtype=wide)
-    if not own.order.numel():
+    if not own.first.runs + own.middle.runs:
         u = _tied(u, *inputs)  # so that backward comes by here on every rank
     outs, us = list[Tensor](), [u]
     if own.first.runs:
@@ -64,7 +64,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     if own.middle.runs:
         middle, more, state, m = _summary(own, kernel, rows.of(own.middle), own.middle, scale)
         us.append(state)
-    u = torch.cat(us)[own.order] if own.order.numel() else u
+    u = torch.cat(us) if len(us) > 1 else u
     with _beside(u, m) as joined:
         states, _ = fold_op(u.contiguous(), m.contiguous(), handle.number, kind)
     if states.grad_fn is not None:
@@ -74,16 +74,16 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     if own.early:
         last, more_last, *_ = _summary(own, kernel, rows.of(own.last), own.last, scale)
     joined(states)
+    to_middle, to_last = states.split([len(own.middle.runs), len(own.last.runs)])
     if own.first.runs:
         outs.append(first)
     if own.middle.runs:
-        outs.append(middle + _read(more, states[own.middle_states], own.middle))
+        outs.append(middle + _read(more, to_middle, own.middle))
     if own.last.runs:
-        state = states[own.last_states]
         if own.early:
-            outs.append(last + _read(more_last, state, own.last))
+            outs.append(last + _read(more_last, to_last, own.last))
         else:
-            outs.append(_run(kernel, rows.of(own.last), own.last, scale, state)[0])
+            outs.append(_run(kernel, rows.of(own.last), own.last, scale, to_last)[0])
     if len(outs) > 1:
         outs = [torch.cat(outs)[own.place]]
     out = outs[0] if outs else v.new_zeros(0, *v.shape[1:])
