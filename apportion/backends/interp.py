@@ -2,7 +2,7 @@
 
     ProgramSet of one rank ──compile_program──► Program(steps, operands, arenas) ──Machine.run──► numbers
 
-A backend implements `Machine`: `view` says once per call what an operand is in its own memory, and each op
+A backend implements `Machine`: `view` maps an operand to the backend's memory once per call, and each op
 has one method that takes a `Step` and finds its operands in `self.views`. A program is compiled once and may
 run many times; views, arenas and rounds in flight belong to one machine, that is, to one call.
 
@@ -33,7 +33,7 @@ View = TypeVar("View")
 
 
 class Component(NamedTuple):
-    """One array of a tensor: [rows, heads, width], [rows, heads] where width is 0; X, dX: [rows, width]."""
+    """One array of a tensor: [rows, heads, width], or [rows, heads] if width is 0; X and dX: [rows, width]."""
 
     name: str
     width: int
@@ -75,7 +75,7 @@ class Operand:
 
     @property
     def listed(self) -> tuple[int, ...]:
-        """Its head columns one by one; 0 where there are none."""
+        """The operand's head columns one by one; (0,) for a tensor without heads."""
         columns = self.columns
         return (tuple(range(columns.stop)[columns]) if isinstance(columns, slice) else columns) or (0,)
 
@@ -122,7 +122,7 @@ class GradTask(NamedTuple):
 
 
 class RowOp(NamedTuple):
-    """Operands of all other ops, as their rules name them; 0 where there is none."""
+    """Operands of all other ops, in the slots that the op's rule names; 0: no operand."""
 
     a: int
     b: int
@@ -136,7 +136,7 @@ Row = Transfer | Task | GradTask | RowOp
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction. Exactly one of the lists is filled, the one of the op's rule."""
+    """One instruction. Only the list that the op's rule names is filled."""
 
     index: int
     op: Op
@@ -150,7 +150,7 @@ class Step:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of its list."""
+        """The rows of the list that is filled."""
         return self.transfers or self.tasks or self.grads or self.rowops
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ class Arena(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program of one rank, ready to be walked."""
+    """A compiled program of one rank, ready to execute."""
 
     header: Header
     operands: tuple[Operand, ...]
@@ -199,12 +199,12 @@ class Program:
 
     @cached_property
     def uses_project(self) -> bool:
-        """Whether the program calls the layer's projection: then it takes hidden states and not q, k, v."""
+        """True if the program calls the layer's projection, and so takes hidden states instead of q, k, v."""
         return any(op.rule.products for op in self.ops)
 
     @cached_property
     def is_pushed_once(self) -> bool:
-        """Whether rows of dX are written once, by the projection, and never added to."""
+        """True if rows of dX are written once, by the projection, and never accumulated."""
         rows = [(step.op, row) for step in self.steps for row in step.rowops]
         named = [op for op, row in rows for index in (row.a, row.c, row.d) if self._is_dx(index)]
         once = [op for op, row in rows if op == Op.PROJECT_GRAD and row.first]
@@ -216,11 +216,11 @@ class Program:
 
     @property
     def cuts(self) -> Cuts:
-        """Where this rank alone would cut; see `ir.plan.segments`."""
+        """Segment boundaries for this rank alone; see `ir.plan.segments`."""
         return own_cuts(*self._columns)
 
     def segments(self, cuts: Cuts) -> Segments:
-        """The program cut where all ranks agreed."""
+        """The program split at the boundaries that all ranks agreed on."""
         dispatch, compute = segment_ends(*self._columns, cuts)
         return Segments(self.steps[:dispatch], self.steps[dispatch:compute], self.steps[compute:])
 
@@ -230,7 +230,7 @@ class Program:
 
 
 def compile_program(program: ProgramSet, header: Header) -> Program:
-    """The steps of a one-rank program. Raises ExecutionError where lists and operands do not fit."""
+    """Compiles a one-rank program. Raises ExecutionError if its lists and operands are inconsistent."""
     if program.ranks != 1:
         raise ExecutionError(f"a program of {program.ranks} ranks; take one with `ProgramSet.rank(r)` first")
     operands = tuple(_operands(program, header))
@@ -288,8 +288,8 @@ def columns_of(numbers: tuple[int, ...]) -> slice | tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def kv_columns(q_heads: tuple[int, ...], kv_heads: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """Where the KV head of each query head stands among some KV heads, each of which serves `group` query heads. Raises
-    ExecutionError where one is missing."""
+    """The index in `kv_heads` of each query head's KV head; a KV head serves `group` query heads. Raises
+    ExecutionError if a KV head is missing."""
     wanted = [head // group for head in q_heads]
     if not set(wanted) <= set(kv_heads):
         raise ExecutionError(f"a task of query heads {q_heads} has only the KV heads {kv_heads}")
@@ -308,7 +308,7 @@ def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterato
         rows = lists[name][start : start + count]
         if len(rows) != count:
             raise ExecutionError(
-                f"instruction {index} ({OP_NAMES[Op(op)]}) wants {count} {name}, {len(rows)} are left"
+                f"instruction {index} ({OP_NAMES[Op(op)]}) needs {count} {name}, but {len(rows)} are left"
             )
         used[name] += count
         yield Step(index, Op(op), round_, channel, mode, **{name: rows})  # type: ignore[arg-type]
@@ -318,10 +318,10 @@ def _steps(program: ProgramSet, lists: Mapping[str, tuple[Row, ...]]) -> Iterato
 
 
 class Machine(ABC, Generic[View]):
-    """One rank's execution of one program, once. A backend is a subclass with a memory and a method for each op, which
-    has the op's name and takes a `Step`. Raises ExecutionError for a program with an op that it has no method for.
+    """A single execution of one rank's program. A backend subclasses it with its memory and one method per op, which
+    has the op's name and takes a `Step`. Raises ExecutionError for a program with an op that has no method.
 
-    `views[i]` is what `view` returned for operand i; operand 0 means "none" and has no view.
+    `views[i]` is the view of operand i; operand 0 means "none" and has no view.
     """
 
     views: list[View]
@@ -332,7 +332,7 @@ class Machine(ABC, Generic[View]):
 
     @classmethod
     def require(cls, program: Program) -> None:
-        """Raises ExecutionError where the program has an op without a method."""
+        """Raises ExecutionError if the program has an op without a method."""
         for op in program.ops:
             if not hasattr(cls, OP_NAMES[op]):
                 raise ExecutionError(
@@ -340,13 +340,13 @@ class Machine(ABC, Generic[View]):
                 )
 
     def bind(self) -> None:
-        """Resolves all operands; called once the backend's memory is there."""
+        """Resolves all operands; called once the backend has allocated its memory."""
         self.views = [cast("View", None), *map(self.view, self.program.operands[1:])]
 
     @property
     def handlers(self) -> Mapping[Op, Callable[[Step], None]]:
         """The dispatch table: op of the program -> the method that executes a step of it."""
-        # not kept: bound methods in the machine would be a cycle, and its arenas would wait for the collector
+        # not cached: bound methods in the machine would be a cycle, and only the collector would free its arenas
         return MappingProxyType({op: getattr(self, OP_NAMES[op]) for op in self.program.ops})
 
     def run(self) -> None:
@@ -354,7 +354,7 @@ class Machine(ABC, Generic[View]):
         self.execute(self.program.steps)
 
     def execute(self, steps: Iterable[Step]) -> None:
-        """Executes some steps; whoever calls this executes all of them once and in order."""
+        """Executes some steps; over all its calls, the caller executes every step once and in order."""
         handlers = self.handlers
         for step in steps:
             handlers[step.op](step)

@@ -1,5 +1,5 @@
-"""The reference executor: runs all ranks of a plan in one process, in float64 on numpy. Slow and simple; others are
-tested against it.
+"""The reference executor: runs all ranks of a plan in one process, in float64 on numpy. Slow and simple; other
+executors are tested against it.
 
     from apportion.backends import numpy as executor
 
@@ -8,15 +8,15 @@ tested against it.
 
     tensors in token order ──scatter──► home rows of each rank ──programs──► home rows ──gather──► token order
 
-It shows what a plan computes, without devices and processes, to those who write a plan, a pass or an executor. All
-numbers are float64, sums and what travels too; gradients alone are rounded on their way where the plan's model asks for
-it. In shapes T are the tokens, Hq and Hk the heads of queries and keys, D and Dv their widths, E is that of hidden
-states.
+It shows authors of plans, passes and executors what a plan computes, without devices or processes. All numbers are
+float64, including partial sums and transferred rows; only gradients are rounded in transit, if the plan's model asks
+for it. In shapes T is the number of tokens, Hq and Hk the query and KV heads, D and Dv the widths of keys and values,
+E the width of hidden states.
 
 Ranks are generators that take turns. A launch copies what it sends; a wait yields until every peer of the round has
-launched it too. Rows that nobody wrote hold NaN, and so do rows in flight and partials that were used up. A plan that
-reads them, sends what nobody receives, writes where a round is under way, or cannot go on, ends in an ExecutionError
-that says where the ranks stand.
+launched it too. Unwritten rows hold NaN, and so do rows in flight and consumed partials. A plan that reads them, sends
+rows that no rank receives, writes to rows of a round in flight, or deadlocks, ends in an ExecutionError that shows the
+current instruction of each rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from apportion.ir.plan.tables import Header, Layout
 from apportion.ir.tensors import HEADLESS, PARTIALS, TENSOR_NAMES, Tensor
 
 if TYPE_CHECKING:
-    from apportion.ir.bytes.codec import Plan  # which loads compiled loops; executing has none
+    from apportion.ir.bytes.codec import Plan  # loads the compiled core, which execution does not need
 
 __all__ = ["LocalLayer", "Projection", "Result", "Saved", "backward", "forward", "gather", "run", "scatter"]
 
@@ -57,21 +57,21 @@ STRIP = 256
 
 
 class Projection(Protocol):
-    """A layer's projection, for plans that take hidden states. The executor holds no weights."""
+    """A layer's projection, for plans that take hidden states: it holds the weights."""
 
     def project(self, hidden: Floats, positions: Ints, q_heads: Heads, kv_heads: Heads, /) -> Arrays:
-        """q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] of hidden [n, E], whose tokens are
-        at int64 positions [n] of their sequences."""
+        """Projects hidden [n, E] to q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv]; its
+        tokens are at int64 positions [n] of their sequences."""
 
     def gradient(self, hidden: Floats, positions: Ints, q: Heads, kv: Heads, grads: Arrays, /) -> Floats:
-        """The gradient [n, E] of hidden from `grads`, those of q, k and v of the heads `q` and `kv`; weights' gradients
-        stay in the object."""
+        """The gradient [n, E] of hidden from `grads`, the gradients of q, k and v for the heads `q` and `kv`; weight
+        gradients stay in the object."""
 
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """What a layer adds to a plan. sinks: [Hq], learned logits; scale: of q·k, D^-1/2 by default; softcap: logits
-    become softcap·tanh(logit / softcap); project: where the plan takes hidden states."""
+    """Per-layer inputs of a plan. sinks: [Hq], learned logits; scale: of q·k, D^-1/2 by default; softcap: logits
+    become softcap·tanh(logit / softcap); project: for a plan that takes hidden states."""
 
     sinks: Array | None = None
     scale: float | None = None
@@ -96,7 +96,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What forward leaves for backward: each rank's home rows of q, k, v (or hidden states), o and lse."""
+    """State that forward saves for backward: each rank's home rows of q, k, v (or hidden states), o and lse."""
 
     layer: LocalLayer
     homes: tuple[Home, ...]
@@ -105,7 +105,7 @@ class Saved:
 def run(
     plan: Plan, kind: str, q: Array, k: Array, v: Array, do: Array | None = None, layer: LocalLayer = PLAIN
 ) -> Result:
-    """Forward, and backward where the output's gradient `do` is given. Shapes and errors as in `forward`."""
+    """Runs forward, and backward if the output's gradient `do` is given. Shapes and errors as in `forward`."""
     o, lse, saved = forward(plan, kind, (q, k, v), layer)
     return Result(o, lse) if do is None else Result(o, lse, *backward(plan, kind, saved, do))
 
@@ -113,12 +113,12 @@ def run(
 def forward(
     plan: Plan, kind: str, given: Sequence[Array], layer: LocalLayer = PLAIN
 ) -> tuple[Floats, Floats, Saved]:
-    """Planned attention of one kind, in token order.
+    """Runs planned attention of one kind, in token order.
 
     given: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects. Any
-    real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and what `backward`
-    needs. A row that sees no key has o = 0 and lse = -inf (its sink logit, with sinks). Raises UnknownNameError for a
-    kind that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
+    real dtype; numbers become float64. Returns o [T, Hq, Dv], lse [T, Hq] (natural logarithm) and state for `backward`.
+    A row that sees no key has o = 0 and lse = -inf (its sink logit, with sinks). Raises UnknownNameError for a kind
+    that the plan does not have, ExecutionError for wrong shapes, for NaN, and for a plan that cannot be executed.
     """
     home = plan.layout(plan.header.home_layout)
     tensors = {Tensor.Q: tuple(given[:1]), Tensor.KV: tuple(given[1:])}
@@ -132,8 +132,8 @@ def forward(
 
 
 def backward(plan: Plan, kind: str, saved: Saved, do: Array) -> tuple[Floats | None, ...]:
-    """The gradients of what `forward` was given, from that of its output, do [T, Hq, Dv]; behind them that of the
-    sinks, [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
+    """The gradients of `forward`'s inputs from its output's gradient do [T, Hq, Dv], followed by the gradient of the
+    sinks [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
     given = _scattered(plan, {Tensor.DO: (do,)})
     homes = [deepcopy(rows) | more for rows, more in zip(saved.homes, given, strict=True)]
     homes = _execute(plan, (kind, "backward"), saved.layer, homes)
@@ -172,7 +172,7 @@ def _scattered(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Ho
             if np.shape(array) != shape:
                 raise ExecutionError(f"{name} has shape {np.shape(array)}; the plan is for {shape}")
             if np.isnan(array).any():
-                raise ExecutionError(f"{name} holds NaN, which here means rows that nobody wrote")
+                raise ExecutionError(f"{name} holds NaN, which this executor reserves for unwritten rows")
         parts = (scatter(layout, np.asarray(array, np.float64)) for array in arrays)
         for rows, home in zip(zip(*parts, strict=True), homes, strict=True):
             home[tensor] = rows
@@ -180,7 +180,7 @@ def _scattered(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Ho
 
 
 def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Of each array of a tensor, by name."""
+    """The shape of each array of a tensor, by name."""
     lead = (rows,) if tensor in HEADLESS else (rows, heads)
     widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden, head.latent)
     named = zip(tensor.contents.parts, widths, strict=True)
@@ -192,18 +192,18 @@ def _gathered(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:
     for rank, home in enumerate(homes):
         if any(np.isnan(array).any() for array in home[tensor]):
             rows = f"home rows of {TENSOR_NAMES[tensor]}"
-            raise ExecutionError(f"rank {rank}: {rows} were never written, or used up")
+            raise ExecutionError(f"rank {rank}: {rows} were never written, or were consumed")
     arrays = zip(*(home[tensor] for home in homes), strict=True)
     return tuple(gather(plan.layout(plan.header.home_layout), parts) for parts in arrays)
 
 
 def _execute(plan: Plan, key: tuple[str, str], layer: LocalLayer, homes: Sequence[Home]) -> list[Home]:
-    """What is at home when all programs of a kind and phase have ended."""
+    """The home rows of all ranks after their programs of a kind and phase (`key`) have run."""
     head, network = plan.header, Network()
     if layer.sinks is not None and np.shape(layer.sinks) != (head.q_heads,):
         raise ExecutionError(f"sinks of shape {np.shape(layer.sinks)} for {head.q_heads} query heads")
     if head.latent is not None:
-        raise ExecutionError("latent rows are executed with torch: here is no projection that expands them")
+        raise ExecutionError("the numpy executor cannot expand latent rows: execute the plan with torch")
     if key not in plan.programs:
         raise UnknownNameError("kind", key[0], f"the plan has {', '.join(head.kinds)}", "name one of these")
     programs = [compile_program(plan.programs[key].rank(rank), head) for rank in range(head.ranks)]
@@ -286,7 +286,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 def rounded(values: Floats, dtype: str) -> Floats:
     """The nearest numbers of bf16 or fp16, ties to even, as float64 (by way of float32 for bf16)."""
     if dtype == "fp16":
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, as on a device
+        with np.errstate(over="ignore"):  # values out of range become infinite, as on a device
             return values.astype(np.float16).astype(np.float64)
     bits = values.astype(np.float32).view(np.uint32)
     carry = np.where(np.isfinite(values), 0x7FFF + (bits >> 16 & 1), 0)  # into the exponent
@@ -294,7 +294,7 @@ def rounded(values: Floats, dtype: str) -> Floats:
 
 
 def _finite(lse: Floats) -> Floats:
-    """-inf becomes 0, so that differences to it are never inf - inf."""
+    """Replaces -inf by 0, so that no difference is inf - inf."""
     return np.where(lse == -np.inf, 0.0, lse)
 
 
@@ -302,14 +302,14 @@ def _finite(lse: Floats) -> Floats:
 
 
 class Network:
-    """Between ranks: which of them launched each round, and what is on its way, by (round, from, to)."""
+    """The links between ranks: which ranks launched each round, and the tiles in flight by (round, from, to)."""
 
     def __init__(self) -> None:
         self.launched = defaultdict[int, set[int]](set)
         self.mail = defaultdict[tuple[int, int, int], deque[tuple[Operand, Arrays]]](deque)
 
     def receive(self, round_: int, source: int, target: int, into: Operand) -> Arrays:
-        """The next tile of the pair. Both sides list a pair's transfers alike, else ExecutionError."""
+        """The next tile of the pair. Raises ExecutionError if the two sides list the pair's transfers differently."""
         queue = self.mail[round_, source, target]
         if not queue:
             raise ExecutionError(f"receives {into} from rank {source}, which sends no more in round {round_}")
@@ -332,40 +332,40 @@ class LocalView:
         return (rows,) if self.operand.tensor in HEADLESS else (rows, self.operand.columns)
 
     def peek(self) -> Arrays:
-        """A copy of the values, whatever they are."""
+        """A copy of the values, unchecked."""
         return tuple(np.array(array[self._index]) for array in self.arrays)
 
     def read(self) -> Arrays:
-        """A copy of the values. Raises ExecutionError where rows hold none."""
+        """A copy of the values. Raises ExecutionError if a row holds none."""
         values = self.peek()
         for value in values:
             if np.isnan(value).any():
                 row = self.operand.row + int(np.argwhere(np.isnan(value))[0][0])
-                raise ExecutionError(f"reads {self.operand}: row {row} is unwritten, used up or in flight")
+                raise ExecutionError(f"reads {self.operand}: row {row} is unwritten, consumed or in flight")
         return values
 
     def take(self) -> Arrays:
-        """As `read`; a partial is used up by this."""
+        """As `read`, and consumes a partial."""
         values = self.read()
         if self.operand.tensor in PARTIALS:
             self.poison()
         return values
 
     def write(self, values: Sequence[Floats | float]) -> None:
-        """values: an array for each of the tensor's, or a number for all of its rows."""
+        """Stores values: one array per array of the tensor, or one number for all of its rows."""
         for array, value in zip(self.arrays, values, strict=True):
             array[self._index] = value
 
     def add(self, values: Sequence[Floats], first: bool) -> None:
-        """Adds to the rows, or overwrites them where they are the first."""
+        """Adds values to the rows, or overwrites the rows if `first`."""
         self.write(values if first else [a + b for a, b in zip(self.read(), values, strict=True)])
 
     def merge(self, part: Partial, first: bool) -> None:
-        """Merges into the rows of O, or overwrites them."""
+        """Merges a partial into the rows of O, or overwrites the rows if `first`."""
         self.write(part if first else merge(Partial(*self.read()), part))
 
     def poison(self) -> None:
-        """The rows hold nothing from here on."""
+        """Marks the rows as unwritten."""
         self.write([np.nan] * len(self.arrays))
 
 
@@ -393,11 +393,11 @@ class Rank(Machine[LocalView]):
     def view(self, operand: Operand) -> LocalView:
         arrays = (self.home if operand.is_home else self._work).get(operand.tensor)
         if arrays is None or operand.row + operand.rows > len(arrays[0]):
-            raise ExecutionError(f"rank {self.rank}: {operand} leaves the rows that there are")
+            raise ExecutionError(f"rank {self.rank}: {operand} exceeds the rows of its tensor")
         return LocalView(operand, arrays)
 
     def advance(self) -> Iterator[set[int]]:
-        """Executes; where the rank must wait for others, yields which."""
+        """Executes the program; at a wait, yields the ranks that have not launched the round."""
         for step in self.program.steps:
             self.at = step.index
             while missing := self._missing(step):
@@ -459,7 +459,7 @@ class Rank(Machine[LocalView]):
             shared, sums = (k[:, task.kv_of], v[:, task.kv_of]), self.views[task.delta].read()
             dq, dk, dv = attend_grad(q, shared, do, sums, task, self._layer)
             self.views[task.dq].add([dq], task.first_dq)
-            readers = np.eye(k.shape[1])[:, task.kv_of]  # the query heads of each KV head, which are added up
+            readers = np.eye(k.shape[1])[:, task.kv_of]  # the query heads whose gradients each KV head sums
             self.views[task.dkv].add([readers @ dk, readers @ dv], task.first_dkv)
 
     def delta(self, step: Step) -> None:
@@ -505,7 +505,7 @@ class Rank(Machine[LocalView]):
         return hidden, positions.astype(np.int64), q, kv
 
     def _grads(self, row: RowOp, index: int, tensor: Tensor) -> Arrays:
-        """The gradients of an operand, used up; without an operand, gradients of no heads."""
+        """Consumes the gradients of an operand; without an operand, returns gradients of no heads."""
         rows = self.program.operands[row.a].rows
         return self.views[index].take() if index else self._empty(tensor, rows, 0)
 
@@ -518,7 +518,7 @@ class Rank(Machine[LocalView]):
 
 
 def _take_turns(ranks: list[Rank], where: str) -> None:
-    """Runs every rank as far as it goes, in turn, until all are done."""
+    """Runs every rank in turn as far as it can go, until all are done."""
     running = {rank: rank.advance() for rank in ranks}
     while running:
         before, waits = [rank.at for rank in ranks], dict[Rank, set[int]]()
@@ -529,7 +529,7 @@ def _take_turns(ranks: list[Rank], where: str) -> None:
                 raise ExecutionError(f"{where}: {rank}: {error}\n{rank.around()}") from error
         running = {rank: running[rank] for rank, missing in waits.items() if missing}
         if running and before == [rank.at for rank in ranks]:
-            lines = [f"{where}: deadlock, no rank can go on"]
+            lines = [f"{where}: deadlock, no rank can proceed"]
             for rank in running:
                 lines += [f"{rank}: waits for ranks {sorted(waits[rank])} to launch", rank.around()]
             raise ExecutionError("\n".join(lines))

@@ -1,16 +1,16 @@
-"""Recurrent layers of a plan in float64 on numpy, all ranks in one process. Slow and simple; others are tested against
-it.
+"""Reference executor of a plan's recurrent layers, in float64 on numpy, all ranks in one process. Slow and simple;
+other executors are tested against it.
 
     from apportion.backends import recurrent
 
     found = recurrent.run(plan, "linear", recurrent.Inputs(x, decay, beta, weight), do)     # tensors in token order
     found.o, found.dx, found.ddecay, found.dbeta, found.dweight
 
-    x ──convolution over halo and run──► q, k, v ──U, M of runs ──folds──► states that come in──► o
+    x ──convolution over halo and run──► q, k, v ──U, M of runs ──folds──► incoming states──► o
 
-The state S [K, V] of a head is first decayed, row by row, and then takes a token in: with delta it becomes
-S + k ⊗ beta (v - kᵀ S), else S + k ⊗ v; the output is qᵀ S. In shapes T are the tokens, H the heads, K and V the widths
-of a head, C the channels: q and k of all key heads, then v of all heads. Head h reads key head h // (H / key heads).
+For each token the state S [K, V] of a head is decayed, then updated: with delta it becomes S + k ⊗ beta (v - kᵀ S),
+else S + k ⊗ v; the output is qᵀ S. In shapes T is the number of tokens, H of heads, K and V the widths of a head, C the
+channels: q and k of all key heads, then v of all heads. Head h reads key head h // (H / key heads).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from apportion.ir.plan.tables import Table
 from apportion.ir.request.recurrent import Recurrent, widest_halo
 
 if TYPE_CHECKING:
-    from apportion.ir.bytes.codec import Plan  # which loads compiled loops; executing has none
+    from apportion.ir.bytes.codec import Plan  # loads the compiled core, which execution does not need
 
 #: of a rank, a run or a slot: (rank, number)
 Place = tuple[int, int]
@@ -37,8 +37,8 @@ OfRuns = dict[Place, Floats]
 
 
 class Inputs(NamedTuple):
-    """Of one kind: x [T, C]; decay [T, H], or [T, H, K] of a diagonal gate; beta [T, H], of a kind with delta; weight
-    [C, width] of a convolution, whose last column is that of the token itself."""
+    """Inputs of one kind: x [T, C]; decay [T, H], or [T, H, K] for a diagonal gate; beta [T, H], for a kind with delta;
+    weight [C, width] of the convolution, its last column for the token itself."""
 
     x: Floats
     decay: Floats
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """o [T, H, V]; where its gradient is given, those of the inputs, shaped as these and None where they are."""
+    """o [T, H, V] and, if its gradient is given, gradients in the shapes of the inputs; None for absent inputs."""
 
     o: Floats
     dx: Floats | None = None
@@ -57,7 +57,7 @@ class Outputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of a run of n tokens q, k [n, H, K], v [n, H, V], decay [n, H, 1 or K], beta [n, H]; or gradients of these."""
+    """A run of n tokens: q, k [n, H, K], v [n, H, V], decay [n, H, 1 or K], beta [n, H]; or their gradients."""
 
     q: Floats
     k: Floats
@@ -67,8 +67,8 @@ class Tokens(NamedTuple):
 
 
 def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outputs:
-    """Forward, and backward where the output's gradient `do` [T, H, V] is given. Raises UnknownNameError for a kind
-    that the plan does not have, ExecutionError for a plan whose ranks do not meet."""
+    """Runs forward, and backward if the output's gradient `do` [T, H, V] is given. Raises UnknownNameError for a kind
+    that the plan does not have, ExecutionError for a plan with unmatched sends or receives."""
     if kind not in plan.header.recurrent:
         known = ", ".join(plan.header.recurrent) or "no recurrent layers"
         raise UnknownNameError("kind", kind, f"the plan has {known}", "name one of these")
@@ -77,16 +77,16 @@ def run(plan: Plan, kind: str, given: Inputs, do: Floats | None = None) -> Outpu
         return layer(given, do)
     except KeyError as error:
         raise ExecutionError(
-            f"recurrent kind {kind}: a state of {error} is read that nobody brings"
+            f"recurrent kind {kind}: a state of {error} is read but never computed or received"
         ) from error
 
 
 class _Scan:
     """The tables of one kind. Home rows of all ranks are one axis, rank after rank.
 
-    order: int64 [T], the token of each row. rows: of each run. before: of each run, int64 [halo], the rows that the
-    convolution reads before it, -1 where there is none. later, leading: runs with a past, and those that others have as
-    theirs. pairs: a run, its slot, and the heads of both. parents: of each slot; (rank, -1): it has none.
+    order: int64 [T], the token of each row. rows: the rows of each run. before: int64 [halo] for each run, the rows
+    that its convolution reads before it, -1 for none. later, leading: runs with a predecessor, and the runs that are
+    predecessors. pairs: a run, its slot, and the heads of both. parents: the parent of each slot; (rank, -1): none.
     """
 
     def __init__(self, plan: Plan, kind: str) -> None:
@@ -122,7 +122,7 @@ class _Scan:
         self.before = {run: halos[run[0]][end - self.kind.halo : end] for run, end in ends.items()}
 
     def __call__(self, given: Inputs, do: Floats | None) -> Outputs:
-        """As `run`."""
+        """Runs the kind, as `run`."""
         _check(self.kind, given, do, len(self.order))
         x, decay = given.x[self.order], given.decay[self.order]
         beta = np.ones(decay.shape[:2]) if given.beta is None else given.beta[self.order]
@@ -161,7 +161,7 @@ class _Scan:
     # ---- rows
 
     def _whole(self, parts: OfRuns) -> Floats:
-        """[T, ...] in token order, of the rows of each run."""
+        """Joins the rows of each run to [T, ...] in token order."""
         return self._in_order(np.concatenate([*parts.values()]))
 
     def _in_order(self, rows: Floats) -> Floats:
@@ -174,7 +174,7 @@ class _Scan:
         return np.concatenate([np.where(before[:, None] < 0, 0.0, x[before]), x[self.rows[run]]])
 
     def _convolved(self, padded: Floats, weight: Floats | None) -> tuple[Floats, Floats, Floats]:
-        """q, k and v of a run, with heads as those of v."""
+        """q, k and v of a run; q and k are repeated to the heads of v."""
         kind, rows = self.kind, len(padded) - self.kind.halo
         if weight is not None and kind.halo:
             padded = np.sum([padded[n : n + rows] * weight[:, n] for n in range(kind.conv)], axis=0)
@@ -185,7 +185,7 @@ class _Scan:
         return next(wide), next(wide), v.reshape(rows, kind.heads, kind.value_dim)
 
     def _convolved_grad(self, padded: Floats, weight: Floats | None, grad: Tokens) -> tuple[Floats, Floats]:
-        """Of the padded rows, and of the weight."""
+        """The gradients of the padded rows and of the weight."""
         kind, rows = self.kind, len(grad.q)
         groups = (rows, kind.shared_heads, -1, kind.key_dim)
         dq, dk = (one.reshape(groups).sum(axis=2).reshape(rows, -1) for one in (grad.q, grad.k))
@@ -200,7 +200,7 @@ class _Scan:
     # ---- states
 
     def _states(self, tokens: Mapping[Place, Tokens], transitions: OfRuns) -> OfRuns:
-        """The state [H, K, V] that comes into each run."""
+        """The incoming state [H, K, V] of each run."""
         zero = np.zeros((self.kind.heads, self.kind.key_dim, self.kind.value_dim))
         sums = self._to_slots({run: scan(self.kind, tokens[run], zero)[1] for run in self.leading})
         comes, leaves = OfRuns(), OfRuns()
@@ -216,7 +216,7 @@ class _Scan:
     def _gradients(
         self, tokens: Mapping[Place, Tokens], transitions: OfRuns, states: OfRuns, do: Floats
     ) -> dict[Place, Tokens]:
-        """Of what each run's recurrence takes."""
+        """The gradients of the inputs of each run's recurrence."""
         zero = np.zeros((self.kind.heads, self.kind.key_dim, self.kind.value_dim))
         own = {run: (tokens[run], states[run], do[rows]) for run, rows in self.rows.items()}
         comes = self._to_slots({run: scan_grad(self.kind, *own[run], zero)[1] for run in self.later})
@@ -230,11 +230,11 @@ class _Scan:
         return {run: scan_grad(self.kind, *one, ended[run])[0] for run, one in own.items()}
 
     def _to_slots(self, given: OfRuns) -> OfRuns:
-        """The heads of these runs in their slots."""
+        """Copies the heads of these runs into their slots."""
         return {slot: given[run][heads] for run, slot, heads in self.pairs if run in given}
 
     def _to_runs(self, given: OfRuns, runs: set[Place], zero: Floats) -> OfRuns:
-        """What slots have for `runs`; `zero` for others."""
+        """The slots' values for `runs`; `zero` for runs without a slot."""
         found = {run: np.full_like(zero, np.nan) if run in runs else zero for run in self.rows}
         for run, slot, heads in self.pairs:
             if run in runs:
@@ -243,7 +243,7 @@ class _Scan:
 
 
 def scan(kind: Recurrent, tokens: Tokens, state: Floats) -> tuple[Floats, Floats, list[Floats]]:
-    """o [n, H, V] of a run behind a state [H, K, V], the state that it leaves, and those that its tokens found."""
+    """o [n, H, V] of a run that starts from a state [H, K, V], its final state, and the state before each token."""
     o, found = np.empty_like(tokens.v), []
     for n, (q, k, v, decay, beta) in enumerate(zip(*tokens, strict=True)):
         found.append(state)
@@ -255,7 +255,7 @@ def scan(kind: Recurrent, tokens: Tokens, state: Floats) -> tuple[Floats, Floats
 
 
 def transition(kind: Recurrent, tokens: Tokens) -> Floats:
-    """M [H, K, K] of a run: what it leaves of the state before it."""
+    """The transition matrix M [H, K, K] of a run: how it maps the state before it to the state after it."""
     one = np.eye(kind.key_dim)
     found = np.broadcast_to(one, (kind.heads, *one.shape))
     for k, decay, beta in zip(tokens.k, tokens.decay, tokens.beta, strict=True):
@@ -268,8 +268,8 @@ def transition(kind: Recurrent, tokens: Tokens) -> Floats:
 def scan_grad(
     kind: Recurrent, tokens: Tokens, state: Floats, do: Floats, ended: Floats
 ) -> tuple[Tokens, Floats]:
-    """The gradients of a run's tokens and of the state before it, of those of its output and of the state that it
-    leaves, [H, K, V]."""
+    """The gradients of a run's tokens and of the state before it, from the gradients of its output and of its final
+    state [H, K, V]."""
     grads = Tokens(*(np.zeros_like(one) for one in tokens))
     found = scan(kind, tokens, state)[2]
     for n in reversed(range(len(do))):
@@ -298,7 +298,7 @@ def _through(k: Floats, state: Floats) -> Floats:
 
 
 def _check(kind: Recurrent, given: Inputs, do: Floats | None, tokens: int) -> None:
-    """Raises ExecutionError where an array has another shape than the kind's."""
+    """Raises ExecutionError if an array's shape differs from the kind's."""
     decays = (kind.key_dim,) if kind.gate == "diagonal" else ()
     shapes = {
         "x": (tokens, kind.conv_channels),
@@ -329,7 +329,7 @@ def _span(row: Row, first: int) -> slice:
 
 
 def _met(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[Place, Place]]:
-    """The k-th row from i to j beside the k-th on j from i. Raises ExecutionError where one has none."""
+    """Pairs the k-th row that i sends to j with the k-th that j receives from i. Raises ExecutionError for a rest."""
     mail = defaultdict[Place, deque[Place]](deque)
     for place, row in sent.items():
         mail[place[0], row["peer"]].append(place)
@@ -343,7 +343,7 @@ def _met(sent: Mapping[Place, Row], due: Mapping[Place, Row]) -> Iterator[tuple[
 
 
 def _alike(sent: Row, due: Row, names: Sequence[str]) -> Row:
-    """What is sent. Raises ExecutionError where it is something else than is due."""
+    """The row that is sent. Raises ExecutionError if it differs from the row that is due."""
     if any(sent[name] != due[name] for name in names):
         raise ExecutionError(f"{due} receives {sent}")
     return sent

@@ -232,7 +232,7 @@ def test_reading_rows_in_flight_is_an_error() -> None:
 
 def test_using_a_partial_twice_is_an_error() -> None:
     once = "merge O.work[8:16) -> O.home[0:8)\n"
-    fails(broken("q_moves", once, f"{once}  {once}"), r"rank 1, instruction 7 .*used up")
+    fails(broken("q_moves", once, f"{once}  {once}"), r"rank 1, instruction 7 .*consumed")
 
 
 def test_overwriting_rows_in_flight_is_an_error() -> None:

@@ -90,7 +90,7 @@ def test_a_kind_that_the_plan_does_not_have() -> None:
         ("states", lambda c: c["peer"].fill(0), "sends|receives"),
         ("states", setting("head", 0, 1), "receives"),
         ("halo", setting("rows", 0, 2), "receives"),
-        ("runs", lambda c: c["leads"].fill(0), "nobody brings"),
+        ("runs", lambda c: c["leads"].fill(0), "never computed or received"),
     ],
 )
 def test_ranks_that_do_not_meet(name: str, edit: Edit, words: str) -> None:

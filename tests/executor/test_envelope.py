@@ -71,5 +71,5 @@ def test_a_plan_beyond_the_envelope_is_refused_by_field(field: str) -> None:
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"envelope\.rows = -1"):
         Envelope(rows=-1)
-    with pytest.raises(ConfigError, match="must be those of a plan at least"):
+    with pytest.raises(ConfigError, match="must be the sizes of at least one plan"):
         Envelope.around([])

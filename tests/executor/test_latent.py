@@ -199,4 +199,4 @@ def test_what_does_not_serve_latent_rows_says_so() -> None:
     with pytest.raises(ConfigError, match="rope_dim 0': must be those of the model's latent rows"):
         ap.forecast(plan.request.batch, ap.Cluster(1, 2), jobs.MODEL)
     header = replace(plan.header, dtype="bf16")
-    assert obstacle(header, torch.device("cuda")) == "latent rows are expanded task by task"
+    assert obstacle(header, torch.device("cuda")) == "the stage kernels do not expand latent rows"

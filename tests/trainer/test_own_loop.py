@@ -70,7 +70,7 @@ def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
 
 
 MEAN = r"ConfigError: loss = 'cross entropy': is a mean over the \d+ labels of this rank"
-ROWS = "computes a row, or is given one, from other rows, their number or their order"
+ROWS = "computes or receives rows that depend on other rows, their number or order"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ ROWS = "computes a row, or is given one, from other rows, their number or their 
         ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are other multiples"),
         ({"loss": "mean of shares"}, r"ExecutionError: factors of losses differ between ranks, \["),
         ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip behind"),
-        ({"net": "body"}, r"\d of \d+ parameters are outside of Body, where attention runs"),
+        ({"net": "body"}, r"\d of \d+ parameters are outside Body, which calls attention"),
         ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
         ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
         (

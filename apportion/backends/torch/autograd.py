@@ -1,10 +1,10 @@
-"""Programs as differentiable functions.
+"""Autograd functions and ops that execute programs.
 
     forward   q, k, v   ──forward program──► o, lse        saved: q, k, v, out, lse and the handle
     backward  dO, dLSE  ──backward program─► dq, dk, dv (dsinks, or dX and the parameters' gradients)
 
-A call is one op, `torch.ops.apportion.attend`, in eager mode and under torch.compile: what looks at ops, like
-selective activation checkpointing, sees the same one. It takes the handle's number as a tensor: no graph
+A call is a single op, `torch.ops.apportion.attend`, in eager mode and under torch.compile, so features that work on
+ops, like selective activation checkpointing, apply in both. It takes the handle's number as a tensor: no graph
 breaks, and no new graph for a new plan.
 """
 
@@ -35,7 +35,7 @@ Home = Mapping[Name, Parts]
 
 
 def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
-    """Executes a program. Forward is given q, k, v or hidden states; backward these, forward's result, and dO."""
+    """Executes a program. home: q, k, v or hidden states in forward; these, forward's result and dO in backward."""
     machine = prepare(handle, kind, phase, home, layer)
     machine.run()
     machine.close()
@@ -45,13 +45,13 @@ def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> 
 def attending(
     handle: PlanHandle, kind: str, phase: str, score: Score, sinks: Tensor | None, lse: bool = False
 ) -> AbstractContextManager[None]:
-    """The call of one program on all ranks. lse: whether LSE may have a gradient."""
+    """Opens the call of one program on all ranks. lse: whether LSE may have a gradient."""
     rule = score.scale, score.softcap, sinks is not None, lse
     return handle.call(Attending(handle.name, kind, phase, *rule))
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
-    """The machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
+    """Builds the machine of one call with its memory, ready to run. Compares plan ids the first time, a collective."""
     require_latent(handle, layer.expand is not None)
     handle.agree()
     if phase == "forward":
@@ -70,7 +70,7 @@ def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer)
 
 
 def _require_current(device: torch.device) -> None:
-    """Kernels and messages go to the current device. Raises ExecutionError where the rows are on another one."""
+    """Raises ExecutionError if the rows are not on the current device, which kernels and messages use."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ExecutionError(
             f"the rows are on {device}, and cuda:{torch.cuda.current_device()} is current: call torch.cuda.set_device"
@@ -78,20 +78,20 @@ def _require_current(device: torch.device) -> None:
 
 
 def _in_rows(part: Tensor) -> Tensor:
-    """Row after row, and where kernels may read 16 bytes at once."""
+    """The tensor contiguous in rows and aligned to 16 bytes, as kernels load it; a copy if it is not."""
     part = part.detach().contiguous()
     return part if part.data_ptr() % ALIGNMENT == 0 else part.clone()
 
 
 def require_latent(handle: PlanHandle, latent: bool) -> None:
-    """Raises ExecutionError where a call on latent rows meets a plan of keys and values, or the other way round."""
+    """Raises ExecutionError for a call on latent rows under a plan of keys and values, or the other way round."""
     if latent != (handle.slice.header.latent is not None):
         moves, call = ("keys and values", "attention") if latent else ("latent rows", "latent_attention")
         raise ExecutionError(f"the plan moves {moves} from rank to rank: call planned_{call}")
 
 
 def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ExecutionError where q, k or v is not what the plan was made for."""
+    """Raises ExecutionError if the shape, dtype or device of q, k or v does not match the plan."""
     header = handle.slice.header
     keys, values = ("k", "v") if header.latent is None else ("rotated", "compressed")
     k_part, v_part = components(Name.KV, header)
@@ -119,7 +119,7 @@ def _check_rows_first(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None
 
 
 def _checked_sinks(handle: PlanHandle, sinks: Tensor | None, device: torch.device) -> Tensor | None:
-    """The learned logits [Hq], one after another in memory. Raises ExecutionError for other shapes, dtypes, devices."""
+    """The learned logits [Hq], contiguous. Raises ExecutionError for a wrong shape, dtype or device."""
     if sinks is None:
         return None
     check_shape("sinks", sinks, (handle.slice.header.q_heads,))
@@ -151,17 +151,17 @@ def _check_dtype(name: str, tensor: Tensor, handle: PlanHandle) -> None:
 
 
 def backward_home(kept: Home, out: Tensor, lse: Tensor, do: Tensor) -> dict[Name, Parts]:
-    """What a backward program is given: what forward `kept` (q, k, v or hidden states), its result, and dO."""
+    """The home rows of a backward program: the inputs that forward `kept` (q, k, v or hidden states), result and dO."""
     return {**kept, Name.O: (out, lse), Name.DO: (do,)}
 
 
 def or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient that autograd left out, written out: a rank without one still takes part in every round."""
+    """The gradient, or zeros if autograd passed None: a rank without a gradient still takes part in every round."""
     return torch.zeros_like(like) if grad is None else grad
 
 
 def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
-    """The gradient of the layer's sinks [Hq] in their dtype; None where it has none."""
+    """The gradient of the layer's sinks [Hq] in their dtype; None without sinks."""
     if layer.sinks is None:
         return None
     if gradients.sinks is None:  # a rank without rows
@@ -170,13 +170,13 @@ def sink_gradient(layer: Layer, gradients: Gradients) -> Tensor | None:
 
 
 def param_gradients(params: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
-    """The sums of the parameters that need gradients, in their dtype; None of the others."""
+    """The summed gradients of the parameters that need them, in the parameters' dtypes; None for the others."""
     found = iter(gradients.params)
     return [next(found).to(param.dtype) if param.requires_grad else None for param in params]
 
 
 class PlannedBlock(torch.autograd.Function):
-    """Hidden states of this rank's rows -> out, where the plan projects heads itself."""
+    """Autograd function from this rank's hidden states to out, for plans that project heads themselves."""
 
     @staticmethod
     def forward(
@@ -194,7 +194,7 @@ class PlannedBlock(torch.autograd.Function):
             _check_hidden(handle, hidden, position_ids)
             machine = run(handle, kind, "forward", {Name.X: (hidden, position_ids)}, layer)
         memory, (out, lse) = machine.memory, machine.output(hidden.dtype)
-        # only a plan that keeps projected rows at home has them here
+        # present only if the plan keeps projected rows at home
         ctx.kept = tuple((name, len(memory.home[name])) for name in (Name.Q, Name.KV) if name in memory.home)
         rows = [part for name, _ in ctx.kept for part in memory.home[name]]
         ctx.save_for_backward(hidden, position_ids, sinks, out, lse, *rows)
@@ -213,7 +213,7 @@ class PlannedBlock(torch.autograd.Function):
         del out, lse, kept, rows
         with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
             machine = prepare(ctx.handle, ctx.kind, "backward", home, layer)
-            home.clear()  # the machine lets go of what is not needed to the end
+            home.clear()  # so that the machine can free tensors early
             machine.run()
             machine.close()
         dx, gradients = machine.hidden_gradient(hidden.dtype), machine.gradients
@@ -222,7 +222,7 @@ class PlannedBlock(torch.autograd.Function):
 
 
 class PlannedLatents(torch.autograd.Function):
-    """Queries and latent rows of this rank -> out, where keys and values are expanded where they are read."""
+    """Autograd function from this rank's queries and latent rows to out; readers expand keys and values."""
 
     @staticmethod
     def forward(
@@ -279,10 +279,10 @@ def _attend(
     causal: bool | None = None,
     layer: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [rows, Hq, Dv] in q's dtype, lse [rows, Hq] in float64, under the plan of that number.
+    """Computes out [rows, Hq, Dv] in q's dtype and lse [rows, Hq] in float64 under the plan of that number.
 
-    return_lse: whether LSE may get a gradient, the same on all ranks: backward computes tasks of others' rows too.
-    window, causal: held against the plan here, since outside torch.compile would compile anew for plans of other masks.
+    return_lse: whether LSE may get a gradient, the same on all ranks: backward also computes tasks on others' rows.
+    window, causal: compared with the plan inside the op, so that torch.compile does not recompile for another mask.
     """
     handle = PlanHandle.of_number(number)
     score = Score(scale, softcap)
@@ -315,7 +315,7 @@ def _attend_grad(
     softcap: float | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dsinks (empty without sinks)."""
+    """Computes dq, dk, dv and dsinks (empty without sinks)."""
     layer = Layer(Score(scale, softcap, any_delta=return_lse), sinks, dlse=dlse)
     home = backward_home({Name.Q: (q,), Name.KV: (k, v)}, out, lse, do)
     handle = PlanHandle.of_number(number)
@@ -334,7 +334,7 @@ def _fake_attend_grad(
 
 
 class _Attend(torch.autograd.Function):
-    """The op's autograd: its forward is the op again, below autograd."""
+    """The op's autograd function: its forward calls the op again, below autograd."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -381,7 +381,7 @@ def attend(
     rule = handle.number, kind, score.scale, score.softcap, return_lse
     out, lse = attend_op(q, k, v, sinks, *rule, window, causal, layer)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
-        out.grad_fn.metadata["handle"] = handle  # alive until backward has run
+        out.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
     return out, lse
 
 
@@ -396,7 +396,7 @@ def attend_block(
     sinks: Tensor | None,
     score: Score,
 ) -> Tensor:
-    """Planned attention of hidden states, differentiable in hidden, sinks and params."""
+    """Computes planned attention of hidden states, differentiable in hidden, sinks and params."""
     layer = Layer(score, project=project)
     inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
     return PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
@@ -415,8 +415,8 @@ def attend_latents(
     score: Score,
     said: tuple[int | None, bool | None, str | None],
 ) -> Tensor:
-    """Planned attention of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank], differentiable in all of
-    them, sinks and params. said: window, causal and layer, as `ir.masks.declared`."""
+    """Computes planned attention of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank], differentiable
+    in these, sinks and params. said: the declared window, causal and layer, as `ir.masks.declared`."""
     handle.check(kind, *said)
     layer = Layer(score, expand=expand)
     inputs = (q, rotated, compressed, sinks, handle, kind, layer, *params)

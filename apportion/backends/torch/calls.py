@@ -1,10 +1,10 @@
-"""Matches the calls of ranks: tags messages with their call, and ends waits where ranks make different calls or one
+"""Matches the calls of ranks: tags messages with their call, and aborts waits if ranks make different calls or one
 fails.
 
     begin ──number, digest──► tag of the call's messages            messages of two calls never meet
-    wait  ──half a second──► store of the group: failures · what stalled ranks are in      errors that name both
+    wait  ──half a second──► store of the group: failures · calls of stalled ranks      errors that name both
 
-Nothing is sent but messages while all is well. A thread looks after waits: it reads the store where one takes long.
+Without faults nothing but messages is sent. A watchdog thread reads the store when a wait takes long.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from apportion.ir.errors import ExecutionError
 
-LOOK_S = 0.5  # between two looks at a wait
-LEAVING_S = 5.0  # that a look may take when the process ends
-KEPT = 64  # calls that a rank remembers
-_ENDS = 2**31 - 1  # the largest tag, which no call has
+LOOK_S = 0.5  # interval of the watchdog's checks
+LEAVING_S = 5.0  # longest check at the end of the process
+KEPT = 64  # calls in a rank's history
+_ENDS = 2**31 - 1  # the largest tag; no call uses it
 _TEXT = 2000  # characters of an error that other ranks quote
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _leaving = Event()
 
 
 class Attending(NamedTuple):
-    """A call of planned attention: what all ranks must agree on. plan: beginning of its id; lse: whether LSE may have
+    """The facts of an attention call that all ranks must agree on. plan: prefix of its id; lse: whether LSE may have
     a gradient."""
 
     plan: str
@@ -58,7 +58,7 @@ class Attending(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait of the host. group: process group of the messages; peers: ranks that they come from or go to."""
+    """A wait of the host. group: process group of the messages; peers: their senders and receivers."""
 
     since: float
     group: Any
@@ -66,8 +66,8 @@ class Wait(NamedTuple):
 
 
 class Calls:
-    """The calls of this rank in a process group, numbered from 1. tag: of the messages of the call that runs, 0 where
-    none does; history: digest of all calls so far."""
+    """The calls of this rank in a process group, numbered from 1. tag: of the running call's messages, 0 if no call
+    runs; history: digest of all calls so far."""
 
     def __init__(self, group: Any) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -82,8 +82,8 @@ class Calls:
 
     @contextmanager
     def call(self, what: Hashable) -> Iterator[None]:
-        """One call; `str(what)` says which, equal on all ranks. Where it raises, the others raise too, with its error.
-        Raises ExecutionError where another thread is in one."""
+        """Opens one call; `str(what)` names it, equal on all ranks. If it raises, the other ranks raise with its error.
+        Raises ExecutionError if another thread is in a call."""
         nested = self._enter(what)
         before = self.tag
         self._begin(what)
@@ -100,7 +100,7 @@ class Calls:
                 self._lock.release()
 
     def _enter(self, what: Hashable) -> bool:
-        """Whether this thread is in a call already."""
+        """Enters a call; returns True if this thread is already in one."""
         if self._lock.acquire(blocking=False):
             self._owner = get_ident()
             return False
@@ -124,7 +124,7 @@ class Calls:
     # --- waits
 
     def wait(self, works: Sequence[Any], group: Any, peers: Collection[int]) -> None:
-        """Waits for works. Raises ExecutionError where they fail, with another rank's error if it has one."""
+        """Waits for works. Raises ExecutionError if they fail, with another rank's error if there is one."""
         if not self._watched:
             self._watched = True
             thread = Thread(target=_watch, args=(ref(self),), name="apportion-calls", daemon=True)
@@ -150,7 +150,7 @@ class Calls:
         return self._fault
 
     def look(self, turn: int) -> bool:
-        """What the thread does: whether a wait is long, `turn` looks by now."""
+        """Checks the current wait, on the watchdog thread; `turn` counts the checks. Returns True for a long wait."""
         wait = self._wait
         if wait is None or time.monotonic() - wait.since < LOOK_S:
             return False
@@ -163,7 +163,7 @@ class Calls:
         return True
 
     def _mismatch(self, peers: Collection[int]) -> str:
-        """Where a rank is in another call than this one; others are told before this one ends."""
+        """The difference if a peer is in another call than this rank; this rank publishes its calls first."""
         own = {number: str(what) for number, what in tuple(self._recent)}
         self._notices.show(own)
         for peer in sorted(peers):
@@ -173,11 +173,11 @@ class Calls:
         return ""
 
     def told(self) -> str:
-        """The latest calls, for other ranks."""
+        """This rank's latest calls as text, for other ranks."""
         return json.dumps({number: str(what) for number, what in self._recent})
 
     def met(self, told: Sequence[str]) -> ExecutionError:
-        """Why all ranks end this call; they go on from here together. told: the latest calls of each rank."""
+        """The error that ends this call on all ranks, which resume together. told: the latest calls of each rank."""
         ranks = {
             rank: {int(n): what for n, what in json.loads(text).items()} for rank, text in enumerate(told)
         }
@@ -191,7 +191,7 @@ class Calls:
 
 
 class Notices:
-    """What ranks say in their group's store: failures in the order in which they came, and calls of stalled ranks."""
+    """Failures, in order of arrival, and calls of stalled ranks, published in the group's store."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -204,12 +204,12 @@ class Notices:
         self._write([self._rank, number, says])
 
     def resume(self) -> None:
-        """This rank goes on after a failure."""
+        """Records that this rank resumes after a failure."""
         self.failed_at = 0
         self._write([self._rank, 0, ""])
 
     def failure(self) -> str:
-        """The first failure of another rank that has not gone on since, and where this one has not failed too."""
+        """The first failure of another rank that has not resumed since; "" if there is none or this rank failed too."""
         try:
             for index in range(self._read, self._store.add("failures", 0)):
                 rank, number, says = json.loads(self._store.get(f"failure/{index}"))
@@ -217,7 +217,7 @@ class Notices:
                 if number and rank != self._rank:
                     self._failed[rank] = number, says
                 self._read = index + 1
-        except RuntimeError as error:  # the store's rank is gone: its group says so too
+        except RuntimeError as error:  # the store's rank is gone: the group reports that too
             _log.debug("no look at other ranks' calls: %s", error)
         return next((says for number, says in self._failed.values() if number != self.failed_at), "")
 

@@ -1,4 +1,4 @@
-"""Engines: who computes an instruction. Each is held to the conformance tests of the backend.
+"""Engines that compute instructions. Each must pass the conformance tests of the backend.
 
     stage   one Triton launch an instruction over work lists made once a plan        CUDA; float16, bfloat16, float32
     flash   torch's flash attention, a call or a few for each task, torch's ops for rows      any device
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What a call needs of an engine."""
+    """Interface of an engine."""
 
     @property
     def machine(self) -> Callable[..., TorchMachine]:
-        """(loaded, memory, layer, transport) -> what executes a call."""
+        """The constructor (loaded, memory, layer, transport) -> machine of one call."""
 
     def obstacle(self, header: Header, device: torch.device) -> str | None:
-        """Why it does not serve plans of this header on a device."""
+        """The reason that it cannot run plans of this header on a device; None if it can."""
 
     def load(self, request: LoadRequest) -> Loaded:
-        """What all calls of one rank's program share, padded to the envelope. Raises ConfigError where that is too
-        small."""
+        """Builds the state that all calls of one rank's program share, padded to the envelope. Raises ConfigError if
+        the envelope is too small."""
 
 
 @dataclass(frozen=True)
 class TaskEngine:
-    """An engine that computes task by task. newest: whether it takes the newest flash attention that there is."""
+    """An engine that computes task by task. newest: whether to use the newest flash attention available."""
 
     machine: type[TorchMachine]
     newest: bool = False
@@ -65,7 +65,7 @@ class TaskEngine:
 
 @dataclass(frozen=True)
 class StageEngine:
-    """Imported when it is asked for: it needs Triton. launcher: gets kernels to the device, by default Triton."""
+    """The Triton engine, imported on first use. launcher: starts kernels on the device, by default through Triton."""
 
     launcher: Launcher | None = None
 
@@ -92,13 +92,13 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 )
 
 
-#: major compute capability -> what torch calls the flash attention that was written for it
+#: major compute capability -> torch's name of the flash attention written for it
 _WRITTEN_FOR = MappingProxyType({9: "FA3", 10: "FA4"})
 
 
 def activate_newest(device: torch.device) -> None:
-    """Puts FlashAttention-3 or -4 behind torch's own ops, for the whole process, where torch and the machine have it
-    and nobody has chosen another one."""
+    """Activates FlashAttention-3 or -4 behind torch's own ops, for the whole process, if torch and the machine have it
+    and no other implementation has been chosen."""
     from torch.nn import attention
 
     if device.type != "cuda" or not hasattr(attention, "activate_flash_attention_impl"):
@@ -110,7 +110,7 @@ def activate_newest(device: torch.device) -> None:
 
 
 def choose_engine(name: str | Engine, header: Header, device: torch.device) -> Engine:
-    """The engine of that name, or with `auto` the first that serves. Raises UnknownNameError, ConfigError."""
+    """The engine of that name; for `auto`, the first that can run the plan. Raises UnknownNameError, ConfigError."""
     if not isinstance(name, str):
         return name
     if choice("engine", name, ("auto", *ENGINES)) == "auto":

@@ -1,6 +1,6 @@
-"""Rows from rank to rank by index, differentiable: one exchange that every rank enters.
+"""Differentiable exchange of rows between ranks by index, a collective.
 
-out[into] = rows that arrive, from rank 0, 1, …        sent: x[take], to rank 0, 1, …
+out[into] = received rows, from rank 0, 1, …        sent: x[take], to rank 0, 1, …
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from apportion.backends.torch.transport import Transport
 
 @dataclass(frozen=True)
 class Exchange:
-    """Which rows go where. name: in errors, equal on all ranks. take: int64, rows of x for rank 0, 1, …; sent: how many
-    for each. into: int64, where the rows from rank 0, 1, … go, each once; received: how many from each; rows: of the
-    result."""
+    """An index of rows to send and receive. name: for errors, equal on all ranks. take: int64, rows of x for rank 0, 1,
+    …; sent: how many for each. into: int64, the distinct result rows for the rows from rank 0, 1, …; received: how many
+    from each; rows: of the result."""
 
     transport: Transport
     name: str
@@ -32,8 +32,8 @@ class Exchange:
     rows: int
 
     def __call__(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """x [n, ...] -> [rows, ...], `fill` where no row arrives; differentiable: a row's gradient is the sum of those
-        of all places that it was sent to. A collective."""
+        """x [n, ...] -> [rows, ...], `fill` where no row arrives; differentiable: a row's gradient is the sum over
+        all its destinations. A collective."""
         return _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
 
     def forward(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -44,11 +44,11 @@ class Exchange:
         return out
 
     def backward(self, grad: Tensor, rows: int) -> Tensor:
-        """grad [rows of the result, ...] -> that of x [rows, ...]. A collective."""
+        """grad [rows of the result, ...] -> gradient of x [rows, ...]. A collective."""
         take, into = self.take.to(grad.device), self.into.to(grad.device)
         back = _swapped(self, "gradient of ", grad[into], self.received, self.sent)
         total = grad.new_zeros(rows, *grad.shape[1:], dtype=accumulator_dtype(grad.dtype))
-        # in order of the index, also on a GPU
+        # accumulates in order of the index, also on a GPU
         total.index_put_((take,), back.to(total.dtype), accumulate=True)
         return total.to(grad.dtype)
 
@@ -66,7 +66,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _swapped(exchange: Exchange, of: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """[sum of received, ...]: the rows from rank 0, 1, … for this one."""
+    """[sum of received, ...]: the rows received from rank 0, 1, …"""
     transport, form = exchange.transport, f"{rows.dtype} {list(rows.shape[1:])}"
     if transport.ranks == 1:
         return rows

@@ -1,8 +1,8 @@
-"""One rank's program on torch tensors: one handler per op, in program order, no decisions.
+"""Executes one rank's program on torch tensors: one handler per op, in program order, no decisions.
 
     home rows (q, k, v | hidden) ──forward──► O home rows  ──backward with dO──► dQ, dKV home rows | dX
 
-A machine is one call: its arenas and rounds in flight are its own, so any number of microbatches may be
+A machine is one call with its own arenas and rounds in flight, so any number of microbatches may be
 between forward and backward. Partials merge in program order, never in order of arrival: the same plan gives
 the same bits.
 """
@@ -39,7 +39,7 @@ from apportion.ir.errors import ExecutionError
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.tensors import Tensor as Name
 
-#: rows whose gradients go back through a projection at a time
+#: rows per step of backward through a projection
 _TILE_ROWS = 4096
 #: (hidden [n, E], position_ids [n], query heads, KV heads) -> q [n, Hq', D], k [n, Hk', D], v [n, Hk', Dv]
 Projection = Callable[[Tensor, Tensor, tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor, Tensor]]
@@ -51,7 +51,7 @@ ALL_HEADS = slice(None)
 
 @dataclass(frozen=True)
 class Layer:
-    """What a call knows beside the plan. `params` are the tensors whose gradients `project` or `expand` yields."""
+    """Inputs of a call besides the plan. `params` are the tensors whose gradients `project` or `expand` yields."""
 
     score: Score
     sinks: Tensor | None = None  # [Hq] learned logits
@@ -63,15 +63,15 @@ class Layer:
 
 @dataclass
 class Gradients:
-    """Sums over home rows: of the sinks [Hq], None without rows, and of the layer's `params`."""
+    """Gradients summed over home rows: of the sinks [Hq], None without rows, and of the layer's `params`."""
 
     sinks: Tensor | None = None
     params: list[Tensor] = field(default_factory=list)
 
 
 class Keys(NamedTuple, Generic[T]):
-    """What a task attends to, for some of its query heads: k [n, Hk, D], v [n, Hk, Dv], the column there of each query
-    head, and what gradients are added to; nothing is in forward."""
+    """Keys and values of a task for some of its query heads: k [n, Hk, D], v [n, Hk, Dv], the KV column of each query
+    head, and the gradient accumulators; empty in forward."""
 
     task: T
     heads: slice
@@ -83,7 +83,7 @@ class Keys(NamedTuple, Generic[T]):
 
 
 class LoadRequest(NamedTuple):
-    """One rank's program for a device. rows: home rows; hidden: width of X; envelope: what it is padded to."""
+    """One rank's program for a device. rows: home rows; hidden: width of X; envelope: sizes to pad to."""
 
     columns: ProgramSet
     program: Program
@@ -95,8 +95,8 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rank's program, ready for any number of calls on one device. arrived: sums of which the engine keeps no home
-    row but as a result."""
+    """A rank's program, ready for any number of calls on one device. arrived: sums whose home rows the engine keeps
+    only as results."""
 
     program: Program
     rounds: Rounds
@@ -105,14 +105,14 @@ class Loaded:
 
     @property
     def table_numbers(self) -> int:
-        """Of the tables on the device, where there are some."""
+        """How many numbers the tables on the device hold; 0 without tables."""
         return 0
 
 
 class TorchMachine(Machine[View]):
-    """One execution of one program on this rank: what all engines share, which is rounds and projections.
+    """One execution of one program on this rank; implements rounds and projections for all engines.
 
-    An engine is a subclass with the other ops. It takes `inputs` that lie as they come, and gives results.
+    An engine is a subclass with the other ops.
     """
 
     def __init__(self, loaded: Loaded, memory: Memory, layer: Layer, transport: Transport) -> None:
@@ -127,24 +127,24 @@ class TorchMachine(Machine[View]):
         return self.memory.view(operand)
 
     def output(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out [rows, Hq, Dv] in a dtype and lse [rows, Hq] of a forward program that has run."""
+        """out [rows, Hq, Dv] in a dtype and lse [rows, Hq], after a forward program has run."""
         o, lse = self.memory.home_rows(Name.O)
         return o.to(dtype), lse
 
     def input_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in a dtype, of a backward program that has run."""
+        """dq, dk, dv in a dtype, after a backward program has run."""
         (dq,), (dk, dv) = self.memory.home_rows(Name.DQ), self.memory.home_rows(Name.DKV)
-        # dk and dv lie side by side: results share no memory
+        # dk and dv are interleaved in dKV; results must not share memory
         dk, dv = (part.to(dtype, copy=True).contiguous() for part in (dk, dv))
         return dq.to(dtype), dk, dv
 
     def hidden_gradient(self, dtype: torch.dtype) -> Tensor:
-        """dX in a dtype, of a backward program that has run and projects."""
+        """dX in a dtype, after a backward program that projects has run."""
         (dx,) = self.memory.home_rows(Name.DX)
         return dx.to(dtype)
 
     def close(self) -> None:
-        """Gives work rows and staging back, when all steps have run. Home rows stay."""
+        """Releases work rows and staging after all steps have run. Home rows stay."""
         self._transport.pool.give(self.memory.buffer)
 
     # --- rounds
@@ -165,17 +165,17 @@ class TorchMachine(Machine[View]):
         self._unpack(step, self._rounds.of_step[step.index])
 
     def _pack(self, step: Step, found: Round) -> None:
-        """What is staged goes into its messages."""
+        """Packs staged tiles into their messages."""
         for view, parts in self._tiles(found.sends):
             _copy(view.read(), parts)
 
     def _unpack(self, step: Step, found: Round) -> None:
-        """What was staged comes out of its messages."""
+        """Unpacks staged tiles from their messages."""
         for view, parts in self._tiles(found.receives):
             view.fill(parts)
 
     def _tiles(self, messages: tuple[Message, ...]) -> Iterator[tuple[View, Parts]]:
-        """The staged tiles: where they are in memory and in their message."""
+        """The staged tiles, each with its view in memory and its parts in the message."""
         for message in messages:
             if message.is_staged:
                 places = self.memory.in_message(message, self.program.operands)
@@ -195,7 +195,7 @@ class TorchMachine(Machine[View]):
                 self._view(row.c).fill((k, v))
 
     def project_grad(self, step: Step) -> None:
-        """A tile of rows after the other, so that what is made again is small."""
+        """Runs tile by tile of rows, so that the recomputed projection is small."""
         if step.index == self.program.steps[-1].index:
             self._let_go()
         for row in step.rowops:
@@ -208,7 +208,7 @@ class TorchMachine(Machine[View]):
                 sums[tile].copy_(dx) if row.first else sums[tile].add_(dx)
 
     def _gradients(self, index: int) -> Parts:
-        """Of an operand of dQ or dKV; at home as the caller would get them."""
+        """The gradients of an operand of dQ or dKV; at home in the dtype that the caller would get."""
         operand = self.program.operands[index]
         if not operand.is_home:
             return self._view(index).read()
@@ -217,7 +217,7 @@ class TorchMachine(Machine[View]):
         return View(operand, parts).read()
 
     def _push_back(self, row: RowOp, hidden: Tensor, positions: Tensor, *grads: Tensor) -> Tensor:
-        """The gradient of hidden states; those of the parameters are added up."""
+        """Backward of the projection: returns the gradient of hidden states and accumulates the parameters'."""
         leaf = hidden.detach().requires_grad_()
         q, k, v = self._projected(leaf, positions, row)
         outputs = [*((q,) if row.b else ()), *((k, v) if row.c else ())]
@@ -227,7 +227,7 @@ class TorchMachine(Machine[View]):
     def _pulled_back(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *leaves: Tensor
     ) -> list[Tensor]:
-        """The gradients of what the layer made outputs of; those of its parameters are added up."""
+        """Backward of a function of the layer: returns the inputs' gradients and accumulates the parameters'."""
         cast = [grad.to(output.dtype) for grad, output in zip(grads, outputs, strict=True)]
         with _without_hooks(self._layer.params):
             found = torch.autograd.grad(outputs, (*leaves, *self._layer.params), cast, allow_unused=True)
@@ -247,14 +247,14 @@ class TorchMachine(Machine[View]):
         return self.view(self.program.operands[index])
 
     def _let_go(self) -> None:
-        """What attention alone was given is not used any more: dX takes its place."""
+        """Frees the inputs that only attention reads: dX takes their memory."""
         self.memory.home.pop(Name.O, None)
 
 
 class TaskMachine(TorchMachine):
-    """Task by task: one kernel call or two for each, and torch's own ops for rows. On CPUs and for comparison."""
+    """Computes task by task: one or two kernel calls each, and torch's own ops for rows. For CPUs and comparison."""
 
-    kernel: Kernel | None = None  # that of the device where it takes the numbers, else plain strips
+    kernel: Kernel | None = None  # None: the device's flash kernel if it takes the dtype, else plain strips
 
     def _read(self, *operands: int) -> Iterator[Parts]:
         return (self.views[i].read() for i in operands)
@@ -279,7 +279,7 @@ class TaskMachine(TorchMachine):
             self.views[task.dq].write((dq,))
 
     def _open(self, sums: Sequence[int]) -> None:
-        """The identity of accumulation on rows that a task is the first on."""
+        """Writes the identity of accumulation to rows on which a task is the first."""
         for index in sums:
             whole = self.views[index].read()
             _clear(whole)
@@ -288,7 +288,7 @@ class TaskMachine(TorchMachine):
             self.views[index].write(whole)
 
     def _keys(self, tasks: Sequence[T]) -> Iterator[Keys[T]]:
-        """Each task with its keys and values, and where their gradients are added."""
+        """Each task with its keys and values and their gradient accumulators."""
         if self._layer.expand is not None:
             for run in latent_runs(self.program.operands, tasks):
                 yield from self._expanded(run, self._layer.expand)
@@ -301,7 +301,7 @@ class TaskMachine(TorchMachine):
                 sums.write(whole)
 
     def _expanded(self, run: LatentRun[T], expand: Expansion) -> Iterator[Keys[T]]:
-        """The same of a run of latent rows, expanded here: a few heads at a time where there are many rows."""
+        """As `_keys`, for a run of latent rows, expanded here: a few heads at a time if there are many rows."""
         # copies: rows of the same buffer are written before autograd reads these again
         rotated, compressed = (part.squeeze(1).clone() for part in self.memory.view(run.kv).read())
         header = self.program.header
@@ -377,15 +377,15 @@ class TaskMachine(TorchMachine):
 
 
 class PlainMachine(TaskMachine):
-    """As TaskMachine, in plain strips: any device, dtype and width."""
+    """A TaskMachine that computes in plain strips: any device, dtype and width."""
 
     kernel = PLAIN
 
 
 @contextmanager
 def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
-    """A parameter's hooks (`register_hook`; those of `sum_gradients` on DDP multiply) run once, on its whole gradient,
-    which autograd gets from the call: not on each of the parts that the call adds up."""
+    """Disables the parameters' hooks (`register_hook`, which `sum_gradients` uses on DDP) while a call sums partial
+    gradients: autograd runs them once, on the whole gradient."""
     hooks = [param._backward_hooks for param in params if param._backward_hooks]
     held = [dict(own) for own in hooks]
     for own in hooks:
@@ -398,7 +398,7 @@ def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
 
 
 def dense_sizes(found: Round, ranks: int) -> Sizes:
-    """Bytes of a dense round."""
+    """Sizes in bytes of a dense round."""
     sizes: Sizes = ([0] * ranks, [0] * ranks)
     for side, messages in zip(sizes, (found.sends, found.receives), strict=True):
         for message in messages:
@@ -407,7 +407,7 @@ def dense_sizes(found: Round, ranks: int) -> Sizes:
 
 
 def _lse_gradient(dlse: Tensor, operand: Operand, lse: Tensor) -> Tensor:
-    """The operand's part of dlse [rows, Hq]: dS = P * (dP - (delta - dLSE)). A row without keys has none."""
+    """The operand's part of dlse [rows, Hq], 0 for rows without keys: dS = P * (dP - (delta - dLSE))."""
     if not operand.is_home:
         raise ExecutionError(
             f"delta of {operand}: the gradient of LSE is at home, and so must this operand be"

@@ -1,15 +1,15 @@
-"""Walks over autograd's graphs."""
+"""Traversal of autograd graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-_IDENTITIES = ("_DDPSinkBackward",)  # of several tensors, each by itself
+_IDENTITIES = ("_DDPSinkBackward",)  # nodes that pass several tensors through, each by itself
 
 
 def nodes(begin: Iterable[Any], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
-    """Each node once, from those where graphs begin, not beyond those where `ends`."""
+    """Yields each node that is reachable from `begin` once; does not go beyond nodes for which `ends` is true."""
     pending, seen = [(node, 0) for node in begin], set[Any]()
     while pending:
         node, output = pending.pop()

@@ -1,4 +1,4 @@
-"""A plan in a trainer's hands: one rank's slice, its compiled programs, and the ranks that execute it."""
+"""Plan handle of a trainer: one rank's slice, its compiled programs, and the communicator that executes it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from apportion.ir.masks.declared import Declared
 from apportion.ir.plan.segments import Cuts, agreed_cuts
 from apportion.ir.tensors import PHASES
 
-# torch.compile sees a plan as its number, a tensor, so that another plan is no reason to compile again.
+# torch.compile sees a plan as its number, a tensor, so that a new plan does not recompile.
 # Numbers are never used twice; the table keeps no handle alive.
 _HANDLES: WeakValueDictionary[int, PlanHandle] = WeakValueDictionary()
 _numbers = count()
 
 
 class PlanHandle:
-    """What planned attention is called with: never "the current plan", always this one.
+    """The explicit plan argument of planned attention; there is no global "current plan".
 
     communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
@@ -91,7 +91,7 @@ class PlanHandle:
 
     @staticmethod
     def of_number(number: Tensor) -> PlanHandle:
-        """The handle of that number. Raises ExecutionError where it is gone."""
+        """The handle of that number. Raises ExecutionError if it no longer exists."""
         handle = _HANDLES.get(int(number))
         if handle is None:
             raise ExecutionError(
@@ -105,7 +105,7 @@ class PlanHandle:
 
     @cached_property
     def name(self) -> str:
-        """The beginning of the plan's id."""
+        """A prefix of the plan's id."""
         return self.id.hex()[:12]
 
     @property
@@ -124,11 +124,11 @@ class PlanHandle:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of what layers are given: tokens and padding."""
+        """Rows of the layers' tensors: tokens and padding."""
         return self.rows + self.padding
 
     def require_unpadded(self, what: str) -> None:
-        """Raises ExecutionError."""
+        """Raises ExecutionError if the batch has padding."""
         if self.padding:
             raise ExecutionError(
                 f"{what} without padding, and this batch has {self.padding} rows of it: make the loader without "
@@ -146,7 +146,7 @@ class PlanHandle:
         return torch.from_numpy(self.slice.layout(self.slice.header.home_layout).position_ids(0))
 
     def kind(self, name: str | None) -> str:
-        """The kind of that name; None where the plan has a single one. Raises UnknownNameError,
+        """The kind of that name; for None, the plan's only kind. Raises UnknownNameError,
         ConfigError."""
         if name is None and len(self.kinds) == 1:
             return self.kinds[0]
@@ -159,7 +159,7 @@ class PlanHandle:
         return name
 
     def check(self, kind: str, window: int | None, causal: bool | None, layer: str | None = None) -> None:
-        """Holds what a layer says of its mask against the plan's, as `ir.masks.declared`, once. Raises ConfigError."""
+        """Compares a layer's declared mask with the plan's, as `ir.masks.declared`, once. Raises ConfigError."""
         said = kind, window, causal
         if said not in self._held:
             Declared(window, causal).check(self.slice.header.diagonals, kind, layer)
@@ -167,7 +167,7 @@ class PlanHandle:
 
     @property
     def declared(self) -> set[str]:
-        """Kinds of which a layer said its window."""
+        """Kinds whose window a layer has declared."""
         return {kind for kind, window, _ in self._held if window is not None}
 
     def program(self, kind: str, phase: str) -> Program:
@@ -178,13 +178,13 @@ class PlanHandle:
         return self._programs[kind, phase]
 
     def engine_on(self, device: torch.device) -> Engine:
-        """The engine that runs there. Raises UnknownNameError, ConfigError where the one that was named cannot."""
+        """The engine for a device. Raises UnknownNameError, ConfigError if the named engine cannot run there."""
         if device not in self._engines:
             self._engines[device] = choose_engine(self.engine, self.slice.header, device)
         return self._engines[device]
 
     def loaded(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Loaded:
-        """A program with all that its calls on a device share, made on first use. hidden: width of X."""
+        """A program with the state that its calls on a device share, built on first use. hidden: width of X."""
         key = kind, phase, device, hidden
         if key not in self._loaded:
             program, columns = self.program(kind, phase), self.slice.programs[kind, phase]
@@ -193,19 +193,19 @@ class PlanHandle:
         return self._loaded[key]
 
     def sizes(self) -> tuple[int, int, int]:
-        """Rows, and of the programs that were loaded the most bytes of a buffer and numbers of tables."""
+        """Rows, and the largest buffer in bytes and largest tables in numbers of the loaded programs."""
         found = [(one.arenas.size, one.table_numbers) for one in self._loaded.values()] or [(0, 0)]
         buffers, tables = zip(*found, strict=True)
         return self.padded_rows, max(buffers), max(tables)
 
     def prepare(self, device: torch.device | str) -> PlanHandle:
-        """Loads all programs that attention on q, k and v runs, ahead of the first call; in any thread."""
+        """Loads all programs of attention on q, k and v ahead of the first call, in any thread."""
         for key in (key for key in self._keys() if not self.program(*key).uses_project):
             self.loaded(*key, torch.device(device))
         return self
 
     def segments(self, kind: str, phase: str) -> Segments:
-        """This rank's program in three segments, cut where all ranks can. A collective the first time."""
+        """This rank's program in three segments, with boundaries common to all ranks. A collective the first time."""
         if not self._segments:
             keys = self._keys()
             own = [cut for key in keys for cut in self.program(*key).cuts]
@@ -216,23 +216,23 @@ class PlanHandle:
         return self._segments[kind, phase]
 
     def projects(self, kind: str) -> bool:
-        """Whether the plan calls the layer's projection, and so takes hidden states."""
+        """True if the plan calls the layer's projection, and so takes hidden states."""
         return any(self.program(*key).uses_project for key in self._keys() if key[0] == kind)
 
     def agree(self) -> None:
-        """Makes sure, once, that all ranks hold this plan. A collective the first time. Raises
+        """Checks once that all ranks hold this plan. A collective the first time. Raises
         ExecutionError."""
         if not self._agreed:
             agree([self])
 
     def call(self, what: Hashable) -> AbstractContextManager[None]:
-        """One call under this plan, as `Transport.call`, after ranks were found to hold it."""
+        """Opens one call under this plan, as `Transport.call`, after checking that all ranks hold it."""
         self.agree()
         return self.communicator.call(what)
 
     @property
     def channels(self) -> int:
-        """How many channels this rank's programs launch on."""
+        """The number of channels that this rank's programs launch on."""
         return max((1 + max(self.program(*key).channels, default=0) for key in self._keys()), default=1)
 
     def _keys(self) -> Sequence[tuple[str, str]]:
@@ -243,9 +243,9 @@ class PlanHandle:
 def agree(
     handles: Sequence[PlanHandle], facts: Sequence[int] = (), holds: Callable[[], str] | None = None
 ) -> list[list[int]]:
-    """Makes sure that all ranks hold these plans, and starts the channels that they need: one collective among hosts,
-    which waits for no device, best ahead of time. Gives the facts of every rank. holds: says what this rank holds, in
-    the error of all ranks where that differs. Raises ExecutionError."""
+    """Checks that all ranks hold these plans, and starts the channels that they need: one collective among hosts that
+    waits for no device, best ahead of time. Returns the facts of every rank. holds: describes this rank's plans for
+    the error that all ranks raise if they differ. Raises ExecutionError."""
     transport = handles[0].communicator
     ids = [number for handle in handles for number in np.frombuffer(handle.id, "<i8").tolist()]
     told = 2 + len(ids)

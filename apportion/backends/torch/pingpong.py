@@ -1,4 +1,4 @@
-"""Two halves of a microbatch that take turns on every rank: one computes while the other's rounds are under way.
+"""Ping-pong of two halves of a microbatch on every rank: one computes while the other's rounds are in flight.
 
     ping   pre · dispatch                compute             collect · post · pre' · dispatch'
     pong                 pre · dispatch            compute                                    collect · post · …
@@ -66,7 +66,7 @@ def _turns(
 def _whole(
     handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer
 ) -> Generator[None, None, TorchMachine]:
-    """The same without turns."""
+    """As `_turns`, without yielding."""
     yield from ()
     return run(handle, kind, phase, home, layer)
 
@@ -80,7 +80,7 @@ def take_turns(halves: Iterable[Iterator[None]]) -> None:
 def paired(
     handles: Sequence[PlanHandle], phase: str, pieces: Iterable[Piece]
 ) -> AbstractContextManager[None]:
-    """The call of both halves on all ranks, of a layer or several."""
+    """Opens the call of both halves on all ranks, for one or more layers."""
     plans = " and ".join(handle.name for handle in handles)
     layers = (
         Attending(
@@ -92,21 +92,21 @@ def paired(
 
 
 def agree(handles: Iterable[PlanHandle], kind: str) -> None:
-    """All collectives that a handle's first use takes, before any turn. Raises ExecutionError where ranks differ."""
+    """Runs all collectives of the handles' first use before any turn. Raises ExecutionError if ranks differ."""
     for handle in handles:
         handle.agree()
         handle.segments(kind, PHASES[0])
 
 
 def qkv_home(handle: PlanHandle, qkv: Sequence[Tensor]) -> dict[Name, Parts]:
-    """What a forward program is given that does not project. Raises ExecutionError for wrong shapes and dtypes."""
+    """The home rows for a forward program that does not project. Raises ExecutionError for wrong shapes and dtypes."""
     q, k, v = qkv
     check_qkv(handle, q, k, v)
     return {Name.Q: (q,), Name.KV: (k, v)}
 
 
 def _total(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """Their sum, of those that are there."""
+    """The sum of the tensors that are not None; None if all are."""
     found = [part for part in parts if part is not None]
     return reduce(torch.add, found) if found else None
 
@@ -116,10 +116,10 @@ def _total(parts: Iterable[Tensor | None]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A layer as the function below sees it: work before and after attention, and `params`, whose gradients it yields.
+    """A layer in three parts: work before and after attention, and `params`, whose gradients backward yields.
 
-    project: the projection for plans that call it themselves, head group by head group; others call `pre`. kind: an
-    attention kind of both plans.
+    project: the projection for plans that call it themselves, head group by head group; other plans use `pre`. kind:
+    an attention kind of both plans.
     """
 
     pre: Pre
@@ -132,17 +132,17 @@ class Piece:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """The params that want a gradient."""
+        """The params that require a gradient."""
         return tuple(param for param in self.params if param.requires_grad)
 
     def layer(self, projects: bool) -> Layer:
-        """What its calls know, of plans that project or do not."""
+        """The `Layer` of its calls, for plans that project or do not."""
         return Layer(self.score, self.sinks, *((self.project, self.wanted) if projects else ()))
 
 
 class Kept(NamedTuple):
-    """A half's layer between forward and backward: the leaves x and `out`, the graphs of `pre` from x to `qkv` (empty
-    where the plan projects) and of `post` from (x, out) to y, and what the forward program was given and left."""
+    """State of a half's layer between forward and backward: the leaves x and `out`, the graphs of `pre` from x to `qkv`
+    (empty if the plan projects) and of `post` from (x, out) to y, and the forward program's inputs and results."""
 
     x: Tensor
     qkv: tuple[Tensor, ...]
@@ -153,7 +153,7 @@ class Kept(NamedTuple):
 
 
 class BothGradients:
-    """Sums over both halves, for the tensors that want one."""
+    """Gradients summed over both halves, for the tensors that require one."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._wanted = {id(param): param for param in params if param.requires_grad}
@@ -176,7 +176,7 @@ def forward_turns(
     kept: list[Kept] | None,
     execute: Execute = _turns,
 ) -> Iterator[None]:
-    """One half's forward. hidden: one tensor, replaced layer by layer; kept: filled, unless there is no backward."""
+    """Runs one half's forward. hidden: one tensor, replaced layer by layer; kept: filled for backward, or None."""
     positions = pad(handle.position_ids, (0, handle.padding)).to(hidden[0].device)
     keep = kept is not None
     for piece in pieces:
@@ -195,7 +195,7 @@ def forward_turns(
 
 
 def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool) -> Any:
-    """What `pre` or `post` makes of its arguments, with its graph if `keep`."""
+    """Runs `pre` or `post` on its arguments, with a graph if `keep`."""
     with torch.set_grad_enabled(keep):
         found = work(*given)
     require_listed([found] if isinstance(found, Tensor) else found, (*given, *params))
@@ -210,7 +210,7 @@ def backward_turns(
     sums: BothGradients,
     execute: Execute = _turns,
 ) -> Iterator[None]:
-    """One half's backward. dhidden: one tensor, replaced layer by layer, last layer first; kept: emptied."""
+    """Runs one half's backward. dhidden: one tensor, replaced layer by layer, last layer first; kept: emptied."""
     for piece in reversed(pieces):
         half, wanted = kept.pop(), piece.wanted
         dx, do, *grads = _pull((half.y,), (dhidden[0],), (half.x, half.out, *wanted))
@@ -225,7 +225,7 @@ def backward_turns(
 
 
 def _pull_before(machine: TorchMachine, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Gradients of x and of the params, of what came before attention."""
+    """Gradients of x and of the params through the work before attention."""
     if half.qkv:
         return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
     grads = zip(machine.gradients.params, wanted, strict=True)
@@ -244,8 +244,8 @@ def _pull(
 
 
 def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
-    """Raises ConfigError where the graph of the outputs begins at a tensor that is not known: its gradient, or that of
-    what it was made from, would be lost without a word."""
+    """Raises ConfigError if the graph of the outputs has a leaf that is not known: its gradient, or its source's, would
+    be lost silently."""
     listed = list(known)
     leaves, seen = {id(tensor) for tensor in listed}, {tensor.grad_fn for tensor in listed}
     for node in nodes((output.grad_fn for output in outputs), seen.__contains__):
@@ -254,13 +254,13 @@ def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
             raise ConfigError(
                 "params",
                 f"{len(listed)} tensors",
-                f"pre or post uses one of shape {tuple(leaf.shape)} that wants a gradient and is not among them",
-                "list the parameters of all that pre and post call",
+                f"pre or post uses one of shape {tuple(leaf.shape)} that requires a gradient and is not among them",
+                "list the parameters of everything that pre and post call",
             )
 
 
 def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: list[Kept] | None) -> Tensor:
-    """One batch through the layers; kept: as in `forward_turns`. Backward may come under another plan of the same rows,
+    """Runs one batch through the layers; kept: as in `forward_turns`. Backward may use another plan of the same rows,
     in `backward_alone`."""
     hidden = [x]
     with paired((handle,), "forward", pieces):
@@ -271,7 +271,7 @@ def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: 
 def backward_alone(
     handle: PlanHandle, pieces: Sequence[Piece], kept: list[Kept], dy: Tensor
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
-    """The gradient of the layers' input, and those of params. kept: what forward left, emptied."""
+    """The gradients of the layers' input and of params. kept: the state that forward saved, emptied."""
     params = params_of(pieces)
     sums, dhidden = BothGradients(params), [dy]
     with paired((handle,), "backward", pieces):
@@ -281,8 +281,8 @@ def backward_alone(
 
 
 def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch.device) -> None:
-    """The part of a rank without tokens in `forward_alone` or `backward_alone` of others. pieces: of a rank that has
-    some, which say how attention is scored."""
+    """Takes part in other ranks' `forward_alone` or `backward_alone`, on a rank without tokens. pieces: the layers, for
+    how attention is scored."""
     header, rows = handle.slice.header, handle.padded_rows
 
     def zeros(*shape: int) -> Tensor:
@@ -299,8 +299,8 @@ def serve(handle: PlanHandle, phase: str, pieces: Sequence[Piece], device: torch
 
 
 class PairedLayers(torch.autograd.Function):
-    """Hidden states of both halves -> those after some layers. pieces: the layers of each half, of one kind and rule;
-    keep: whether backward may come."""
+    """Autograd function of both halves' hidden states through layers. pieces: the layers of each half, of one kind and
+    rule; keep: whether backward may come."""
 
     @staticmethod
     def forward(
@@ -325,7 +325,7 @@ class PairedLayers(torch.autograd.Function):
     def backward(ctx: Any, *dhidden: Tensor) -> tuple[Any, ...]:
         if not all(ctx.kept):
             raise ExecutionError(
-                "backward of ping-pong layers has run: what it needs is freed, run forward again"
+                "backward of ping-pong layers has run and freed its saved tensors: run forward again"
             )
         sums, grads = BothGradients(ctx.params), [[grad] for grad in dhidden]
         halves = zip(ctx.handles, ctx.pieces, ctx.kept, grads, strict=True)
@@ -341,7 +341,7 @@ def attend_pair(
     sinks: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor]:
-    """Planned attention of both halves, differentiable in their q, k, v and in sinks: layers without anything else."""
+    """Planned attention of both halves, without other layer work, differentiable in their q, k, v and in sinks."""
 
     def piece(given: tuple[Tensor, Tensor, Tensor]) -> Piece:
         return Piece(lambda x, positions: given, lambda x, out: out, given, kind, score, sinks)
@@ -362,7 +362,7 @@ def run_pair(
     ping: Tensor,
     pong: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Both halves through their layers, differentiable in both hidden states, the layers' params and their sinks."""
+    """Runs both halves through their layers, differentiable in both hidden states, the layers' params and sinks."""
     agree(handles, pieces[0][0].kind)
     params = params_of([*pieces[0], *pieces[1]])
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (ping, pong, *params))

@@ -1,8 +1,8 @@
-"""A device that computes nothing and counts what it is told: for one rank of any plan, on any machine.
+"""A device that computes nothing and counts launches and messages: for one rank of any plan, on any machine.
 
 device = RecordingDevice(rank=3, ranks=64)
 handle = PlanHandle(plan.for_rank(3), device, engine=device.engine)
-planned_attention(q, k, v, handle)         # uninitialised rows: the host does all that it does on a GPU
+planned_attention(q, k, v, handle)         # results are uninitialised; the host's work is the same as on a GPU
 device.launches, device.posts, device.rounds
 """
 
@@ -20,7 +20,7 @@ from apportion.backends.torch.transport import Alone, Flight, Sizes, Transport
 
 
 class RecordingDevice(Transport):
-    """The transport and the launcher of one rank whose peers are not there."""
+    """The transport and launcher of one rank without peers."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.pool = rank, ranks, Pool()
@@ -28,7 +28,7 @@ class RecordingDevice(Transport):
         self.reset()
 
     def reset(self) -> None:
-        """Counts from here. launches: by kernel; posts: messages; rounds: batches and all-to-alls."""
+        """Resets the counts. launches: by kernel; posts: messages; rounds: batches and all-to-alls."""
         self.launches: Counter[str] = Counter()
         self.posts = self.rounds = 0
 
@@ -51,5 +51,5 @@ class RecordingDevice(Transport):
         return Alone()
 
     def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
-        """As if all ranks had the same."""
+        """Returns this rank's numbers for every rank."""
         return [list(numbers)] * self.ranks

@@ -1,13 +1,13 @@
-"""Recurrent layers on any placement of tokens: states between the runs of a document, and the rows before a run.
+"""Exchanges of recurrent layers on any placement of tokens: states between a document's runs, and halo rows.
 
-A run of tokens makes of the state that comes in: out = M in + U. Runs that others continue send U and M of each head to
-slots, where they are folded along the document; the states that come in go back.
+A run of tokens maps its incoming state to out = M in + U. Runs that have a successor send U and M of each head to
+slots, where they are folded along the document; the incoming states are sent back.
 
     forward    U, M of runs ──► slots   in[first] = 0,  in[next] = M in + U                 ──► in of runs
-    backward   d in of runs ──► slots   d out = Σ over the next ones (d in + Mᵀ d out)      ──► d U = d out of runs
+    backward   d in of runs ──► slots   d out = Σ over successors (d in + Mᵀ d out)         ──► d U = d out of runs
 
-Both, and the rows before runs that convolutions read, are ops, which selective activation checkpointing can keep. All
-ranks enter them. `ir.isa.RECURRENCE_TABLES` says what the tables mean.
+Both, and the exchange of halo rows that convolutions read, are ops, whose results selective activation checkpointing
+can save. All ranks enter them. `ir.isa.RECURRENCE_TABLES` documents the tables.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one sort. runs: their numbers; rows: int64, theirs end to end; lengths: of each run; ends: int64
-    [runs + 1]; alone: whether the rank has no others, so that rows are in order."""
+    """Runs of one class. runs: their numbers; rows: int64, their rows, concatenated; lengths: of each run; ends: int64
+    [runs + 1]; alone: whether the rank has no other runs, so that rows are in order."""
 
     runs: list[int]
     rows: Tensor
@@ -46,8 +46,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Passage:
-    """What travels of some runs' heads to slots, or back: there it lies as it arrives. sent: int64, the heads of runs
-    for peer 0, 1, …; arrived: its inverse; to_slots, to_runs: how many for each peer."""
+    """Transfer of some runs' heads to slots, or back; slots are in order of arrival. sent: int64, the heads of runs
+    for peer 0, 1, …; arrived: its inverse; to_slots, to_runs: counts per peer."""
 
     sent: Tensor
     arrived: Tensor
@@ -57,9 +57,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class Level:
-    """Slots that are as many runs behind the beginning of their documents, each head by itself. parent: of each the
-    place among the leading ones of the level before; into: its place among states; leads: those that others continue;
-    u, m: places of their U and M."""
+    """Slots (one per head) whose runs have the same depth in their documents. parent: index of each slot's parent among
+    the leading slots of the previous level; into: index among states; leads: slots with a successor; u, m: indices of
+    their U and M."""
 
     parent: Tensor
     into: Tensor
@@ -100,7 +100,7 @@ _HELD: WeakKeyDictionary[PlanHandle, dict[tuple[str, torch.device], RankRecurren
 
 
 def recurrence_of(handle: PlanHandle, kind: str, device: torch.device) -> RankRecurrence:
-    """Made on first use."""
+    """The rank's part of a kind on a device, built on first use."""
     held = _HELD.setdefault(handle, {})
     if (kind, device) not in held:
         with torch.device(device):
@@ -155,7 +155,7 @@ def _windows(runs: Table, own: int, widest: int) -> dict[str, Tensor]:
     inside = within(lengths + own)
     run = np.repeat(number, lengths + own)
     halo, row = (run + 1) * widest + inside - own, len(runs) * widest + runs.wide("row")[run] + inside - own
-    kept = np.repeat(number * own, lengths) + np.arange(int(lengths.sum()))  # runs are in the order of rows
+    kept = np.repeat(number * own, lengths) + np.arange(int(lengths.sum()))  # runs are in row order
     return {"windows": _ints(np.where(inside < own, halo, row)), "kept": _ints(kept)}
 
 
@@ -169,8 +169,8 @@ def _group(runs: Table, numbers: Ints) -> Group:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Where heads of a kind are folded, each head by itself. run, head, peer: of this rank's runs; slot_peer, parent:
-    of the slots here, parent -1 for none; past, leads: bool, of these."""
+    """Slots in which heads of a kind are folded, one per head. run, head, peer: of this rank's runs; slot_peer, parent:
+    of this rank's slots, parent -1 for none; past, leads: bool, whether these have a predecessor, a successor."""
 
     run: Ints
     head: Ints
@@ -214,14 +214,14 @@ class _Slots:
         return Passage(_ints(sent), _ints(np.argsort(sent)), to_slots, to_runs)
 
     def _arrival(self, of_slots: Bools) -> Ints:
-        """Of each slot where it lies among these, as they arrive."""
+        """The position of each of these slots in order of arrival."""
         order = np.argsort(self.slot_peer, kind="stable")
         place = np.zeros(len(order), np.int64)
         place[order] = np.cumsum(of_slots[order]) - 1
         return place
 
     def levels(self, followed: Bools) -> list[Level]:
-        """followed: slots with an M."""
+        """The levels of the fold. followed: slots with an M."""
         depth = np.zeros(len(self.parent), np.int64)
         for slot, above in enumerate(self.parent.tolist()):
             depth[slot] = depth[above] + 1 if above >= 0 else 0
@@ -286,7 +286,7 @@ def _fold_grad(dstates: Tensor, m_held: Tensor, number: Tensor, kind: str) -> Te
         )
         douts.index_put_(
             (above.u[level.parent],), dstate, accumulate=True
-        )  # in order of the index, also on a GPU
+        )  # accumulates in order of the index, also on a GPU
     du = _to_runs(handle, what, douts, own.u)
     return du.view(len(own.first.runs) + len(own.middle.runs), *dstates.shape[1:])
 
@@ -313,8 +313,8 @@ class _Fold(torch.autograd.Function):
 
 
 def _applied(m: Tensor, state: Tensor) -> Tensor:
-    """M on states [n, K, V]; m [n, K, K], of a diagonal [n, K], of one number [n]."""
-    with torch.autocast(m.device.type, enabled=False):  # which backward may run in
+    """Applies M to states [n, K, V]; m: [n, K, K], diagonal [n, K], or scalar [n]."""
+    with torch.autocast(m.device.type, enabled=False):  # backward may run under autocast
         return m @ state if m.dim() == 3 else m.view(*m.shape, *(1,) * (3 - m.dim())) * state
 
 
@@ -327,13 +327,13 @@ def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tenso
 
 
 def _to_slots(handle: PlanHandle, what: str, *parts: tuple[Tensor, Passage]) -> list[Tensor]:
-    """What runs hold, each head by itself -> what slots hold, of each part."""
+    """Sends the heads of runs to their slots, for each part."""
     given = [(rows[way.sent], way.to_slots, way.to_runs) for rows, way in parts]
     return _exchanged(handle, f"{what}, to slots", given)
 
 
 def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: Passage) -> Tensor:
-    """The inverse, of one part."""
+    """The inverse of `_to_slots`, for one part."""
     (found,) = _exchanged(handle, f"{what}, to runs", [(rows, way.to_runs, way.to_slots)])
     return found[way.arrived]
 
@@ -341,7 +341,7 @@ def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: Passage) -> Tenso
 def _exchanged(
     handle: PlanHandle, what: str, parts: Sequence[tuple[Tensor, list[int], list[int]]]
 ) -> list[Tensor]:
-    """Of each part: rows for rank 0, 1, …, how many for each, and from each -> the rows from rank 0, 1, …. One round of
+    """Exchanges parts: rows for rank 0, 1, …, counts to each and from each -> the rows from rank 0, 1, …. One round of
     the ranks that have any."""
     transport, posts, found = handle.communicator, list[Post](), list[Tensor]()
     for rows, sent, received in parts:

@@ -1,8 +1,8 @@
-"""A model run on a part of its rows, attention's results taken from a run on more of them: what it computes of a row
-must be the same.
+"""Row-independence check: a model runs on a subset of rows with attention's results replayed from a run on more rows,
+and must compute the same for each row.
 
-Ranks hold parts of a microbatch: what a layer takes from how many rows there are, from their order or from another row
-would be another number on each.
+Ranks hold parts of a microbatch: a layer that depends on the number of rows, their order or other rows would compute
+different values on each rank.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _Place = tuple[str, int, int]  # module, its call, number of a result
-_TOLERANCE = 1e-4  # of a row's norm; models of 16 bits are run in 32
-_ROUGH = 2e-2  # where they cannot be
+_TOLERANCE = 1e-4  # relative to a row's norm; 16-bit models run in 32 bits
+_ROUGH = 2e-2  # for models that cannot run in 32 bits
 LOW = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
 
 class Rehearsal:
-    """Stands in for a plan's handle in one process. The whole microbatch has dense attention; a part takes its rows of
-    the whole's results. rows of the microbatch: int64 [rows], in the order of the call."""
+    """Stands in for a plan's handle in one process. The whole microbatch runs dense attention; a part takes its rows of
+    those results. taken: rows of the microbatch, int64 [rows], in the order of the call."""
 
     def __init__(self, taken: Tensor, documents: Tensor, whole: Rehearsal | None = None) -> None:
         self.taken, self.rows, self.whole, self.exact = taken, len(taken), whole, True
@@ -44,7 +44,7 @@ class Rehearsal:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows of each document of the whole, one after another."""
+        """The number of rows of each document of the whole, in order."""
         found: list[int] = torch.unique_consecutive(self._documents, return_counts=True)[1].tolist()
         return found
 
@@ -58,14 +58,14 @@ class Rehearsal:
         return self.replay(f"the queries, keys and values of {layer}", (query, key, value), run)
 
     def replay(self, given: str, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Tensor:
-        """What `run` gives, [1, rows, ...], of the whole; a part takes its rows of that."""
+        """The result of `run`, [1, rows, ...], for the whole; for a part, its rows of that result."""
         self.record(given, inputs, decides=True)
         out = run() if self.whole is None else self.whole.attended[len(self.attended)][:, self.taken]
         self.attended.append(out)
         return out
 
     def all_gather(self, numbers: list[int], about: str) -> list[list[int]]:
-        """What ranks add up: the whole's own numbers, on a part too."""
+        """The numbers that ranks would sum: the whole's, for a part too."""
         self.gathered.append(numbers)
         return [numbers] if self.whole is None else [self.whole.gathered[len(self.gathered) - 1]]
 
@@ -77,14 +77,14 @@ class Rehearsal:
                 self.decisive |= {(name, call, number)} if decides else set()
 
     def differing(self) -> str | None:
-        """The first module whose rows are not the whole's, where that reaches attention or the logits."""
+        """The first module whose rows differ from the whole's, if the difference reaches attention or the logits."""
         assert self.whole is not None
         if all(self._agrees(key) for key in self.decisive):
             return None
         return next(key[0] for key in self.seen if not self._agrees(key))
 
     def _agrees(self, key: _Place) -> bool:
-        """Rows agree to rounding; also where there are no rows to compare."""
+        """True if rows agree to rounding, or there are no rows to compare."""
         assert self.whole is not None
         whole, own = self.whole.seen.get(key), self.seen[key]
         dim = None if whole is None else _rows_dim(whole.shape, own.shape, self.whole.rows, self.rows)
@@ -97,7 +97,7 @@ class Rehearsal:
 
 @contextmanager
 def recorded(model: Any, held: Rehearsal) -> Iterator[None]:
-    """Every module's results go to `held`, inner modules' before those around them."""
+    """Records every module's results in `held`, inner modules first."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
@@ -107,7 +107,7 @@ def recorded(model: Any, held: Rehearsal) -> Iterator[None]:
 
 
 def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) -> int | None:
-    """The one dimension in which the shapes differ, by the numbers of rows."""
+    """The only dimension in which the shapes differ, if its sizes are the numbers of rows."""
     if len(whole) != len(part):
         return None
     apart = [dim for dim, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]]
@@ -115,8 +115,8 @@ def _rows_dim(whole: Sequence[int], part: Sequence[int], count: int, rows: int) 
 
 
 def close(own: Tensor, wanted: Tensor, exact: bool = True) -> bool:
-    """Each row [rows, width], against its norm and that of all rows; NaN where the whole has it is no difference. Not
-    exact: most rows, as far as 16 bits tell."""
+    """True if each row [rows, width] is close, relative to its norm and that of all rows; NaN in both is equal. Not
+    exact: most rows, to 16-bit precision."""
     own, wanted = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) for tensor in (own, wanted))
     norms = wanted.norm(dim=1)
     apart = (own - wanted).norm(dim=1) > (_TOLERANCE if exact else _ROUGH) * (norms + norms.mean())
@@ -124,7 +124,7 @@ def close(own: Tensor, wanted: Tensor, exact: bool = True) -> bool:
 
 
 def is_here(model: Any) -> bool:
-    """Whether its weights are whole in this process."""
+    """True if all weights of the model are in this process, unsharded."""
     held = [*model.parameters(), *model.buffers()]
     elsewhere = any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in held)
     return not elsewhere and all(tensor.numel() for tensor in model.parameters())
@@ -132,8 +132,8 @@ def is_here(model: Any) -> bool:
 
 @contextmanager
 def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Callable[[], None]]:
-    """Without noise and gradients, in float32 or wider. Gives what puts the state of modules and of others (configs)
-    back, which is done at the end as well."""
+    """Runs a block without noise and gradients, in float32 or wider. Yields a function that restores the state of
+    modules and of `others` (configs), which is also restored at the end."""
     precision, before = torch.get_float32_matmul_precision(), _snapshot(model, others)
     cuda = [device] if device.type == "cuda" else []
     try:
@@ -146,12 +146,12 @@ def undisturbed(model: Any, device: torch.device, *others: Any) -> Iterator[Call
         for module in model.modules():
             if isinstance(
                 module, FSDPModule
-            ):  # a root stays whole behind a forward: the step's values would not come
+            ):  # an FSDP root stays unsharded after forward and would keep stale values
                 module.reshard()
 
 
 def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
-    """Puts back what a forward may change: attributes of modules and configs (`max_seq_len_cached`), their dicts
+    """Returns a function that restores whatever forward may change: attributes of modules and configs, their dicts
     (buffers, and hooks that transformers adds with the first call), and values of buffers (statistics of batches)."""
     held = [vars(one) for one in (*model.modules(), *others)]
     held += [
@@ -169,7 +169,7 @@ def _snapshot(model: Any, others: Sequence[Any]) -> Callable[[], None]:
     return put_back
 
 
-#: op -> the mean of what it draws, by its arguments behind the first
+#: op -> the mean of its random draw, from its arguments after the first
 _MEANS: Mapping[Any, Callable[..., float]] = {
     aten.bernoulli_.float: lambda p=0.5, *_: p,
     aten.uniform_.default: lambda low=0.0, high=1.0, *_: (low + high) / 2,
@@ -183,9 +183,9 @@ _MEANS: Mapping[Any, Callable[..., float]] = {
 
 
 class Exact(TorchDispatchMode):
-    """Draws give their mean: dropout and jitter are noise, not a look at other rows. Computes with 16-bit tensors in
-    32: the rounding of a product depends on how many rows it has, and a router's choice on that. wide: False for what
-    is gathered from shards, whose buffers have a dtype."""
+    """Dispatch mode in which random draws return their mean (dropout and jitter are not dependence on other rows) and
+    16-bit tensors compute in 32 bits (rounding of a product depends on its number of rows, and a router's choice on the
+    rounding). wide: False for weights gathered from shards, whose buffers have a fixed dtype."""
 
     def __init__(self, wide: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Rows between two layouts of a plan, for layers that want another one than attention; its gradient is the inverse."""
+"""Moves rows between two layouts of a plan, for layers that need another layout than attention; differentiable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def remapped(x: Tensor, handle: PlanHandle, move: Move, inverse: bool) -> Tensor
 
 
 def moved_rows(table: Table, ranks: int, send: bool) -> tuple[Tensor, list[int]]:
-    """int64: the rows sent to, or received from, rank 0, 1, ...; and how many for each. table: of
+    """The rows sent to, or received from, rank 0, 1, ..., int64, and the count for each. table: of
     `isa.MOVE_COLUMNS`."""
     columns = (table[name].tolist() for name in ("send", "peer", "row", "rows"))
     runs = [(peer, row, rows) for flag, peer, row, rows in zip(*columns, strict=True) if flag == send]
@@ -45,8 +45,8 @@ def find_move(handle: PlanHandle, source: str, target: str) -> tuple[Move, bool]
 
 
 def to_linear(x: Tensor, handle: PlanHandle) -> Tensor:
-    """x [home rows, ...] -> [rows of the layout `linear`, ...], even tokens for layers that work row by row, where the
-    plan found that they pay; else x itself. Differentiable; every rank calls it."""
+    """x [home rows, ...] -> [rows of the layout `linear`, ...], an even split for layers that work row by row, if the
+    plan has that layout; else x itself. Differentiable; every rank calls it."""
     return _where_planned(x, handle, inverse=False)
 
 

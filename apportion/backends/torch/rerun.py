@@ -1,8 +1,8 @@
-"""A module's call, run again on fewer of its rows, attention's results taken from the first run.
+"""Reruns a module's call on fewer of its rows, with attention's results replayed from the first run.
 
-given   arguments, with `rows` of tensors that have an entry a row
-whole   these rows ─► module          every module's output, what attention is given, the result
-part    fewer, in another order ─► module ─► the same rows, or an error
+given   arguments; of per-row tensors only `rows`
+whole   these rows ─► module          records every module's output, attention's inputs, the result
+part    fewer rows, in another order ─► module ─► the same rows, or an error
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.rehearsal import LOW, Exact, Rehearsal, is_here, recorded, undisturbed
 from apportion.ir.errors import ConfigError
 
-_PART = 0.6  # of the rows, in the last run
+_PART = 0.6  # share of the rows in the last run
 _REMEDY = (
-    "compute each row from its token and position id alone, with planned attention in every layer; where you know "
-    "better, set its attribute mixes_rows = True"
+    "compute each row from its token and position id alone, with planned attention in every layer; if it mixes rows "
+    "on purpose, set its attribute mixes_rows = True"
 )
 
 Results = tuple[Tensor, ...]
 
 
 class Part(Rehearsal):
-    """Some rows of a module's call, `taken`, int64; results: of each call of attention, for all that were kept."""
+    """Some rows of a module's call, `taken`, int64; results: of each call of attention, for all rows kept."""
 
     def __init__(self, taken: Tensor, results: Sequence[Results], whole: Rehearsal | None = None) -> None:
         super().__init__(taken, torch.zeros_like(taken), whole)
         self._results = results
 
     def answer(self, *inputs: Tensor) -> Results:
-        """What attention gave for these rows."""
+        """The recorded results of attention for these rows."""
         number = len(self.attended)
-        self.record(f"what is given to attention, call {number}", inputs, decides=True)
+        self.record(f"the input of attention, call {number}", inputs, decides=True)
         self.attended.append(inputs[0])
         return tuple(one[self.taken.to(one.device)] for one in self._results[number])
 
 
 @dataclass
 class Call:
-    """A module's call that attended under a plan. given: its arguments, with `rows` of tensors that have one a row;
-    held: tensors of the batch, which stand there by identity, and are cut where they are."""
+    """A module's call that ran planned attention. given: its arguments, per-row tensors reduced to `rows`; held:
+    tensors of the batch, referenced by identity and cut in place."""
 
     module: nn.Module
     given: Any
@@ -58,7 +58,7 @@ class Call:
     results: list[Results] = field(default_factory=list)
 
     def check(self, run: Callable[[Part | None], None]) -> None:
-        """Raises ConfigError where a row is another one among fewer. run: makes attention give a part's results."""
+        """Raises ConfigError if a row changes when fewer rows are computed. run: reruns with a part's results."""
         name, count = type(self.module).__name__, len(self.rows)
         draw = torch.Generator().manual_seed(0)
         fewer = torch.randperm(count, generator=draw)[: max(2, int(_PART * count))]
@@ -80,16 +80,16 @@ class Call:
                     run(None)
                 if whole is not None and (differs := part.differing()) is not None:
                     if taken is not fewer:
-                        why = "gives other results each time"
+                        why = "gives different results each time"
                         return getLogger(__name__).warning("%s %s: its layers are not checked", name, why)
-                    rule = f"{differs} computes a row, or is given one, from other rows, their number or their order"
+                    rule = f"{differs} computes or receives rows that depend on other rows, their number or order"
                     raise ConfigError("model", name, rule, _REMEDY)
                 whole = whole or part
         return None
 
     @contextmanager
     def _cut(self, rows: Tensor) -> Iterator[None]:
-        """The batch and its handle as if they had these rows alone: models may read them."""
+        """Cuts the batch and its handle, which models may read, to these rows."""
         tensors = *self.held, self.handle.tokens, self.handle.position_ids
         held = [*{id(one): one for one in tensors}.values()]
         before, handle = [one.data for one in held], vars(self.handle)
@@ -107,14 +107,14 @@ class Call:
 
 @dataclass(frozen=True)
 class _Argument:
-    """Of an argument the rows that were kept, and the dimensions that count them."""
+    """The kept rows of an argument, and the dimensions that index rows."""
 
     tensor: Tensor
     dims: tuple[int, ...]
 
 
 def kept_rows(rows: int, taken: Tensor, known: Collection[int], value: Any) -> Any:
-    """Of a tensor with so many rows those that are taken; of one that is known, and of anything else, the same."""
+    """The taken rows of a tensor with `rows` rows; known tensors and other values unchanged."""
     if not isinstance(value, Tensor) or id(value) in known:
         return value
     value, dims = value.detach(), tuple(dim for dim, size in enumerate(value.shape) if size == rows)

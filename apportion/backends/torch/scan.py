@@ -1,14 +1,14 @@
-"""Recurrences and convolutions of a rank's rows under a plan, by kernels that know sequences alone.
+"""Recurrences and convolutions of a rank's rows under a plan, using kernels that handle only whole sequences.
 
-runs of       kernel                                        before the states come in
-documents     all of it                                     while they travel
+runs of       kernel                                        before the states arrive
+documents     all of it                                     during the transfer
 first         all of it; the last state is U                yes
-middle        V with K more columns of zeros, the state     yes; what these columns give is Q' and M, so that
+middle        V with K more columns of zeros, the state     yes; these columns yield Q' and M, so that
               with the identity in these columns            o = o' + Q' in, and out = U + M in
 last          from the state that comes in; as middle       no; yes
               ones where they are much of a rank's rows
 
-Without the delta rule M and Q' are products of decays, and no kernel is needed for them.
+Without the delta rule M and Q' are products of decays, and need no kernel.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _scan(handle: PlanHandle, kind: str, kernel: Kernel, rows: ScanRows, scale: 
     with _beside(u, m) as joined:
         states, _ = fold_op(u.contiguous(), m.contiguous(), handle.number, kind)
     if states.grad_fn is not None:
-        states.grad_fn.metadata["handle"] = handle  # alive until backward has run
+        states.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
     if own.whole.runs:
         outs.append(_run(kernel, rows.of(own.whole), own.whole, scale)[0])
     if own.early:
@@ -129,7 +129,7 @@ def _summary(
 
 
 def _decay(g: Tensor, group: Group) -> Tensor:
-    """The decay from the beginning of its run to each row, float64 as it is a difference of long sums."""
+    """The decay from the start of its run to each row, in float64, since it is a difference of long sums."""
     total = g.double().cumsum(0)
     before = pad(total, (0, 0) * (g.dim() - 1) + (1, 0))[group.ends[:-1]]
     lengths = group.ends.diff()
@@ -137,13 +137,13 @@ def _decay(g: Tensor, group: Group) -> Tensor:
 
 
 def _read(more: Tensor, states: Tensor, group: Group) -> Tensor:
-    """Q' [rows, heads, K] on the state [runs, heads, K, V] of each run -> [rows, heads, V]."""
+    """Applies Q' [rows, heads, K] to the state [runs, heads, K, V] of each run -> [rows, heads, V]."""
     pairs = zip(torch.split(more, group.lengths), states.to(more.dtype), strict=True)
     return torch.cat([torch.einsum("thk,hkv->thv", *pair) for pair in pairs])
 
 
 class _GraphTie(torch.autograd.Function):
-    """Its first argument; the others get gradients of 0, so that backward comes by where they are from."""
+    """Returns its first argument; the others get zero gradients, so that backward runs their producers."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
@@ -163,8 +163,8 @@ def _tied(out: Tensor, *others: Tensor) -> Tensor:
 
 @contextmanager
 def _beside(*given: Tensor) -> Iterator[Any]:
-    """On a GPU a stream of its own, so that messages and the fold go on beside kernels that are launched behind it; so
-    does their backward. Gives what has the current stream wait for a result."""
+    """Runs a block on a side stream of a GPU, so that messages and the fold, and their backward, overlap kernels that
+    are launched later. Yields a function that has the current stream wait for a result."""
     if given[0].device.type != "cuda":
         yield lambda result: None
         return
@@ -196,7 +196,7 @@ def conv(handle: PlanHandle, kind: str, x: Tensor, weight: Tensor, bias: Tensor 
     own = recurrence_of(handle, kind, x.device)
     before = halo_op(x, handle.number, kind)
     if before.grad_fn is not None:
-        before.grad_fn.metadata["handle"] = handle  # alive until backward has run
+        before.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
     if not len(own.kept):
         return _tied(torch.zeros_like(x), before, weight, *([] if bias is None else [bias]))
     held = torch.cat([before, x])[own.windows]

@@ -1,7 +1,7 @@
-"""Rounds over torch.distributed: the same code for gloo and NCCL.
+"""Transport of rounds over torch.distributed, with the same code for gloo and NCCL.
 
-A sparse round is one batch of sends and receives among the ranks that take part; a dense one is one all-to-all of bytes
-that every rank enters. A transport sees bytes: what they hold, and where, is the executor's business.
+A sparse round is one batch of sends and receives among the ranks that take part; a dense round is one all-to-all of
+bytes that every rank enters. A transport moves bytes and does not interpret them.
 
 A channel is a process group, and on NCCL a stream: rounds of two channels overlap, as in the simulator. Every rank
 launches its rounds in rising order over all channels together, so one group is enough for correctness.
@@ -24,23 +24,23 @@ from apportion.backends.torch.calls import Calls, by_value, calls_of
 from apportion.backends.torch.memory.arenas import Pool, Post
 from apportion.ir.errors import ConfigError, ExecutionError
 
-#: of an exchange: bytes for each peer, and from each
+#: bytes of an exchange to each peer, and from each
 Sizes = tuple[list[int], list[int]]
 
 
 class Flight(ABC):
-    """A round under way."""
+    """A round in flight."""
 
     @abstractmethod
     def wait(self) -> None:
-        """The round is complete: what arrives is there, what was sent may be overwritten. On a GPU the current stream
-        waits, and not the host."""
+        """Waits until the round is complete: received data is available, sent data may be overwritten. On a GPU the
+        current stream waits, not the host."""
 
 
 class Transport(ABC):
-    """How bytes get from rank to rank. An implementation is held to the conformance tests of the backend.
+    """Moves bytes between ranks. An implementation must pass the conformance tests of the backend.
 
-    rank, ranks: this one and their number. pool: buffers that calls share, as many as are under way at a time.
+    rank, ranks: this rank and the number of ranks. pool: buffers that calls share, one per call in flight.
     """
 
     rank: int
@@ -49,11 +49,11 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, channels: int) -> None:
-        """Makes channels 0 to channels - 1 ready, a collective: no round may be the first thing that a group does."""
+        """Initialises channels 0 to channels - 1, a collective: a round must not be a group's first operation."""
 
     @abstractmethod
     def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
-        """Starts sends and receives; those between two ranks meet in their order. Ranks without any take no part."""
+        """Starts sends and receives, matched in order between two ranks. Ranks without any take no part."""
 
     @abstractmethod
     def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
@@ -61,12 +61,12 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, numbers: Sequence[int], about: str) -> list[list[int]]:
-        """The numbers of every rank, of any count each, a collective among hosts. about: what they are, in errors.
-        Raises ExecutionError where ranks gather different things, or have made different calls before."""
+        """The numbers of every rank, any number per rank, a collective among hosts. about: their description in errors.
+        Raises ExecutionError if ranks gather different things, or made different calls before."""
 
     def call(self, what: Hashable) -> AbstractContextManager[None]:
-        """All messages of one call, which every rank makes; `str(what)` says which, and is equal on all ranks. Where
-        it raises, the calls of the other ranks raise too. Raises ExecutionError where another thread is in one."""
+        """Scope of one call's messages, which every rank enters; `str(what)` names the call, equal on all ranks. If it
+        raises, the calls of the other ranks raise too. Raises ExecutionError if another thread is in a call."""
         return _UNWATCHED
 
     def gather_texts(self, text: str, about: str) -> list[str]:
@@ -79,7 +79,7 @@ class Transport(ABC):
 
 
 def as_bits(values: Sequence[float]) -> list[int]:
-    """float64 as int64."""
+    """The bit patterns of float64 numbers, as int64."""
     return np.array(values, np.float64).view(np.int64).tolist()  # type: ignore[no-any-return]
 
 
@@ -89,7 +89,7 @@ def as_floats(bits: Sequence[int]) -> list[float]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Its length in bytes, and these as integers of 8."""
+    """The text's length in bytes, and its bytes as 8-byte integers."""
     data = text.encode()
     return [len(data), *np.frombuffer(data + bytes(-len(data) % 8), "<i8").tolist()]
 
@@ -99,14 +99,14 @@ def _text(numbers: Sequence[int]) -> str:
     return np.array(numbers[1:], "<i8").tobytes()[: numbers[0]].decode()
 
 
-#: of a single rank, which has nobody to tell
+#: calls of a single rank, which has no peers
 _UNWATCHED: AbstractContextManager[None] = nullcontext()
-#: numbers of a rank that one exchange among hosts takes, with its lists' length
+#: most numbers per rank in one exchange among hosts, with the length
 _FIRST = 63
 
 
 class Works(Flight):
-    """What torch.distributed returned for messages between this rank and `peers`."""
+    """A round of torch.distributed works, with messages between this rank and `peers`."""
 
     def __init__(
         self, works: Sequence[Any], kept: Sequence[Tensor], calls: Calls, group: Any, peers: Collection[int]
@@ -118,7 +118,7 @@ class Works(Flight):
 
 
 class Alone(Flight):
-    """Of a single rank: there is nothing to wait for."""
+    """The empty round of a single rank."""
 
     def wait(self) -> None:
         return
@@ -128,16 +128,16 @@ class Communicator(Transport):
     """The ranks that execute plans together: rank r of a plan is rank r of the groups.
 
     groups: process groups of the same ranks in the same order; channel c uses `groups[c % len(groups)]`. hosts: a group
-    that moves CPU tensors, for agreements; needed where `groups` move only the GPU's. None given: all ranks of the job,
-    on as many groups as their plans have channels, or a single rank where torch.distributed is not initialised. Any
-    number of plans share one.
+    that moves CPU tensors, for agreements; required if `groups` move only GPU tensors. Without arguments: all ranks of
+    the job, on as many groups as their plans have channels, or a single rank if torch.distributed is not initialised.
+    Any number of plans share one.
     """
 
     def __init__(self, *groups: Any, hosts: Any = None) -> None:
         self._grows = not groups
         if not groups and dist.is_initialized():
             groups = (dist.group.WORLD,)
-        # the job's own group is the trainer's too, and its stream goes behind computation: no channel of a GPU's is it
+        # a GPU channel is never the job's own group: the trainer uses it too, and its stream is behind computation
         self._base, self._hosts = (groups[0] if groups else None), hosts
         self._groups = [] if self._grows and groups and _serves(groups[0], "nccl") else list(groups)
         self.pool = Pool()
@@ -149,12 +149,12 @@ class Communicator(Transport):
 
     @staticmethod
     def shared() -> Communicator:
-        """All ranks of the job: one a process, so that plans share its groups and buffers."""
+        """The communicator of all ranks of the job, one per process, so that plans share its groups and buffers."""
         return _communicator(dist.group.WORLD if dist.is_initialized() else None)
 
     @property
     def device(self) -> torch.device:
-        """Where the groups' collectives want tensors."""
+        """The device that the groups' collectives require."""
         nccl = self._base is not None and _serves(self._base, "nccl")
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -162,12 +162,12 @@ class Communicator(Transport):
         if self.ranks == 1:
             return
         options = None
-        if _serves(self._base, "nccl"):  # whose streams come before those of computation
+        if _serves(self._base, "nccl"):  # with streams of higher priority than computation
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         while self._grows and len(self._groups) < channels:
             self._groups.append(dist.new_group(pg_options=options))
         for group in self._groups[self._started : channels]:
-            if _serves(group, "nccl"):  # a batch of some ranks only must not be what starts it
+            if _serves(group, "nccl"):  # a batch of only some ranks must not be its first operation
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._started += 1
 
@@ -195,7 +195,7 @@ class Communicator(Transport):
         return Works([work], [sent, received], self._calls, group, range(self.ranks))
 
     def _exchanged(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
-        """An exchange, message by message."""
+        """Starts an exchange message by message."""
         into, out = torch.split(received, sizes[1]), torch.split(sent, sizes[0])
         into[self.rank].copy_(out[self.rank])
         sides = ((False, into), (True, out))
@@ -213,7 +213,7 @@ class Communicator(Transport):
             return [row[1:] for row in rows]
 
     def _lists(self, calls: Calls, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, of any count: a second exchange where one has many."""
+        """The numbers of every rank, any number per rank: a second exchange if one has many."""
         rows = self._gathered(calls, [len(numbers), *numbers[:_FIRST]], 1 + _FIRST)
         longest = max(row[0] for row in rows) - _FIRST
         if longest > 0:
@@ -222,7 +222,7 @@ class Communicator(Transport):
         return [row[1 : 1 + row[0]] for row in rows]
 
     def _gathered(self, calls: Calls, numbers: Sequence[int], count: int) -> list[list[int]]:
-        """`count` numbers of every rank, zeros behind its own."""
+        """`count` numbers of every rank, padded with zeros."""
         mine = torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64, device="cpu")
         everyone, group = [torch.empty_like(mine) for _ in range(self.ranks)], self._host_group()
         work = dist.all_gather(everyone, mine, group=group, async_op=True)
@@ -233,30 +233,30 @@ class Communicator(Transport):
         return self._groups[channel % len(self._groups)]
 
     def _host_group(self) -> Any:
-        """A group whose collectives wait for no GPU. Raises ConfigError where none was given."""
+        """A group whose collectives wait for no GPU. Raises ConfigError if none was given."""
         if self._hosts is None and _serves(self._base, "gloo"):
             self._hosts = self._base
         if self._hosts is None and self._grows:
             self._hosts = dist.new_group(backend="gloo")
         if self._hosts is None:
             raise ConfigError(
-                "hosts", None, "the groups move tensors of GPUs alone", "give a gloo group of the same ranks"
+                "hosts", None, "the groups move only GPU tensors", "give a gloo group of the same ranks"
             )
         return self._hosts
 
 
 @lru_cache(maxsize=1)
 def _communicator(world: Any) -> Communicator:
-    """Of a world: another one after torch.distributed was initialised anew."""
+    """The communicator of a world; a new one if torch.distributed was initialised again."""
     return Communicator()
 
 
 def _serves(group: Any, backend: str) -> bool:
-    """Whether a group has that backend, alone or for one kind of device."""
+    """True if a group has that backend, for all or for one kind of device."""
     return backend in str(dist.distributed_c10d.get_backend_config(group))
 
 
 def different_plans(held: Sequence[str]) -> ExecutionError:
-    """held: what each rank has."""
+    """The error for ranks with different plans. held: description of each rank's plans."""
     told = by_value(dict(enumerate(held)))
     return ExecutionError(f"ranks hold different plans: {told}. Give every rank its slice of the same plan")

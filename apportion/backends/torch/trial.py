@@ -1,9 +1,9 @@
-"""The first steps of a loop of one's own: what its model computes of a row, checked.
+"""Row-independence check of a custom loop's model in its first steps.
 
-    first forward   module and arguments of the call in which attention ran; a few rows of attention's results
-    first step      the module again, on these rows and on fewer of them: the same rows, or an error
+    first forward   records module and arguments of the call in which attention ran, and a few rows of its results
+    first step      reruns the module on these rows and on fewer of them: equal rows, or an error
 
-Models that were tried before are not tried again, nor those with an attribute `mixes_rows = True`.
+A model is checked once; models with an attribute `mixes_rows = True` are not checked.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from apportion.backends.torch.rerun import Call, Part, Results, kept_rows
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
-_ROWS, _LEAST = 64, 4  # that a module is run on again
+_ROWS, _LEAST = 64, 4  # most and fewest rows of a rerun
 
 
 class ModelTrial:
-    """Of what this process trains. part: of the run that goes on, which gives attention's results. handle: gives
-    that of the last attention, while it lives. Each module is tried once; those of a later training too."""
+    """Trial of this process' models, each once. part: the part of the running rerun, which replays attention's results.
+    handle: returns the handle of the last attention call, if alive. A later training's modules are tried too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
         self.handle: Callable[[], PlanHandle | None] = lambda: None
         self.calls = dict[nn.Module, Call]()
-        self.over = False  # what attended in this pass was tried
+        self.over = False  # the modules of this pass were tried
         self._seen, self._tried, self._met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
         self._last = 0  # the arguments of the module's last call
 
     def begin(self) -> None:
-        """A pass over a loader, perhaps for another model."""
+        """Starts a pass over a loader, possibly for another model."""
         self.over = self._met = False
         self.calls.clear()
 
     def keep(
         self, handle: PlanHandle, results: Results, held: Callable[[], list[Tensor]], enabled: Collection[Any]
     ) -> nn.Module | None:
-        """Attention gave these results, [rows, ...] each. The module in whose call, outside all others, where that was
-        not seen before. held: of the handle's batch the tensors; enabled: models that were tried already."""
+        """Records attention's results, [rows, ...] each, for the outermost module that is being called, if it is new.
+        held: tensors of the handle's batch; enabled: models that were checked elsewhere."""
         first = next((one.handle for one in self.calls.values()), handle)
         past = self.over or handle is not first or handle.communicator.ranks == 1
         if past or (found := _outermost()) is None:
@@ -78,8 +78,8 @@ class ModelTrial:
         return module if new else None
 
     def run(self, params: Iterable[Tensor], transports: Iterable[Transport]) -> bool:
-        """Before an optimizer's step; a collective of transports where modules were found. Whether they were
-        tried. Raises ConfigError."""
+        """Tries the recorded modules before an optimizer's step; a collective of transports if there are any. Returns
+        True if they were tried. Raises ConfigError."""
         held = {*map(id, params)}
         calls = [one for one in self.calls.values() if held & {*map(id, one.module.parameters())}]
         if not calls:
@@ -90,16 +90,16 @@ class ModelTrial:
             least = min(map(min, transport.all_gather([least], "rows to try a model on")))
         for call in calls:
             del self.calls[call.module]
-        if least < _LEAST:  # of a small microbatch
+        if least < _LEAST:  # a small microbatch
             return False
         self._tried.update(one.module for one in calls)
         inside = {id(param) for one in calls for param in one.module.parameters()}
         if held - inside:
             names = ", ".join(dict.fromkeys(type(one.module).__name__ for one in calls))
             what = (
-                f"{len(held - inside)} of {len(held)} parameters are outside of {names}, where attention runs"
+                f"{len(held - inside)} of {len(held)} parameters are outside {names}, which calls attention"
             )
-            getLogger(__name__).warning("%s: what is computed there is not checked", what)
+            getLogger(__name__).warning("%s: their modules are not checked", what)
         for call in calls:
             if not getattr(call.module, "mixes_rows", False):
                 call.check(partial(setattr, self, "part"))
@@ -107,7 +107,7 @@ class ModelTrial:
 
 
 def _check_places(module: nn.Module, given: Any, handle: PlanHandle, known: Collection[int]) -> None:
-    """Raises ConfigError for an argument that numbers this rank's rows in a line, which are of other places."""
+    """Raises ConfigError for an argument that numbers this rank's rows consecutively, unlike their position ids."""
     line = torch.arange(handle.rows)
     for one in tree_leaves(given) if handle.rows > 1 and not getattr(module, "mixes_rows", False) else ():
         if not isinstance(one, Tensor) or one.is_floating_point() or id(one) in known:
@@ -116,8 +116,8 @@ def _check_places(module: nn.Module, given: Any, handle: PlanHandle, known: Coll
         if one.numel() != handle.padded_rows or not torch.equal(found - found[0], line):
             continue
         if not torch.equal(found, handle.position_ids):
-            rule = f"is given {found[0]}, {found[1]}, ... for this rank's rows, whose places in their texts are others"
-            remedy = "give batch.position_ids; where you know better, set its attribute mixes_rows = True"
+            rule = f"is given {found[0]}, {found[1]}, ... for this rank's rows, which have other position ids"
+            remedy = "give batch.position_ids; if these are intended, set its attribute mixes_rows = True"
             raise ConfigError("model", type(module).__name__, rule, remedy)
 
 
@@ -125,8 +125,8 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def _outermost() -> tuple[nn.Module, Any] | None:
-    """The module in whose call this is, outside all others, with (args, kwargs): no wrapper, and no step of
-    Lightning, which it calls in forward's place. None in backward, which recomputes."""
+    """The outermost module that is being called, with (args, kwargs), except wrappers and Lightning's steps, which it
+    calls in place of forward. None in backward, which recomputes."""
     found, frame = None, sys._getframe() if torch._C._current_graph_task_id() == -1 else None
     while (frame := frame and frame.f_back) is not None:
         if frame.f_code is _CALL:

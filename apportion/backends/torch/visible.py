@@ -1,9 +1,9 @@
-"""The rows that this rank's queries may see, for a kernel of the caller's own: those of all ranks, differentiable.
+"""Differentiable gather of the rows of all ranks that this rank's queries may see, for a kernel of the caller's own.
 
-x [rows, ...] ──hops of the kind's forward program──► [visible, ...]     a row comes once, and crosses to a node once
-dx            ◄──the same hops, the last first──      their gradients    added up where rows were passed on
+x [rows, ...] ──hops of the kind's forward program──► [visible, ...]     a row arrives once, and enters a node once
+dx            ◄──the same hops, the last first──      their gradients    summed where rows were forwarded
 
-All rounds start as soon as what they pass on has come, in the order of the program on every rank.
+A round starts as soon as the rows that it forwards have arrived, in program order on every rank.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from apportion.ir.tensors import Tensor as Name
 class Visible:
     """Rows that queries of this rank may see, each once, in the order of the batch's tokens.
 
-    rows: [visible, ...], one tensor for each that was given, a tuple where several were. first, end: int64 [queries],
-    of each query the first visible row that it sees and one past the last; both 0 where it sees none. spans: int64
-    [queries, most, 2], the ranges [first, end) of visible rows that it sees, rising, (0, 0) where it has fewer: with
-    most = 1 `first` and `end` are all there is to the mask; windows with sinks, trees and the like have several.
-    tokens, positions, sequences: int64 [visible], the number of each visible row in the batch, its position id, and
-    which sequence it is of. Queries are the rows of x, padding too, which sees nothing.
+    rows: [visible, ...], one tensor per argument, a tuple for several. first, end: int64 [queries], the first visible
+    row that each query sees and one past the last; both 0 if it sees none. spans: int64 [queries, most, 2], the
+    ascending ranges [first, end) of visible rows that it sees, padded with (0, 0): with most = 1, `first` and `end` are
+    the whole mask; windows with sinks, trees and the like have several. tokens, positions, sequences: int64 [visible],
+    each visible row's token number in the batch, position id and sequence. Queries are the rows of x, including
+    padding, which sees nothing.
     """
 
     rows: Any
@@ -57,7 +57,7 @@ class Visible:
         return self.spans[:, :, 1].amax(1)
 
     def mask(self) -> Tensor:
-        """bool [queries, visible]: which rows each query sees; for small batches."""
+        """bool [queries, visible]: True for rows that a query sees; for small batches."""
         row = torch.arange(len(self.tokens), device=self.spans.device)
         low, high = self.spans[:, :, :1], self.spans[:, :, 1:]
         return ((low <= row) & (row < high)).any(1)
@@ -65,7 +65,7 @@ class Visible:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
-    """What `trainer.step.visible.gather_visible` does, of several tensors."""
+    """Implements `trainer.step.visible.gather_visible`, for several tensors."""
     handle.agree()
     with _call(handle, kind, "rows", x):
         known = _KNOWN.setdefault(handle, {})
@@ -76,22 +76,22 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
                 raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")
         found: tuple[Tensor, ...] = _Gather.apply(known[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
     handle.calls += 1
-    handle.called.setdefault(kind, 0)  # used; how often is the kernel's own affair
+    handle.called.setdefault(kind, 0)  # marks the kind as used; the number of calls is unknown
     handle.wrapper, handle.gathered = DistributedDataParallel._active_ddp_module, True
     return Visible(found, *known[kind].told_on(x[0].device, len(x[0])))
 
 
-#: of each plan in use: kind -> what was found
+#: for each plan in use: kind -> its gathering
 _KNOWN: WeakKeyDictionary[PlanHandle, dict[str, Gathering]] = WeakKeyDictionary()
 
 
-#: rows of a tensor: those of a slice lie side by side, and need no copy
+#: rows of a tensor; a slice is contiguous and needs no copy
 Index = slice | Tensor
 
 
 class Leg(NamedTuple):
-    """A hop, or its way back, on a device. behind: the legs before it whose rows it takes on; out, into: peer, rows and
-    how many."""
+    """A hop, or its reverse, on a device. behind: the earlier legs whose rows it forwards; out, into: peer, rows and
+    their number."""
 
     channel: int
     behind: tuple[int, ...]
@@ -100,11 +100,11 @@ class Leg(NamedTuple):
 
 
 class Gathering:
-    """A kind's rows under one plan. told: int64 [visible, 3], token, position and sequence."""
+    """A kind's gather under one plan. told: int64 [visible, 3], token, position and sequence of each visible row."""
 
     @staticmethod
     def of(handle: PlanHandle, kind: str) -> Gathering:
-        """A collective: tokens of rows travel as the rows will. Raises ConfigError."""
+        """Builds the gather; a collective that exchanges the rows' tokens the same way. Raises ConfigError."""
         program = handle.slice.programs[kind, "forward"]
         if why := obstacle(program):
             remedy = f"plan with balance={{{kind!r}: …}} in the model, or with a recipe such as fcp or blend"
@@ -123,7 +123,7 @@ class Gathering:
         self._legs: dict[tuple[torch.device, bool], list[Leg]] = {}
 
     def told_on(self, device: torch.device, queries: int) -> tuple[Tensor, ...]:
-        """Spans of so many queries, and tokens, positions and sequences of visible rows."""
+        """Spans of `queries` queries, and tokens, positions and sequences of visible rows."""
         if device not in self._told:
             spans = torch.from_numpy(self.arranged.spans)
             padded = spans.new_zeros(queries, *spans.shape[1:])
@@ -141,7 +141,7 @@ class Gathering:
         return tuple(memory[: self.arranged.visible] for memory in found)
 
     def returned(self, handle: PlanHandle, kind: str, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the home rows, [home, ...] each, of those of visible rows, [visible, ...], in their dtypes."""
+        """Gradients of home rows, [home, ...] each, from those of visible rows, [visible, ...], in their dtypes."""
         found, wire = [], []
         for grad in grads:
             wide = accumulator_dtype(grad.dtype)
@@ -158,7 +158,7 @@ class Gathering:
         return torch.from_numpy(self.arranged.place[: self._fetch.home]).to(device)
 
     def legs(self, device: torch.device, back: bool) -> list[Leg]:
-        """The hops in their order; back: their ways back, the last hop first."""
+        """The hops in order; back: their reverses, the last hop first."""
         if (device, back) not in self._legs:
             hops = self._fetch.hops
 
@@ -197,8 +197,8 @@ def _travel(
     wire: Sequence[torch.dtype],
     add: bool = False,
 ) -> None:
-    """Rows of each of `memory`, [n, ...], travel in the dtypes `wire`; what comes replaces rows, or is added to them,
-    leg after leg and peer after peer."""
+    """Transfers rows of each of `memory`, [n, ...], in the dtypes `wire`; received rows replace rows or are added to
+    them, leg by leg and peer by peer."""
     flights: dict[int, tuple[Flight, list[tuple[Index, list[Tensor]]]]] = {}
 
     def finish(leg: int) -> None:
@@ -240,7 +240,7 @@ def _add(own: Tensor, index: Index, part: Tensor) -> None:
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """Of rows that lie side by side."""
+    """The bytes of contiguous rows."""
     return rows.view(-1).view(torch.uint8)
 
 

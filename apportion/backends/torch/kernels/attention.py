@@ -1,4 +1,4 @@
-"""Attention of one task, forward and backward, on whatever kernel the device has.
+"""Attention of one task, forward and backward, on the device's kernel.
 
 Shape suffixes: T query rows, S key rows, H query heads, K KV heads, G query heads per KV head, D width of Q
 and K, E width of V. Tasks come as q_THD, k_SKD, v_SKE (slices of arenas); kernels see q_KGTD, k_KGSD with
@@ -8,7 +8,7 @@ stride 0 over G, so that GQA costs no copy.
     attend_grad  calls of the band ──kernel──► dq, dk, dv, added into accumulator rows
 
 A kernel is three functions: `cut` a band into calls it accepts, `forward` and `backward` of a call. Backward
-takes the merged LSE and delta = rowsum(dO * O): gradients of the calls of a row then simply add up.
+takes the merged LSE and delta = rowsum(dO * O), so the gradients of a row's calls simply add up.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _cuda_backward = torch.ops.aten._flash_attention_backward
 
 NEG_INF = float("-inf")
 CUDA_WIDEST = 256  # FlashAttention-2's largest head
-CUDA_MULTIPLE = 8  # and its heads come in steps of this
-DELTA_COLUMNS = 2  # columns that carry any delta: rounded to the kernel's dtype, and what rounding left
+CUDA_MULTIPLE = 8  # head dims must be a multiple of this
+DELTA_COLUMNS = 2  # columns that carry delta: rounded to the kernel's dtype, and the rounding error
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """score = q . k * scale, then softcap * tanh(score / softcap) if there is a softcap.
 
-    any_delta: for backward, whether delta may be any number, since LSE has a gradient too (delta = rowsum(dO * O) -
-    dLSE), of this rank's rows or of others."""
+    any_delta: for backward, whether delta may be any number because LSE has a gradient too (delta = rowsum(dO * O) -
+    dLSE), on this rank's rows or others'."""
 
     scale: float
     softcap: float | None = None
@@ -57,7 +57,7 @@ Backward = Callable[
 class Kernel:
     """forward(call, q, k, v, score) -> o, lse; backward(call, q, k, v, do, lse, delta, score) -> dq, dk, dv.
 
-    `halves`: whether it computes in float16 and bfloat16; where not, they are widened to float32 first."""
+    `halves`: whether it computes in float16 and bfloat16; if not, these are widened to float32 first."""
 
     cut: Callable[[Call], Iterator[Call]]
     forward: Forward
@@ -66,7 +66,7 @@ class Kernel:
 
 
 def choose_kernel(q: Tensor, v: Tensor, score: Score) -> Kernel:
-    """The flash kernel of the device where it takes the dtype, the widths and the score, else plain
+    """The flash kernel of the device if it supports the dtype, widths and score, else plain
     strips."""
     if score.softcap is not None:
         return PLAIN
@@ -81,7 +81,7 @@ def choose_kernel(q: Tensor, v: Tensor, score: Score) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Where a task attends: dmin <= query row - key row <= dmax."""
+    """The band of pairs that a task attends to: dmin <= query row - key row <= dmax."""
 
     dmin: int
     dmax: int
@@ -156,7 +156,7 @@ def attend_grad(
 
 
 def _named(function: Forward | Backward, call: Call) -> str:
-    """For messages: which kernel, on which part of its task."""
+    """Describes a kernel and its part of the task, for messages."""
     return (
         f"kernel {function.__name__.lstrip('_')} on query rows [{call.q0}, {call.q1}) x key rows "
         f"[{call.k0}, {call.k1}) of its task, diagonals {call.dmin} to {call.dmax}"
@@ -174,7 +174,7 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _computed_in(kernel: Kernel, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """As they are, or in the accumulator dtype: half kernels on CPUs are no faster than float32 ones, only
+    """The tensors, widened to the accumulator dtype where half precision on CPUs would be no faster than float32, only
     coarser."""
     return tensors if kernel.halves else tuple(t.to(accumulator_dtype(t.dtype)) for t in tensors)
 
@@ -255,17 +255,17 @@ def _do_and_out(do: Tensor, delta: Tensor, score: Score) -> tuple[Tensor, Tensor
 
 
 def with_delta_columns(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with columns of their own for delta, where V has zeros: right for any delta, also where dO is 0."""
+    """do and out with extra columns for delta, where V has zeros: correct for any delta, even where dO is 0."""
     rounded = delta.to(do.dtype)
     columns = torch.stack([rounded, (delta - rounded).to(do.dtype)], -1)
     return torch.cat([do, torch.ones_like(columns)], -1), torch.cat([torch.zeros_like(do), columns], -1)
 
 
 def out_with_delta(do: Tensor, delta: Tensor) -> Tensor:
-    """An `out` as wide as dO, where delta is rowsum(dO * O).
+    """An `out` of dO's width with rowsum(dO * out) = delta, for delta = rowsum(dO * O).
 
     dO * delta / rowsum(dO^2), with rows scaled by their largest entry first so that tiny gradients do not
-    underflow; never longer than the true output (Cauchy-Schwarz), so it fits wherever that did."""
+    underflow; its norm never exceeds the true output's (Cauchy-Schwarz), so it fits the same dtype."""
     wide = do.to(delta.dtype)
     largest = wide.abs().amax(-1, keepdim=True)
     unit = wide / largest.masked_fill(largest == 0, 1.0)
@@ -275,7 +275,7 @@ def out_with_delta(do: Tensor, delta: Tensor) -> Tensor:
 
 
 def _equal_widths(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Zero-padded to the widest, rounded up: zeros change neither scores nor sums."""
+    """Zero-pads to the largest width, rounded up: zeros change neither scores nor sums."""
     width = -(-max(t.shape[-1] for t in tensors) // multiple) * multiple
     return tuple(
         t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors

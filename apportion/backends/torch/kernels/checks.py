@@ -1,9 +1,9 @@
-"""A check for debugging: no NaN and no LSE of +inf leaves a kernel unnoticed.
+"""Debug check for NaN and for an LSE of +inf in kernel results.
 
     check_kernels(True)              from here on, in all threads
     with check_kernels(True): ...    until the block ends
 
-It is off at first. It looks at the result of every kernel call and so waits for the device each time. Results
+Off by default. It checks the result of every kernel call and so waits for the device each time. Results
 are the same either way.
 """
 
@@ -21,7 +21,7 @@ _SWITCH = SimpleNamespace(on=False)
 
 
 def check_kernels(enabled: bool) -> ExitStack:
-    """Switches the check on or off; what it returns is a context manager that restores the state before."""
+    """Switches the check on or off; returns a context manager that restores the previous state."""
     before = ExitStack()
     before.callback(setattr, _SWITCH, "on", _SWITCH.on)
     _SWITCH.on = enabled
@@ -29,12 +29,12 @@ def check_kernels(enabled: bool) -> ExitStack:
 
 
 def is_checking() -> bool:
-    """Whether whoever calls a kernel is to check its result."""
+    """True if callers of kernels must check the results."""
     return bool(_SWITCH.on)
 
 
 def require_finite(where: str, o: Tensor, lse: Tensor) -> None:
-    """o [rows, heads, width], lse [rows, heads] of the kernel call `where`. An LSE of -inf is a row without keys.
+    """Checks o [rows, heads, width], lse [rows, heads] of the kernel call `where`: -inf is the LSE without keys.
 
     Raises ExecutionError for NaN and for an LSE of +inf."""
     _require_none(where, "an LSE of +inf", lse.isposinf())
@@ -43,16 +43,16 @@ def require_finite(where: str, o: Tensor, lse: Tensor) -> None:
 
 
 def require_numbers(where: str, **tensors: Tensor) -> None:
-    """[rows, heads, width] each, by name, of the kernel call `where`. Raises ExecutionError for NaN."""
+    """Checks named tensors [rows, heads, width] of the kernel call `where`. Raises ExecutionError for NaN."""
     for name, tensor in tensors.items():
         _require_none(where, f"NaN in {name}", tensor.isnan().any(-1))
 
 
 def _require_none(where: str, what: str, bad: Tensor) -> None:
-    """bad [rows, heads] bool."""
+    """Raises ExecutionError if any of bad, bool [rows, heads], is set."""
     if bad.any():
         row, head = bad.nonzero()[0].tolist()
         raise ExecutionError(
             f"{where}: {what}, first in row {row}, head {head}, in {int(bad.sum())} of {bad.numel()}. Look for NaN "
-            "and inf in what the layer was given; if there is none, the kernel is wrong: report it with the plan"
+            "and inf in the layer's inputs; if there is none, the kernel is wrong: report it with the plan"
         )

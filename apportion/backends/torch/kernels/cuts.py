@@ -1,4 +1,4 @@
-"""Cutting a band into calls that a kernel accepts. Pure integers: no tensors, tested on any machine.
+"""Cuts a band into calls that a kernel accepts. Integer arithmetic only, testable on any machine.
 
 A call is itself a band (q0, q1, k0, k1, dmin, dmax) inside the task's; calls of a task are disjoint and cover
 it. In every call **each row sees a key and each key is seen**. So no kernel ever meets an empty operand, a
@@ -40,12 +40,12 @@ class Call(NamedTuple):
 
     @property
     def cut_above(self) -> bool:
-        """Whether dmin hides the last key from the first row."""
+        """True if dmin hides the last key from the first row."""
         return self.q0 - (self.k1 - 1) < self.dmin
 
     @property
     def cut_below(self) -> bool:
-        """Whether dmax hides the first key from the last row."""
+        """True if dmax hides the first key from the last row."""
         return self.q1 - 1 - self.k0 > self.dmax
 
     @property
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     @property
     def is_causal_square(self) -> bool:
-        """Whether row i sees exactly keys 0..i of the call: the same for every alignment of causal
+        """True if row i sees exactly keys 0..i of the call, independent of the alignment of causal
         kernels."""
         return (
             self.q1 - self.q0 == self.k1 - self.k0 and self.q0 - self.k0 == self.dmin and not self.cut_below
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 def tight(call: Call) -> Call:
-    """The call without rows that see no key and keys that no row sees; empty if nothing is allowed."""
+    """Trims rows that see no key and keys that no row sees; the call is empty if no pair is allowed."""
     q0 = max(call.q0, call.k0 + call.dmin)
     q1 = min(call.q1, call.k1 + call.dmax)
     k0 = max(call.k0, q0 - call.dmax)
@@ -111,9 +111,9 @@ def cut_squares(band: Call) -> Iterator[Call]:
 def cut_windows(band: Call) -> Iterator[Call]:
     """At most three calls with native windows, aligned at the bottom right: for CUDA flash kernels.
 
-    Rows up to the one whose diagonal reaches the last key have it in their corner; for the rows after it only
+    In the head, whose last row's diagonal reaches the last key, windows align at that corner; for later rows only
     dmax cuts. There FlashAttention-2 takes a missing right bound for `keys` (flash_api.cpp), which hides keys
-    where rows > keys + 1: such rows are cut once more, into those that see all keys and those that dmax cuts.
+    if rows > keys + 1: such calls are cut again, into rows that see all keys and rows that dmax cuts.
 
         ppppC          head    both diagonals, right = 0
         ppppCC
@@ -131,5 +131,5 @@ def cut_windows(band: Call) -> Iterator[Call]:
 
 
 def _first_cut_row(call: Call) -> int:
-    """The first row from which dmax hides the first key; the end where it does so nowhere."""
+    """The first row from which dmax hides the first key; the end if it hides it from no row."""
     return min(call.q1, max(call.q0, call.k0 + call.dmax + 1))

@@ -1,4 +1,4 @@
-"""Kernels of linear recurrences: a chunked one in plain torch, and the choice of flash-linear-attention's on GPUs.
+"""Kernels of linear recurrences: a chunked one in plain torch, and flash-linear-attention's on GPUs.
 
     h = decay(g) h  (+ k ⊗ β (v − kᵀ h) with the delta rule, + k ⊗ v without)        o = scale · qᵀ h
 
@@ -35,12 +35,12 @@ _FLA = {
 #: q, k [1, rows, key heads, K], v [1, rows, heads, V], g [1, rows, heads] or [1, rows, heads, K], with the delta rule
 #: beta [1, rows, heads], scale of q, initial_state [sequences, heads, K, V] or None for zeros, output_final_state=True,
 #: cu_seqlens [sequences + 1] int64, all by name -> o [1, rows, heads, V], final state [sequences, heads, K, V].
-#: Linear in v and the state together, which any kernel of the formula is.
+#: Jointly linear in v and the state, as the formula implies.
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
-    """flash-linear-attention's where it is installed and rows are on a GPU, else `chunk_recurrence`."""
+    """flash-linear-attention's kernel if it is installed and rows are on a GPU, else `chunk_recurrence`."""
     if device.type == "cuda":
         module, function = _FLA[gate, delta]
         try:
@@ -53,19 +53,19 @@ def choose_kernel(gate: str, delta: bool, device: torch.device) -> Kernel:
 def _of_equal_heads(
     kernel: Kernel, *, q: Tensor, k: Tensor, v: Tensor, **given: Any
 ) -> tuple[Tensor, Tensor]:
-    """Calls a kernel that may want as many heads of q and k as of v."""
+    """Calls a kernel that may require as many heads of q and k as of v."""
     q, k = _spread(q, v), _spread(k, v)
     return kernel(q=q, k=k, v=v, **given)
 
 
 def _spread(x: Tensor, v: Tensor) -> Tensor:
-    """q or k with the heads of v, each for as many of these one after another."""
+    """Repeats the heads of q or k to the heads of v, each for consecutive heads."""
     shared = v.shape[2] // x.shape[2]
     return x.repeat_interleave(shared, 2) if shared > 1 else x
 
 
 def normalised(x: Tensor) -> Tensor:
-    """x [..., width] at length 1, in float32 or wider, as kernels of the delta rule want q and k."""
+    """Normalises x [..., width] to length 1, in float32 or wider, as delta-rule kernels expect q and k."""
     wide = x.to(accumulator_dtype(x.dtype))
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -81,8 +81,8 @@ def chunk_recurrence(
     output_final_state: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A `Kernel` for any floating dtype and device, differentiable; computes in float32 or wider. beta: None without
-    the delta rule. scale: K^-1/2 by default. The k-th chunks of all sequences are computed together."""
+    """Implements `Kernel` for any floating dtype and device, differentiable; computes in float32 or wider. beta: None
+    without the delta rule. scale: K^-1/2 by default. The k-th chunks of all sequences are computed together."""
     rows, heads, dtype, wide = v.shape[1], v.shape[2], v.dtype, accumulator_dtype(v.dtype)
     lengths = [rows] if cu_seqlens is None else cu_seqlens.diff().tolist()
     size = _CHUNK if g.dim() == 3 else _CHANNEL_CHUNK
@@ -115,8 +115,8 @@ def chunk_recurrence(
 
 
 def _products(Q: Tensor, K: Tensor, B: Tensor | None, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the rows of each chunk with those before them: what o takes of each, and what each writes over of each; the
-    decay between the two is inside. Exponents are never positive."""
+    """Decayed products of each row of a chunk with its earlier rows: with queries (for o), and with keys (for the rows'
+    updates of the state). Exponents are never positive."""
     size = Q.shape[2]
     later = torch.ones(size, size, dtype=torch.bool, device=Q.device).triu(1)
     apart = (G[:, :, :, None] - G[:, :, None]).masked_fill(later[..., None], float("-inf")).exp()
@@ -132,11 +132,11 @@ def _products(Q: Tensor, K: Tensor, B: Tensor | None, G: Tensor) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Sequences cut into chunks of `size` rows, the last ones filled up with rows that change no state.
+    """Sequences cut into chunks of `size` rows, the last chunks padded with rows that change no state.
 
-    order: int64 [sequences], the longest first; steps: chunks [first, last) of one step, the n-th of each sequence that
-    has one, in that order; source: int64 [chunks * size], the row, or the number of rows for what is filled up; place:
-    int64 [rows], where each row is among these."""
+    order: int64 [sequences], the longest first; steps: chunks [first, last) of each step, the n-th chunk of every
+    sequence long enough, in that order; source: int64 [chunks * size], the row, or the number of rows for padding;
+    place: int64 [rows], the position of each row in `source`."""
 
     size: int
     order: Tensor
@@ -170,6 +170,6 @@ class _Chunks:
         return held.view(len(held) // self.size, self.size, *x.shape[1:]).transpose(1, 2)
 
     def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The inverse of `cut`, of the chunks of each step."""
+        """Joins the chunks of each step into rows, the inverse of `cut`."""
         whole = torch.cat(tuple(parts)) if parts else like.new_zeros(like.shape)
         return whole.transpose(1, 2).flatten(0, 1)[self.place]

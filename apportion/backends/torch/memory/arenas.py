@@ -2,7 +2,7 @@
 
 given      home rows that the caller passes in
 fresh      home rows that the call makes: results, which outlive it
-pooled     work arenas and the staging of messages, one buffer a call, used again by the next layer
+pooled     work arenas and the staging of messages, one buffer per call, reused by the next layer
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Parts = tuple[Tensor, ...]
 
 
 class Post(NamedTuple):
-    """One message: bytes for a peer, or from it, uint8 [n]."""
+    """One message to or from a peer, uint8 [n]."""
 
     send: bool
     peer: int
@@ -35,7 +35,7 @@ class Post(NamedTuple):
 
 
 class Buffer:
-    """Bytes that a call has to itself. data: uint8, uninitialised."""
+    """Bytes that a call owns exclusively. data: uint8, uninitialised."""
 
     __slots__ = ("__weakref__", "data")
 
@@ -44,15 +44,15 @@ class Buffer:
 
 
 class Pool:
-    """Buffers of bytes that calls take and give back, so that layers share them. One of a device and stream serves
-    calls one after another, and as many at a time as take one."""
+    """Byte buffers that calls take and give back, so that layers share them; a pool keeps as many per device and stream
+    as calls hold at the same time."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.device, int], list[Buffer]] = {}
         self._lock = Lock()  # autograd runs backward in threads of its own
 
     def take(self, size: int, device: torch.device) -> Buffer:
-        """At least as many bytes: what was given back last and is large enough, else a new one instead of it."""
+        """Takes at least `size` bytes: the last returned buffer if it is large enough, else a new one in its place."""
         with self._lock:
             free = self._free.setdefault(_stream(device), [])
             for i in reversed(range(len(free))):
@@ -63,20 +63,20 @@ class Pool:
         return Buffer(size, device)
 
     def give(self, buffer: Buffer) -> None:
-        """Nobody may use the buffer any more, but for work that its stream already has."""
+        """Returns the buffer; only work already queued on its stream may still use it."""
         with self._lock:
             self._free.setdefault(_stream(buffer.data.device), []).append(buffer)
 
 
 def _stream(device: torch.device) -> tuple[torch.device, int]:
-    """Buffers are used again in the order of a stream."""
+    """The device and its current stream; buffers are reused in stream order."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return device, stream
 
 
 class View:
-    """Rows and head columns of an operand. `read` gives views of the memory where columns are evenly spaced;
-    where they are not, copies, and `write` puts them back after changes in place."""
+    """Rows and head columns of an operand. `read` returns views of the memory if columns are evenly spaced, else
+    copies, which `write` stores back after changes in place."""
 
     __slots__ = ("_columns", "_parts", "_rows", "operand")
 
@@ -95,7 +95,7 @@ class View:
         return self._gather() if self._parts is None else self._parts
 
     def write(self, parts: Sequence[Tensor]) -> None:
-        """Stores parts that `read` returned. Nothing to do for views."""
+        """Stores parts that `read` returned; does nothing for views."""
         if self._parts is None and self._columns is not None:
             for rows, part in zip(self._rows, parts, strict=True):
                 put(rows, self._columns, part)
@@ -109,8 +109,8 @@ class View:
 
 
 class Arenas:
-    """The work arenas and the staging of a program in one buffer: where each array begins, in bytes. envelope: what the
-    buffer is padded to."""
+    """Layout of a program's work arenas and staging in one buffer: the byte offset of each array. envelope: sizes that
+    the buffer is padded to."""
 
     def __init__(
         self, program: Program, staging_bytes: int, hidden: int, envelope: Envelope = UNPADDED
@@ -140,14 +140,14 @@ class Arenas:
         return self._specs[key]
 
     def bind(self, buffer: Buffer) -> BoundArenas:
-        """The arenas in a buffer of at least `size` bytes: the same as last time, for the same buffer."""
+        """Binds the arenas to a buffer of at least `size` bytes; cached for the last buffer."""
         if buffer not in self._bound:
             self._bound[buffer] = BoundArenas(self, buffer)
         return self._bound[buffer]
 
 
 class BoundArenas:
-    """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: of launch steps that were asked for."""
+    """Arenas in a buffer. work: their arrays; staging: uint8 [bytes]; posts: cached messages of launch steps."""
 
     def __init__(self, arenas: Arenas, buffer: Buffer) -> None:
         self.work: dict[Name, Parts] = {
@@ -163,9 +163,9 @@ def _array(buffer: Tensor, at: int, array: Array, rows: int) -> Tensor:
 
 
 class Memory:
-    """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: more behind them; given:
-    home tensors that the caller passes in; others are made when they are asked for; arrived: sums of which no home row
-    is but a result, which the engine keeps elsewhere."""
+    """Home rows, work arenas and staging of one call. `rows`: home rows with tokens; padding: rows after them; given:
+    home tensors that the caller passes in; others are allocated on first use; arrived: sums whose home rows are all
+    results, which the engine keeps elsewhere."""
 
     def __init__(
         self,
@@ -184,10 +184,10 @@ class Memory:
         self.work, self.staging = self._bound.work, self._bound.staging
 
     def arrays(self, operand: Operand) -> Parts:
-        """The arrays that hold an operand. Raises ExecutionError where the plan leaves its memory."""
+        """The arrays that hold an operand. Raises ExecutionError if it exceeds the rank's memory."""
         arrays = self.home_arrays(operand.tensor) if operand.is_home else self.work.get(operand.tensor)
         if arrays is None or operand.row + operand.rows > len(arrays[0]):
-            raise ExecutionError(f"{operand} leaves this rank's rows: the plan was not verified")
+            raise ExecutionError(f"{operand} exceeds this rank's rows: the plan was not verified")
         return arrays
 
     def view(self, operand: Operand) -> View:
@@ -208,8 +208,8 @@ class Memory:
         return self.home[tensor]
 
     def fresh(self, width: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """[rows, *width] of a result: uninitialised, since a verified plan reads no row before it is written; its
-        padding 0."""
+        """Allocates a result [rows, *width]: uninitialised, since a verified plan reads no row before it is written,
+        with zeros in padding."""
         found = torch.empty(self._rows + self._padding, *width, dtype=dtype, device=self.device)
         if self._padding:
             found[self._rows :] = 0
@@ -231,7 +231,7 @@ class Memory:
         return part_views(arrays, [array for _, array in found])
 
     def posts(self, step: Step, found: Round, operands: Sequence[Operand]) -> tuple[Post, ...]:
-        """The messages of a launch: what it receives first."""
+        """The messages of a launch, receives first."""
         posts = self._bound.posts.get(step.index)
         if posts is None:
             sides = ((False, found.receives), (True, found.sends))
@@ -245,7 +245,7 @@ class Memory:
         return posts
 
     def _of_message(self, message: Message, operands: Sequence[Operand]) -> Tensor:
-        """The bytes of a message: in the staging arena, or where its tiles lie side by side."""
+        """The bytes of a message: in the staging arena, or in place if its tiles are contiguous."""
         if message.is_staged:
             return self.staging[message.at : message.at + message.size]
         first, last = (operands[message.tiles[i][0]] for i in (0, -1))

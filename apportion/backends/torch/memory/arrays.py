@@ -1,7 +1,7 @@
-"""How a rank's tensors lie in memory: one array for each part, or one for parts that travel side by side.
+"""Memory layout of a rank's tensors: one array per part, or one for parts that are interleaved for transfer.
 
 work arenas    Q [rows, columns, D]     KV [rows, columns, D + Dv]: k beside v     O: o [rows, columns, Dv], lse
-home rows      the same with all heads; but k and v are two arrays, as the caller passes them in
+home rows      the same with all heads, except that k and v are two arrays, as the caller passes them in
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class Array(NamedTuple):
-    """One array [rows, columns, width] of a tensor; a columns or a width of 0 is no dimension. parts: the widths of the
-    parts that lie side by side in it."""
+    """One array [rows, columns, width] of a tensor; columns or width 0 drops the dimension. parts: the widths of the
+    parts that are interleaved in it."""
 
     dtype: torch.dtype
     columns: int
@@ -61,15 +61,15 @@ def arrays_of(
 
 
 def _dtype(tensor: Name, part: Component, header: Header) -> torch.dtype:
-    # Merging rounds an LSE each time, and backward turns that into a relative error of the whole row: in float64 the
-    # error of 10 merges is that of one. It travels and is handed to kernels in the accumulator's dtype.
+    # Each merge rounds the LSE, and backward turns that into a relative error of the whole row: in float64 the
+    # error of 10 merges equals that of one. Messages and kernels carry it in the accumulator's dtype.
     if tensor == Name.O and part.name == "lse":
         return torch.float64
     return wire_dtype(tensor, part, DTYPES[header.dtype])
 
 
 def wire_dtype(tensor: Name, part: Component, model: torch.dtype, narrow: bool = False) -> torch.dtype:
-    """The dtype of a part in a message; narrow: of a sum that travels in the model's dtype."""
+    """The dtype of a part in a message; narrow: the part belongs to a sum sent in the model's dtype."""
     if part.integer:
         return torch.int64
     rounded = narrow and part.width > 0  # all but statistics of rows
@@ -77,7 +77,7 @@ def wire_dtype(tensor: Name, part: Component, model: torch.dtype, narrow: bool =
 
 
 def part_views(arrays: Iterable[torch.Tensor], specs: Iterable[Array]) -> tuple[torch.Tensor, ...]:
-    """Every part as a tensor of its own: k and v where they lie side by side."""
+    """Every part as its own tensor, e.g. k and v of an interleaved array."""
     return tuple(part for array, spec in zip(arrays, specs, strict=True) for part in _split(array, spec))
 
 

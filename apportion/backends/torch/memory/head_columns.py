@@ -1,4 +1,4 @@
-"""Head columns of a tensor: views where they are evenly spaced, gathered and scattered where they are not."""
+"""Access to head columns of a tensor: views if they are evenly spaced, else gather and scatter."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def pick(tensor: Tensor, columns: Columns) -> Tensor:
 
 
 def put(tensor: Tensor, columns: Columns, value: Tensor) -> None:
-    """Writes back what `pick` returned after changes in place; a view needs nothing."""
+    """Writes back the result of `pick` after changes in place; does nothing for a view."""
     if not isinstance(columns, slice):
         tensor.index_copy_(1, index_of(columns, tensor.device), value)
 
 
 @lru_cache(maxsize=1024)
 def index_of(columns: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [columns], on the device once and for all: numbers from the host would make it wait each time."""
+    """int64 [columns], cached on the device: copying numbers from the host would stall it each time."""
     return torch.tensor(columns, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """Query columns, ordered by KV head, and their KV columns: each KV column serves equally many query
+    """Query columns, ordered by KV head, and their KV columns: each KV column serves the same number of query
     columns."""
 
     q: Columns

@@ -1,4 +1,4 @@
-"""Latent rows that the tasks of an instruction read: each is expanded once, for as many heads as memory allows.
+"""Runs of latent rows that an instruction's tasks read: each row is expanded once, for as many heads as memory allows.
 
 tasks on    KV.work[0:512)  KV.work[256:768)   │  KV.home[0:64)
 runs        KV.work[0:768)                     │  KV.home[0:64)      one product of each with the layer's weights
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from apportion.backends.interp import GradTask, Operand, Task
 
-#: numbers of expanded keys and values that are held at a time
+#: most elements of expanded keys and values in memory at a time
 MOST_NUMBERS = 2**27
 
 
@@ -21,8 +21,8 @@ T = TypeVar("T", Task, GradTask)
 
 @dataclass
 class LatentRun(Generic[T]):
-    """Neighbouring rows of KV, the same rows of dKV where gradients are added, and who reads them. heads: the query
-    heads, whose keys and values are wanted."""
+    """Contiguous rows of KV, the same rows of dKV if gradients are accumulated, and their readers. heads: the query
+    heads whose keys and values are needed."""
 
     kv: Operand
     dkv: Operand | None
@@ -30,17 +30,17 @@ class LatentRun(Generic[T]):
     tasks: list[T]
 
     def slices(self, numbers: int) -> Iterator[slice]:
-        """Heads that are expanded at a time. numbers: of one row and head, expanded."""
+        """Slices of the heads that are expanded at a time. numbers: elements of one expanded row and head."""
         step = max(1, MOST_NUMBERS // (numbers * self.kv.rows))
         return (slice(at, min(at + step, len(self.heads))) for at in range(0, len(self.heads), step))
 
     def rows_of(self, operand: Operand) -> slice:
-        """Where rows of a task are in the run."""
+        """The rows of a task's operand within the run."""
         return slice(operand.row - self.kv.row, operand.row - self.kv.row + operand.rows)
 
 
 def latent_runs(operands: Sequence[Operand], tasks: Sequence[T]) -> list[LatentRun[T]]:
-    """The runs that tasks read. Rows whose gradients are added elsewhere are a run of their own."""
+    """The runs that tasks read. Rows whose gradients are accumulated elsewhere form a run of their own."""
     found: dict[tuple[object, ...], list[LatentRun[T]]] = {}
     for task in sorted(tasks, key=lambda task: operands[task.kv].row):
         kv, heads = operands[task.kv], operands[task.q].heads

@@ -1,10 +1,10 @@
-"""The rounds of one rank's program: messages, where their tiles lie in them, and where staged ones lie in the staging
-arena.
+"""The rounds of one rank's program: messages, offsets of tiles in messages, and places of staged messages in the
+staging arena.
 
     launch step ──► Round ── sends     Message(peer, tiles at byte offsets, staged at …)
                           └─ receives
 
-Staging rows are free again once their round was waited for, so the arena is as large as what is ever under way.
+Waiting for a round frees its staging rows, so the arena is as large as the most that is ever in flight.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from apportion.ir.plan.messages import ALIGNMENT, find_messages
 from apportion.ir.plan.tables import Header, ProgramSet
 from apportion.ir.tensors import Space
 
-#: where the staging of a round's messages begins: a multiple of this
+#: alignment of staged messages, in bytes
 PAGE = 256
 
 
 class Message(NamedTuple):
-    """Tiles that travel together. tiles: operands, with the byte of the message at which each begins. at: where it lies
-    in the staging arena, -1 where it is direct. results: whether its rows are results."""
+    """Tiles that travel together. tiles: operands with their byte offsets in the message. at: byte offset
+    in the staging arena, -1 for a message sent in place. results: whether its rows are results."""
 
     peer: int
     tiles: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a launch sends and receives. out, into: the bytes of the staging arena that hold its staged messages."""
+    """The messages of a launch. out, into: the bytes of the staging arena that hold its staged sends and receives."""
 
     channel: int
     mode: int
@@ -58,7 +58,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """of_step: the round of each launch, and of each wait; staging_bytes: of the arena."""
+    """All rounds of a program. of_step: the round of each launch and wait; staging_bytes: size of the arena."""
 
     of_step: Mapping[int, Round]
     staging_bytes: int
@@ -67,9 +67,8 @@ class Rounds:
 def tile_arrays(
     operand: Operand, header: Header, hidden: int, results: bool = False
 ) -> Iterator[tuple[int, Array]]:
-    """How a tile lies in its message: each array with the byte at which it begins. They are those of a work arena, but
-    for accumulated LSE, which travels in the accumulators' dtype, and for results and narrow gradients, which do in the
-    model's."""
+    """Layout of a tile in its message: each array with its byte offset. The arrays match a work arena, except that
+    accumulated LSE travels in the accumulators' dtype, and results and narrow gradients in the model's."""
     arrays = arrays_of(operand.tensor, Space.WORK, header, len(operand.heads), hidden)
     at, narrow = 0, results or header.narrows(operand.tensor)
     for array, part in zip(arrays, components(operand.tensor, header, hidden), strict=False):
@@ -83,14 +82,14 @@ def aligned(size: int, multiple: int = ALIGNMENT) -> int:
 
 
 def tile_bytes(operand: Operand, header: Header, hidden: int, results: bool) -> int:
-    """Bytes of a tile in a message."""
+    """The size of a tile in a message, in bytes."""
     at, array = list(tile_arrays(operand, header, hidden, results))[-1]
     return at + operand.rows * array.row_bytes
 
 
 def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapping[int, int]) -> Rounds:
     """The rounds of one rank's program. hidden: width of X and dX, where they travel; early: launch step -> the step
-    from which its messages have their places, where that is not the launch."""
+    from which its messages occupy staging, if earlier than the launch."""
     messages = find_messages(programs, program.header)
     of, staged = iter(messages.of.tolist()), messages.staged.tolist()
     due = defaultdict(list)
@@ -116,7 +115,7 @@ def find_rounds(programs: ProgramSet, program: Program, hidden: int, early: Mapp
 
 
 class _MessageDraft:
-    """A message of a launch, as its tiles are added."""
+    """Builder of a launch's message, tile by tile."""
 
     def __init__(self, send: bool, peer: int) -> None:
         self.send, self.peer, self.size = send, peer, 0
@@ -128,7 +127,7 @@ class _MessageDraft:
 
 
 def _drafts(step: Step, listed: list[int], size: Callable[[int, bool], int]) -> dict[int, _MessageDraft]:
-    """The messages of a launch by number: those received first, each side by peer."""
+    """The messages of a launch by number: receives first, then sends, each by peer."""
     found: dict[int, _MessageDraft] = {}
     for transfer, number in zip(step.transfers, listed, strict=True):
         draft = found.setdefault(number, _MessageDraft(transfer.send, transfer.peer))
@@ -137,7 +136,7 @@ def _drafts(step: Step, listed: list[int], size: Callable[[int, bool], int]) -> 
 
 
 class _StagingArena:
-    """Places for staged messages: each round takes the first that is free."""
+    """First-fit allocator of staged messages."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -160,7 +159,7 @@ class _StagingArena:
         self._taken = [space for space in self._taken if space not in (done.out, done.into)]
 
     def _take(self, size: int) -> slice:
-        """Raises the arena where no gap between what is taken holds it."""
+        """Takes the first free gap of `size` bytes; grows the arena if there is none."""
         start = 0
         for space in sorted(self._taken, key=lambda space: space.start):
             if start + size <= space.start:

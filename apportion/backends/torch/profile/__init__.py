@@ -1,1 +1,1 @@
-"""`apportion profile`: what the device, the layers and the links of this machine take."""
+"""Measurements for `apportion profile`: times of the device, the layers and the links of this machine."""

@@ -1,7 +1,7 @@
 """Clocks of profiles: the best of several runs on a device.
 
-A CPU process of one thread is timed by what it computes, which neighbours on the machine do not stretch; a GPU by its
-events; all else by the wall."""
+A CPU process of one thread is timed by its CPU time, which other load does not stretch; a GPU by its events; all else
+by wall time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Runs:
-    """The best of how many runs: at least `least`, of short ones up to `most` as long as they fit `budget_us`."""
+    """The number of runs to take the best of: at least `least`, and up to `most` while they fit `budget_us`."""
 
     least: int = 2
     most: int = 10
@@ -26,7 +26,7 @@ class Runs:
 
 
 def best_us(work: Work, device: torch.device, runs: Runs) -> float:
-    """Microseconds, after a run to warm up."""
+    """The best time in microseconds, after a warm-up run."""
     work()
     best, spent = float("inf"), 0.0
     for run in range(runs.most):
@@ -38,7 +38,7 @@ def best_us(work: Work, device: torch.device, runs: Runs) -> float:
 
 
 def once_us(work: Work, device: torch.device) -> float:
-    """Microseconds of one run."""
+    """The time of one run in microseconds."""
     if device.type == "cuda":
         return beside_us(Alone, work, device)
     now = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
@@ -48,7 +48,7 @@ def once_us(work: Work, device: torch.device) -> float:
 
 
 def wall_us(work: Work, device: torch.device) -> float:
-    """Microseconds until it is done, by the wall: what a link took, whoever moved the bytes."""
+    """The wall time in microseconds until the work is done, e.g. of a transfer, whichever device moves the bytes."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter_ns()
@@ -59,7 +59,7 @@ def wall_us(work: Work, device: torch.device) -> float:
 
 
 def beside_us(start: Callable[[], Flight], work: Work, device: torch.device) -> float:
-    """Microseconds of work on the current stream, while what `start` begins is under way; waits for that too."""
+    """The microseconds of work on the current stream while the flight from `start` is under way; waits for both."""
     if device.type != "cuda":
         flight = start()
         took = wall_us(work, device)

@@ -1,11 +1,11 @@
-"""Measures what times are predicted from: this backend's own kernels, memory, and layers besides attention.
+"""Measures the inputs of time predictions: this backend's own kernels, memory, and layers besides attention.
 
     profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
     links.profile_links()   a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware
 
-Times are the best of several runs. Grids hold what one task costs where the executor runs it: calls of the kernel
-and merging into the accumulator rows, so launch and tile times of their own are 0. Engine `flash` runs task by task in
-training too; `stage` does not, and a short task alone leaves most of a GPU idle that others would fill.
+Times are the best of several runs. Grids hold the full cost of one task in the executor: kernel calls and merging into
+the accumulator rows, so separate launch and tile times are 0. Engine `flash` also runs task by task in training;
+`stage` does not, and a short task alone leaves most of a GPU idle that others would fill.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from apportion.ir.version import __version__
 Progress = Callable[[int, int], None]
 Times = NDArray[np.float64]
 
-CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # of the copy: more than any cache
-ARENA_BYTES = 2**27  # at least: more than a last-level cache, on GPUs too
-PLACES = 8  # in the arenas where a short task is run at once
-DIGITS = 3  # of microseconds in a grid
-FLASH_TILE = 128  # rows a CUDA flash kernel pads to
+CPU_BYTES, CUDA_BYTES = 2**26, 2**30  # size of the copy: more than any cache
+ARENA_BYTES = 2**27  # least size: more than a last-level cache, on GPUs too
+PLACES = 8  # arena positions at which a short task runs in one measurement
+DIGITS = 3  # decimals of a grid's microseconds
+FLASH_TILE = 128  # rows that a CUDA flash kernel pads to
 
 LAYER_FIGURES = 6  # memory, row operations, products, row work, loss, optimizer
-#: tokens that a row of a window sees, as parts of the axis' longest
+#: window sizes, as fractions of the longest length of the axis
 WINDOWS = (16, 8, 4, 2)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured: the grids' axis, and the model whose heads and layers; over how many sweeps, none begun after
-    so many seconds. tokens: of a rank, for layers; vocab: of the head."""
+    """The scope of a profile: the grids' axis, the model whose heads and layers are timed, the number of sweeps, and
+    the seconds after which none starts. tokens: per rank, for layers; vocab: of the head."""
 
     axis: tuple[int, ...]
     model: Model
@@ -69,8 +69,8 @@ class Effort:
     def of(
         device: torch.device, quick: bool, model: Model | None = None, tokens: int | None = None
     ) -> Effort:
-        """The CPU's tasks are smaller: `quick` takes well under a minute on two cores. model, tokens: whose heads and
-        layers are measured, and in what number of tokens."""
+        """The default scope; smaller on CPUs: `quick` takes well under a minute on two cores. model, tokens: the
+        heads, layers and number of tokens to measure."""
         seconds = 25.0 if quick else 300.0
         if device.type == "cuda":
             axis = _doubling(128, 8192) if quick else _halfway(128, 32768)
@@ -83,20 +83,20 @@ class Effort:
 
 
 class Steps:
-    """Tells `progress` how many steps are done, of how many."""
+    """Reports steps done, and their total, to `progress`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._done, self._total = progress, 0, total
 
     def after(self, measured: Any) -> Any:
-        """Counts one step; returns what it measured."""
+        """Counts one step; returns its measurement."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
         return measured
 
     def finish(self) -> None:
-        """All steps that were to be done are, fewer than planned or not."""
+        """Reports completion, even after fewer steps than planned."""
         if self._done < self._total:
             self._done = self._total - 1
             self.after(None)
@@ -113,10 +113,10 @@ def profile(
 ) -> Hardware:
     """This machine's hardware, measured in one process.
 
-    quick: a coarse grid. progress: called with (steps done, of how many). device: CUDA's current one where there is
-    one, else the CPU. effort: instead of `quick`. engine: whose tasks are timed, one of `TASKS`. What takes two ranks
-    is assumed until `with_links`. Raises ConfigError where a measurement makes no sense, UnknownNameError for another
-    engine.
+    quick: a coarse grid. progress: called with (steps done, total). device: by default the current CUDA device, else
+    the CPU. effort: instead of `quick`. engine: the engine whose tasks are timed, one of `TASKS`. Figures that take two
+    ranks are assumed until `with_links`. Raises ConfigError for an implausible measurement, UnknownNameError for an
+    unknown engine.
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     effort = effort or Effort.of(on, quick)
@@ -145,7 +145,7 @@ def profile(
 
 
 class TimedTask(NamedTuple):
-    """One attention task. causal: all pairs but a corner, see `Grid`; window: the most keys that a row sees."""
+    """One attention task. causal: all pairs but a corner, see `Grid`; window: most keys per row."""
 
     rows: int
     keys: int
@@ -155,8 +155,8 @@ class TimedTask(NamedTuple):
 
 @dataclass(frozen=True)
 class _Arena:
-    """Tensors that tasks have slices of, as in the executor. walk: the end of the last task, where the next one begins,
-    so that a core's cache holds the rows of none."""
+    """Tensors that tasks take slices of, as in the executor. walk: the end of the last task, where the next one begins,
+    so that no task's rows are in cache."""
 
     effort: Effort
     queries: tuple[Tensor, Tensor, Tensor]  # q, do, dq
@@ -191,7 +191,7 @@ class _Arena:
         return self.queries[0].device
 
     def places(self, task: TimedTask) -> list[list[int]]:
-        """First rows of a task in each run: short ones are run in several places, one after another."""
+        """The first rows of a task in each run: a short task runs at several places, one after another."""
         longest = max(task.rows, task.keys)
         together = min(PLACES, self.effort.axis[-1] // longest)
         runs = min(self.effort.runs.most + 1, len(self.queries[0]) // (together * longest))
@@ -203,7 +203,7 @@ class _Arena:
         return at
 
     def flash_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
-        """Its forward and its backward, over statistics of tasks before."""
+        """A task's forward and backward on engine flash; backward reads the statistics of earlier tasks."""
         q, do, dq = (tensor[at : at + task.rows] for tensor in self.queries)
         k, v, dk, dv = (tensor[at : at + task.keys] for tensor in self.keys)
         o, lse, delta = (tensor[at : at + task.rows] for tensor in self.rows)
@@ -215,7 +215,7 @@ class _Arena:
         )
 
     def stage_task(self, task: TimedTask, at: int) -> tuple[Work, Work]:
-        """Its forward and its backward, one launch and two."""
+        """A task's forward (one launch) and backward (two launches) on engine stage."""
         from apportion.backends.torch.profile.lone_task import lone_task
 
         band = self._band(task)
@@ -224,8 +224,8 @@ class _Arena:
         return lone_task(q, k, v, do, band.dmin, band.dmax)
 
     def _band(self, task: TimedTask) -> Band:
-        """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as `Grid` says; of a window, no more
-        than so many keys a row."""
+        """All pairs, or all but the corner triangle of side min(rows, keys) - 1, as in `Grid`; with a window, at most
+        `window` keys per row."""
         model = self.effort.model
         ratio = model.q_heads // model.kv_heads
         kv_of = tuple(head // ratio for head in range(model.q_heads))
@@ -240,7 +240,7 @@ TASKS: Mapping[str, Callable[[_Arena, TimedTask, int], tuple[Work, Work]]] = Map
 
 
 def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
-    """The best of several sweeps over all tasks: what disturbs one sweep at a place seldom disturbs the next."""
+    """The best of several sweeps over all tasks, since a disturbance seldom hits the same task in two sweeps."""
     axis = arena.effort.axis
     times = np.full((2, 2, len(axis), len(axis)), np.inf)  # phase, causal, rows, keys
     begun = time.monotonic()
@@ -255,7 +255,7 @@ def _grids(arena: _Arena, engine: str, steps: Steps) -> tuple[Grid, Grid]:
 
 
 def _task_us(arena: _Arena, engine: str, task: TimedTask) -> list[float]:
-    """Microseconds of a task forward and backward, every time in other places of the arenas: so programs find them."""
+    """The microseconds of a task forward and backward, at a new place of the arenas each time, as in programs."""
     return [_phase_us(arena, engine, task, phase) for phase in (0, 1)]
 
 
@@ -266,8 +266,8 @@ def _phase_us(arena: _Arena, engine: str, task: TimedTask, phase: int) -> float:
 
 
 def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> tuple[Grid, Grid]:
-    """The grids with what a row of a window takes beyond what lies between a band one tile wide and the causal one: the
-    median over `WINDOWS` of the longer half of the axis. The longest tasks alone take up to twice as much a row."""
+    """The grids with the extra time per row of a window, beyond interpolation between a band of one tile and the causal
+    one: the median over `WINDOWS` and the longer half of the axis. The longest tasks take up to twice that per row."""
     axis, longer = arena.effort.axis, []
     for at, part in itertools.product(range(len(axis) // 2, len(axis)), WINDOWS):
         rows, window = axis[at], max(axis[at] // part, 2)
@@ -279,8 +279,8 @@ def _with_windows(arena: _Arena, engine: str, forward: Grid, backward: Grid) -> 
 
 
 def _between(grid: Grid, at: int, rows: int, window: int) -> float:
-    """Microseconds of a window by the grid alone, of so many rows at the axis' point `at`: by its share of the pairs of
-    the causal square, above what every row and key takes."""
+    """The microseconds of a window by the grid alone, for `rows` rows at the axis' point `at`: by its share of the
+    causal square's pairs, above the cost per row and key."""
     causal = grid.causal[at][at]
     least = min(max(grid.full[at][0], grid.full[0][at]), causal)
     pairs, corner = window * rows - window * (window - 1) / 2, rows * (rows + 1) / 2
@@ -288,15 +288,15 @@ def _between(grid: Grid, at: int, rows: int, window: int) -> float:
 
 
 def _grid(engine: str, full: Times, causal: Times) -> Grid:
-    """As the kernel takes: on CPUs causal tasks, of several calls, often take longer than full ones."""
+    """The grid of measured times; on CPUs causal tasks, of several calls, often take longer than full ones."""
     full = np.round(_rising(full), DIGITS)
     causal = np.minimum(_rising(causal), MOST_CAUSAL * full)
-    source = f"measured: engine {engine} of the torch backend, one task a call"
+    source = f"measured: engine {engine} of the torch backend, one task per call"
     return Grid(_plain(full), _plain(causal), 0.0, 0.0, source)
 
 
 def _rising(times: Times) -> Times:
-    """No time above that of more rows or keys: noise only ever adds."""
+    """Caps each time at the times of more rows or keys, since noise only adds."""
     rising: Times = np.minimum.accumulate(np.minimum.accumulate(times[::-1, ::-1], 0), 1)
     return rising[::-1, ::-1]
 
@@ -310,7 +310,7 @@ def _doubling(low: int, high: int) -> tuple[int, ...]:
 
 
 def _halfway(low: int, high: int) -> tuple[int, ...]:
-    """Doubling, with a point halfway between each two."""
+    """Doubling points with a midpoint between each two."""
     doubling = _doubling(low, high)
     return tuple(sorted({*doubling, *(3 * rows // 2 for rows in doubling[:-1])}))
 
@@ -334,15 +334,15 @@ def _rowop_us(device: torch.device, effort: Effort) -> Figure:
 
 
 def _peak_tflops(device: str, dtype: str, linear: Figure) -> Figure:
-    """Of the data sheet, where the device's name has that of a built-in chip, which is none of the slower cards of that
-    name; else what linear layers reach."""
+    """The peak of the data sheet if the device's name matches a built-in chip (and none of its slower variants); else
+    the measured rate of linear layers."""
     words = device.upper().replace("-", " ").split()
     slower = {"PCIE", "NVL", "MIG"} & set(words)
     for chip in map(Hardware.load, Hardware.builtin()):
         if dtype in ("bf16", "fp16") and chip.name.upper() in words and not slower:
             source = f"of {chip.name}, by the device's name: {chip.peak_tflops.source}"
             return Figure(chip.peak_tflops.value, source, chip.peak_tflops.assumed)
-    return Figure(linear.value, "no data sheet: what linear layers reach", True)
+    return Figure(linear.value, "no data sheet: the measured rate of linear layers", True)
 
 
 def _memory_gib(device: torch.device) -> Figure:

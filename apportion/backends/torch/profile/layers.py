@@ -1,8 +1,8 @@
-"""Rates of what layers do besides attention, as torch runs it eagerly: products, row work, the loss, Adam.
+"""Measured rates of layers besides attention, in eager torch: matrix products, row work, the loss, Adam.
 
-Forward and backward are timed together, in the shapes of one layer; numbers are those that `apportion.ir.layer_work`
-counts, which forecasts price at these rates. Shape suffixes: T tokens, E hidden size, F the FFN's, H heads of Q, K and
-V together, D head dim, V vocabulary.
+Forward and backward are timed together, in the shapes of one layer; the counts of FLOPs and bytes are those of
+`apportion.ir.layer_work`, which forecasts price at these rates. Shape suffixes: T tokens, E hidden size, F FFN size, H
+heads of Q, K and V together, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADAM: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """Where and in which shapes the work of one layer is timed. tokens: of a rank; vocab: logits of a token."""
+    """Device and shapes of one timed layer. tokens: per rank; vocab: logits per token."""
 
     model: Model
     tokens: int
@@ -61,8 +61,8 @@ class TimedLayer:
         return Figure(round(moved / took / 1e3, 4), source)
 
     def optimizer_gbs(self) -> Figure:
-        """1e9 bytes/s of a step of AdamW over one layer's float32 weights; which ways there are besides torch's default
-        is said."""
+        """1e9 bytes/s of a step of AdamW over one layer's float32 weights; the figure's source lists torch's other
+        implementations."""
         shapes = [*self._weights(), (self.model.hidden,), (self.model.hidden,)]
         count = sum(torch.Size(shape).numel() for shape in shapes)
         moved = count * adam_bytes(4, self.model.element_bytes)
@@ -87,7 +87,7 @@ class TimedLayer:
         ]
 
     def _drawn(self, *shape: int) -> Tensor:
-        """Normal numbers that gradients are wanted of."""
+        """A normally distributed tensor that requires a gradient."""
         numbers = torch.randn(shape, device=self.device).to(DTYPES[self.model.dtype])
         return numbers.requires_grad_()
 
@@ -146,6 +146,6 @@ def rotated(x_THD: Tensor, positions: Tensor) -> Tensor:
 
 
 def _both(forward: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> Work:
-    """Forward, and backward to all inputs."""
+    """Work that runs forward, and backward to all inputs."""
     grads = [torch.ones_like(output) for output in forward()]
     return lambda: torch.autograd.grad(forward(), inputs, grads)

@@ -1,7 +1,7 @@
-"""Links, measured between the ranks of a job: gloo or NCCL, the same code.
+"""Measures links between the ranks of a job, over gloo or NCCL.
 
 pair      ping-pong of two ranks, one message at a time                     latency
-crowd     every rank sends to all peers of its node at once, or to its       bandwidth as rounds of plans have it;
+crowd     every rank sends to all peers of its node at once, or to its       bandwidth under plans' rounds;
           counterparts on all other nodes, and receives from them            NICs: crowd over pair
 peers     one, two, four and eight peers on other nodes, evenly or to one     incast, one_peer
 posting   rounds of many short messages                                      post_us
@@ -32,7 +32,7 @@ from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
 
 MESSAGES = tuple(2**i for i in range(10, 25, 2))  # bytes, 1 KiB to 16 MiB
 POSTS = (1, 4, 16, 64)  # messages each way of one round
-SHORT = 64  # bytes of a message that costs its posting alone
+SHORT = 64  # bytes of a message whose cost is only its posting
 CPU_SIDE, CUDA_SIDE = 256, 4096  # of the square matrix product beside transfers
 
 
@@ -46,10 +46,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Links:
-    """Between ranks of a node and of different nodes; None where the group has no such pair. latency: of a pair alone;
-    gbs: with all peers at once, inside a node of one rank, between nodes of one of `nics`. post_us: of a message of a
-    round; contention: of kernels beside transfers, see `Hardware`. sweep: rates by peers; crowd: senders of a rank in
-    what inter was measured with."""
+    """Measured links within a node and between nodes; None if the group has no such pair. latency: of a single pair;
+    gbs: with all peers at once, per rank inside a node, per NIC (of `nics`) between nodes. post_us: per message of a
+    round; contention: slowdown of kernels during transfers, see `Hardware`. sweep: rates by number of peers; crowd:
+    senders per receiver when inter was measured."""
 
     intra: Line | None
     inter: Line | None
@@ -64,10 +64,10 @@ class Links:
 def profile_links(
     group: Any = None, node: int | None = None, messages: Sequence[int] = MESSAGES, runs: int = 10
 ) -> Links:
-    """The links of a group. A collective of `group` (None: the default one); all ranks get the same numbers.
+    """Measures the links of a group. A collective of `group` (None: the default one); all ranks get the same numbers.
 
-    node: a number of this rank's node, the same on all its ranks; None: from the host's name. messages: bytes of the
-    ping-pong, the largest also of the crowd. runs: of which the best counts. Raises ExecutionError for a single rank.
+    node: the number of this rank's node, equal on all its ranks; None: from the host's name. messages: sizes of the
+    ping-pong in bytes, the largest also of the crowd. runs: to take the best of. Raises ExecutionError for one rank.
     """
     comm = Communicator(*([] if group is None else [group]))
     if comm.ranks < 2:
@@ -84,7 +84,7 @@ def profile_links(
     on_node = max(map(job.nodes.count, job.nodes))
     nics, inter = 1, None
     if pair is not None and between is not None:
-        of_node = on_node * between  # what a pair alone cannot fill is divided among several NICs
+        of_node = on_node * between  # bandwidth beyond a single pair's comes from several NICs
         nics = min(max(round(of_node / pair.gbs), 1), on_node)
         inter = Line(pair.latency_us, round(of_node / nics, 4))
     if intra is not None and inside is not None:
@@ -96,7 +96,7 @@ def profile_links(
 
 
 def with_links(hardware: Hardware, links: Links) -> Hardware:
-    """The hardware with measured links; those that were not measured stay as they are."""
+    """The hardware with measured links; figures that were not measured are unchanged."""
     pair = f"measured: ping-pong of two ranks over {links.backend}, a line fitted"
     crowd = f"measured: all ranks to all peers at once over {links.backend}"
     changed: dict[str, Any] = {
@@ -112,16 +112,16 @@ def with_links(hardware: Hardware, links: Links) -> Hardware:
             changed[f"{scope}_gbs"] = Figure(line.gbs, crowd)
             changed[f"{scope}_latency_us"] = Figure(line.latency_us, pair)
     if links.inter is not None:
-        changed["nics_per_node"] = Figure(links.nics, f"{crowd}, over what a pair reaches alone")
+        changed["nics_per_node"] = Figure(links.nics, f"{crowd}, over the rate of a single pair")
         changed |= congestion(links.sweep, links.crowd, links.backend)
-        if "incast" in changed:  # the rate of a sender alone, so that crowds take what they took
+        if "incast" in changed:  # the rate of a single sender, so that crowds keep their measured time
             slow = 1 + changed["incast"].value * min(links.crowd - 1, changed["incast_peers"].value)
             changed["inter_gbs"] = Figure(round(slow * links.inter.gbs, 4), f"{crowd}, without incast")
     return replace(hardware, **changed)
 
 
 def fit(message_bytes: Sequence[int], times_us: Sequence[float]) -> Line:
-    """The line of least relative squares through one-way times; latency at least 0."""
+    """Fits a line to one-way times by least relative squares; latency at least 0."""
     size, took = np.asarray(message_bytes, np.float64), np.asarray(times_us, np.float64)
     design = np.stack([1 / took, size / took], axis=1)
     (latency, a_byte), *_ = np.linalg.lstsq(design, np.ones(len(took)), rcond=None)
@@ -143,7 +143,7 @@ class _LinkJob:
     # --- a pair
 
     def line(self, same: bool) -> Line | None:
-        """Of the first pair of ranks that share a node, or that do not; None without such a pair."""
+        """The line of the first pair of ranks on the same node, or on different nodes; None without such a pair."""
         pairs = itertools.combinations(range(self.comm.ranks), 2)
         pair = next((pair for pair in pairs if (self.nodes[pair[0]] == self.nodes[pair[1]]) is same), None)
         if pair is None:
@@ -156,7 +156,7 @@ class _LinkJob:
         return fit(self.messages, self._slowest(mine))
 
     def _ping_pong_us(self, peer: int, first: bool, size: int) -> float:
-        """One way, the best of `runs` after one to warm up."""
+        """One-way microseconds, the best of `runs` after a warm-up."""
         buffer = self._bytes(size)
         turns = (dist.send, dist.recv) if first else (dist.recv, dist.send)
 
@@ -169,8 +169,8 @@ class _LinkJob:
     # --- all peers at once
 
     def crowd_gbs(self, same: bool) -> float | None:
-        """1e9 bytes/s that a rank sends, and receives, with all its peers at once: those of its node, or its
-        counterparts on the other nodes. Ranks without peers wait; None where all are."""
+        """1e9 bytes/s that a rank sends, and receives, with all its peers at once: the others of its node, or its
+        counterparts on the other nodes. Ranks without peers wait; None if no rank has any."""
         peers, size = self._peers(same), max(self.messages)
         sent = self._bytes(max(len(peers), 1) * self._share(peers, size))
         received = torch.empty_like(sent)
@@ -191,11 +191,11 @@ class _LinkJob:
         ]
 
     def _share(self, peers: Sequence[int], size: int) -> int:
-        """Bytes for each peer, so that all together get `size`."""
+        """The bytes for each peer, for a total of `size`."""
         return max(size // max(len(peers), 1), 1)
 
     def _posts(self, peers: Sequence[int], sent: Tensor, received: Tensor, size: int) -> list[Post]:
-        """A message to each peer and one from each, in an order that all ranks agree on."""
+        """A message to and from each peer, in an order common to all ranks."""
         posts = []
         for at, peer in enumerate(peers):
             part = slice(at * size, (at + 1) * size)
@@ -209,8 +209,8 @@ class _LinkJob:
     # --- few peers
 
     def sweep(self, between: float, nic: float) -> tuple[Measured, ...]:
-        """Rates by peers, as shares of those of crowds. between, nic: 1e9 bytes/s that crowds reach of a rank, and of
-        a NIC, which one receiver has for itself."""
+        """Rates by number of peers, as shares of the crowd's. between, nic: 1e9 bytes/s of the crowd per rank, and per
+        NIC, all of which a single receiver can use."""
         rank, size = self.comm.rank, max(self.messages)
         nodes = [
             [other for other, of in enumerate(self.nodes) if of == node] for node in sorted(set(self.nodes))
@@ -233,8 +233,8 @@ class _LinkJob:
     # --- posting
 
     def post_us(self) -> float:
-        """What one message more adds to a round, microseconds: of sends and receives between neighbours in a circle,
-        short ones, many rounds long; the slope of a line through the best times."""
+        """The microseconds that one more message adds to a round: the slope of a line through the best times of many
+        rounds of short sends and receives between neighbours in a ring."""
         times = []
         for count in POSTS:
             buffer = self._bytes(2 * count * SHORT)
@@ -249,7 +249,7 @@ class _LinkJob:
     # --- beside transfers
 
     def contention(self) -> float:
-        """By how much longer kernels take while all peers are sent to and received from, as a share."""
+        """The relative slowdown of kernels during transfers to and from all peers."""
         peers = [rank for rank in range(self.comm.ranks) if rank != self.comm.rank]
         size = max(max(self.messages) // len(peers), 1)
         sent, received = (self._bytes(len(peers) * size) for _ in range(2))
@@ -257,14 +257,14 @@ class _LinkJob:
         side = CUDA_SIDE if self.comm.device.type == "cuda" else CPU_SIDE
         square = torch.ones(side, side, device=self.comm.device)
         alone = min(self._each(lambda: torch.mm(square, square)))
-        # as many products as take half of the transfer: all of them are beside it
+        # products for half the duration of the transfer, so that all of them overlap it
         count = max(int(self._round_us(posts) / 2 / alone), 1)
         alone, beside = (self._products_us(square, count, some) for some in ([], posts))
         found = max(beside / alone - 1.0 for alone, beside in self._gathered([alone, beside]))
         return round(min(max(found, 0.0), MOST_CONTENTION), 3)
 
     def _products_us(self, square: Tensor, count: int, posts: Sequence[Post]) -> float:
-        """The best time of so many products, while the messages are on the wire."""
+        """The best time of `count` products while the messages are in flight."""
 
         def work() -> None:
             for _ in range(count):
@@ -272,21 +272,21 @@ class _LinkJob:
 
         times = []
         for _ in range(self.runs):
-            self._gathered([0.0])  # all ranks begin together
+            self._gathered([0.0])  # a barrier
             times.append(beside_us(lambda: self.comm.batch(0, posts), work, self.comm.device))
         return min(times)
 
     # --- helpers
 
     def _each(self, work: Callable[[], object]) -> list[float]:
-        """Microseconds of `runs` after one to warm up."""
+        """The microseconds of each of `runs`, after a warm-up."""
         return [wall_us(work, self.comm.device) for _ in range(self.runs + 1)][1:]
 
     def _bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.comm.device)
 
     def _gathered(self, figures: Sequence[float]) -> list[list[float]]:
-        """Those of every rank."""
+        """The figures of every rank."""
         return _gathered(self.comm, self.group, torch.tensor(figures, dtype=torch.float64))
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
@@ -294,7 +294,7 @@ class _LinkJob:
 
 
 def _gathered(comm: Communicator, group: Any, mine: Tensor) -> list[list[Any]]:
-    """The numbers of every rank, by the collectives that the group has."""
+    """The numbers of every rank, gathered by a collective that the group supports."""
     mine = mine.to(comm.device)
     everyone = [torch.empty_like(mine) for _ in range(comm.ranks)]
     dist.all_gather(everyone, mine, group=group)

@@ -1,4 +1,4 @@
-"""A task alone: a program of one instruction, with all its rows at home. For profiles, which time tasks one by one."""
+"""A single task as a program of one instruction with all its rows at home, for profiles that time tasks one by one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from apportion.ir.tensors import KV_SIDE, Space, Tensor as Name
 def lone_task(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dmin: int, dmax: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What computes a task, forward and backward: nothing is read but its operands, and results are written once.
+    """Functions that compute a task's forward and backward: they read only its operands and write each result once.
 
-    q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv]. A pair is seen where its row less its key is
+    q [rows, Hq, D], k [keys, Hk, D], v [keys, Hk, Dv], do [rows, Hq, Dv]. A pair is allowed if row - key is
     in [dmin, dmax].
     """
     given = {Name.Q: (q,), Name.KV: (k, v)}

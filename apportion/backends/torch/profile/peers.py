@@ -1,11 +1,10 @@
-"""The rate between nodes by pattern of senders and receivers: the patterns, and the figures that follow from their
-times.
+"""Rates between nodes by pattern of senders and receivers: the patterns, and the figures derived from their times.
 
     balanced       every rank sends to k ranks on the next k nodes, and receives from k on those before
     many-to-one    k ranks on k nodes send to one rank of another
 
-Each with ranks at the same place of their nodes (rail-aligned), and from one place to the next (across rails). A rank's
-bytes are the same whatever k is. Rates are shares of what crowds of all ranks reach.
+Each between ranks of the same local index (rail-aligned), and from one local index to the next (across rails). A rank's
+bytes are the same for every k. Rates are relative to the crowd of all ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ PEERS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Pattern:
-    """peers: k; rails: whether ranks are at the same place; balanced: else many-to-one."""
+    """A pattern of transfers. peers: k; rails: whether rail-aligned; balanced: else many-to-one."""
 
     peers: int
     rails: bool
     balanced: bool
 
     def ends(self, nodes: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
-        """(to, from): the ranks that a rank sends to and receives from. nodes: ranks of each, equally many."""
+        """(to, from): the ranks that a rank sends to and receives from. nodes: the ranks of each, of equal number."""
         at = next(number for number, ranks in enumerate(nodes) if rank in ranks)
         place, count, on_node = nodes[at].index(rank), len(nodes), len(nodes[at])
         step = 0 if self.rails else 1
@@ -45,14 +44,14 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Measured:
-    """shares: of each run, what a receiver gets of the rate that crowds reach."""
+    """A measured pattern. shares: for each run, a receiver's rate relative to the crowd's."""
 
     pattern: Pattern
     shares: tuple[float, ...]
 
 
 def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
-    """All that there are ranks for; none where nodes differ in size."""
+    """All patterns that the ranks allow; none if nodes differ in size."""
     if len(nodes) < 2 or len({len(ranks) for ranks in nodes}) > 1:
         return []
     rails = (True, False) if len(nodes[0]) > 1 else (True,)
@@ -66,8 +65,8 @@ def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
 
 
 def congestion(sweep: Sequence[Measured], crowd: int, backend: str) -> dict[str, Figure]:
-    """The figures `incast`, `incast_peers`, `one_peer` of a hardware that the sweep tells, with the range over runs.
-    crowd: how many senders a receiver had in the crowds."""
+    """The figures `incast`, `incast_peers`, `one_peer` of a hardware that follow from the sweep, with the range over
+    runs. crowd: the number of senders per receiver in the crowds."""
     many = _by_peers(sweep, balanced=False)
     found: dict[str, Figure] = {}
     if len([peers for peers in many if peers > 1]) > 1:
@@ -79,7 +78,7 @@ def congestion(sweep: Sequence[Measured], crowd: int, backend: str) -> dict[str,
     if single is not None and crowd > 1:
         incast = found["incast"].value if found else 0.0
         most = found["incast_peers"].value if found else 0.0
-        # of what one sender would get in a crowd that nothing slows down
+        # relative to one sender in a crowd without congestion
         base = 1 + incast * min(crowd - 1, most)
         source = f"measured: pairs of ranks over {backend}, over all ranks to all peers"
         found["one_peer"] = _figure([share / base for share in single], source, LEAST, 1.0)
@@ -87,7 +86,7 @@ def congestion(sweep: Sequence[Measured], crowd: int, backend: str) -> dict[str,
 
 
 def _by_peers(sweep: Sequence[Measured], balanced: bool) -> dict[int, tuple[float, ...]]:
-    """Peers -> shares, rail-aligned, as plans send where they can."""
+    """Peers -> shares, rail-aligned if available, as plans prefer."""
     chosen = [one for one in sweep if one.pattern.balanced == balanced and one.pattern.rails]
     return {one.pattern.peers: one.shares for one in chosen}
 
@@ -97,7 +96,7 @@ def _runs(many: dict[int, tuple[float, ...]]) -> int:
 
 
 def _slope(shares: dict[int, float]) -> float:
-    """By how much longer each further sender makes a byte, over what it takes with one: 1 / share is a line."""
+    """The relative extra time per byte of each further sender: 1 / share is a line."""
     further = np.array([peers - 1 for peers in shares if peers > 1])
     slope, base = np.polyfit(further, [1 / shares[peers] for peers in shares if peers > 1], 1)
     return float(slope / base) if base > 0 else 0.0

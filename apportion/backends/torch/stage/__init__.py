@@ -1,4 +1,4 @@
-"""One launch an instruction: kernels over work lists that are made once a plan, in Triton."""
+"""Engine `stage`: Triton kernels over work lists that are built once per plan, one launch per instruction."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ WIDEST = 256
 
 
 def obstacle(header: Header, device: torch.device) -> str | None:
-    """Why these kernels do not serve plans of this header on a device; None where they do."""
+    """The reason that these kernels cannot run plans of this header on a device; None if they can."""
     if header.dtype == "fp64":
         return "the stage kernels compute in float16, bfloat16 and float32"
     if max(header.head_dim, header.v_head_dim) > WIDEST:
-        return f"head dims up to {WIDEST}, and the plan has {header.head_dim} and {header.v_head_dim}"
+        return (
+            f"head dims are limited to {WIDEST}, and the plan has {header.head_dim} and {header.v_head_dim}"
+        )
     if header.latent is not None:
-        return "latent rows are expanded task by task"
+        return "the stage kernels do not expand latent rows"
     return device_obstacle(device)
 
 
 def device_obstacle(device: torch.device) -> str | None:
-    """Why these kernels do not run on a device."""
+    """The reason that these kernels do not run on a device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "the stage kernels need Triton: pip install '.[triton]'"
     if device.type == "cuda":

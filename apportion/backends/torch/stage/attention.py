@@ -1,6 +1,6 @@
 """Attention of one instruction in Triton: `attend` is one launch, `attend_grad` is two (`dq`, `dkdv`).
 
-Work lists say what each kernel program does (see `worklists`). A program owns the accumulator rows of one tile and
+Work lists define the work of each kernel program (see `worklists`). A program owns the accumulator rows of one tile and
 head: it walks over the tile's entries with running sums in registers, then merges them once into the rows. There is
 one writer for each row and no atomics, so the same plan gives the same bits.
 
@@ -9,7 +9,7 @@ side by side (96 = 64 + 32), so a tile of rows is a tuple of one or two parts. H
 their own.
 """
 
-# Triton reads these functions' source: they are no ordinary Python, and have no types but those of their arguments.
+# Triton compiles the source of these functions; only the arguments carry type annotations.
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 
-#: integer arguments: another plan's numbers are no reason to compile again, not even 1 and multiples of 16
+#: integer arguments that are never specialised, not even for 1 and multiples of 16: a new plan must not recompile
 SIZES = (
     "first_tile",
     "lanes",
@@ -39,7 +39,7 @@ SIZES = (
 
 @triton.jit
 def _part(at, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr):
-    """[rows, SIZE] of columns FIRST + [0, SIZE); zero beyond WIDTH, and where `rows` is false."""
+    """[rows, SIZE] of columns FIRST + [0, SIZE); zero beyond WIDTH, and for masked `rows`."""
     columns = FIRST + tl.arange(0, SIZE)[None, :]
     if FIRST + SIZE > WIDTH:
         part = tl.load(at + columns, mask=rows & (columns < WIDTH), other=0.0)
@@ -52,7 +52,7 @@ def _part(at, rows, width, FIRST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def _load(at, rows, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr):
-    """The parts of rows that begin at `at` [n, 1]."""
+    """The parts of rows at the addresses `at` [n, 1]."""
     first = _part(at, rows, WIDTH, 0, A, WIDTH, MASK)
     return (first, _part(at, rows, WIDTH, A, B, WIDTH, MASK)) if B else (first,)
 
@@ -81,7 +81,7 @@ def _add_dot(sums, p, rows, B: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scaled(sums, factor, B: tl.constexpr):
-    """Each row times its factor [n]."""
+    """Multiplies each row by its factor [n]."""
     return (sums[0] * factor[:, None], sums[1] * factor[:, None]) if B else (sums[0] * factor[:, None],)
 
 
@@ -92,14 +92,13 @@ def _merge_part(
     columns = FIRST + tl.arange(0, SIZE)[None, :]
     inside = live & (columns < WIDTH)
     rows = tl.load(at + columns, mask=inside & (fresh == 0), other=0.0)
-    tl.debug_barrier()  # every thread has read what one of them overwrites
+    tl.debug_barrier()  # all threads have read before any overwrites
     tl.store(to + columns, (rows * old + part * new).to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _merge(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """rows * old + sums * new, of float32 rows at `at` [n, 1], stored at `to` in the dtype that is there; fresh rows
-    are not read."""
+    """Stores rows * old + sums * new at `to` in its dtype; rows: float32 at `at` [n, 1]; fresh rows are not read."""
     _merge_part(at, to, live, old, new, fresh, sums[0], 0, A, WIDTH)
     if B:
         _merge_part(at, to, live, old, new, fresh, sums[1], A, B, WIDTH)
@@ -109,7 +108,7 @@ def _merge(at, to, live, old, new, fresh, sums, WIDTH: tl.constexpr, A: tl.const
 def _beside(
     tile, columns, NUMBER: tl.constexpr, home, work, home_columns, work_columns, M: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """[M]: where the rows of operand NUMBER beside a tile's rows begin, for a head."""
+    """[M]: addresses of the rows of operand NUMBER beside a tile's rows, for a head."""
     is_work = (tl.load(tile + 4) & (2 << NUMBER)) != 0
     row = tl.where(is_work, work_columns, home_columns) * WIDTH
     at = tl.where(is_work, work, home) + tl.load(columns + NUMBER) * WIDTH
@@ -118,8 +117,8 @@ def _beside(
 
 @triton.jit
 def _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D: tl.constexpr, E: tl.constexpr):
-    """Where k and v of a head column begin, and from one row to the next: chosen without a branch, behind which older
-    compilers see no alignment."""
+    """Addresses of k and v of a head column, and the row strides; selected without a branch, after which older
+    compilers lose the alignment."""
     k_row = tl.where(work, kv_columns * (D + E), kv_heads * D)
     v_row = tl.where(work, kv_columns * (D + E), kv_heads * E)
     k_at = tl.where(work, kv_work + column * (D + E), k_home + column * D)
@@ -129,7 +128,7 @@ def _keys(column, work, k_home, v_home, kv_work, kv_heads, kv_columns, D: tl.con
 
 @triton.jit
 def _entry(at):
-    """The ends of an entry's three ranges of walked rows, of which the middle one has no masked pair, and the band
+    """The ends of an entry's three ranges of walked rows, the middle one without masked pairs, and the band
     (dmin, dmax, from, to) of its pairs."""
     ends = tl.load(at), tl.load(at + 2), tl.load(at + 3), tl.load(at + 1)
     return ends, (tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))
@@ -137,7 +136,7 @@ def _entry(at):
 
 @triton.jit
 def _target(tile, heads, lane, M: tl.constexpr):
-    """(whether complete rows of a tile go into a message, their places there or among results [M], in columns)."""
+    """(whether complete rows of a tile go into a message, their positions there or among results [M], in columns)."""
     row = (tl.load(tile + 11) + tl.arange(0, M)).to(tl.int64)
     column = tl.load(heads + tl.load(tile + 13) + lane)
     return (tl.load(tile + 4) & STAGED) != 0, row * tl.load(tile + 12) + column
@@ -145,13 +144,13 @@ def _target(tile, heads, lane, M: tl.constexpr):
 
 @triton.jit
 def _after(at, unit):
-    """`at`, so many units of 16 bytes on."""
+    """`at` advanced by `unit` units of 16 bytes."""
     return at + tl.load(unit).to(tl.int64) * (128 // at.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit
 def _tanh(x):
-    """Series where exp would cancel."""
+    """tanh, by a series where exp would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     square = x * x
@@ -227,10 +226,10 @@ def attend(
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O rows of a tile and head, merged with what the tile's queries see in its entries; where they are complete, rows
-    of `out`, home rows with the learned sinks, or of the messages in `wire`.
+    """Merges the attention of a tile's entries into its O rows of a head. Complete rows go to `out` (home rows with the
+    learned sinks) or to the messages in `wire`.
 
-    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV hold k beside v. o float32, lse
+    q [rows, q_heads, D], k, v [rows, kv_heads, D or E] at home; work rows of KV interleave k and v. o float32, lse
     float64, in messages float32.
     """
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
@@ -268,7 +267,7 @@ def attend(
     take = take / tl.where(none, 1.0, total)
     o_at = tl.where(work, o_work, o_home) + (offset * E)[:, None]
     if flags & COMPLETE:
-        joins = (has_sinks != 0) & (flags & 2 == 0)  # those of work rows join at home
+        joins = (has_sinks != 0) & (flags & 2 == 0)  # sinks are added to home rows only
         sink = tl.load(sinks + tl.load(columns), mask=joins, other=0).to(tl.float64)
         sink = tl.where(joins, sink, NEG_INF) + tl.zeros([M], tl.float64)
         new, share, _ = merge_weights(new, sink)
@@ -301,8 +300,8 @@ def merge_weights(old, part):
 
 @triton.jit
 def _statistics(do, out, lse, live, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr):
-    """(LSE, rowsum(dO * O)) of rows, float64 and float32 [n]. do: their parts; out, lse: where each output begins, and
-    where each LSE is."""
+    """(LSE, rowsum(dO * O)) of rows, float64 and float32 [n]. do: parts of dO; out, lse: addresses of each row's output
+    and LSE."""
     o = _load(out, live[:, None], E, EA, EB, True)
     total = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
     if EB:
@@ -316,8 +315,8 @@ def _p_ds(
 ):  # fmt: skip
     """Probabilities and gradients of the products; lse and delta broadcast along keys.
 
-    In float32 the difference of logits and LSE is taken before it is turned into powers of 2, so that neither is
-    rounded once more; in half dtypes that would not be seen.
+    In float32 the difference of logits and LSE is taken before the conversion to powers of 2, which avoids a rounding
+    of each; in half dtypes that would not be visible.
     """
     UNIT: tl.constexpr = 1.0 if PRECISION == "ieee" else LOG2E
     logits, tanh = _logits(products, scale, cap, CAP, UNIT)
@@ -364,9 +363,9 @@ def dq(
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ rows of a tile and head; complete ones in dq_out, home rows in the model's dtype, or in messages. delta [rows,
-    heads, 2]: lse and delta, float32, which tiles that are stated compute from the home rows of out and lse, where the
-    layer lets them (`states`); dq float32."""
+    """Accumulates dQ rows of a tile and head; complete rows go to dq_out (home rows, in the model's dtype) or to
+    messages. delta [rows, heads, 2]: lse and delta, float32, which stated tiles compute from the home rows of out and
+    lse if the layer allows it (`states`); dq float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -418,8 +417,8 @@ def _dkdv_rows(
     MASK: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys own, queries are walked: all products are transposed, [keys, queries]. at, row: of q, dO and delta, where
-    they begin, and from one row to the next."""
+    """Accumulates over walked queries for owned keys: all products are transposed, [keys, queries]. at, row: addresses
+    and row strides of q, dO and delta."""
     q_at, do_at, delta_at = at
     q_row, do_row, delta_row = row
     step = tl.arange(0, N)
@@ -458,8 +457,8 @@ def dkdv(
     CAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV rows of a tile and KV head, over all query heads that it serves; complete ones in dk_out and dv_out, or
-    in messages. dkv: dk beside dv, float32."""
+    """Accumulates dK and dV rows of a tile and KV head over all its query heads; complete rows go to dk_out and dv_out
+    or to messages. dkv: dk and dv interleaved, float32."""
     tile = tiles + (first_tile + tl.program_id(0) // lanes) * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -507,7 +506,7 @@ def dkdv(
         staged, place = _target(tile, heads, lane, M)
         beside = _after(
             wire, tile + 10
-        )  # scalars are chosen: AMD's compiler takes no choice of pointers in tensors
+        )  # selects scalars: AMD's compiler cannot select between tensors of pointers
         dk_to = tl.where(staged, beside, dk_out) + (place * tl.where(staged, D + E, D))[:, None]
         dv_to = tl.where(staged, beside + D, dv_out) + (place * tl.where(staged, D + E, E))[:, None]
         _merge(dkv_at, dk_to, live[:, None], 1.0, 1.0, flags & 1, dk, D, DA, DB)

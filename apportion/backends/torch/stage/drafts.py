@@ -1,4 +1,4 @@
-"""The launches of each step of a rank's program, and their tables, before these are on the device."""
+"""Drafts the launches of each step of a rank's program, and their tables, before the copy to the device."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from apportion.ir.tensors import Space, Tensor as Name
 
 
 class Launch(NamedTuple):
-    """One kernel launch, but for the arrays and the layer. arrays: which of the machine's arrays come first, by number;
-    tables: device tensors; sizes: integers behind them."""
+    """One kernel launch without its arrays and layer. arrays: the numbers of the machine's arrays that come first;
+    tables: device tensors; sizes: integers after them."""
 
     kernel: str
     programs: int
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Draft:
-    """A launch whose tables are not on the device yet: where each begins and ends in the buffer."""
+    """A launch whose tables are not on the device yet: the range of each in the buffer."""
 
     kernel: str
     programs: int
@@ -69,7 +69,7 @@ class Draft:
         views = [buffer[place] for place in self.tables]
         if self.kernel == "move":
             views[0] = views[0].view(torch.int64)
-        arrays = itemgetter(*(drafts.number(slot) for slot in self.slots))  # two at least
+        arrays = itemgetter(*(drafts.number(slot) for slot in self.slots))  # at least two
         return Launch(self.kernel, self.programs, tuple(views), arrays, self.sizes, self.constants)
 
 
@@ -98,13 +98,13 @@ class Drafts:
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
     def number(self, slot: Slot) -> int:
-        """The number of an array; one that the program never names is another of the same tensor."""
+        """The number of an array; an array that the program never names maps to another of the same tensor."""
         if slot not in self.slots:
             self.slots.append(slot)
         return self.slots.index(slot)
 
     def complete(self) -> dict[tuple[int, Name, bool], list[tuple[int, int]]]:
-        """(step, tensor, whether at home) -> the rows that it leaves as results, ranges apart from each other."""
+        """(step, tensor, whether at home) -> disjoint ranges of the rows that it leaves as results."""
         found: dict[tuple[int, Name, bool], set[tuple[int, int]]] = {}
         instructions = self._programs["instructions"]
         for roles in ROLES.values():
@@ -116,7 +116,7 @@ class Drafts:
         return {key: apart(ranges) for key, ranges in found.items()}
 
     def step(self, step: Step) -> Iterator[Draft]:
-        """The launches of a step; of row ops, where there are rows."""
+        """The launches of a step; a row op without rows has none."""
         made = STEPS.get(step.op)
         if made is not None and (step.rowops or step.op.rule.list != "rowops"):
             yield from made(self, step)
@@ -132,7 +132,7 @@ class Drafts:
         above = [*self._ends(Name.DO), *self._ends(Name.DELTA)]
         for kernel, own, results in (("dq", Name.DQ, (0,)), ("dkdv", Name.DKV, (1, 2))):
             slots = [*self._ends(Name.Q), *self._kv(), *above, *self._ends(own)]
-            # without gradients of home rows nothing is complete, and any array will do
+            # without gradients of home rows nothing is complete, so any array may stand in
             slots += [(Name.NONE, True, i) if own in self._home else slots[0] for i in results]
             slots += _WIRE[:1]
             if kernel == "dq":
@@ -162,7 +162,7 @@ class Drafts:
         return [home, (Name.KV, True, 1) if home == (Name.KV, True, 0) else work, work]
 
     def _ends(self, tensor: Name, number: int = 0) -> list[Slot]:
-        """An array at home and as work rows; where the program has but one of them, that twice."""
+        """An array at home and as work rows; if the program has only one of them, that one twice."""
         home, work = (tensor, True, number), (tensor, False, number)
         if tensor not in self._arenas.columns:
             return [home, home]
@@ -172,7 +172,7 @@ class Drafts:
     # --- rows
 
     def _places(self, operand: Operand) -> list[Part]:
-        """Each part's place, and bytes of a column."""
+        """The place of each part, and its bytes per column."""
         found = []
         for number, array in enumerate(self._arenas.arrays(operand.tensor, operand.space)):
             slot = (operand.tensor, operand.is_home, number)
@@ -194,17 +194,17 @@ class Drafts:
         )
 
     def launch(self, step: Step) -> Iterator[Draft]:
-        """What is staged goes into its messages."""
+        """Packs staged tiles into their messages."""
         tiles = self._staged(self._rounds.of_step[step.index].sends)
         yield from self._move([p for there, here, rows in tiles for p in moved(here, there, rows)])
 
     def wait(self, step: Step) -> Iterator[Draft]:
-        """What was staged comes out of them."""
+        """Unpacks staged tiles from their messages."""
         tiles = self._staged(self._rounds.of_step[step.index].receives)
         yield from self._move([p for there, here, rows in tiles for p in moved(there, here, rows)])
 
     def _staged(self, messages: Sequence[Message]) -> Iterator[tuple[list[Part], list[Part], int]]:
-        """The parts of each staged tile in its message and in memory, and its rows, but for those that are in place."""
+        """The parts of each staged tile in its message and in memory, and its rows, without those written in place."""
         for message in messages:
             for tile, (index, _) in enumerate(message.tiles if message.is_staged else ()):
                 operand = self._program.operands[index]
@@ -227,7 +227,7 @@ class Drafts:
         yield from self._move(panels)
 
     def _result(self, operand: Operand) -> list[Part]:
-        """The parts of home rows of a sum as the caller gets them."""
+        """The parts of a sum's home rows in the caller's results."""
         like, first = _RESULT[operand.tensor]
         given = self._places(replace(operand, tensor=like))
         found = [
@@ -271,12 +271,12 @@ class Drafts:
             yield Draft("merge", len(fold.tiles) * fold.lanes, tables, slots, sizes, self._widths())
 
     def _by_space(self, fold: Fold) -> None:
-        """`merge` knows two arrays of O: slots become whether they are work rows."""
+        """Replaces slots by whether they are work rows: `merge` has only two arrays of O."""
         work = np.array([not home for _, home, _ in fold.slots], np.int32)
         fold.tiles[:, 7], fold.entries[:, 3] = work[fold.tiles[:, 7]], work[fold.entries[:, 3]]
 
     def delta(self, step: Step) -> Iterator[Draft]:
-        """All rows, for layers that ask for it; then, where attention computes some, the others."""
+        """A launch for all rows, for layers that need it; then, if attention computes some, one for the others."""
         operands = self._program.operands
         if any(not operands[row.b].is_home for row in step.rowops):
             raise ExecutionError("delta of work rows of O: a plan computes it where the output lives")
@@ -290,7 +290,7 @@ class Drafts:
         self.shares += len(every.tiles)
 
     def _unstated(self, own: Operand) -> list[tuple[int, int]]:
-        """Rows whose statistics no task computes."""
+        """Ranges of rows whose statistics no task computes."""
         return gaps(self._stated if own.is_home else (), own.row, own.row + own.rows)
 
     @cached_property
@@ -299,7 +299,7 @@ class Drafts:
         return apart(zip(row0, row1, strict=True))
 
     def finish(self, step: Step) -> Iterator[Draft]:
-        """Rows of sums; then, for layers with learned sinks, rows that arrived as results."""
+        """Finishes rows of sums; then, for layers with learned sinks, rows that arrived as results."""
         lse, result = (Name.O, True, 1), (Name.NONE, True, 0)
         sums, results = self._complete["o"].gaps, self._complete["o"].arrived.within
         for o, left in (((Name.O, True, 0), sums), (result, results)):
@@ -309,7 +309,7 @@ class Drafts:
             yield Draft("finish", programs, tables, [o, lse, result], sizes, self._widths())
 
     def results(self, rows: int) -> Iterator[Draft]:
-        """Gradients of home rows as the caller gets them: dq, dk and dv, arrays of their own."""
+        """Copies gradients of home rows to the caller's results: dq, dk and dv, separate arrays."""
         found: list[Panel] = []
         for tensor, column in ((Name.DQ, "dq"), (Name.DKV, "dkv")):
             for row, stop in self._complete[column].gaps(0, rows) if tensor in self._home else ():
@@ -323,7 +323,7 @@ class Drafts:
         return row_constants(self._variant.v)
 
     def _stored(self, *tables: Ints) -> list[slice]:
-        """Where each table will be in the buffer, in int32; each begins at a multiple of 16 bytes."""
+        """The range of each table in the buffer, in int32; each begins at a multiple of 16 bytes."""
         places = []
         for table in tables:
             flat = np.ascontiguousarray(table).reshape(-1)
@@ -337,7 +337,7 @@ class Drafts:
 
 #: staging as numbers of the model's dtype, and as float32
 _WIRE: list[Slot] = [(Name.NONE, False, 0), (Name.NONE, False, 1)]
-#: a sum -> the tensor whose home rows its results are like, and the first of the results that they are
+#: a sum -> the tensor whose home rows its results resemble, and the index of their first result
 _RESULT = {Name.O: (Name.DO, 0), Name.DQ: (Name.Q, 0), Name.DKV: (Name.KV, 1)}
 #: home rows that callers pass in, unless the program projects
 _GIVEN = frozenset({Name.Q, Name.KV, Name.DO})
@@ -348,12 +348,12 @@ def _rows_of(ranges: Callable[[int, int], list[tuple[int, int]]], own: Operand) 
 
 
 def _overlap(pairs: Sequence[tuple[Operand, Operand]]) -> bool:
-    """Whether a row of a copy may meet rows that another one writes: rare, so it need not be exact."""
+    """True if a row of a copy may overlap rows that another one writes; conservative, since that is rare."""
     read, written = ({(one.tensor, one.is_home) for one in side} for side in zip(*pairs, strict=True))
     return bool(read & written) or owners_meet([one for _, one in pairs], np.arange(len(pairs)))
 
 
-#: what drafts the launches of an op; an op without is the machine's own, and has its operands' views
+#: op -> the function that drafts its launches; the machine executes other ops itself, on views
 STEPS: Mapping[Op, Callable[[Drafts, Step], Iterator[Draft]]] = {
     op: made for op in Op if (made := getattr(Drafts, OP_NAMES[op], None))
 }

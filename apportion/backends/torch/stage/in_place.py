@@ -1,9 +1,9 @@
-"""Complete work rows that attention writes where they belong, instead of into work rows: which ones, and where that is.
+"""Destinations of complete work rows that attention writes directly into messages or results.
 
     sum's work rows    ├──── sent to 2 ────┤── delivered ──┤── sent to 3 ──┤
     written to         a tile of a message   home rows       a tile of a message
 
-Which rows these are follows from the program (`ir.plan.fusion`); where, from the places of messages in staging.
+The rows follow from the program (`ir.plan.fusion`), the destinations from the places of messages in staging.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from apportion.ir.tensors import Space
 
 @dataclass(frozen=True)
 class Placed:
-    """Complete work rows [row, stop) of a sum, of an operand of this number, that a task writes where they belong: in a
-    tile of a message from its row `first` on, or, without a message, among the results, from that home row on."""
+    """Complete work rows [row, stop) of a sum, of an operand of this number, that a task writes to their destination: a
+    tile of a message from its row `first` on, or, without a message, the results from that home row on."""
 
     row: int
     stop: int
@@ -42,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class InPlace:
-    """rows: column of the tasks' list -> the complete work rows of its sum, and where they go."""
+    """All destinations. rows: column of the tasks' list -> the complete work rows of its sum, with destinations."""
 
     rows: Mapping[str, list[Placed]]
     arenas: Arenas
@@ -78,7 +78,7 @@ class InPlace:
         return InPlace(found, arenas)
 
     def targets(self, column: str) -> Targets:
-        """Of the rows of one sum."""
+        """The destinations of the rows of one sum."""
         return Targets.of([self._target(one) for one in self.rows.get(column, ())])
 
     def _target(self, placed: Placed) -> tuple[int, int, int, int, int, int, int]:
@@ -92,12 +92,12 @@ class InPlace:
         return placed.row, placed.stop, 1, placed.first, columns, (start + at) // ALIGNMENT, lse // ALIGNMENT
 
     def rest(self, number: int, operand: Operand) -> list[tuple[int, int]]:
-        """The rows of the operand of this number that are not in place."""
+        """The rows of the operand of this number that are not written in place."""
         return gaps(self._done.get(number, ()), operand.row, operand.row + operand.rows)
 
     @cached_property
     def _done(self) -> dict[int, list[tuple[int, int]]]:
-        """Number of an operand -> the ranges that are in place, ascending."""
+        """Number of an operand -> the ranges written in place, ascending."""
         found: dict[int, list[tuple[int, int]]] = {}
         for one in sorted((one for rows in self.rows.values() for one in rows), key=lambda one: one.row):
             found.setdefault(one.number, []).append((one.row, one.stop))

@@ -1,4 +1,4 @@
-"""One rank's program on stage kernels: an instruction is one launch (`attend_grad`: two), with nothing decided here."""
+"""Executes one rank's program on stage kernels: one launch per instruction (`attend_grad`: two), no decisions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from apportion.ir.tensors import Tensor as Name
 
 
 class StageMachine(TorchMachine):
-    """As TorchMachine, of a program that `stage.program.load` made. launcher: gets kernels to the device."""
+    """A TorchMachine for a program from `stage.program.load`. launcher: starts kernels on the device."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class StageMachine(TorchMachine):
 
     @cached_property
     def _results(self) -> tuple[Tensor, ...]:
-        """What the caller gets, [rows, heads, width] in the model's dtype: the output; of a backward program dq, dk and
+        """The caller's results, [rows, heads, width] in the model's dtype: the output; of a backward program dq, dk and
         dv."""
         header, dtype = self.program.header, DTYPES[self.program.header.dtype]
         keys = header.kv_heads
@@ -56,19 +56,19 @@ class StageMachine(TorchMachine):
 
     @cached_property
     def _shares(self) -> Tensor:
-        """Shares of the tiles of all deltas in the gradients of the sinks."""
+        """Buffer for each delta tile's share of the sinks' gradients."""
         shape = (self._loaded.shares, self.program.header.q_heads)
         return torch.zeros(shape, dtype=torch.float64, device=self.memory.device)
 
     def bind(self) -> None:
-        """No op but projections needs views, and these have their own."""
+        """Does nothing: only projections need views, and make their own."""
 
     def _let_go(self) -> None:
         super()._let_go()
         self._arrays.clear()
 
     def _array(self, slot: Slot) -> Any:
-        """What kernels are given for a slot."""
+        """The kernel argument for a slot."""
         if slot is None:
             return self.memory.staging
         tensor, home, number = slot
@@ -89,13 +89,13 @@ class StageMachine(TorchMachine):
 
     @property
     def _states(self) -> int:
-        """1 where attention may compute statistics of rows: learned sinks and a gradient of LSE are for `delta`."""
+        """1 if attention may compute statistics of rows: learned sinks and a gradient of LSE need `delta`."""
         return int(self._layer.sinks is None and self._layer.dlse is None)
 
     def _attention(
         self, step: Step, layer: tuple[Tensor | None, ...], more: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """layer: arrays behind those of the launch; more: of a kernel, sizes behind its own."""
+        """Starts an instruction's launches. layer: arrays after the launch's; more: sizes after a kernel's own."""
         for launch in self._loaded.launches[step.index]:
             given = (launch.tables[0] if one is None else one for one in layer)
             sizes = *launch.sizes, *more.get(launch.kernel, ())
@@ -105,7 +105,7 @@ class StageMachine(TorchMachine):
             self._check(step)
 
     def _check(self, step: Step) -> None:
-        """Looks at the rows that an instruction added to, where they are now."""
+        """Checks the rows that an instruction accumulated, wherever they are now."""
         sums = {task.o for task in step.tasks} | {i for task in step.grads for i in (task.dq, task.dkv)}
         for index in sorted(sums):
             operand = self.program.operands[index]
@@ -129,7 +129,7 @@ class StageMachine(TorchMachine):
                 yield from self._completed(operand, max(start, row), min(end, stop))
 
     def _completed(self, operand: Operand, row: int, stop: int) -> Iterator[tuple[Tensor, ...]]:
-        """Complete rows [row, stop), where they are."""
+        """Complete rows [row, stop), at their destinations."""
         if operand.is_home:
             yield tuple(part[row:stop] for part in self._result_parts(operand.tensor))
             return

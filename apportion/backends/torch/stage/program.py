@@ -1,9 +1,9 @@
-"""A rank's program as launches: every table made once a plan, and sent to the device in one copy.
+"""Loads a rank's program as launches: all tables are built once per plan and sent to the device in one copy.
 
     columns ──worklists──► attend, dq, dkdv       steps ──rowlists──► move, add, merge, delta, finish
-                    └────────── one int32 buffer, pinned, copied behind whatever the device does ──────────┘
+                    └────────── one int32 buffer, pinned, copied in order of the stream ────────────────────┘
 
-What a call has to do for an instruction is to put the addresses of its arrays before arguments that are ready.
+For an instruction a call only has to put the addresses of its arrays before the prepared arguments.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from apportion.ir.tensors import Tensor as Name
 
 
 class Table:
-    """All tables of a program on its device. They were copied on the stream of whoever loaded the program, perhaps a
-    thread ahead of time: other streams wait for that once."""
+    """All tables of a program on its device. They are copied on the stream of the loading thread, possibly ahead of
+    time: other streams wait for the copy once."""
 
     def __init__(self, numbers: Ints, device: torch.device) -> None:
         host = torch.from_numpy(numbers)
@@ -45,7 +45,7 @@ class Table:
         self._joined.add(stream.cuda_stream)
 
     def join(self) -> None:
-        """Called before the tables are used on the current stream."""
+        """Has the current stream wait for the copy; called before it uses the tables."""
         if self._copied is None:
             return
         stream = torch.cuda.current_stream(self.data.device)
@@ -57,9 +57,9 @@ class Table:
 
 @dataclass(frozen=True)
 class StageLoaded(Loaded):
-    """launches: of each step; slots: the arrays that a machine keeps ready, by number; shares: tiles of all delta
-    instructions; complete: (step, tensor, whether at home) -> ranges of rows that it leaves as results, ascending;
-    in_place: of a sum, where those of its work rows go."""
+    """A loaded program. launches: of each step; slots: the arrays that a machine provides, by number; shares: tiles of
+    all delta instructions; complete: (step, tensor, whether at home) -> ascending ranges of rows that it leaves as
+    results; in_place: of a sum, the destinations of its complete work rows."""
 
     table: Table
     launches: Mapping[int, tuple[Launch, ...]]
@@ -82,7 +82,7 @@ class StageLoaded(Loaded):
 
 
 def load(request: LoadRequest, shapes: Variant | None = None) -> StageLoaded:
-    """The launches of a one-rank program on a device. shapes: of the kernels, by default those of the header."""
+    """Loads a one-rank program on a device. shapes: of the kernels, by default for the header."""
     columns, program, device, rows, hidden, envelope = request
     complete = find_complete(columns)
     rounds = find_rounds(columns, program, hidden, written_from(columns, complete))

@@ -1,10 +1,10 @@
-"""Tables of the row kernels, from the steps of a rank's program: what moves where, what is added to what.
+"""Builds the tables of the row kernels from the steps of a rank's program.
 
-    move           panels: rows of bytes at a place, with a stride, that go to another place     (copy, clear, messages)
-    add, merge     tiles of the accumulator's rows, and as entries the partial results on them, in program order
-    delta, finish  tiles of rows, one after another
+    move           panels: strided rows of bytes from one place to another                       (copy, clear, messages)
+    add, merge     tiles of the accumulator's rows; their entries are partial results, in program order
+    delta, finish  consecutive tiles of rows
 
-Places are slots, arrays that a launch is given the addresses of, and bytes in them.
+A place is a slot (an array whose address a launch takes) and a byte offset in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from apportion.ir.isa import Op
 from apportion.ir.tensors import Tensor as Name
 
 COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = range(7)
-#: int64 of a panel: slot, byte and stride of the source; of the target; rows, bytes of a row, how
+#: int64 of a panel: slot, byte and stride of the source; the same of the target; rows, bytes per row, how
 PANEL = 9
 #: addresses that a launch takes
 SLOTS = 12
@@ -40,8 +40,8 @@ Slot = Held | None
 
 
 class Place(NamedTuple):
-    """Rows of head columns in a slot. at: bytes of row 0, column 0; columns: where the heads are; of: columns of the
-    array; pitch: bytes from one column to the next; size: bytes of a number."""
+    """Rows of head columns in a slot. at: byte offset of row 0, column 0; columns: the heads' columns; of: number of
+    columns of the array; pitch: bytes from one column to the next; size: bytes per number."""
 
     slot: Slot
     at: int
@@ -74,11 +74,9 @@ class Panel(NamedTuple):
 
 
 def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY) -> Iterator[Panel]:
-    """Panels that move rows of `width` bytes (of the target) a column."""
+    """Panels that move rows of `width` bytes (of the target) per column."""
     a, b = source, target
-    if (
-        a.is_whole and b.is_whole
-    ):  # (row, column) pairs count as rows, or are one row where nothing lies between
+    if a.is_whole and b.is_whole:  # (row, column) pairs count as rows, or as one row if contiguous
         dense = b.pitch == width and a.pitch * b.size == width * a.size
         step, count = (a.of, rows) if dense else (1, rows * a.of)
         yield Panel(a.slot, a.at, a.pitch * step, b.slot, b.at, b.pitch * step, count, width * step, how)
@@ -89,7 +87,7 @@ def panels(source: Place, target: Place, rows: int, width: int, how: int = COPY)
 
 
 def parts_of(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> list[Part]:
-    """The parts of an array's rows from byte `at` on."""
+    """The parts of an array's rows that start at byte `at`."""
     size, pitch = array.dtype.itemsize, max(array.width, 1) * array.dtype.itemsize
     found = []
     for width in array.parts:
@@ -101,7 +99,7 @@ def parts_of(slot: Slot, at: int, columns: tuple[int, ...], array: Array) -> lis
 def message_parts(
     message: Message, tile: int, operand: Operand, arrays: Iterable[tuple[int, Array]], row: int = 0
 ) -> list[Part]:
-    """The parts of a staged tile as places of the staging arena, from one of its rows on."""
+    """The parts of a staged tile as places of the staging arena, starting at one of its rows."""
     columns = tuple(range(max(len(operand.heads), 1)))
     start = message.at + message.tiles[tile][1]
     return [
@@ -112,14 +110,14 @@ def message_parts(
 
 
 def moved(source: list[Part], target: list[Part], rows: int) -> Iterator[Panel]:
-    """Panels of all parts; numbers change their dtype on the way where the two differ."""
+    """Panels of all parts; numbers are converted if the dtypes differ."""
     for (a, _), (b, width) in _joined(zip(source, target, strict=True)):
         how = COPY if a.size == b.size else _CONVERTED[a.size, b.size]
         yield from panels(a, b, rows, width, how)
 
 
 def _joined(pairs: Iterable[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
-    """Parts that lie side by side on both sides move as one."""
+    """Joins parts that are contiguous on both sides."""
     found: list[tuple[Part, Part]] = []
     for pair in pairs:
         if found and all(_follows(*sides) for sides in zip(found[-1], pair, strict=True)):
@@ -141,12 +139,12 @@ def cleared(target: list[Part], rows: int, tensor: Name) -> Iterator[Panel]:
         yield from panels(place, place, rows, width, NEVER if tensor == Name.O and number == 1 else CLEAR)
 
 
-#: bytes of a number, and what they become: LSE between memory and messages, gradients as results or on their way
+#: conversions, bytes per number before and after: LSE between memory and messages, gradients in results or messages
 _CONVERTED = {(8, 4): NARROW, (4, 8): WIDEN, (4, 2): ROUND, (2, 4): EXTEND}
 
 
 class Move(NamedTuple):
-    """A launch of `move`. slots: whose addresses it takes; grain: what all bytes in `panels` are multiples of."""
+    """A launch of `move`. slots: arrays whose addresses it takes; grain: unit of all bytes in `panels`."""
 
     panels: Ints  # int64 [panels, PANEL], in grains
     chunks: Ints  # int32 [chunks, 2]: panel, first row
@@ -180,8 +178,8 @@ def move(found: Sequence[Panel]) -> Move:
 
 
 class Fold(NamedTuple):
-    """A launch of `add` or `merge`: tiles and entries as of attention. Of an entry: owner rows it is for (from, to),
-    shift to its rows, slot, heads; of a tile the slot stands where shifts begin. heads: the column of each lane."""
+    """A launch of `add` or `merge`: tiles and entries as in attention. An entry has: owner rows it is for (from, to),
+    shift to its rows, slot, heads; a tile has its slot in place of the first shift. heads: the column of each lane."""
 
     tiles: Ints
     entries: Ints
@@ -191,7 +189,7 @@ class Fold(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """A partial result and what it is accumulated into."""
+    """A partial result and its accumulator."""
 
     part: Operand
     whole: Operand
@@ -222,7 +220,7 @@ def folds(step: Step, operands: Sequence[Operand], height: int) -> Iterator[Fold
 
 
 def owners_meet(written: Sequence[Operand], owner: Ints) -> bool:
-    """Whether two owners, int64 [operands], write a row and column."""
+    """True if two owners, int64 [operands], write the same row and column."""
     columns = list(dict.fromkeys(one.listed for one in written))
     shelf = shelves(np.zeros_like(owner), np.array([columns.index(one.listed) for one in written]), columns)
     slot = 32 * shelf + np.array([2 * one.tensor + one.is_home for one in written])
@@ -237,7 +235,7 @@ def _numbered(keys: Sequence[object]) -> Ints:
 
 
 def _apart(terms: list[_Term]) -> Iterator[list[_Term]]:
-    """Runs of terms in which none reads rows that another one writes."""
+    """Splits terms into runs in which no term reads rows that another one writes."""
     reads, writes = (
         np.array([(2 * one.tensor + one.is_home, one.row, one.row + one.rows) for one in side])
         for side in zip(*((term.part, term.whole) for term in terms), strict=True)
@@ -305,9 +303,9 @@ def spots(
     height: int,
     left: Callable[[Operand], list[tuple[int, int]]] = lambda own: [(own.row, own.row + own.rows)],
 ) -> Spots:
-    """Tiles of what a delta or finish writes; left: which of these rows it has to do. Flags: whether its
-    rows, and for delta those of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO
-    and O, or of O alone."""
+    """Tiles of the rows that a delta or finish writes; left: the rows still to do. Flags: whether its rows, and for
+    delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of
+    O alone."""
     heads, tiles = HeadColumns(), []
     for row in step.rowops:
         sides = [operands[i] for i in ((row.c, row.a, row.b) if step.op == Op.DELTA else (row.c,))]

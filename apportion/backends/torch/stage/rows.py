@@ -1,10 +1,10 @@
-"""Row operations of one instruction in Triton, one launch each, over tables that are made once a plan (see `rowlists`).
+"""Row operations of one instruction in Triton, one launch each, over tables that are built once per plan (`rowlists`).
 
-move      panels of bytes: copy, clear, and what goes into and comes out of messages
+move      panels of bytes: copy, clear, packing and unpacking of messages
 add       partial gradients into their accumulators, in program order
-merge     partial (O, LSE) into theirs
+merge     partial (O, LSE) into their accumulators
 delta     rowsum(dO * O) beside the LSE, and each tile's share of the sinks' gradients
-finish    the output in the model's dtype, with the learned sinks; also of output that arrived in it
+finish    the output in the model's dtype, with the learned sinks; also for output that arrived in that dtype
 """
 
 import triton
@@ -26,7 +26,7 @@ from apportion.backends.torch.stage.attention import (
 PANEL = tl.constexpr(9)
 # as in `rowlists`
 COPY, CLEAR, NEVER, NARROW, WIDEN, ROUND, EXTEND = (tl.constexpr(code) for code in range(7))
-#: the layer's own arrays, of which single numbers are read: wherever they begin
+#: the layer's own arrays, read number by number: any alignment
 OF_LAYER = ("sinks", "dlse")
 LOW_INF = tl.constexpr(-1048576)  # the upper half of a float64 of -inf, as int32
 
@@ -44,7 +44,7 @@ def _base(slot, bases):
 def _converted(
     source, target, live, width, FROM: tl.constexpr, TO: tl.constexpr, GRAIN: tl.constexpr, C: tl.constexpr
 ):
-    """Rows of numbers of one dtype become numbers of another, `width` bytes a row."""
+    """Converts rows of numbers from one dtype to another, `width` bytes per row."""
     source_at = tl.multiple_of(source.to(tl.pointer_type(FROM)), (GRAIN, GRAIN))
     target_at = tl.multiple_of(target.to(tl.pointer_type(TO)), (GRAIN, GRAIN))
     step, count = tl.arange(0, C)[None, :], width // (TO.primitive_bitwidth // 8)
@@ -61,7 +61,7 @@ def move(
     b6: tl.int64, b7: tl.int64, b8: tl.int64, b9: tl.int64, b10: tl.int64, b11: tl.int64,
     GRAIN: tl.constexpr, BF16: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 16, or a number's 2, 4 or 8."""
+    """Moves R rows of a panel. Offsets, strides and widths count grains of GRAIN bytes: 16, or a number's 2, 4 or 8."""
     chunk = chunks + tl.program_id(0) * 2
     panel = panels + tl.load(chunk) * PANEL
     how, count, width = tl.load(panel + 8), tl.load(panel + 6), tl.load(panel + 7) * GRAIN
@@ -84,7 +84,7 @@ def move(
     else:
         UNIT: tl.constexpr = tl.int16 if GRAIN == 2 else tl.int32
         BYTES: tl.constexpr = 2 if GRAIN == 2 else 4
-        # what integers become has forgotten what it is a multiple of
+        # pointers made from integers lose their alignment hints
         source_at = tl.multiple_of(source.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
         target_at = tl.multiple_of(target.to(tl.pointer_type(UNIT)), (GRAIN, GRAIN))
         step = tl.arange(0, C)[None, :]
@@ -104,7 +104,7 @@ def add(
     lanes: tl.int32,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a tile and head: the sum of its entries, in order, and of what was there, unless they are fresh."""
+    """Adds a tile's entries, in order, to its rows of a head; overwrites fresh rows."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -139,7 +139,7 @@ def merge(
     lanes: tl.int32, q_heads: tl.int32, o_columns: tl.int32,
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """O rows of a tile and head, merged with the partial results of its entries, in order."""
+    """Merges the partial results of a tile's entries, in order, into its O rows of a head."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -169,7 +169,7 @@ def merge(
 
 @triton.jit
 def _mixed(a, of_a, b, of_b, B: tl.constexpr):
-    """Parts of a and b, weighted."""
+    """The weighted sum of a and b, part by part."""
     return (a[0] * of_a + b[0] * of_b, a[1] * of_a + b[1] * of_b) if B else (a[0] * of_a + b[0] * of_b,)
 
 
@@ -180,7 +180,7 @@ def delta(
     SINKS: tl.constexpr, DLSE: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Row statistics of a tile and head. out, lse: home rows. shares: float64 [tiles of the program, q_heads]."""
+    """Computes row statistics of a tile and head. out, lse: home rows. shares: float64 [all delta tiles, q_heads]."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):
@@ -214,7 +214,7 @@ def finish(
     tiles, heads, o, lse, out, sinks, lanes: tl.int32, q_heads: tl.int32,
     SINKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, EA: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Home rows of a tile and head as the caller gets them, from rows that are sums or, where `o` is `out`, results."""
+    """Writes result rows of a tile and head from home rows that are sums or, if `o` is `out`, results."""
     tile = tiles + tl.program_id(0) // lanes * TILE
     lane = tl.program_id(0) % lanes
     if lane >= tl.load(tile + 5):

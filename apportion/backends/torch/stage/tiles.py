@@ -1,13 +1,13 @@
-"""Who writes which accumulator rows: the rows that an instruction's tasks write, cut into tiles with one owner each.
+"""Cuts the accumulator rows that an instruction's tasks write into tiles with one owner each.
 
     task A  ├───────────────┤              rows that tasks write (first: marked *)
     task B*         ├───────────────┤
-    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, cut anew where marked rows begin or end
+    tiles   ├──┼──┼─┼──┼──┼──┼──┼───┤      of one height, with cuts where marked rows begin or end
     pairs    A  A  A AB AB AB B  B
 
-Several tasks of a tile are its entries, in program order. A tile is *fresh* where one of its tasks is the first on its
-rows: then it overwrites; it is *complete* where its rows are results when its tasks have run, and *stated* where it
-computes their statistics. Plain numpy columns, one pass for all instructions of a program.
+The tasks of a tile are its entries, in program order. A tile is *fresh* if one of its tasks is the first on its rows:
+then it overwrites; it is *complete* if its rows are results after its tasks have run, and *stated* if it computes their
+statistics. Plain numpy columns, one pass for all instructions of a program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROW_BITS = 40
 
 
 class Keyed(NamedTuple):
-    """Rows [row0, row1) of keys, int64 [ranges]."""
+    """Ranges of rows [row0, row1) by key, int64 [ranges]."""
 
     key: Ints
     row0: Ints
@@ -36,8 +36,8 @@ class Keyed(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """key, row0, row1: int64, fresh, complete, stated: bool, all [tiles], by key and row. ptr: int64 [tiles + 1] into
-    task: int64 [entries], the tasks of each tile in their order."""
+    """Tiles sorted by key and row. key, row0, row1: int64, fresh, complete, stated: bool, all [tiles]. ptr: int64
+    [tiles + 1] into task: int64 [entries], the tasks of each tile in order."""
 
     key: Ints
     row0: Ints
@@ -67,8 +67,8 @@ def cut_tiles(
     cuts: Keyed = _NOWHERE,
     stated: Keyed = _NOWHERE,
 ) -> Tiles:
-    """Tiles of at most `height` rows of all that tasks with one key write. key, start, stop: int64 [tasks], rows
-    [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles end."""
+    """Cuts the rows that tasks of the same key write into tiles of at most `height` rows. key, start, stop: int64
+    [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles end."""
     begin, end = written = Keyed(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
@@ -86,8 +86,8 @@ def cut_tiles(
 def _runs(
     written: tuple[Ints, Ints], marks: tuple[tuple[Ints, Ints], ...], cuts: Ints
 ) -> tuple[Ints, Ints, Bools]:
-    """Longest ranges in which every row is written, and all have the same marks, without a cut inside: each mark as
-    begins and ends of what has it; of ranges bool [marks, ranges]."""
+    """Maximal ranges in which every row is written, all rows have the same marks, and no cut lies inside. marks: each
+    as begins and ends of its ranges; returned for ranges as bool [marks, ranges]."""
     points = np.unique(np.concatenate([*written, *(end for mark in marks for end in mark), cuts]))
     depth = np.stack([_depth(points, *mark) for mark in (written, *marks)])
     marked = depth[1:, :-1] > 0
@@ -101,7 +101,7 @@ def _runs(
 
 
 def _depth(points: Ints, begin: Ints, end: Ints) -> Ints:
-    """int64 [points]: how many ranges cover what begins at each point."""
+    """int64 [points]: the number of ranges that cover the row at each point."""
     change = np.zeros(len(points), np.int64)
     np.add.at(change, np.searchsorted(points, begin), 1)
     np.subtract.at(change, np.searchsorted(points, end), 1)
@@ -109,7 +109,7 @@ def _depth(points: Ints, begin: Ints, end: Ints) -> Ints:
 
 
 def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints]:
-    """(ptr, task) of the tasks that reach into each tile."""
+    """(ptr, task) of the tasks that overlap each tile."""
     low, high = np.searchsorted(row1, begin, "right"), np.searchsorted(row0, end, "left")
     count = high - low
     task = group_of(count)
@@ -119,8 +119,8 @@ def _entries(begin: Ints, end: Ints, row0: Ints, row1: Ints) -> tuple[Ints, Ints
 
 
 def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...]]) -> Ints:
-    """int64 [tasks]: equal for tasks of an instruction that share a head column, directly or through others. signature:
-    int64 [tasks], which of `columns` each writes."""
+    """int64 [tasks]: equal for tasks of an instruction that share a head column, directly or transitively. signature:
+    int64 [tasks], index into `columns` of the columns each writes."""
     pairs, which = np.unique(np.stack([instruction, signature], axis=1), axis=0, return_inverse=True)
     shelf = np.arange(len(pairs))
     for i, (at, own) in enumerate(pairs.tolist()):
@@ -133,10 +133,10 @@ def shelves(instruction: Ints, signature: Ints, columns: Sequence[tuple[int, ...
 
 
 def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
-    """int64 [tasks]: which launch of its instruction runs each task, 0 nearly always.
+    """int64 [tasks]: the launch of its instruction that runs each task, nearly always 0.
 
-    Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have one owner; where
-    ranges of two owners meet, what comes later in the program is launched later. Other slots are launched at once.
+    Tasks of an instruction that write rows [start, stop) of one slot may share a launch if they have one owner; if
+    ranges of two owners overlap, the later task in the program is launched later. Different slots never conflict.
     """
     wave = np.zeros(len(instruction), np.int64)
     found = _clashes(instruction, slot, start, stop, owner)
@@ -147,7 +147,7 @@ def waves(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -
 
 
 def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints) -> Ints:
-    """Tasks that may meet another owner's rows: a range begins before one of those sorted before it ends."""
+    """Tasks that may overlap another owner's rows: a range begins before an earlier one, in sorted order, ends."""
     order: Ints = np.lexsort((start, slot, instruction))
     group = offsets(np.diff(instruction[order]) | np.diff(slot[order]) != 0)
     reach = np.maximum.accumulate((group << _ROW_BITS) + stop[order])
@@ -160,7 +160,7 @@ def _clashes(instruction: Ints, slot: Ints, start: Ints, stop: Ints, owner: Ints
 
 
 def _serial(slot: Ints, start: Ints, stop: Ints, owner: Ints) -> list[int]:
-    """A new wave begins where a task meets rows that another owner of this wave has."""
+    """The wave of each task in order; a task that overlaps rows of another owner in the wave starts a new one."""
     wave, now = [], 0
     held: list[tuple[int, ...]] = []
     for at, low, high, own in zip(*(part.tolist() for part in (slot, start, stop, owner)), strict=True):

@@ -1,6 +1,6 @@
-"""Which variant of each kernel serves a dtype and head dims: tile sizes, warps, pipeline stages.
+"""Kernel variants by dtype and head dims: tile sizes, warps, pipeline stages.
 
-A width is padded to one or two powers of two: 64, 64 + 32, 128 + 64, ... Products need 16 numbers at least.
+A width is padded to one or two powers of two: 64, 64 + 32, 128 + 64, ... Matrix products need at least 16 columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROWS = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """owner: rows of a tile; walked: rows of a step."""
+    """Tile shape of a kernel. owner: rows of a tile; walked: rows of a step."""
 
     owner: int
     walked: int
@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernels of one model are compiled for. element_bytes: 2 or 4."""
+    """Compile-time parameters of the kernels of one model. element_bytes: 2 or 4."""
 
     qk: int
     v: int
@@ -40,13 +40,13 @@ class Variant:
         precision = "tf32" if self.element_bytes == 2 else "ieee"
         stages = shape.stages - (
             softcap and kernel == "dq" and shape.stages > 2
-        )  # its series needs the registers
+        )  # the tanh series needs the registers
         rows = {"M": shape.owner, "N": shape.walked, "num_warps": shape.warps, "num_stages": stages}
         return {"CAP": softcap, **rows, **widths, "PRECISION": precision}
 
 
 def parts(width: int) -> tuple[int, int]:
-    """Two powers of two that hold a width; the second is 0 where one does."""
+    """Two powers of two that cover a width; the second is 0 if one suffices."""
     first = max(LEAST, 1 << (width.bit_length() - 1))
     rest = width - first
     return first, 0 if rest <= 0 else max(LEAST, 1 << (rest - 1).bit_length())
@@ -59,7 +59,7 @@ def row_constants(width: int) -> dict[str, int]:
 
 
 def add_constants(width: int) -> dict[str, int]:
-    """Those of `add`; width: the widest row."""
+    """The compile-time arguments of `add`; width: the widest row."""
     return {"R": ROWS, "C": min(256, max(16, 1 << (width - 1).bit_length()))}
 
 
@@ -70,7 +70,7 @@ def variant(dtype: str, qk: int, v: int) -> Variant:
 
 
 def _shapes(width: int, size: int) -> Mapping[str, Shape]:
-    """Tiles whose loops keep to registers on all GPUs that `make kernels` compiles for."""
+    """Tile shapes whose loops do not spill registers on any GPU that `make kernels` compiles for."""
     if size == 4:
         owner = 32 if width <= 64 else 16
         return {"attend": Shape(32, 16, 8, 1), "dq": Shape(owner, 16, 8, 1), "dkdv": Shape(32, 16, 8, 1)}

@@ -1,10 +1,9 @@
-"""Work lists of attention: which kernel program computes which rows, from the columns of a rank's program.
+"""Builds the work lists of attention, which assign rows to kernel programs, from the columns of a rank's program.
 
-    tasks ──waves, cut_tiles──► tiles (rows with one owner) ──► entries (what each tile walks over) ──► one int32 buffer
+    tasks ──waves, cut_tiles──► tiles (rows with one owner) ──► entries (rows each tile walks) ──► one int32 buffer
 
-There are three lists a program at most, one for each kernel. `owner` rows are accumulated; `beside` are operands whose
-rows stand beside the owner's; a tile walks over the rows of `walked`, and `along` are operands whose rows stand beside
-those:
+A program has at most three lists, one per kernel. `owner` rows are accumulated; `beside` are operands with rows
+parallel to the owner's; a tile walks over the rows of `walked`, and `along` are operands with rows parallel to those:
 
     kernel   owner   beside         walked   along
     attend   O       Q              KV
@@ -14,8 +13,8 @@ those:
 An entry is rows [start, stop) of `walked` inside the band dmin <= owner row - walked row <= dmax; in [full0, full1),
 whole blocks, no pair is masked.
 
-Complete rows go where they are wanted: home rows to the results, work rows that leave to their message, or to the
-results of this rank.
+Complete rows go to their destinations: home rows to the results, complete work rows to their message or to the results
+of this rank.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from apportion.ir.plan.fusion import RowRanges
 from apportion.ir.plan.ops import instruction_of
 from apportion.ir.plan.tables import ProgramSet
 
-#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; where
-#: complete rows go: 16-byte units before, row of row0, columns of a row, heads' columns, 16-byte units before their LSE
+#: int32 of a tile: row0, row1, first entry, one past the last, flags, lanes, heads, shifts of up to 3 `beside`; then
+#: the target of complete rows: offset in 16-byte units, row of row0, columns of a row, heads' columns, offset of their
+#: LSE
 TILE = 16
 AT, FIRST, COLUMNS, HEADS, LSE = range(10, 15)
 #: int32 of an entry: start, stop, full0, full1, dmin, dmax, owner rows it is for (from, to), flags, heads, shifts of
@@ -49,8 +49,8 @@ _FAR = 2**30  # beyond any row: diagonals are cut to it
 
 
 class Columns:
-    """The operands of a rank's program. space, row, rows, signature: int64 [operands]; signature: a number for each
-    list of heads and of the columns where they stand; names, columns: signature -> these."""
+    """The operands of a rank's program as columns. space, row, rows, signature: int64 [operands]; signature: a number
+    for each list of heads and their columns; names, columns: signature -> these lists."""
 
     def __init__(self, program: Program) -> None:
         listed = [(one.space, one.row, one.rows, one.heads, one.listed) for one in program.operands]
@@ -62,19 +62,19 @@ class Columns:
         self._group = program.header.q_heads // program.header.kv_heads
 
     def kv_of(self, q: int, kv: int) -> tuple[int, ...]:
-        """Where the KV head of each query head of one signature stands among the heads of another."""
+        """The index of each query head's KV head, for query heads of one signature among KV heads of another."""
         return kv_columns(self.names[q], self.names[kv], self._group)
 
 
 class Roles(NamedTuple):
-    """Columns of a list of tasks that play the parts of the table above."""
+    """Columns of a list of tasks for the roles of the table above."""
 
     table: str
     owner: str
     beside: tuple[str, ...]
     walked: str
     along: tuple[str, ...]
-    first: int  # bit of `first` that says that the task is the first on the owner's rows
+    first: int  # bit of `first` for a task that is the first on the owner's rows
 
 
 ROLES: Mapping[str, Roles] = MappingProxyType(
@@ -96,8 +96,8 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """tiles: int32 [tiles, TILE]; entries: int32 [entries, ENTRY]; heads: int32, what both refer to; launches:
-    instruction -> its launches, nearly always one."""
+    """The work list of a kernel. tiles: int32 [tiles, TILE]; entries: int32 [entries, ENTRY]; heads: int32, indexed by
+    both; launches: instruction -> its launches, nearly always one."""
 
     tiles: Ints
     entries: Ints
@@ -106,8 +106,8 @@ class WorkList:
 
 
 class Targets(NamedTuple):
-    """Where complete work rows [row0, row1) of a sum go; int64 [ranges], by row. staged: 1 into a message, 0 to
-    results; first: the row there; columns: of a row there; at, lse: bytes before it, and before the LSE of such rows,
+    """Destinations of complete work rows [row0, row1) of a sum; int64 [ranges], by row. staged: 1 for a message, 0 for
+    results; first: the row there; columns: columns per row there; at, lse: byte offsets of the rows and of their LSE,
     in units of 16."""
 
     row0: Ints
@@ -133,9 +133,9 @@ def work_list(
     targets: Targets,
     stated: RowRanges,
 ) -> WorkList:
-    """The list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the rows that
-    tasks leave as results; targets: where those go that are work rows; stated: of tasks, home rows whose statistics the
-    kernel computes."""
+    """Builds the list of one kernel: tiles of `height` owner rows that walk in steps of `block` rows. complete: the
+    rows that tasks leave as results; targets: destinations of the work rows among them; stated: home rows, by task,
+    whose statistics the kernel computes."""
     tasks = _ListedTasks(programs, columns, ROLES[kernel])
     done = Keyed(tasks.key[complete.of], complete.row0, complete.row1)
     within = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
@@ -156,7 +156,7 @@ def work_list(
     rows = np.zeros((len(order), TILE), np.int32)
     rows[:, : len(fields)] = np.stack(fields, axis=1)[order]
     _aim(rows, heads, tasks, sample[order], targets)
-    entries[:, 9] = heads.entry[entries[:, 9]]  # was the task
+    entries[:, 9] = heads.entry[entries[:, 9]]  # replaces the task
     return WorkList(
         rows, entries.astype(np.int32), heads.numbers, _launches(tasks, launch[order], rows[:, 5])
     )
@@ -177,7 +177,7 @@ def _to_targets(done: Keyed, is_work: Ints, targets: Targets) -> Keyed:
 
 
 def _aim(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, targets: Targets) -> None:
-    """Says of complete tiles where their rows go. rows: int32 [tiles, TILE], in place; sample: int64 [tiles], a task of
+    """Fills in the targets of complete tiles. rows: int32 [tiles, TILE], in place; sample: int64 [tiles], a task of
     each."""
     complete = rows[:, 4] & COMPLETE > 0
     work = rows[:, 4] & 2 > 0
@@ -194,10 +194,10 @@ def _aim(rows: Ints, heads: _Heads, tasks: _ListedTasks, sample: Ints, targets: 
 
 
 class _ListedTasks:
-    """The tasks of a list as the roles see them; all int64 [tasks] but `key`'s inverse.
+    """The tasks of a list by role; all int64 [tasks] except `of_key`.
 
-    start, stop: owner rows; low, high: the walked rows; dmin, dmax: of owner row - walked row. launch: its number among
-    the launches of the list; key: the owner, its rows' place beside and the launch; of_key: a task of each key.
+    start, stop: owner rows; low, high: walked rows; dmin, dmax: of owner row - walked row. launch: its number among the
+    launches of the list; key: the owner, its rows' shifts to `beside` and the launch; of_key: a task of each key.
     """
 
     def __init__(self, programs: ProgramSet, columns: Columns, roles: Roles) -> None:
@@ -231,7 +231,7 @@ class _ListedTasks:
 
 
 def group(*columns: Ints) -> Ints:
-    """int64 [n]: equal rows of the columns have equal numbers, from 0 on, ascending as the rows do."""
+    """int64 [n]: the rank of each row of the columns among the distinct rows, in ascending order from 0."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         found, number = np.unique(column, return_inverse=True)
@@ -240,20 +240,20 @@ def group(*columns: Ints) -> Ints:
 
 
 def _bits(columns: Iterable[Ints]) -> Ints:
-    """int64 [n]: bit i is set where column i is 1."""
+    """int64 [n]: bit i is set if column i is 1."""
     shifted = np.stack([column.astype(np.int64) << i for i, column in enumerate(columns)])
     bits: Ints = np.bitwise_or.reduce(shifted, axis=0)
     return bits
 
 
 def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]:
-    """(int64 [entries, ENTRY], with the task where heads will be; tile of each), of those that see a row."""
+    """(entries int64 [entries, ENTRY], with the task in place of heads; tile of each), without unseen entries."""
     tile, task = tiles.of_entry, tiles.task
     row0, row1 = tiles.row0[tile], tiles.row1[tile]
     from_, to = np.maximum(row0, tasks.start[task]), np.minimum(row1, tasks.stop[task])
     dmin, dmax, low, high = tasks.dmin[task], tasks.dmax[task], tasks.low[task], tasks.high[task]
     start, stop = np.maximum(low, from_ - dmax), np.minimum(high, to - dmin)
-    # walked rows that all rows of the tile see: none where the task has but some of its rows
+    # walked rows that all rows of the tile see: none if the task covers only some of its rows
     all0, all1 = np.maximum(low, to - 1 - dmax), np.minimum(high, from_ - dmin + 1)
     all1 = np.where((from_ == row0) & (to == row1), all1, all0)
     full0 = np.minimum(start + -(-(np.maximum(all0, start) - start) // block) * block, stop)
@@ -268,12 +268,11 @@ def _entries(tasks: _ListedTasks, tiles: Tiles, block: int) -> tuple[Ints, Ints]
 
 
 class _Heads:
-    """Where the head columns of tiles and entries are listed; lanes, tile, entry: int64 [tasks].
+    """Offsets of the head columns of tiles and entries in one list; lanes, tile, entry: int64 [tasks].
 
-    tile: for each lane, owner column and that of each `beside`, four numbers. at_home: int64 [tasks], each lane's head
-    of the owner; in_order: 0, 1, .... entry of attend and dq: the KV column of
-    each lane. entry of dkdv: where each lane's query heads begin, and one past the last; a query head is its columns in
-    `walked` and `along`.
+    tile: for each lane the columns in owner and each `beside`, four numbers. at_home: int64 [tasks], the owner's head
+    of each lane; in_order: 0, 1, .... entry of attend and dq: the KV column of each lane. entry of dkdv: the range of
+    each lane's query heads; a query head is its columns in `walked` and `along`.
     """
 
     def __init__(self, columns: Columns, tasks: _ListedTasks) -> None:
@@ -291,7 +290,7 @@ class _Heads:
         self.numbers = np.array(self._numbers, np.int32)
 
     def _listed(self, signatures: Sequence[Ints], write: Callable[..., list[int]]) -> Ints:
-        """int64 [tasks]: where the numbers of each combination of signatures begin."""
+        """int64 [tasks]: the offset of the numbers of each combination of signatures."""
         found, which = np.unique(np.stack(signatures, axis=1), axis=0, return_inverse=True)
         at = np.zeros(len(found), np.int64)
         for i, row in enumerate(found.tolist()):
