@@ -1,1 +1,1 @@
-"""`apportion demo`: a small transformer trained under plans that a server streams, and without."""
+"""`apportion demo`: trains a small transformer under plans that a server streams, and without plans."""

@@ -18,7 +18,7 @@ Attention = Callable[..., Tensor]
 
 
 class Decoder(nn.Module):
-    """tokens, position_ids -> logits [rows, vocabulary]. model: its sizes; layers of a kind stand together."""
+    """tokens, position_ids -> logits [rows, vocabulary]. model: its sizes; layers of a kind are consecutive."""
 
     def __init__(self, model: ap.Model, vocabulary: int) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Layer(nn.Module):
     def pre(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v."""
         rows, heads = len(hidden), sum(self.heads)
-        # not -1: a rank may hold no rows
+        # no -1 in the shape: a rank may hold no rows
         qkv = self.qkv(self.norms[0](hidden)).view(rows, heads, self.qkv.out_features // heads)
         q, k, v = qkv.split(self.heads, dim=1)
         return rotate(q, position_ids), rotate(k, position_ids), v
 
     def post(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """The layer's output, of its input and of attention's output."""
+        """The layer's output from its input and attention's output."""
         hidden = hidden + self.out(out.flatten(1))
         gate, value = self.up(self.norms[1](hidden)).chunk(2, dim=-1)
         mixed: Tensor = hidden + self.down(nn.functional.silu(gate) * value)

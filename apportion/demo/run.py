@@ -1,4 +1,4 @@
-"""The demo: four processes train under plans that a server streams to them, one trains without, and losses agree.
+"""Runs the demo: four processes train under plans that a server streams, one trains without plans; compares losses.
 
 documents ─┬► torchrun: 4 gloo processes, each with a PlannedLoader ──► losses ┐
            │          │ requests           ▲ slices, ahead of time             │
@@ -36,7 +36,7 @@ FIGURES = ("compute_imbalance", "token_imbalance", "moved_mb", "slots")
 
 
 def run(file: Path | None, steps: int, as_json: bool) -> int:
-    """Runs the demo and prints what it found; 0 where losses and plans agree. Raises ConfigError, ExecutionError."""
+    """Runs the demo and prints its record; returns 0 if losses and plans agree. Raises ConfigError, ExecutionError."""
     data = workload.documents(steps, file)
     work: dict[str, Iterator[Any]] = {
         f"train on {workload.RANKS} processes, planned": _trained(steps, file),
@@ -51,7 +51,7 @@ def run(file: Path | None, steps: int, as_json: bool) -> int:
 
 
 def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Yields what rank 0 prints after each step; server and processes run until the last one."""
+    """Yields rank 0's record of each step; server and processes run until the last step."""
     with tempfile.TemporaryDirectory() as folder:
         token, log = secrets.token_hex(), Path(folder) / "log"
         with serving(Path(folder) / "plans", token=token, log=log) as server, open(log, "ab") as errors:
@@ -71,7 +71,7 @@ def _trained(steps: int, file: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def _planned_here(step: list[workload.Document]) -> tuple[str, list[list[float]]]:
-    """The id of a step's verified plan, and FIGURES of each recipe's."""
+    """The id of a step's verified plan, and the FIGURES of each recipe's plan."""
     plans = [
         ap.plan(workload.batch_of(step), workload.CLUSTER, workload.MODEL, recipe, workload.SEED)
         for recipe in RECIPES
@@ -85,8 +85,8 @@ def _planned_here(step: list[workload.Document]) -> tuple[str, list[list[float]]
 def compare(
     trained: list[dict[str, Any]], plain: list[float], here: list[tuple[str, list[list[float]]]]
 ) -> dict[str, Any]:
-    """What the demo found; `ok` decides the exit code. Of each step, trained: what rank 0 printed; plain: the loss
-    without plans; here: what `_planned_here` returned."""
+    """The record of the demo; `ok` decides the exit code. For each step, trained: rank 0's record; plain: the loss
+    without plans; here: the result of `_planned_here`."""
     losses = [own["loss"] for own in trained]
     difference = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
     failures = [] if difference <= TOLERANCE else [f"losses differ by {difference:.1e}"]

@@ -1,9 +1,9 @@
-"""The demo's two trainings of one model: under plans on several processes, and with plain attention in one.
+"""Trains the demo's model: under plans on several processes, or with plain attention in one.
 
     torchrun --nproc-per-node 4 -m apportion.demo.train http://127.0.0.1:8321 20 [WORKLOAD]
 
-Plans may come from a folder or `local`, too. Rank 0 prints a line of JSON after each step. APPORTION_TOKEN is the
-server's token, APPORTION_DEMO the process with which this one ends, else that of its launcher.
+Plans may also come from a folder, or `local`. Rank 0 prints a line of JSON after each step. APPORTION_TOKEN is the
+server's token; this process ends with the process APPORTION_DEMO, by default its launcher.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCABULARY = 256  # bytes
 
 
 class Trainer:
-    """The model and its optimizer, the same in every process."""
+    """The model and its optimizer, identical in every process."""
 
     def __init__(self) -> None:
         torch.manual_seed(workload.SEED)
@@ -56,7 +56,7 @@ class Trainer:
 
 
 def planned(steps: list[list[workload.Document]], source: str) -> Iterator[dict[str, Any]]:
-    """Yields each step's loss and plan id, and so far the tokens per second and the longest wait of any rank."""
+    """Yields each step's loss and plan id, with the tokens per second and the longest wait of any rank so far."""
     trainer, data = Trainer(), ap.Samples([*chain(*steps)], mask=workload.KINDS)
     numbers = iter(range(len(data)))
     sampler = [[next(numbers) for _ in step] for step in steps]
@@ -86,7 +86,7 @@ def plain(steps: list[list[workload.Document]]) -> Iterator[float]:
 
 
 def _end_with(demo: int) -> None:
-    """Ends this process once the demo is gone: torchrun leaves ranks behind if it is stopped during their start."""
+    """Ends this process when the demo ends: torchrun leaves ranks behind if it is stopped during their start."""
     with suppress(ProcessLookupError):
         while True:
             os.kill(demo, 0)

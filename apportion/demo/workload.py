@@ -1,4 +1,4 @@
-"""What the demo trains: documents, a byte a token, and the sizes that their plans are made for."""
+"""The demo's training data (documents of bytes, one token each) and the sizes for their plans."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Document = NDArray[np.uint8]
 
 
 def documents(steps: int, file: Path | str | None = None) -> list[list[Document]]:
-    """Draws for each step a long document and others, TOKENS in all, from the text of this package's source files. They
-    are as long as these files, or as the samples of a workload file. Raises ConfigError, CapacityError."""
+    """Draws a long document and others for each step, TOKENS in total, from the text of this package's source files.
+    Lengths are those of the files, or of a workload file's samples. Raises ConfigError, CapacityError."""
     files = [path.read_bytes() for path in sorted(Path(ap.__path__[0]).rglob("*.py"))]
     sizes = np.array([len(data) for data in files if data], np.int64)
     workload = Workload(sizes, (None,) * len(sizes)) if file is None else read_workload(file)

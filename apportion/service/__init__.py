@@ -1,4 +1,4 @@
-"""Planning as a service: a cache in front of a pure function from requests to plans.
+"""Planning service: a cache in front of a pure function from requests to plans.
 
 http ──► engine ──► workers ──► planner
            └──────► store

@@ -1,11 +1,11 @@
-"""Client of planning servers: every call ends in time, whatever the other side does.
+"""Client of planning servers: every call ends within its timeout, whatever the server does.
 
     caller's thread ── Client ── httpx.AsyncClient, on one event loop of the process, in a thread of its own
-                                   ├── server 1      asked first, as long as it answers
+                                   ├── server 1      preferred while it answers
                                    └── server 2, …
 
-A call is tried again on failures that may pass, on one server after the other. Time outs are those of the event loop,
-which bound the whole of a call: names, connections, heads, bodies and pauses. No redirect is followed.
+A call is retried on transient failures, on one server after the other. The event loop's timeouts bound the whole call:
+name lookup, connecting, headers, body and pauses. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from apportion.service.problems import (
 )
 
 JSON, PLAN, PAGE = "application/json", "application/vnd.apportion.plan", "text/html"
-CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # that connecting may take, and that a server waits before it answers
-SILENCE_S = 6.0  # of a stream: three of the server's signs of life
-SLACK_S = 0.3  # beyond a call's time, for an answer that comes at its end
-PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and at most
+CONNECT_S, MAX_HOLD_S = 3.0, 60.0  # limits of connecting, and of a server's wait before it answers
+SILENCE_S = 6.0  # longest silence of a stream: three ALIVE intervals
+SLACK_S = 0.3  # grace after a call's timeout, for an answer at its very end
+PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # before the second attempt, and the maximum
 MAX_PROBLEM, STREAMED = 64 << 10, 32  # bytes of a problem; keys in one request, 2.2 kB of URL
 T = TypeVar("T")
 
 
 class _Request(NamedTuple):
-    """path: with {wait_s:.3f} where the server may wait before it answers, `hold_s` at most; key: that it is about;
-    long: an attempt may take all the time there is, as its answer takes long to make."""
+    """A request of the client. path: with {wait_s:.3f} if the server may wait before it answers, at most `hold_s`; key:
+    of the plan; long: an attempt may take all remaining time, since the answer takes long to compute."""
 
     method: str
     path: str
@@ -67,10 +67,10 @@ class _Request(NamedTuple):
 
 
 class Client:
-    """url: of the server, or of several, tried in this order; the one that answered last comes first. token: by default
-    that of the environment, APPORTION_TOKEN. ca: PEM file of certificates to trust in place of the system's.
-    timeout_s: seconds within which every call ends, `UnreachableError` where no answer came. job: digest of the job,
-    by which load balancers can tell jobs apart. Any thread may use it, also after a fork. Raises ConfigError."""
+    """Client of one or more servers. url: one or several, tried in this order, the last that answered first. token: by
+    default from the environment, APPORTION_TOKEN. ca: PEM file of certificates to trust instead of the system's.
+    timeout_s: limit of every call, after which it raises `UnreachableError`. job: digest of the job, by which load
+    balancers can tell jobs apart. Any thread may use the client, also after a fork. Raises ConfigError."""
 
     def __init__(
         self,
@@ -93,27 +93,27 @@ class Client:
             headers["Apportion-Job"] = job.hex()[:16]
         times = httpx.Timeout(None, connect=CONNECT_S)
         session = partial(httpx.AsyncClient, verify=_tls(ca), headers=headers, timeout=times)
-        self._sessions = defaultdict[int, httpx.AsyncClient](session)  # by process, made on its event loop
+        self._sessions = defaultdict[int, httpx.AsyncClient](session)  # by process, created on its event loop
         self._calls: set[Future[Any]] = set()
         self._closed = False
 
     def submit(self, key: bytes, request: bytes, ahead: int = 0) -> None:
-        """Has a request planned; again is no error. key: `Job.request_key`; request: `encode_request`; ahead: the
-        iterations before it is needed. Raises ServiceError, UnreachableError."""
+        """Submits a request for planning; idempotent. key: `Job.request_key`; request: `encode_request`; ahead: the
+        number of iterations before it is needed. Raises ServiceError, UnreachableError."""
         path = f"/v1/plans/{key.hex()}?ahead={integer('ahead', ahead, 0)}"
         self._ask(_Request("PUT", path, key, JSON, request), self.timeout_s)
 
     def fetch(self, key: bytes, rank: int, wait_s: float, *, ranks: int | None = None) -> IterationSlice:
-        """A rank's slice of a submitted request's plan, checked to be of that rank (and of so many `ranks`). Ends
-        within `wait_s` or `timeout_s`, the longer one: with NotReadyError where the plan is not there after `wait_s`.
+        """Fetches a rank's slice of a submitted request's plan, checked to be for that rank (and for `ranks` ranks).
+        Ends within the longer of `wait_s` and `timeout_s`: raises NotReadyError if the plan is not ready by `wait_s`.
         Raises UnknownPlanError, ServiceError, UnreachableError."""
         return _decoded(self._run(self._slice(key, rank, wait_s), self._limit(wait_s)), key, rank, ranks)
 
     def stream(
         self, keys: Sequence[bytes], rank: int, wait_s: float, *, ranks: int | None = None
     ) -> Generator[IterationSlice, None, None]:
-        """A rank's slices of several plans, in the order of `keys`, which one response brings as they get ready; as
-        `fetch` for each, whose errors it raises at the key concerned. What a stream does not bring is fetched alone."""
+        """Yields a rank's slices of several plans, in the order of `keys`, from one response that sends them as they
+        get ready; raises `fetch`'s errors at the key concerned. Slices missing in the stream are fetched singly."""
         feed = _Feed(self, keys, rank, wait_s)
         try:
             for at, key in enumerate(keys):
@@ -122,17 +122,17 @@ class Client:
             feed.close()
 
     def plan(self, job: Job, batches: Sequence[Batch], accept: str = JSON, wait_s: float = 600.0) -> bytes:
-        """Plans a request and waits for it. accept: `JSON` (key, id, report), `PLAN` (the bytes of a plan file where
-        there is one microbatch, else of an iteration plan) or `PAGE` (HTML). Raises ServiceError, UnreachableError."""
+        """Plans a request and waits for it. accept: `JSON` (key, id, report), `PLAN` (the bytes of a plan file for
+        one microbatch, else of an iteration plan) or `PAGE` (HTML). Raises ServiceError, UnreachableError."""
         request = _Request("POST", "/v1/plan", b"", accept, encode_request(job, batches), long=True)
         return self._ask(request, self._limit(wait_s))
 
     def state(self, key: bytes) -> dict[str, Any]:
-        """What the server says of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
+        """The server's state of a request, with the report of its plan. Raises UnknownPlanError, ServiceError,
         UnreachableError."""
         body = self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, JSON), self.timeout_s)
         if not (found := _parsed(body)):
-            raise BadAnswerError(f"an answer that is no JSON object: {body[:60]!r}")
+            raise BadAnswerError(f"the answer is not a JSON object: {body[:60]!r}")
         return found
 
     def page(self, key: bytes, wait_s: float = 60.0) -> bytes:
@@ -140,7 +140,7 @@ class Client:
         return self._ask(_Request("GET", f"/v1/plans/{key.hex()}", key, PAGE, long=True), self._limit(wait_s))
 
     def close(self) -> None:
-        """Ends the calls of all threads, with UnreachableError, and the connections; again is no error."""
+        """Ends the calls of all threads, with UnreachableError, and the connections; idempotent."""
         self._closed = True
         for call in list(self._calls):
             call.cancel()
@@ -154,7 +154,7 @@ class Client:
         return _expanded(self._run(self._whole(request, total_s), total_s)[1])
 
     def _run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """The result of `work` on the event loop, whose own limit is held here once more."""
+        """The result of `work` on the event loop; enforces the loop's limit on this thread too."""
         call = asyncio.run_coroutine_threadsafe(work, event_loop())
         self._calls.add(call)
         try:
@@ -170,7 +170,7 @@ class Client:
             self._calls.discard(call)
 
     async def _slice(self, key: bytes, rank: int, wait_s: float, began: float | None = None) -> bytes:
-        """Asks until a slice is there, each time for half of `timeout_s` at most: so a dead server is found out."""
+        """Polls for a slice, each time for at most half of `timeout_s`, so that a dead server is noticed."""
         now = asyncio.get_running_loop().time
         began = now() if began is None else began
         until, end = began + wait_s, began + self._limit(wait_s)
@@ -182,12 +182,12 @@ class Client:
             if status != 202:
                 return body
             if now() >= until:
-                raise NotReadyError(f"the plan of {key.hex()[:16]} is not there after {wait_s:g} s")
-            if now() - asked < PAUSE_S:  # the server holds nothing back
+                raise NotReadyError(f"the plan of {key.hex()[:16]} is not ready after {wait_s:g} s")
+            if now() - asked < PAUSE_S:  # the server did not wait
                 await asyncio.sleep(min(until - now(), 2 * PAUSE_S))
 
     async def _whole(self, request: _Request, total_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer; raises the last failure where no time is left for another attempt."""
+        """Status and body of the answer; raises the last failure when no time is left for another attempt."""
         now = asyncio.get_running_loop().time
         end, tried_until = now() + total_s, now() + min(total_s, self.timeout_s)
         servers, failures = self.servers, 0
@@ -202,25 +202,25 @@ class Client:
                 self.servers = servers[at:] + servers[:at]
                 return response.status_code, body
             except (httpx.HTTPError, OSError) as error:
-                why = str(error) or "no whole answer in time"
+                why = str(error) or "no complete answer in time"
                 failure: Exception = UnreachableError(f"{servers[at]}: {why}")
-                if "CERTIFICATE_VERIFY_FAILED" in why:  # nor will it be right later
+                if "CERTIFICATE_VERIFY_FAILED" in why:  # permanent
                     raise failure from None
             except ServiceError as error:
                 if not error.transient:
                     raise
                 failure = error
             failures += 1
-            if failures % len(servers) == 0:  # each of them once more
+            if failures % len(servers) == 0:  # every server has failed once more
                 bound = min(MAX_PAUSE_S, PAUSE_S * 2 ** min(failures // len(servers), 10))
-                pause_s = SystemRandom().uniform(0, bound)  # not of a seed that all ranks share
+                pause_s = SystemRandom().uniform(0, bound)  # independent of a seed that all ranks share
                 pause_s += getattr(failure, "retry_after", None) or 0.0
                 if now() + pause_s >= tried_until:
                     raise failure
                 await asyncio.sleep(pause_s)
 
     async def _open(self, request: _Request, server: str, hold_s: float) -> httpx.Response:
-        """An answer below 300, whose body is still to be read. Raises ServiceError, httpx.HTTPError."""
+        """Opens an answer with a status below 300, its body still unread. Raises ServiceError, httpx.HTTPError."""
         headers = {"Accept": f"{request.accept}, application/problem+json"}
         if request.body is not None:
             headers["Content-Type"] = "application/msgpack"
@@ -235,7 +235,7 @@ class Client:
         raise self._problem(body, request.key, response.status_code, later)
 
     def _problem(self, body: bytes, key: bytes, status: int = 0, later: str = "") -> ServiceError:
-        """The error in an answer of problem+json, or of a proxy that has other words."""
+        """The error in an answer of problem+json, or in a proxy's own format."""
         found = _parsed(body) or {"type": "answer", "title": body[:200].decode("ascii", "replace")}
         kind = re.split("[/:#]", str(found.get("type")))[-1][:64]
         if kind == "unknown-plan":
@@ -247,7 +247,7 @@ class Client:
 
 
 class _Feed:
-    """The response that brings the slices of `keys` in their order, opened again where it ended."""
+    """The response that streams the slices of `keys` in order, reopened where it ended."""
 
     def __init__(self, client: Client, keys: Sequence[bytes], rank: int, wait_s: float) -> None:
         self._client, self._keys, self._rank, self._wait_s = client, keys, rank, wait_s
@@ -255,10 +255,10 @@ class _Feed:
         self._response: httpx.Response | None = None
         self._parts: AsyncIterator[bytes]
         self._process, self._held = os.getpid(), bytearray()
-        self._left = 0  # slices that the open response still has to bring
+        self._left = 0  # slices outstanding in the open response
 
     async def slice(self, at: int) -> bytes:
-        """The slice of `keys[at]`, by a request of its own where the stream does not bring it."""
+        """The slice of `keys[at]`, by its own request if the stream lacks it."""
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(max(self._wait_s, self._client.timeout_s / 2)):
@@ -286,7 +286,7 @@ class _Feed:
         self._parts, self._left = self._response.aiter_raw(), len(keys)
 
     async def _read(self, size: int) -> bytes:
-        """Raises EOFError where the response ends before."""
+        """Reads `size` bytes. Raises EOFError if the response ends before."""
         while len(self._held) < size:
             async with asyncio.timeout(self._silence_s):
                 part = await anext(self._parts, b"")
@@ -302,19 +302,19 @@ class _Feed:
             await response.aclose()
 
     def close(self) -> None:
-        """Has the response closed, without waiting for it; a parent's is left to the parent."""
+        """Closes the response without waiting; a forked child leaves its parent's response open."""
         if self._response is not None and self._process == os.getpid():
             asyncio.run_coroutine_threadsafe(self._end(), event_loop())
 
 
 async def _body(response: httpx.Response, most: int) -> bytes:
-    """As it was sent, of at most so many bytes."""
+    """The raw body, at most `most` bytes."""
     parts, size = [], 0
     async for part in response.aiter_raw():
         parts.append(part)
         size += len(part)
         if size > most:
-            raise BadAnswerError(f"an answer of more than {most} bytes")
+            raise BadAnswerError(f"the answer has more than {most} bytes")
     return b"".join(parts)
 
 
@@ -337,7 +337,7 @@ def _expanded(body: bytes) -> bytes:
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, empty where there is none."""
+    """The JSON object in `body`; empty if there is none."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
@@ -345,23 +345,23 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def _server(url: str) -> str:
-    """Without a slash at its end. Raises ConfigError, which does not repeat what may be a password."""
+    """The URL without a trailing slash. Raises ConfigError, which omits the URL, since it may hold a password."""
     try:
         found = httpx.URL(url)
         right = re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", url) and 0 < (found.port or 80) < 65536
     except httpx.InvalidURL:
         right = None
     if not right:
-        rule = "must be http://HOST:PORT or https://HOST:PORT, perhaps with a path; a token is no part of it"
+        rule = "must be http://HOST:PORT or https://HOST:PORT, optionally with a path and without a token"
         raise ConfigError("url", url.rpartition("@")[2], rule, "correct it")
     return url.rstrip("/")
 
 
 @cache
 def _tls(ca: str | Path | None) -> ssl.SSLContext:
-    """Made once, by a parent where there is one: OpenSSL has locks that a fork in another thread would leave locked."""
+    """Cached, and inherited across forks: OpenSSL's locks would stay locked after a fork in another thread."""
     try:
         return ssl.create_default_context(cafile=None if ca is None else str(ca))
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         rule = f"cannot be read as certificates ({error})"
         raise ConfigError("ca", str(ca), rule, "name a PEM file") from None

@@ -1,7 +1,7 @@
 """The event loop on which clients call servers: one for each process, in a thread of its own.
 
-Forks are safe. A child process would wait forever for a lock that the loop's thread holds at the time of the fork, such
-as that of a module being imported, so the loop is paused between two callbacks during a fork. A child starts its own.
+Safe to fork: a child would wait forever for a lock that the loop's thread holds at the fork (such as an import lock),
+so the loop is paused between two callbacks during a fork. A child starts its own loop.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-FORK_S = 1.0  # that a fork waits for the loop
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's stay: freeing them takes its locks
-_forked: list[threading.Event] = []  # what a paused loop waits for
+FORK_S = 1.0  # longest wait of a fork for the loop
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a parent's is kept: freeing it takes locks
+_forked: list[threading.Event] = []  # events that a paused loop waits for
 T = TypeVar("T")
 
 
@@ -33,7 +33,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _Resolvers(ThreadPoolExecutor):
-    """Threads in which names are looked up: one that hangs holds up neither another one nor the end of the process."""
+    """Daemon threads for name lookups: one that hangs blocks neither other lookups nor the end of the process."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         found: Future[T] = Future()

@@ -1,8 +1,8 @@
 """Frames of a stream of slices: `kind u8 · length u32, little endian · payload`.
 
 SLICE          a zstd frame, of an encoded `IterationSlice`
-PROBLEM_FRAME  problem+json: why the slice of this key will not come
-ALIVE          nothing: the slice is still being planned
+PROBLEM_FRAME  problem+json: the reason that there is no slice for this key
+ALIVE          empty: the slice is still being planned
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ SLICE, PROBLEM_FRAME, ALIVE = 0, 1, 2
 
 
 def frame(kind: int, payload: bytes) -> bytes:
-    """One frame."""
+    """Encodes one frame."""
     return HEAD.pack(kind, len(payload)) + payload

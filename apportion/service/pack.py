@@ -1,9 +1,9 @@
-"""Pack: the plan of one request as one immutable file, of which one rank's slice can be read and checked alone.
+"""Pack: the plan of one request as an immutable file, from which a single rank's slice can be read and checked.
 
     magic 8 · size of the head u32 · head (msgpack) · digest of the head 32 · request · slice of rank 0, 1, …
 
-The head has the key, the plan's id and report, and of every body its size and digest. Bodies are zstd frames. Equal
-requests to one release give equal bytes.
+The head has the key, the plan's id and report, and the size and digest of every body. Bodies are zstd frames. Equal
+requests to the same release give equal bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from apportion.ir.isa import MAX_RANKS
 MAGIC = b"APPLAN1\n"
 MAX_HEAD = 8 << 20
 MAX_BODY = 256 << 20  # of a slice, decompressed
-_FIRST = 64 << 10  # bytes read at once: a head of some 1,500 ranks
+_FIRST = 64 << 10  # bytes of the first read: a head of some 1,500 ranks
 _SIZE = struct.Struct("<8sI")
 
 Read = Callable[[int, int], bytes]  # (offset, size) -> at most `size` bytes from there
@@ -36,8 +36,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=SIZE, max_length=SIZE)]
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What a pack says before its bodies. key, id: 32 bytes, of the request and of the plan; report: msgpack; sizes,
-    digests: of the request and of each rank's slice, compressed."""
+    """The head of a pack. key, id: 32 bytes, of the request and of the plan; report: msgpack; sizes, digests: of the
+    request and of each rank's slice, compressed."""
 
     key: Digest
     id: Digest
@@ -54,7 +54,7 @@ _decode_report = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """data: the whole file. Made by `encode` or `decode`, which check it."""
+    """A checked pack, from `encode` or `decode`. data: the whole file."""
 
     head: Head
     start: int
@@ -70,7 +70,7 @@ class Pack:
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        """Plain data, see `IterationPlan.report`."""
+        """The plan's report as plain data, see `IterationPlan.report`."""
         found: dict[str, Any] = unpack(_decode_report, self.head.report, "report of a pack")
         return found
 
@@ -84,12 +84,12 @@ class Pack:
         return expanded(self.data[self.start : self.start + self.head.sizes[0]], MAX_BODY)
 
     def slice(self, rank: int) -> bytes:
-        """The rank's slice, compressed. Raises ConfigError where there is no such rank."""
+        """The rank's slice, compressed. Raises ConfigError for an unknown rank."""
         at = integer("rank", rank, 0, self.ranks - 1) + 1
         return self.data[self._offsets[at] : self._offsets[at + 1]]
 
     def digest(self, rank: int) -> bytes:
-        """Of the rank's slice, compressed."""
+        """The digest of the rank's compressed slice."""
         return self.head.digests[rank + 1]
 
     @staticmethod
@@ -103,12 +103,12 @@ class Pack:
 
     @staticmethod
     def decode(data: bytes, key: bytes | None = None) -> Pack:
-        """The pack in `data`, every byte checked. Raises DecodeError, also where it is another key's."""
+        """Decodes a pack and checks every byte. Raises DecodeError, also for a pack of another key."""
         head, start = read_head(lambda offset, size: data[offset : offset + size], key)
         pack = Pack(head, start, data)
         if pack._offsets[-1] != len(data):
             raise DecodeError(
-                f"pack: {len(data)} bytes, its head says {pack._offsets[-1]}: it was cut or added to"
+                f"pack: {len(data)} bytes, but its head declares {pack._offsets[-1]}: it was truncated or extended"
             )
         for begin, size, told in zip(pack._offsets, head.sizes, head.digests, strict=False):
             if digest(data[begin : begin + size]) != told:
@@ -117,7 +117,7 @@ class Pack:
 
 
 def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
-    """The head, and where the bodies begin. Raises DecodeError, also where it is another key's."""
+    """Reads the head; returns it and the offset of the bodies. Raises DecodeError, also for another key's pack."""
     data = read(0, _FIRST)
     if len(data) < _SIZE.size or data[:8] != MAGIC:
         raise DecodeError(f"not a pack: begins with {data[:8]!r}, expected {MAGIC!r}")
@@ -129,7 +129,7 @@ def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
         data += read(_FIRST, start - _FIRST)
     first = data[_SIZE.size : _SIZE.size + size]
     if digest(first) != data[_SIZE.size + size : start]:
-        raise DecodeError("pack: its head differs from its digest: it was cut or damaged")
+        raise DecodeError("pack: its head differs from its digest: it was truncated or damaged")
     head: Head = unpack(_decode_head, first, "head of a pack")
     if not 2 <= len(head.sizes) == len(head.digests):
         raise DecodeError(f"pack: {len(head.sizes)} sizes of {len(head.digests)} bodies")
@@ -141,7 +141,7 @@ def read_head(read: Read, key: bytes | None = None) -> tuple[Head, int]:
 
 
 def read_slice(read: Read, key: bytes, rank: int) -> IterationSlice:
-    """One rank's slice of a pack; reads nothing else of it but the head. Raises ConfigError where it has no such rank,
+    """Reads one rank's slice of a pack, and nothing else but the head. Raises ConfigError for an unknown rank,
     DecodeError."""
     head, start = read_head(read, key)
     at = integer("rank", rank, 0, len(head.sizes) - 2) + 1

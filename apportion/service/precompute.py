@@ -1,9 +1,9 @@
-"""Plans iterations before training, into a folder that loaders and servers read.
+"""Plans iterations before training and stores them in a folder that loaders and servers read.
 
-    Sampling ──epoch after epoch──► batches ──► key ──► is in the folder: done
+    Sampling ──epoch after epoch──► batches ──► key ──► in the folder: done
                                                   └──► a worker plans and verifies it ──► a pack in the folder
 
-A pack is there whole or not at all, so a run that was killed anywhere goes on where it stopped.
+Packs are written atomically, so a run that was killed resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from apportion.service.pack import Pack
 from apportion.service.store.folder import Folder, write_whole
 from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
 
-ORIGIN = "precompute.json"  # in the folder: `ir.bytes.origin` of its plans, and how many iterations
-AHEAD = 4  # requests at the workers for each of them: one that it plans, and the next ones while packs are written
-DEATHS = 3  # of workers, before a request is refused
+ORIGIN = "precompute.json"  # in the folder: `ir.bytes.origin` of its plans, and their number of iterations
+AHEAD = 4  # outstanding requests per worker: the one it plans, and the next ones while packs are written
+DEATHS = 3  # worker deaths after which a request is refused
 
 
 class IterationError(ApportionError, RuntimeError):
-    """An iteration could not be planned; the message names it and says why. All others that were begun are kept."""
+    """An iteration could not be planned; the message names it and the reason. Finished iterations are kept."""
 
 
 class IterationPlace(NamedTuple):
-    """Of an iteration, both numbers from 0 on."""
+    """Epoch and iteration, both counted from 0."""
 
     epoch: int
     iteration: int
@@ -54,11 +54,11 @@ class IterationPlace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The first `iterations` iterations of a job, over the epochs of its samples from 0 on.
+    """The first `iterations` iterations of a job, over the epochs of its samples from epoch 0.
 
-    lengths: tokens of each sample, integers [n]; masks: as `batches_of` takes them; shuffle: with the seed of the
-    job's policy. table: of a pipeline, whose ticks are planned in the place of microbatches, for a loader with the same
-    `ticks`; kinds: as there. Raises ConfigError, CapacityError for a sample longer than a microbatch.
+    lengths: tokens of each sample, integers [n]; masks: as in `batches_of`; shuffle: with the seed of the job's policy.
+    table: of a pipeline, whose ticks are planned instead of microbatches, for a loader with the same `ticks`; kinds: as
+    in the loader. Raises ConfigError, CapacityError for a sample longer than a microbatch.
     """
 
     job: Job
@@ -92,10 +92,10 @@ class Work:
         left, epoch = self.iterations, 0
         while left:
             drawn = self.sampling.epoch(epoch)
-            if self.table is not None:  # whole iterations
+            if self.table is not None:  # ticks of whole iterations
                 drawn = [one for one in drawn if len(one) == self.table.microbatches]
             if not drawn:
-                rule = "is more than the samples fill"
+                rule = "is more than the samples can fill"
                 raise ConfigError("ticks.microbatches", self.sampling.microbatches, rule, "give more samples")
             drawn = drawn[:left]
             for iteration, samples in enumerate(drawn):
@@ -111,8 +111,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Summary:
-    """iterations: whose plans are there; planned: by this run; packs: in the folder, equal requests once; size: bytes
-    of these; seconds: that this run took."""
+    """Result of a run. iterations: with plans; planned: by this run; packs: in the folder, one per distinct request;
+    size: their bytes; seconds: duration of this run."""
 
     iterations: int
     planned: int
@@ -121,14 +121,14 @@ class Summary:
     seconds: float
 
 
-Report = Callable[[int, int], None]  # iterations that are there, and those that this run planned
+Report = Callable[[int, int], None]  # iterations with plans, and iterations that this run planned
 
 
 def precompute(
     work: Work, folder: Path, executor: Executor, workers: int, report: Report = lambda there, planned: None
 ) -> Summary:
-    """Plans and verifies what the folder does not have yet. Raises ConfigError where the folder was made for something
-    else, IterationError for a batch that is refused, StoreError."""
+    """Plans and verifies the iterations that the folder lacks. Raises ConfigError if the folder was made for other
+    work, IterationError for a refused batch, StoreError."""
     began = time.monotonic()
     _claim(folder, work)
     store = Folder(folder)
@@ -139,7 +139,7 @@ def precompute(
 
 
 def made_for(folder: Path) -> dict[str, Any]:
-    """What the plans of a folder are for, and how many iterations; empty in the store of a server. Raises
+    """The origin of a folder's plans and their number of iterations; empty for the store of a server. Raises
     ConfigError."""
     path = folder / ORIGIN
     if not path.is_file():
@@ -148,12 +148,12 @@ def made_for(folder: Path) -> dict[str, Any]:
         held: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         return {**held, "iterations": integer("iterations", held.get("iterations"))}
     except (msgspec.DecodeError, ConfigError) as error:
-        rule = f"is not as precompute wrote it ({error})"
+        rule = f"is not a file that precompute wrote ({error})"
         raise ConfigError(str(path), "...", rule, "delete it: the plans are kept") from None
 
 
 def _claim(folder: Path, work: Work) -> None:
-    """Writes down what the plans are for. Raises ConfigError where the folder's are for something else."""
+    """Records the origin of the plans. Raises ConfigError if the folder's plans have another origin."""
     path, asked, iterations = folder / ORIGIN, work.origin, work.iterations
     if held := made_for(folder):
         iterations = max(iterations, held.pop("iterations"))
@@ -166,7 +166,7 @@ def _claim(folder: Path, work: Work) -> None:
 
 @dataclass
 class _Asked:
-    """A request at the workers, and the iterations that wait for it."""
+    """An outstanding request, and the iterations that wait for it."""
 
     key: bytes
     request: bytes
@@ -196,14 +196,14 @@ class _Run:
                 self._begin(place, samples)
                 self._settle(AHEAD * self.workers)
             self._settle(0)
-        finally:  # also when interrupted: what is done already is kept
+        finally:  # also when interrupted: finished plans are kept
             for future in [future for future in self._asked if future.done() and not future.cancelled()]:
                 self._take(future)
         for place, reason in sorted(self._refused.items()):
             raise IterationError(f"{place}: {reason}")
 
     def _begin(self, place: IterationPlace, samples: Sequence[Ints]) -> None:
-        """Has the iteration planned, unless an equal one is or was."""
+        """Has the iteration planned, unless an equal one is planned or being planned."""
         try:
             batches = self.work.batches(samples)
             self.work.job.check(batches)
@@ -223,7 +223,7 @@ class _Run:
         self._asked[self.executor.submit(plan_pack, asked.request)] = asked
 
     def _settle(self, most: int) -> None:
-        """Waits until at most so many requests are at the workers, and takes what they have done."""
+        """Waits until at most `most` requests are outstanding, and takes the results."""
         while len(self._asked) > most:
             for future in wait(self._asked, return_when=FIRST_COMPLETED).done:
                 self._take(future)

@@ -1,11 +1,11 @@
-"""Errors of the service, the same class on both sides of the wire: problem+json (RFC 9457) by the server, raised again
+"""Errors of the service, the same class on both sides: sent as problem+json (RFC 9457) by the server, raised again
 by the client.
 
     ServiceError (RuntimeError)          type, status, detail, field, remedy
-    ├── UnknownPlanError (LookupError)   404: submit the request, then ask again
-    └── BadAnswerError                   an answer that is none of this protocol
-    NotReadyError (TimeoutError)         the plan is not there yet
-    UnreachableError (ConnectionError)   no answer came
+    ├── UnknownPlanError (LookupError)   404: submit the request, then retry
+    └── BadAnswerError                   an answer that violates the protocol
+    NotReadyError (TimeoutError)         the plan is not ready yet
+    UnreachableError (ConnectionError)   no answer
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from apportion.ir.errors import ApportionError
 
 
 class Kind(NamedTuple):
-    """A type of problem. status: of HTTP; remedy: what its reader can do."""
+    """A type of problem. status: of HTTP; remedy: for the reader."""
 
     status: int
     title: str
@@ -24,19 +24,19 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "bad-answer": Kind(502, "Not an answer of this protocol", "see what answers at this URL"),
+    "bad-answer": Kind(502, "Not an answer of this protocol", "check which program answers at this URL"),
     "unauthorized": Kind(401, "A token is needed", "send the header Authorization: Bearer TOKEN"),
-    "unknown-plan": Kind(404, "No request has this key", "submit the request, then ask again"),
-    "not-found": Kind(404, "There is nothing at this address", "see /docs"),
-    "method": Kind(405, "This address has other methods", "see /docs"),
-    "slow-body": Kind(408, "The body did not come in time", "send it at once"),
+    "unknown-plan": Kind(404, "No request has this key", "submit the request, then retry"),
+    "not-found": Kind(404, "This path does not exist", "see /docs"),
+    "method": Kind(405, "This path does not support the method", "see /docs"),
+    "slow-body": Kind(408, "The body did not arrive in time", "send it without pauses"),
     "wrong-key": Kind(409, "The key is not that of the request", "compute the key with Job.request_key"),
     "length": Kind(411, "The request has no Content-Length", "send the body in one piece, not chunked"),
-    "too-large": Kind(413, "The request is larger than this server takes", "send fewer sequences at once"),
+    "too-large": Kind(413, "The request is too large for this server", "send fewer sequences at once"),
     "media-type": Kind(
-        415, "The body is of another media type", "send application/json or application/msgpack"
+        415, "The media type is not supported", "send application/json or application/msgpack"
     ),
-    "invalid": Kind(422, "A field of the request is wrong", "correct the field"),
+    "invalid": Kind(422, "A field of the request is invalid", "correct the field"),
     "refused": Kind(422, "The request cannot be planned", "change the batch or the job as the detail says"),
     "too-long": Kind(
         422, "Planning took too long", "choose a cheaper recipe, or raise --plan-s of the server"
@@ -45,16 +45,16 @@ KINDS = {
         422, "Planning takes too much memory", "take larger blocks, or raise --worker-gb of the server"
     ),
     "quarantined": Kind(422, "The request kills the planner", "leave the batch out, and report it"),
-    "queue-full": Kind(429, "This server has enough requests queued", "fetch plans before submitting more"),
-    "failed": Kind(500, "The server made a mistake", "see the log of the server"),
-    "overloaded": Kind(503, "This server receives too much at once", "try again"),
+    "queue-full": Kind(429, "The queue of this server is full", "fetch plans before submitting more"),
+    "failed": Kind(500, "Internal error of the server", "see the log of the server"),
+    "overloaded": Kind(503, "This server receives too many requests at once", "try again"),
 }
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class ServiceError(ApportionError, RuntimeError):
-    """A refused request. type: a key of `KINDS`, or another one a proxy answered with; field: of the request that is
-    wrong, None where there is none; retry_after: seconds after which to try again, None where that is of no use."""
+    """A refused request. type: a key of `KINDS`, or one from a proxy; field: the wrong field of the request, or None;
+    retry_after: seconds after which to retry, None if that is of no use."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ServiceError(ApportionError, RuntimeError):
 
     @property
     def transient(self) -> bool:
-        """Whether the same request may succeed later."""
+        """True if the same request may succeed later."""
         return self.status in TRANSIENT
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ class ServiceError(ApportionError, RuntimeError):
 
 
 class BadAnswerError(ServiceError):
-    """An answer that is none of this protocol: of another program, or changed on its way."""
+    """An answer that violates the protocol: from another program, or corrupted in transit."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("bad-answer", detail, status=502)
@@ -94,11 +94,11 @@ class BadAnswerError(ServiceError):
 
 
 class NotReadyError(ApportionError, TimeoutError):
-    """A plan that is not there after the time that its caller waits."""
+    """A plan that is not ready after the caller's wait."""
 
 
 class UnreachableError(ApportionError, ConnectionError):
-    """No answer came in time: nobody listens there, or the other side does not speak HTTP."""
+    """No answer in time: no server listens there, or it does not speak HTTP."""
 
 
 class UnknownPlanError(ServiceError, LookupError):

@@ -1,1 +1,1 @@
-"""Planned attention in trainers: here an adapter for each, and prefix trees; below, what adapters are made of."""
+"""Planned attention in trainers: adapters and prefix trees; the subpackages hold the parts that adapters share."""

@@ -1,8 +1,8 @@
-"""NeMo Automodel 0.7: a `ContextParallelSharder` whose layout is a plan's.
+"""NeMo Automodel 0.7 adapter: a `ContextParallelSharder` that uses a plan's layout.
 
     planned(model)                      # its batches are {"planned": PlannedBatch, ...} from a PlannedLoader
 
-Automodel's context-parallel mesh is the ranks of the job. Attention takes the plan through the model's kwargs, see
+Automodel's context-parallel mesh contains the ranks of the job. The model's kwargs pass the plan to attention, see
 `apportion.trainer.hf`. Coordinates of the caller are the samples of the microbatch end to end, [1, tokens, ...].
 """
 
@@ -32,16 +32,16 @@ except ModuleNotFoundError as error:
 
 
 def planned(model: Any) -> Any:
-    """The model, with the hook that Automodel's recipes ask for a sharder. Raises ConfigError for a model that is not
-    enabled (`hf.enable`)."""
+    """Adds to the model the hook through which Automodel's recipes get a sharder; returns it. Raises ConfigError for a
+    model that is not enabled (`hf.enable`)."""
     require_enabled(model)
     model.prepare_model_inputs_for_cp = lambda batch, **_: {"cp_sharder": planned_sharder(batch["planned"])}
     return model
 
 
 def planned_sharder(batch: PlannedBatch, device_mesh: Any = None) -> ContextParallelSharder:
-    """The sharder of one microbatch. A collective among hosts. Automodel's verbs gather equal shards: all ranks pad to
-    the rows of the fullest, and padding has places of its own behind the tokens."""
+    """The sharder of one microbatch. A collective among hosts. Automodel gathers equal shards, so all ranks pad to the
+    rows of the fullest, and padding has its own places after the tokens."""
     layout = _layout(batch)
     shard = partial(_shard, batch, layout)
     return ContextParallelSharder(device_mesh=device_mesh, shard_batch=shard, shard_layout=layout)
@@ -66,7 +66,7 @@ def _shard(
     loss_mask: Tensor | None = None,
     padding_token_id: int = 0,
 ) -> tuple[Any, dict[str, Any], ShardLayout]:
-    """Automodel's verb: this rank's rows, labels of the token to predict among them, and the plan."""
+    """Automodel's shard function: this rank's rows, including the label to predict for each, and the plan."""
     planned.check_unweighted("the recipe's loss")
     wiring.watch.expect(planned.handle)
     wiring.watch.trust()

@@ -1,8 +1,8 @@
-"""Two halves of an iteration as one microbatch of a trainer's model: their rows lie end to end, row-wise modules see no
-difference, and each transformer layer splits them.
+"""Two halves of an iteration as one microbatch of a trainer's model: their rows are concatenated, so row-wise modules
+need no change, and each transformer layer splits them.
 
     rows of ping, rows of pong ──embedding──► layer ──► layer ──► head, loss
-                                             └─ both: attention of one behind the linear layers of the other
+                                             └─ both: attention of one half overlaps the other's linear layers
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.trainer.step.pingpong import PingPongLayer, ping_pong
 
 
 def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
-    """A microbatch as it is, or the rows of two halves of an iteration under the handle of the first."""
+    """A microbatch unchanged, or the rows of two halves of an iteration under the first half's handle."""
     if len(batches) == 1:
         return batches[0]
     names = ("tokens", "labels", "position_ids")
@@ -32,8 +32,8 @@ def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
 def both(
     layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], says: Mapping[str, Any]
 ) -> Tensor:
-    """hidden [rows, ...] of two halves -> the same behind the layer. says: window, causal and layer, as
-    `planned_attention` has them. Raises as `ping_pong`, and ConfigError for another mask than the plans'."""
+    """Runs hidden [rows, ...] of two halves through a layer. says: window, causal and layer, as in
+    `planned_attention`. Raises as `ping_pong`, and ConfigError for a mask that differs from the plans'."""
     ping, pong = handles
     for handle in handles:
         handle.check(handle.kind(layer.kind), **says)

@@ -1,10 +1,10 @@
-"""Hugging Face transformers: planned attention in a model, and planned batches in its Trainer.
+"""Hugging Face transformers adapter: planned attention in a model, and planned batches in its Trainer.
 
     dataset ──loader(dataset, model, …)──► PlannedBatch ──inputs──► model(**kwargs), with the plan's handle
                                                             attention layers ◄── enable(model)
 
-Without a handle in its kwargs the model is as it was: generate, padded batches and evaluation of any other kind.
-Written for transformers 5.23; N ranks are N data-parallel ranks to it, and its own context parallelism stays off.
+Without a handle in its kwargs the model is unchanged, for generate, padded batches and any other evaluation.
+Written for transformers 5.23, which sees N ranks as N data-parallel ranks; its own context parallelism stays off.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("transformers", "hf", "apportion.trainer.hf") from error
 
-ATTENDING, RECURRING = (FULL, SLIDING, CHUNKED, BOTH), (LINEAR, BOTH)  # types of layers
+ATTENDING, RECURRING = (FULL, SLIDING, CHUNKED, BOTH), (LINEAR, BOTH)  # layer types
 LAST = "apportion_last_position"  # kwarg: [1] int64, the largest position id of the whole microbatch
 
 _EXPAND = "expand_kv"  # of layers of multi-head latent attention: (compressed, rotated) -> key, value
 
-# kwargs that would change what a row sees: planned attention takes that from the plan
+# kwargs that would change the mask, which planned attention takes from the plan
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _MASKING = ("attention_mask", "past_key_values", "cache_position", *_PACKED)
 
@@ -71,8 +71,8 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
         base._planned, base._served = (
             {*map(_key, (*layers, *mixers))},
             set(),
-        )  # that must use a handle, and that have
-        base._ran = set()  # whether forwards with gradients had a plan, since the last step
+        )  # layers that must use a handle, and that have used it
+        base._ran = set()  # whether forwards with gradients had a plan since the last step
         model.register_forward_pre_hook(_check_labels, with_kwargs=True)
         model.register_forward_hook(_share_loss, with_kwargs=True)
         base.register_forward_pre_hook(_check_inputs, with_kwargs=True)
@@ -80,13 +80,13 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
         _choose(base)
     for layer, window in zip(layers, _windows(model, layers), strict=True):
         layer._window = window
-        if hasattr(layer, _EXPAND):  # of a copy its own, which a method has and a closure would not
+        if hasattr(layer, _EXPAND):  # a method binds a copy of the layer to itself, a closure would not
             setattr(layer, _EXPAND, MethodType(_expand_kv, layer))
     for mixer in mixers:
         if not hasattr(mixer, "_served"):
             adapt(mixer, base._served, _key(mixer))
-    for layer in layers:  # too: checkpointing runs them a second time, alone
-        if not hasattr(layer, "_served"):  # made since the model was enabled
+    for layer in layers:  # hooks on layers too: checkpointing reruns them alone
+        if not hasattr(layer, "_served"):  # added after the model was enabled
             layer._served = base._served
             _choose(layer)
     wiring.watch.models.add(model)
@@ -95,8 +95,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
 
 
 def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> None:
-    """Raises ConfigError where some of its layers are neither attention that can be replaced nor a recurrence of which
-    there is an adapter."""
+    """Raises ConfigError if some layers are neither replaceable attention nor a recurrence with an adapter."""
     config, name = model.config.get_text_config(), type(model).__name__
     if unknown := sorted({type(one).__name__ for one in mixers if not is_known(one)}):
         rule = f"there is no adapter for its recurrent layers, {', '.join(unknown)}"
@@ -116,13 +115,13 @@ def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> 
 
 
 def _key(layer: Any) -> str:
-    """Its name in errors."""
+    """The layer's name in errors."""
     return f"{layer.layer_idx}{'' if hasattr(layer, 'is_causal') else ' (recurrent)'}"
 
 
 def _choose(module: Any) -> None:
-    """Has the module choose planned attention for the length of a forward that is given a handle."""
-    module._unplanned = None  # the implementation to go back to
+    """Has the module use planned attention during a forward that gets a handle."""
+    module._unplanned = None  # the implementation to restore
     module._rotary = [one for one in module.modules() if _is_rotary(one)]
     module.register_forward_pre_hook(_begin, with_kwargs=True)
     module.register_forward_hook(_end, always_call=True)
@@ -140,8 +139,8 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
-    """The window of each layer by the config, for layers that know it by their mask alone (PhiMoE); None, which nothing
-    is held against, where the config cannot be read."""
+    """The config's window of each layer, for layers that know it only through their mask (PhiMoE); None, which is not
+    checked, if the config cannot be read."""
     try:
         windows = windows_of(model.config.get_text_config().to_dict())
     except ConfigError:
@@ -150,7 +149,7 @@ def _windows(model: Any, layers: Sequence[Any]) -> list[int | None]:
 
 
 def require_enabled(model: Any) -> None:
-    """Raises ConfigError for a model that has attention layers without the hooks of `enable`."""
+    """Raises ConfigError for a model with attention layers that lack the hooks of `enable`."""
     layers = [*_layers(model), *mixers_of(model)]
     without = [_key(layer) for layer in layers if not hasattr(layer, "_served")]
     if without or not layers:
@@ -171,12 +170,12 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls, by name behind the mask: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
-    [1, rows, Hq, Dv]; of latent attention key and value are what `_expand_kv` gives. Raises as `planned_attention`,
-    which holds the layer's window against the plan's."""
+    """The attention function that transformers calls: query [1, Hq, rows, D], key and value [1, Hk, rows, D] ->
+    [1, rows, Hq, Dv]; for latent attention key and value are the results of `_expand_kv`. Raises as
+    `planned_attention`, which compares the layer's window with the plan's."""
     handle: PlanHandle | Rehearsal | None = kwargs.get(NAME)
     if handle is None:
-        rule = "does not pass the keyword arguments of forward on, so that the plan does not reach it"
+        rule = "does not receive the keyword arguments of forward, so the plan does not reach it"
         raise ConfigError("attention", type(module).__name__, rule, "train without context parallelism")
     module._served.add(_key(module))
     latent = hasattr(module, _EXPAND)
@@ -193,7 +192,7 @@ def attention(
     window = kwargs["sliding_window"] or -1 if "sliding_window" in kwargs else module._window
     own = {"window": window, "layer": module.layer_idx, "dropout": kwargs.get("dropout", 0.0)}
     looks_ahead = not (module.is_causal and getattr(module.config, "is_causal", True))
-    own["causal"] = False if looks_ahead else None  # a causal model may be given masks that look ahead
+    own["causal"] = False if looks_ahead else None  # the masks of a causal model may look ahead
     if latent:
         expand = LatentExpansion(module.kv_b_proj, module.qk_nope_head_dim, module.v_head_dim)
         layer = handle, expand, expand.params, kind, scaling, softcap, s_aux
@@ -202,8 +201,8 @@ def attention(
 
 
 def _expand_kv(layer: Any, compressed: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """In the place of a layer's own: what goes to planned attention as key and value are latent rows, [1, 1, rows,
-    rope] and [1, 1, rows, rank], which are expanded where they are read."""
+    """Replaces a layer's own expansion: planned attention gets latent rows as key and value, [1, 1, rows, rope] and
+    [1, 1, rows, rank], and expands them where they are read."""
     if layer.config._attn_implementation == NAME:
         return rotated, compressed
     found: tuple[Tensor, Tensor] = getattr(type(layer), _EXPAND)(layer, compressed, rotated)
@@ -222,9 +221,9 @@ def loader(
 ) -> PlannedLoader:
     """`PlannedLoader` with what the config of `model` says: heads, masks of its kinds of layers. options: as there.
 
-    dtype: of q, k and v, "bf16" where autocast or FSDP casts; by default that of the parameters. sent_gradients: as of
-    `apportion.Model`. Masks in `options` or of the dataset win. Ranks have at least one row, which layers want, and no
-    iteration is a short one: evaluate with drop_last=False. Raises ConfigError for a model that is not enabled.
+    dtype: of q, k and v, "bf16" if autocast or FSDP casts; by default that of the parameters. sent_gradients: as in
+    `apportion.Model`. Masks in `options` or of the dataset take precedence. Ranks have at least one row, which layers
+    need, and short iterations are dropped: evaluate with drop_last=False. Raises ConfigError for a model not enabled.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -243,8 +242,8 @@ def loader(
 
 def inputs(batch: PlannedBatch) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, as `normalised_loss`. Raises
-    ConfigError for samples with `loss_weights`, which that does not know. A model that is not enabled refuses them, and
-    so does the first optimizer step where no attention has used the plan."""
+    ConfigError for samples with `loss_weights`, which the model's loss ignores. A model that is not enabled refuses the
+    kwargs, and so does the first optimizer step if no attention has used the plan."""
     wiring.watch.expect(batch.handle)
     batch.check_unweighted("the model's own loss")
     rows = batch.tokens, batch.position_ids, batch.labels
@@ -256,7 +255,7 @@ def _arguments(
     tokens: Tensor, positions: Tensor, labels: Tensor, valid: float, last: int, handle: Any
 ) -> dict[str, Any]:
     rows = {"input_ids": tokens, "position_ids": positions, "labels": labels}
-    rows |= {"shift_labels": labels}  # shifted: the label of a row may be a token of another rank
+    rows |= {"shift_labels": labels}  # shifted before sharding: a row's label may be another rank's token
     given = {"num_items_in_batch": valid, "use_cache": False, "past_key_values": _NoCache()}
     given |= {NAME: handle, LAST: positions.new_tensor([last])}
     return {**{name: tensor[None] for name, tensor in rows.items()}, **given}
@@ -266,23 +265,25 @@ def _arguments(
 
 
 class _NoCache:
-    """In the place of a cache: attention that is not planned reads it, and gets the error."""
+    """A cache that raises the error when attention that is not planned reads it."""
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Cache, name):
             raise AttributeError(name)
-        rule = "rows of a plan reached attention that does not know the plan"
-        remedy = f"call hf.enable(model), also for a loaded copy, and hand {NAME!r} on to it with the other arguments"
+        rule = "rows of a plan reached attention that does not use the plan"
+        remedy = (
+            f"call hf.enable(model), also for a loaded copy, and pass on {NAME!r} and the other arguments"
+        )
         raise ConfigError("model", "its own attention", rule, remedy)
 
 
 def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Labels of a batch are shifted, and losses of a rank are shares of the step's mean. Raises ConfigError."""
+    """Raises ConfigError unless labels are shifted and a rank's loss is its share of the step's mean."""
     handle = kwargs.get(NAME)
     if handle is None:
         return None
     if kwargs.get("logits_to_keep"):
-        rule = "would leave rows of the loss out"
+        rule = "would omit rows from the loss"
         remedy = "leave it out, and set the labels of rows to -100"
         raise ConfigError("logits_to_keep", "a number", rule, remedy)
     wanted = {} if is_compiling() else _wanted(model, handle)
@@ -290,17 +291,17 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = kwargs.get(name)
         if given is None:
             if kwargs.get("labels") is not None:
-                rule = "must stand beside labels: those of a plan are shifted, and the mean is over all ranks"
+                rule = "must accompany labels: a plan's labels are shifted, and the mean is over all ranks"
                 raise ConfigError(name, None, rule, "call model(**hf.inputs(batch))")
         elif name in wanted and not torch.equal(torch.as_tensor(given).double().cpu(), wanted[name]):
-            rule = "is another one than the batch's, and shares of ranks would not add up to one mean"
+            rule = "differs from the batch's, and the ranks' shares would not add up to one mean"
             remedy = "give labels in the samples, or another loss by ap.normalised_loss on the logits"
             raise ConfigError(name, "changed", rule, remedy)
     return args, _without_guard(kwargs)
 
 
 def _wanted(model: Any, handle: Any) -> dict[str, Tensor]:
-    """What a batch's labels and their number are; on other devices than CPUs in the model's first forward alone: that
+    """The labels of a batch and their number; on devices other than CPUs only in the model's first forward, since it
     waits for the device."""
     batch = wiring.watch.under(handle)
     if batch is None or (model.device.type != "cpu" and hasattr(model, "_held")):
@@ -311,7 +312,7 @@ def _wanted(model: Any, handle: Any) -> dict[str, Tensor]:
 
 
 def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Raises ConfigError for what would change the mask, and for positions that are not the plan's."""
+    """Raises ConfigError for arguments that would change the mask, and for positions that are not the plan's."""
     handle = kwargs.get(NAME)
     if torch.is_grad_enabled() and base.training and not is_compiling():
         base._ran.add(handle is not None)
@@ -322,7 +323,7 @@ def _check_inputs(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = _without_guard(kwargs)
     for name in _MASKING:
         if kwargs.get(name) is not None:
-            rule = "stands beside a plan, which has the mask of its rows"
+            rule = "conflicts with the plan, which has the mask of its rows"
             given = type(kwargs[name]).__name__
             raise ConfigError(name, given, rule, "leave it out; give masks= to the loader")
     if not isinstance(handle, Rehearsal):
@@ -335,11 +336,11 @@ def _without_guard(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_positions(base: Any, handle: PlanHandle, given: Tensor | None) -> None:
-    """Values are compared on CPUs, and on other devices in the model's first forward: that waits for the device."""
+    """Compares position ids; on devices other than CPUs only in the model's first forward, since it waits for them."""
     remedy = "give batch.position_ids[None], by name"
     if given is None:
         raise ConfigError("position_ids", None, "a model without them counts a rank's rows from 0", remedy)
-    if is_compiling():  # numbers of rows would be a graph for each plan
+    if is_compiling():  # comparing row counts would compile a graph for each plan
         return
     if given.shape[-1] != handle.padded_rows:
         rule = f"this rank has {handle.padded_rows} rows"
@@ -348,18 +349,18 @@ def _check_positions(base: Any, handle: PlanHandle, given: Tensor | None) -> Non
         return
     base._compared = True
     if not torch.equal(given.flatten()[: handle.rows].cpu(), handle.position_ids):
-        raise ConfigError("position_ids", "others", "must be those of the plan's rows", remedy)
+        raise ConfigError("position_ids", "others", "must be the position ids of the plan's rows", remedy)
 
 
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises ExecutionError where an attention layer did not use the handle."""
+    """Raises ExecutionError if an attention layer did not use the handle."""
     if kwargs.get(NAME) is None:
         return
     if without := sorted(base._planned - base._served):
         named = f"layers [{', '.join(without)}] of {type(base).__name__}"
-        rule = "did not use the plan: they were replaced, skipped, or are another implementation's"
-        raise ExecutionError(f"{named} {rule}; call hf.enable when the model is whole")
-    base._served.clear()  # torch.compile finds it as it was
+        rule = "did not use the plan: they were replaced, skipped, or use another implementation"
+        raise ExecutionError(f"{named} {rule}; call hf.enable when the model is complete")
+    base._served.clear()  # restores the state that torch.compile guards on
 
 
 def _begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -381,14 +382,14 @@ def _end(module: Any, args: Any, output: Any) -> None:
 
 
 def _is_rotary(module: Any) -> bool:
-    """A table of angles by position id: `dynamic` and `longrope` choose frequencies by the largest of a call."""
+    """True for a rotary embedding; `dynamic` and `longrope` choose frequencies by the largest position id of a call."""
     takes = signature(type(module).forward).parameters
     table = "position_ids" in takes and not any(True for _ in module.parameters())
     return table and not hasattr(module, "_encodes")
 
 
 def _append_last(rotary: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Lets a rotary embedding see the largest position of the microbatch, in a row behind this rank's."""
+    """Appends a row with the largest position of the microbatch to this rank's rows, for a rotary embedding."""
     if rotary._last is None:
         return None
     found = signature(rotary.forward).bind(*args, **kwargs)
@@ -398,15 +399,15 @@ def _append_last(rotary: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _drop_last(rotary: Any, args: Any, output: Any) -> Any:
-    """Of cos and sin [..., rows + 1, width], or of one tensor of complex numbers, this rank's rows."""
+    """Drops the appended row of cos and sin [..., rows + 1, width], or of one tensor of complex numbers."""
     if rotary._last is None:
         return output
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(one[..., :-1, :] for one in output)
 
 
 def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The router's auxiliary loss is not a sum over rows: this rank's share of that of the whole microbatch takes its
-    place. Raises as `check_share`."""
+    """Replaces the router's auxiliary loss, which is not a sum over rows, by this rank's share of the whole
+    microbatch's loss. Raises as `check_share`."""
     handle, own, loss = kwargs.get(NAME), getattr(output, "aux_loss", None), getattr(output, "loss", None)
     if handle is not None and own is not None:
         output.aux_loss = _share(output.router_logits, model.num_experts_per_tok, handle)
@@ -418,7 +419,7 @@ def _share_loss(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> N
 
 def _share(logits: Sequence[Tensor], top_k: int, handle: PlanHandle) -> Tensor:
     """E · sum over experts of (share of the tokens sent there) · (mean probability), Switch Transformers (arXiv
-    2101.03961), eq. 4 to 6: shares of all ranks, and of the mean what this rank's rows add. A collective."""
+    2101.03961), eq. 4 to 6: shares over all ranks, times this rank's contribution to the mean. A collective."""
     probabilities = torch.stack([layer[: handle.rows] for layer in logits]).softmax(-1)
     probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
     experts = probabilities.shape[-1]

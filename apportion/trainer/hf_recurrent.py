@@ -3,8 +3,8 @@
     layer(hidden, apportion=handle) ──projections──► causal_conv1d_fn(…, apportion=…) ──► planned_conv
                                                      mamba2_chunk_scan(…, apportion=…) ──► planned_scan ──norm, gate──►
 
-Layers keep their own code but for the functions of their modules that look at more than one row: these are wrapped,
-once, and as they were where no handle is among their arguments. Written for transformers 5.23.
+Layers keep their own code except for functions that look at more than one row: these are wrapped once, and behave as
+before unless a handle is among their arguments. Written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.rehearsal import Rehearsal
 from apportion.trainer.step.recurrence import planned_conv, planned_scan
 
-NAME = "apportion"  # kwarg that brings the handle
+NAME = "apportion"  # kwarg of the handle
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """In the place of the handle among the arguments of a layer's functions. name: of the layer, in errors."""
+    """Stands for the handle among the arguments of a layer's functions. name: of the layer, in errors."""
 
     handle: PlanHandle | Rehearsal
     name: str
@@ -49,7 +49,7 @@ class Mixing:
             outs = [conv1d(one, weight[:, None], bias, padding=before, groups=len(weight)) for one in parts]
             return torch.cat([out[..., : out.shape[-1] - before] for out in outs], -1).mT
 
-        return self.handle.replay(f"the rows that the convolution of {self.name} is given", [x], run)
+        return self.handle.replay(f"the input rows of the convolution of {self.name}", [x], run)
 
     def scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
@@ -65,11 +65,11 @@ class Mixing:
             return chunk_recurrence(q, k, v, g, beta, scale, cu_seqlens=ends)[0]
 
         given = [x for x in (q, k, v, g, beta) if x is not None]
-        return self.handle.replay(f"the rows that the recurrence of {self.name} is given", given, run)
+        return self.handle.replay(f"the input rows of the recurrence of {self.name}", given, run)
 
 
 def mixers_of(model: Any) -> list[Any]:
-    """Its layers that recur, whether there is an adapter for them or not."""
+    """The recurrent layers of a model, with or without an adapter."""
     return [one for one in model.modules() if hasattr(one, "layer_idx") and _recurs(one)]
 
 
@@ -78,13 +78,13 @@ def _recurs(module: Any) -> bool:
 
 
 def is_known(mixer: Any) -> bool:
-    """Whether there is an adapter for it."""
+    """True if there is an adapter for the layer."""
     home = sys.modules[type(mixer).__module__]
     return type(mixer).__name__ == _LIGHTNING or any(hasattr(home, name) for name in _SCANS)
 
 
 def adapt(mixer: Any, served: set[Any], key: Any) -> None:
-    """Has a layer that `is_known` run under a plan where it is given a handle, and add its `key` to `served` then."""
+    """Has a layer that `is_known` run under a plan when it gets a handle, and then add its `key` to `served`."""
     home = sys.modules[type(mixer).__module__]
     for name, wrap in {**_SCANS, **_OTHERS}.items():
         _replace(home, name, wrap)

@@ -1,9 +1,9 @@
-"""Models of transformers that choose keys as they run (DeepSeek-V3.2, GLM-DSA): their own layers on gathered rows.
+"""transformers adapter for models that select keys at run time (DeepSeek-V3.2, GLM-DSA): own layers on gathered rows.
 
     PlannedBatch ──inputs──► model(**kwargs): attention reads latents and the indexer's keys from a cache
-                                              ◄── here rows of all ranks that its queries may see, and their mask
+                                              ◄── this cache: rows of all ranks that its queries may see
 
-Attention, indexer and choice stay the model's. Written for transformers 5.23.
+Attention, indexer and selection stay the model's. Written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.step import wiring
 from apportion.trainer.step.visible import gather_visible
 
-TYPES = ("deepseek_v32", "glm_moe_dsa")  # `model_type` of what is tried
-_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that look at the longest position of a call
+TYPES = ("deepseek_v32", "glm_moe_dsa")  # supported `model_type`s
+_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the largest position of a call
 
 
 def model_of(config: Any, dtype: str) -> Model:
-    """What planning must know of a config: a token's row is its latent and rotated key, beside the indexer's key, and a
-    query counts as `index_topk` keys. dtype: as of `apportion.Model`. Raises ConfigError for other models."""
+    """The planning model of a config: a token's row is its latent and rotated key, and the indexer's key; a query costs
+    as much as `index_topk` keys. dtype: as in `apportion.Model`. Raises ConfigError for other models."""
     _check(config)
     return Model(
         q_heads=config.num_attention_heads,
@@ -46,7 +46,7 @@ def _check(config: Any) -> None:
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in _BY_LENGTH:
         raise ConfigError(
-            "rope_type", rope, "looks at the longest position of a rank", "take yarn or default"
+            "rope_type", rope, "depends on the largest position of a rank", "take yarn or default"
         )
     if config.attention_dropout:
         raise ConfigError("attention_dropout", config.attention_dropout, "is not planned", "set it to 0")
@@ -54,19 +54,19 @@ def _check(config: Any) -> None:
 
 def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
     """The kwargs of the model's forward; its loss is this rank's share of the step's mean, so gradients are summed.
-    Raises ConfigError for other models, gradient checkpointing and samples with `loss_weights`. A forward in which a
-    layer did not read gathered rows raises ExecutionError."""
+    Raises ConfigError for other models, gradient checkpointing and samples with `loss_weights`. Forward raises
+    ExecutionError if a layer did not read gathered rows."""
     base = getattr(model, "module", model).base_model  # under DDP
     _check(base.config)
     if any(getattr(one, "gradient_checkpointing", False) for one in base.modules()):
-        rule = "takes the cache away, by which layers read gathered rows"
+        rule = "disables the cache, through which layers read gathered rows"
         raise ConfigError("gradient_checkpointing", True, rule, "leave it out")
     batch.check_unweighted("the model's own loss")
     wiring.watch.expect(batch.handle)
     if not hasattr(base, "_reads_gathered"):
         base._reads_gathered = base.register_forward_hook(_check_layers, with_kwargs=True)
     mask = gather_visible(batch.tokens, batch.handle).mask()
-    # finite in float32, in which layers take the softmax: padding sees no row
+    # finite in float32, the dtype of the layers' softmax, since padding sees no row
     least = max(torch.finfo(dtype).min for dtype in (base.dtype, torch.float32))
     hidden = torch.zeros(mask.shape, dtype=base.dtype, device=mask.device).masked_fill(~mask, least)
     rows = {"input_ids": batch.tokens, "position_ids": batch.position_ids}
@@ -81,25 +81,25 @@ def inputs(batch: PlannedBatch, model: Any) -> dict[str, Any]:
 
 
 class _RowCache:
-    """In the place of a cache: what a layer adds of its rows comes back as the rows that its queries may see."""
+    """A cache that takes a layer's rows and returns the rows that its queries may see."""
 
     def __init__(self, batch: PlannedBatch) -> None:
         self._handle, self.layers = batch.handle, set[int]()
 
     def update(self, latents: Tensor, rotated: Tensor, layer_idx: int) -> tuple[Tensor, ...]:
-        """[1, 1, rows, width] -> [1, 1, visible, width], of both."""
+        """Gathers both: [1, 1, rows, width] -> [1, 1, visible, width]."""
         self.layers.add(layer_idx)
         found = gather_visible([part[0, 0] for part in (latents, rotated)], self._handle)
         return tuple(part[None, None] for part in found.rows)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """[1, rows, width] -> [1, visible, width]"""
+        """Gathers keys: [1, rows, width] -> [1, visible, width]."""
         found: Tensor = gather_visible(keys[0], self._handle).rows
         return found[None]
 
 
 def _check_layers(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises ExecutionError."""
+    """Raises ExecutionError if a layer did not read gathered rows."""
     gathered = kwargs.get("past_key_values")
     if isinstance(gathered, _RowCache) and (
         without := {*range(base.config.num_hidden_layers)} - gathered.layers

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on planned batches.
+"""Hugging Face Trainer adapter for planned batches.
 
     trainer = PlannedTrainer(model=enable(model), args=args, train_dataset=loader(dataset, model, …))
 
@@ -37,28 +37,27 @@ except ModuleNotFoundError as error:
         error.name or "transformers", "hf", "apportion.trainer.hf_trainer"
     ) from error
 
-STATE = "planned.json"  # in a checkpoint: where the loader was
+STATE = "planned.json"  # the loader's state in a checkpoint
 
 
-#: whose loss is a sum over rows divided by num_items_in_batch: (top package, class)
+#: trainers whose loss is a sum over rows divided by num_items_in_batch: (top package, class)
 _SUMS = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
 
 
 class PlannedTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); any other it treats as Trainer does.
+    """A Trainer whose train_dataset and eval_dataset may be loaders (`hf.loader`); treats others as Trainer does.
 
-    planned: options of `hf.loader`, which then makes loaders of the datasets as the Trainer has prepared them (trl's
-    SFTTrainer tokenizes, masks, cuts and packs); an iteration has `gradient_accumulation_steps` microbatches.
+    planned: options of `hf.loader`, which then loads the datasets as the Trainer has prepared them (trl's SFTTrainer
+    tokenizes, masks, truncates and packs); an iteration has `gradient_accumulation_steps` microbatches.
 
-    Evaluation on a loader gives the mean over tokens. A checkpoint holds the loader's state,
-    and a resumed run gets the batches that would have come. Raises ConfigError for arguments that would make the loss
-    another one, and for a Trainer whose `compute_loss` is not known to be a sum over tokens: one that is says so by
-    `sums_tokens = True`.
+    Evaluation on a loader returns the mean over tokens. Checkpoints contain the loader's state, so a resumed run
+    continues with the next batch. Raises ConfigError for arguments that would change the loss, and for a Trainer whose
+    `compute_loss` is not known to be a sum over tokens; set `sums_tokens = True` if it is.
     """
 
     sums_tokens = False
-    _planned: PlannedLoader | None = None  # what is trained on
-    _evaluated: Any = 0.0  # loss x tokens, so far
+    _planned: PlannedLoader | None = None  # the training loader
+    _evaluated: Any = 0.0  # sum of loss x tokens so far
 
     def __init__(self, *args: Any, planned: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._options, self._loaders = planned, dict[int, tuple[Any, PlannedLoader]]()
@@ -68,7 +67,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def _check_loss(self, has_loader: bool) -> None:
-        """Raises ConfigError for a loss that is not token-wise, a loader for a Trainer that prepares its data."""
+        """Raises ConfigError for a loss that is not token-wise, and for a loader if the Trainer prepares its data."""
         mixed = type(self).__mro__
         owner = next(one for one in mixed if one is not PlannedTrainer and "compute_loss" in vars(one))
         known = (owner.__module__.partition(".")[0], owner.__name__)
@@ -89,11 +88,11 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if is_training:
             self._planned = dataset
         held = _Numbered(Epochs(dataset, self.args.gradient_accumulation_steps if is_training else None))
-        numbered: Any = held  # map-style, without being told so
+        numbered: Any = held  # map-style, though not declared so
         return DataLoader(numbered, batch_sampler=numbered, collate_fn=itemgetter(0))
 
     def _loader(self, dataset: Any, is_training: bool) -> PlannedLoader:
-        """Of a dataset as it was prepared, made once."""
+        """The loader of a prepared dataset, cached."""
         if id(dataset) not in self._loaders:
             self._set_signature_columns_if_needed()
             self._check_columns(dataset)
@@ -106,32 +105,32 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         return self._loaders[id(dataset)][1]
 
     def _check_columns(self, dataset: Any) -> None:
-        """Raises ConfigError for masks and weights of the loss that this Trainer leaves out."""
-        if hasattr(self, "_prepare_dataset"):  # it has made labels of them
+        """Raises ConfigError for loss masks and weights that this Trainer ignores."""
+        if hasattr(self, "_prepare_dataset"):  # it has turned them into labels
             return
         own = getattr(dataset, "column_names", None) or ()
         for name in (*LOSS_MASKS, WEIGHTS):
             if name in own and name not in self._signature_columns:
-                rule = "is a column that this Trainer leaves out"
+                rule = "is a column that this Trainer ignores"
                 remedy = "give a loader as train_dataset, or drop it"
                 raise ConfigError(name, "a column of the dataset", rule, remedy)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if NAME in inputs and num_items_in_batch is None:  # in evaluation, not every Trainer counts
+        if NAME in inputs and num_items_in_batch is None:  # not every Trainer counts items in evaluation
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         wiring.watch.accounted = True  # Trainer multiplies by the ranks
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _check(self, predicts: bool) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError for arguments that planned batches do not support."""
         args, smoothing = self.args, self.args.label_smoothing_factor
         scaled, noise = args.average_tokens_across_devices, args.neftune_noise_alpha
         order = "predictions would be in the plan's order, and labels are shifted"
-        averages = "DDP and FSDP average gradients, and the loss would not make up for it"
-        rows = "noise is by the rows of a call, not of a text"
-        shifted = "it would be given labels that are shifted"
+        averages = "DDP and FSDP average gradients, and the loss would not compensate"
+        rows = "the noise depends on a rank's rows"
+        shifted = "it would receive shifted labels"
         routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, refused, rule, remedy in (
@@ -183,7 +182,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         if self._planned is None or checkpoint is None:
             return
         if not (state := Path(checkpoint, STATE)).exists():
-            rule, remedy = f"has no {STATE}: it is not of a planned run", "begin anew from its weights"
+            rule, remedy = f"has no {STATE}: it is not from a planned run", "start a new run from its weights"
             raise ConfigError("resume_from_checkpoint", checkpoint, rule, remedy)
         self._planned.load_state_dict(json.loads(state.read_text()))
 
@@ -205,8 +204,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
 
 class _Numbered:
-    """Epochs as Trainer and accelerate know data: `[number]` is a batch. They come in order, whichever number a resumed
-    epoch begins with: the loader's state says with what it does."""
+    """Epochs as a map-style dataset for Trainer and accelerate: `[number]` is a batch. Batches come in the loader's
+    order; its state, and not the number, determines where a resumed epoch begins."""
 
     def __init__(self, epochs: Epochs) -> None:
         self.epochs = epochs

@@ -1,4 +1,4 @@
-"""Lightning on planned batches.
+"""Lightning adapter for planned batches.
 
     class Net(Planned, LightningModule):
         def training_step(self, batch, index):          batch: PlannedBatch on the module's device
@@ -7,9 +7,9 @@
 
     trainer.fit(Net(), PlannedBatches(loader), PlannedBatches(evaluated, training=False))
 
-where `loader` and `evaluated` are loaders, or functions that make them: Lightning starts its ranks in `fit`.
+where `loader` and `evaluated` are loaders, or functions that create them, since Lightning starts its ranks in `fit`.
 
-Written for lightning 2.6; N ranks are N data-parallel ranks to it.
+Written for lightning 2.6, which sees N ranks as N data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ except ModuleNotFoundError as error:
 
 
 class PlannedBatches:
-    """A loader as Lightning's data, or a function that makes it when Lightning has started its ranks. Its state is in
-    Lightning's checkpoints, and a resumed run gets the batches that would have come. training: False for validation and
-    tests, of which every epoch is the whole pass. Raises ConfigError where epochs are not whole steps."""
+    """A loader as Lightning's data, or a function that creates it after Lightning has started its ranks. Lightning's
+    checkpoints contain its state, so a resumed run continues with the next batch. training: False for validation and
+    tests, where every epoch is a whole pass. Raises ConfigError if epochs are not whole steps."""
 
     def __init__(self, loader: PlannedLoader | Callable[[], PlannedLoader], training: bool = True) -> None:
         self._loader, self._training = loader, training
@@ -67,13 +67,13 @@ class PlannedBatches:
 
 
 def _no_loader(given: Any) -> ConfigError:
-    rule = "must be a PlannedLoader, or a function without arguments that makes one"
+    rule = "must be a PlannedLoader, or a function without arguments that returns one"
     remedy = "give PlannedBatches(lambda: ap.PlannedLoader(...))"
     return ConfigError("loader", type(given).__name__, rule, remedy)
 
 
 class Arriving:
-    """A batch on its way to the device: what Lightning moves is the PlannedBatch from then on."""
+    """A batch before its transfer to the device, for which Lightning calls `to`, which returns the PlannedBatch."""
 
     def __init__(self, batch: PlannedBatch) -> None:
         self._batch = batch
@@ -83,38 +83,38 @@ class Arriving:
 
 
 def _check_made(share: Tensor) -> None:
-    """Raises ConfigError for what `shared_loss` has multiplied already; notes what is made of no share."""
+    """Raises ConfigError for a share that `shared_loss` has multiplied already; records losses made without a share."""
     watch = wiring.watch
     watch.accounted = True
     if watch.settled or not share.requires_grad:
         return
     watch.unknown = not holds(share, SHARE)
     if not watch.unknown and holds(share, MULTIPLIED):
-        rule = "is what shared_loss has returned, and would be multiplied by the ranks once more"
-        raise ConfigError("share", "multiplied", rule, "call shared_loss once, and return what it gives")
+        rule = "is a result of shared_loss, and would be multiplied by the ranks again"
+        raise ConfigError("share", "multiplied", rule, "call shared_loss once, and return its result")
 
 
 class Planned:
-    """Mixed into a LightningModule, before it."""
+    """Mixin of a LightningModule, listed before it."""
 
     trainer: Any
     log: Any
     _shares: dict[str, Tensor]
 
     def shared_loss(self, batch: PlannedBatch, share: Tensor, name: str | None = None) -> Tensor:
-        """What a step returns of `share`, this rank's part of the mean loss (`normalised_loss`): times what Lightning
-        divides by, microbatches and the ranks over which gradients are averaged. Logs the mean over all tokens of the
-        iteration as `name` ("train_loss", "val_loss" in validation); over an epoch Lightning makes the mean over
-        tokens. Every rank calls it. Raises ConfigError where a step is not an iteration, ExecutionError where attention
-        has not used the batch's plan, in one layer or in all."""
-        require_calls(batch.handle, 0, 1, "hand batch.handle on to every layer, or call hf.enable(model)")
+        """The loss for a step to return, from `share`, this rank's part of the mean loss (`normalised_loss`):
+        multiplied by Lightning's divisors (microbatches, and ranks over which gradients are averaged). Logs the mean
+        over all tokens of the iteration as `name` ("train_loss", "val_loss" in validation); Lightning averages over an
+        epoch's tokens. Every rank calls it. Raises ConfigError if a step is not an iteration, ExecutionError if
+        attention has not used the batch's plan, in one layer or in all."""
+        require_calls(batch.handle, 0, 1, "pass batch.handle to every layer, or call hf.enable(model)")
         check_share(share, batch, None)
         _check_made(share)
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
         if trainer.training and steps != batch.is_last:
             rule, given = "a step must be an iteration", trainer.accumulate_grad_batches
-            remedy = "give it as many as the loader's microbatches"
+            remedy = "set it to the loader's microbatches"
             raise ConfigError("accumulate_grad_batches", given, rule, remedy)
         self._log(batch, share.detach(), name or f"{stage}_loss")
         averaged = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
@@ -127,5 +127,5 @@ class Planned:
         held[name] = share if batch.microbatch == 0 else held[name] + share
         if batch.is_last:
             mean = self.trainer.strategy.reduce(held[name].clone(), reduce_op="sum")
-            evaluating = not self.trainer.training  # Lightning asks for it; the mean of equal values
+            evaluating = not self.trainer.training  # Lightning requires it; the mean of equal values
             self.log(name, mean, batch_size=batch.valid_tokens, sync_dist=evaluating)

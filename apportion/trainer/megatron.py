@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16: planned attention in its layer spec, and a forward step for its schedules.
+"""Megatron-Core 0.16 adapter: planned attention in its layer spec, and a forward step for its schedules.
 
     model = GPTModel(config, planned_spec(get_gpt_layer_local_spec()), ...)
     loader = planned_loader(dataset, config, cluster=cluster, tokens_per_rank=8192)
@@ -53,7 +53,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependencyError("megatron-core", "megatron", "apportion.trainer.megatron") from error
 
-GATED = "gated_delta_net"  # of Megatron's variants, and the recurrent kind
+GATED = "gated_delta_net"  # Megatron's name of the variant, and the recurrent kind
 _FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
 _BALANCED = "attach_and_log_load_balancing_loss"
@@ -97,10 +97,10 @@ def planned_loader(
 def forward_step(
     data_iterator: Iterator[PlannedBatch | tuple[PlannedBatch, PlannedBatch]], model: Any
 ) -> tuple[Tensor, Any]:
-    """(loss of each row, or hidden states of a stage; what makes of it (sum, tokens, report)) of the next batch, or of
-    the next two of `PlannedLoader.pairs`, whose layers take turns. Raises ConfigError where nothing would divide by the
-    tokens, for layers without planned attention, and for what is not planned (yarn, mrope, MLA, multi-token prediction,
-    routers that look at a rank's rows), or not in halves; ExecutionError where a layer has not used the plan."""
+    """Runs the next batch, or the next two of `PlannedLoader.pairs`. Returns (loss of each row, or hidden states of a
+    stage; a function of it to (sum, tokens, report)). Raises ConfigError if nothing would divide by the tokens, for
+    layers without planned attention, and for unsupported features (yarn, mrope, MLA, multi-token prediction, routers
+    that look at a rank's rows; some only in halves); ExecutionError if a layer did not use the plan."""
     module = unwrap_model(model)
     _check(module)
     if _is_rotary(module) and not isinstance(module.rotary_pos_emb, PlannedRotary):
@@ -114,10 +114,10 @@ def forward_step(
     longest, most = max(int(max(one.batch.lengths)) for one in batches), module.max_sequence_length
     if module.position_embedding_type == "learned_absolute" and longest > most:
         rule = f"the model has positions for {most} tokens"
-        remedy = "leave longer documents out, or build it with more"
+        remedy = "leave out longer documents, or build it with more positions"
         raise ConfigError("sequence length", longest, rule, remedy)
     rows = joined(batches)
-    labels = rows.labels.clamp(min=0)  # its cross entropy knows no -100
+    labels = rows.labels.clamp(min=0)  # Megatron's cross entropy does not support -100
     given = (rows.tokens[None], rows.position_ids[None], None)
     handles = tuple(one.handle for one in batches)
     params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
@@ -130,9 +130,9 @@ def forward_step(
 def tick_step(
     ticks: Sequence[PlannedBatch], models: Sequence[Any], table: TickTable, forward_only: bool = False
 ) -> list[dict[str, Tensor]]:
-    """An iteration of `planned_loader(..., ticks=table, communicator=...)`, whose ranks are those of all stages, in the
-    place of Megatron's schedule: reports of the microbatches, on the last stage. models: this stage's, chunk after
-    chunk. Raises as `forward_step` and `TickPipeline`."""
+    """Runs an iteration of `planned_loader(..., ticks=table, communicator=...)`, with the ranks of all stages, in place
+    of Megatron's schedule; returns reports of the microbatches on the last stage. models: this stage's chunks, in
+    order. Raises as `forward_step` and `TickPipeline`."""
     modules = [unwrap_model(one) for one in models]
     chunks, reports = [], list[dict[str, Tensor]]()
     tokens = torch.zeros((), dtype=torch.int, device=ticks[0].tokens.device)
@@ -142,7 +142,7 @@ def tick_step(
         angles = None if own is None else own(_positions(ticks))
         chunks.append([split(layer, angles, ticks[0].handle) for layer in _dense(module)])
     first, last, config = modules[0], modules[-1], modules[0].config
-    require("recompute_granularity", config.recompute_granularity, None, "ticks keep what layers make")
+    require("recompute_granularity", config.recompute_granularity, None, "ticks keep the layers' activations")
 
     def embed(batch: PlannedBatch) -> Tensor:
         hidden: Tensor = first.embedding(input_ids=batch.tokens[None], position_ids=batch.position_ids[None])
@@ -172,7 +172,7 @@ def _check(module: Any) -> None:
     experts = bool(config.num_moe_experts)
     types, weights = map(np.atleast_1d, (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff))
     local = [kind for kind, weight in zip(types, weights, strict=True) if weight and kind in _LOCAL_LOSSES]
-    of_rows, leave = "it depends on how many rows, and which, a rank has", "leave it out"
+    of_rows, leave = "it depends on the rows that a rank holds", "leave it out"
     divides, undivided = "Megatron divides gradients by the tokens of all ranks there", module.training
     undivided = undivided and config.finalize_model_grads_func is None
     ahead = config.window_size is not None and config.window_size[1] != 0
@@ -181,7 +181,7 @@ def _check(module: Any) -> None:
         ("finalize_model_grads_func", undivided, divides, _FINALIZE),
         ("position_embedding_type", positions not in _POSITIONS, f"must be one of {_POSITIONS}", "name one"),
         ("multi_latent_attention", config.multi_latent_attention, "it is not planned by this adapter", leave),
-        ("window_size", ahead, "its plans look at no later token", "write (tokens before, 0)"),
+        ("window_size", ahead, "its plans allow no later token", "write (tokens before, 0)"),
         ("mtp_num_layers", config.mtp_num_layers, "a rank's next rows are not the next tokens", leave),
         ("moe_expert_capacity_factor", capacity, of_rows, leave),
         (balancing, experts and "sinkhorn" in types, of_rows, "take another one"),
@@ -200,8 +200,8 @@ def _check(module: Any) -> None:
 def balanced(
     own: Any, hidden: Tensor, weight: float, loss: Tensor, name: str, group: Any, **given: Any
 ) -> Any:
-    """In the place of a router's method `own`: of the loss over all ranks, `global_aux_loss`, what this rank adds to
-    that of the whole microbatch. Megatron takes it that ranks have equally many rows, and divides by the ranks."""
+    """Replaces a router's method `own`: this rank's contribution to the loss over all ranks, `global_aux_loss`, of the
+    whole microbatch. Megatron assumes that ranks have equal numbers of rows, and divides by the ranks."""
     if name == "global_load_balancing_loss":
         rows, total = given["valid_token_count"], loss.new_full((), float(given["valid_token_count"]))
         dist.all_reduce(total, group=group)
@@ -210,22 +210,22 @@ def balanced(
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:
-    """More than the largest position id, in few sizes: Megatron's tables are kept."""
+    """A table length above the largest position id, rounded to few sizes, since Megatron caches tables."""
     return 1 << max(int(one.position_ids.max()) for one in batches if len(one.tokens)).bit_length()
 
 
 def _dense(module: Any) -> list[Any]:
-    """Its layers, that halves and ticks may run around their core attention; those that have not been told so. Raises
-    ConfigError where they cannot."""
-    config, alone = module.config, "layers run in an autograd function of their own"
+    """The layers around whose core attention halves and ticks may run, if not yet prepared for it. Raises ConfigError
+    if they cannot."""
+    config, alone = module.config, "layers run in their own autograd function"
     for name, wanted, rule in (
-        ("sequence_parallel", False, "its ranks would part the rows of halves"),
-        ("num_moe_experts", None, "it is not tried around attention"),
+        ("sequence_parallel", False, "its ranks would split the rows of halves"),
+        ("num_moe_experts", None, "it is not supported around attention"),
         ("experimental_attention_variant", None, "recurrent layers do not take turns"),
         ("gradient_accumulation_fusion", False, alone),
         ("fine_grained_activation_offloading", False, alone),
         ("fp8", None, alone),
-        ("attention_output_gate", False, "it is not known here"),
+        ("attention_output_gate", False, "it is not supported"),
     ):
         require(name, getattr(config, name), wanted, rule)
     if config.recompute_granularity == "selective":
@@ -234,7 +234,7 @@ def _dense(module: Any) -> list[Any]:
 
 
 def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
-    """A TransformerLayer, [rows, 1, E], around its core attention. table: rotary angles, None for other positions."""
+    """Splits a TransformerLayer, [rows, 1, E], at its core attention. table: rotary angles, None without RoPE."""
     attention, core = layer.self_attention, layer.self_attention.core_attention
 
     def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,7 +257,7 @@ def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
 
 
 def paired_layer(layer: Any, own: Any, hidden_states: Tensor, *given: Any, **others: Any) -> Any:
-    """The forward of a TransformerLayer that takes the rows of two halves apart. own: that of one."""
+    """The forward of a TransformerLayer that separates the rows of two halves. own: the layer's forward."""
     params = others["packed_seq_params"]
     if len(params.handles) == 1:
         return own(hidden_states, *given, **others)
@@ -266,29 +266,29 @@ def paired_layer(layer: Any, own: Any, hidden_states: Tensor, *given: Any, **oth
 
 
 def loss_of(batch: PlannedBatch, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron divides the sum by the tokens of all ranks and microbatches."""
+    """(sum, tokens, report) of a batch; Megatron divides the sum by the tokens of all ranks and microbatches."""
     seen = batch.labels >= 0
     weights = batch.fields.get("loss_weights", torch.ones_like(losses[0]))
     total = (losses[0] * seen * weights).sum() * (batch.valid_tokens / (batch.total_weight or 1.0))
     return total, seen.sum().int(), {"lm loss": torch.stack((total.detach(), seen.sum()))}
 
 
-# ---- in the place of Megatron's own core attention and rotary embedding
+# ---- replacements of Megatron's core attention and rotary embedding
 
 
 @dataclass
 class PlannedSeqParams(PackedSeqParams):
-    """What reaches core attention and RoPE. qkv_format stays None: rows keep [rows, 1, heads, D]."""
+    """Parameters of core attention and RoPE. qkv_format stays None: rows keep [rows, 1, heads, D]."""
 
-    batch: Any = None  # PlannedBatch, of two halves together
-    positions: int = 0  # at least as many as the largest position id and one
-    handles: Any = ()  # of each
+    batch: Any = None  # PlannedBatch, two halves joined
+    positions: int = 0  # at least the largest position id plus one
+    handles: Any = ()  # of each half
     table: Any = None  # rotary angles of all positions
 
 
 class PlannedCoreAttention(DotProductAttention):
-    """q [rows, 1, heads, D], k and v of this tensor-parallel rank -> [rows, 1, heads D]. Its parameters, `softmax_type`
-    ones, are those of Megatron's own."""
+    """Planned core attention: q [rows, 1, heads, D], k and v of this tensor-parallel rank -> [rows, 1, heads D]. Has
+    the parameters of Megatron's class, including those of `softmax_type`."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
@@ -305,7 +305,7 @@ class PlannedCoreAttention(DotProductAttention):
 
     @property
     def says(self) -> dict[str, Any]:
-        """Of its mask."""
+        """The declarations of the layer's mask."""
         causal = "causal" in self.attn_mask_type.name
         return {"window": self.window, "causal": causal, "layer": self.layer_number}
 
@@ -347,7 +347,7 @@ class PlannedGatedDeltaNet(GatedDeltaNet):
 
 
 def _handle_of(layer: str, given: dict[str, Any]) -> PlanHandle:
-    """Raises ExecutionError."""
+    """The handle among a layer's arguments. Raises ExecutionError if there is none."""
     params = given.get("packed_seq_params")
     if not isinstance(params, PlannedSeqParams) or params.batch is None:
         raise ExecutionError(f"{layer} got no plan: call the model by `forward_step`")
@@ -356,7 +356,7 @@ def _handle_of(layer: str, given: dict[str, Any]) -> PlanHandle:
 
 
 class PlannedRotary(torch.nn.Module):
-    """Megatron's rotary embedding counts rows from 0; this takes those of the rows' positions from its table."""
+    """Rotary embedding that indexes Megatron's table by the rows' positions; Megatron's own counts rows from 0."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class PlannedRotary(torch.nn.Module):
 
 
 def model_of(config: Any) -> Model:
-    """Heads of one tensor-parallel rank, dtype and kinds."""
+    """The planning model of a config: heads of one tensor-parallel rank, dtype and kinds."""
     tp = config.tensor_model_parallel_size
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(config.params_dtype, "fp32")
     heads, kv_heads = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
@@ -385,7 +385,7 @@ def model_of(config: Any) -> Model:
 
 
 def recurrent_of(config: Any) -> dict[str, Recurrent]:
-    """Of a `Model`: Gated DeltaNets, heads of one tensor-parallel rank."""
+    """The recurrent kinds of a `Model`: Gated DeltaNets, with the heads of one tensor-parallel rank."""
     if not (layers := sum(_recurrent_layers(config))):
         return {}
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
@@ -396,20 +396,20 @@ def recurrent_of(config: Any) -> dict[str, Recurrent]:
 
 
 def _recurrent_layers(config: Any) -> list[int]:
-    """1 for each layer that recurs, else 0."""
+    """1 for each recurrent layer, else 0."""
     if config.experimental_attention_variant != GATED:
         return [0] * config.num_layers
     return list(get_linear_attention_pattern(config))
 
 
 def kinds(config: Any) -> tuple[Any, Any]:
-    """As `kinds_of`, of layers with attention."""
+    """As `kinds_of`, for layers with attention."""
     attends = (number for number, recurs in enumerate(_recurrent_layers(config), 1) if not recurs)
     return kinds_of([kind_of(config, number)[1] for number in attends], "full", "window")
 
 
 def kind_of(config: Any, layer_number: int) -> tuple[str, int]:
-    """A layer's kind, and the tokens that a row sees, itself among them; -1 for all."""
+    """A layer's kind, and the tokens that a row sees, including itself; -1 for all."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return "full", -1
     return "window", config.window_size[0] + 1

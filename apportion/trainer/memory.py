@@ -1,12 +1,12 @@
-"""Long contexts in less memory: feed-forward networks and the loss in tiles of rows, and checkpoints on the host.
+"""Memory savings for long contexts: feed-forward networks and loss in tiles of rows, and checkpoints on the host.
 
     ap.memory.tile(model, "mlp", tokens=4096)                           once, each submodule of that name
     hidden = ap.memory.offloaded(layer, hidden, batch.handle)           instead of torch's checkpoint
     loss = ap.memory.tiled_loss(hidden, head.weight, batch.labels, batch.valid_tokens)
 
-Row for row the numbers are those of the whole: what is tiled sees one row at a time. A forecast counts them as
-`mlp_tile`, `offload` and `loss_tokens` of its training. Tiles are those of ALST (Bekman et al., 2025); the loss makes
-its gradients in forward, as that of Liger Kernel does (Hsu et al., 2024).
+Results equal the untiled ones row by row, since tiled functions are row-wise. Forecasts model them as `mlp_tile`,
+`offload` and `loss_tokens` of the training. Tiles follow ALST (Bekman et al., 2025); the loss computes its gradients in
+forward, like Liger Kernel's (Hsu et al., 2024).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
 
 
 def tile(model: nn.Module, name: str, tokens: int = 4096) -> int:
-    """Every submodule whose own name is `name` computes `tokens` rows of its input [..., rows, width] at a time:
-    forward keeps the input alone, and backward runs them once more. Returns how many there are. Each must take one
-    tensor and give one with as many rows. Raises ConfigError where there is none."""
+    """Has every submodule named `name` compute `tokens` rows of its input [..., rows, width] at a time: forward saves
+    only the input, and backward recomputes. Returns the number of submodules. Each must map one tensor to one with the
+    same rows. Raises ConfigError if there is none."""
     tokens, name = integer("tokens", tokens), name_of("name", name)
     found = [module for path, module in model.named_modules() if path.rpartition(".")[2] == name]
     if not found:
         there = sorted({path.rpartition(".")[2] for path, _ in model.named_modules() if path})
         remedy = f"name one of {', '.join(there)}"
-        raise ConfigError("name", name, "is no submodule of the model", remedy)
+        raise ConfigError("name", name, "is not a submodule of the model", remedy)
     for module in found:
         module.forward = _Tiled(module.forward, tokens)
     return len(found)
 
 
 class _Tiled:
-    """A row-wise function, `tokens` rows at a time."""
+    """A row-wise function that runs on `tokens` rows at a time."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], tokens: int) -> None:
         self._forward, self._tokens = forward, tokens
@@ -56,13 +56,13 @@ class _Tiled:
         if not isinstance(out, Tensor) or out.shape[:-1] != rows.shape[:-1]:
             given = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             rule = f"must be a tensor with the rows of its input, {tuple(rows.shape)}"
-            raise ConfigError("a tiled module's output", given, rule, "tile a module inside of it")
+            raise ConfigError("a tiled module's output", given, rule, "tile a module inside it")
         return out
 
 
 def offloaded(layer: Callable[..., Any], *given: Any) -> Any:
-    """`layer(*given)`, which backward runs once more; the tensors it needs for that wait in host memory, pinned where
-    there is a GPU. At least one of them must want a gradient; what the layer itself keeps is not kept."""
+    """Runs `layer(*given)`, and again in backward; its input tensors are kept in host memory, pinned if there is a GPU.
+    At least one of them must require a gradient; the layer's activations are not kept."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(layer, *given, use_reentrant=True)
 
@@ -76,11 +76,11 @@ def tiled_loss(
     weights: Tensor | None = None,
     tokens: int = 1024,
 ) -> Tensor:
-    """`normalised_loss` of the logits `hidden @ head.T`, of which `tokens` rows are there at a time: forward makes the
-    gradients with them, those of the head added up in float32.
+    """`normalised_loss` of the logits `hidden @ head.T`, computed for `tokens` rows at a time: forward also computes
+    the gradients, accumulating the head's in float32.
 
-    hidden [rows, E], head [vocabulary, E], the whole matrix: under FSDP2 call it inside of the module that gathers it.
-    The other arguments and what is raised: as in `normalised_loss`. Differentiable once.
+    hidden [rows, E], head [vocabulary, E], the whole matrix: under FSDP2 call it inside the module that gathers it.
+    Other arguments and errors: as in `normalised_loss`. Differentiable once.
     """
     tokens = integer("tokens", tokens)
     if hidden.dim() == 3 and len(hidden) == 1:
@@ -94,7 +94,7 @@ def tiled_loss(
 
 
 class _TiledLoss(torch.autograd.Function):
-    """The sum of the rows' losses. hidden [rows, E], head [vocabulary, E], labels [rows], weights [rows] or None."""
+    """Autograd function of the summed loss. hidden [rows, E], head [vocabulary, E], labels, weights [rows] or None."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,10 @@
-"""Checks that a model's layers, attention apart, compute each row from that row alone, and its loss as a sum over rows.
+"""Checks that a model's layers, except attention, compute each row on its own, and that its loss is a sum over rows.
 
     whole   rows 0 … n-1 ─► model with dense attention        every module's output, q, k, v, logits, loss
-    part    some of the rows, permuted ─► model, attention's results taken from the whole ─► the same rows, or an error
+    part    some of the rows, permuted ─► model, with the whole's attention results ─► the same rows, or an error
 
-No list of models: positions are short, and beyond every length that the config names. Models of one's own are checked
-in their first steps, by `backends.torch.trial`.
+Works for any model: tests short positions, and positions beyond every length in the config. Models of custom loops are
+checked in their first steps, by `backends.torch.trial`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from apportion.trainer.step.microbatch import IGNORED
 
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
 Arguments = Callable[..., dict[str, Any]]
-#: (the handle, the first five of these, kwargs that are others) -> the loss
+#: (the handle, the first five of these, changed kwargs) -> the loss
 Run = Callable[..., float]
 
-_LOSS = 2e-5  # of the loss: a sum over some 60 rows in float32
+_LOSS = 2e-5  # relative tolerance of the loss: a sum over some 60 rows in float32
 _SHORT = (9, 6, 4)  # lengths of documents
-_PARTS = (6, 12)  # rows of all parts but the last, which has one
+_PARTS = (6, 12)  # rows of each part except the last, which has one
 _LENGTH = re.compile("position|window|chunk|length|context|original|floor|seq")
-_LONGEST = 1 << 24  # float32 tells positions apart up to here
-_REMEDY = "train it without context parallelism, or give hf.enable(model, check=False) where you know better"
+_LONGEST = 1 << 24  # float32 represents integers up to here
+_REMEDY = "train it without context parallelism; if it mixes rows on purpose, hf.enable(model, check=False)"
 _HEAD = "give a decoder with a causal language-model head (...ForCausalLM), or train it without plans"
 
 
 def check_rows(model: Any, arguments: Arguments) -> bool:
-    """Whether the model could be checked: not where its weights are sharded or not in this process (a warning says so).
+    """Checks a model; returns False, with a warning, if its weights are sharded or not in this process.
 
-    Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise and gradients; its
-    state stays as it was. Raises ConfigError, which names the module that differs first, or the loss.
+    Runs the model a few times on about 60 rows, in float32 or wider, in training mode without noise and gradients, and
+    restores its state. Raises ConfigError, which names the first module that differs, or the loss.
     """
     if not is_here(model):
         getLogger(__name__).warning(
-            "%s is sharded or on the meta device: its layers are not checked; make the loader when its weights "
-            "are here, or call hf.enable before they are sharded",
+            "%s is sharded or on the meta device: its layers are not checked; create the loader when its weights "
+            "are in this process, or call hf.enable before they are sharded",
             type(model).__name__,
         )
         return False
@@ -86,7 +86,7 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
         part, own = share(taken.to(device), IGNORED, whole)
         shares += own
         if (name := part.differing()) is not None:
-            rule = f"{name} computes a row from other rows of the call, which ranks do not hold"
+            rule = f"{name} computes a row from other rows of the call, which a rank may not hold"
             raise ConfigError("model", type(model).__name__, rule, _REMEDY)
     if not abs(loss - shares) <= _LOSS * abs(loss):
         rule = "its loss is not the sum of the rows' losses of shift_labels over num_items_in_batch"
@@ -95,9 +95,9 @@ def _compare(model: Any, run: Run, positions: Tensor, documents: Tensor, parts: 
 
 
 def _check_first(model: Any, run: Run, device: torch.device) -> None:
-    """Positions of a plan count from 0: so must those that the model gives a text by itself. Raises ConfigError."""
+    """Checks that the model's default positions of a text count from 0, as a plan's do. Raises ConfigError."""
     count, config = _SHORT[0], model.config.get_text_config()
-    padding = getattr(config, "pad_token_id", None)  # RoBERTa counts behind it, and not over it
+    padding = getattr(config, "pad_token_id", None)  # RoBERTa starts after it, and skips it
     tokens = torch.full((count,), next(i for i in (1, 0) if i != padding), device=device)
     rows = torch.arange(count, device=device)
     found = list[Rehearsal]()
@@ -106,7 +106,7 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
         try:
             run(held, tokens, rows, tokens, count, count - 1, **changed)
         except ConfigError:
-            return  # nothing to compare with; what is wrong with a model is said by `_compare`
+            return  # nothing to compare with; `_compare` reports errors of the model
         found.append(held)
     given, own = found
     pairs = ((own.seen[key].reshape(1, -1), given.seen[key].reshape(1, -1)) for key in given.decisive)
@@ -116,7 +116,7 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
 
 
 def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
-    """The loss. Raises ConfigError for a model that has none, or no logits a row."""
+    """The loss. Raises ConfigError for a model without a loss, or without one row of logits per row."""
     with recorded(model, held), Exact(), catch_warnings():
         simplefilter("ignore")
         try:
@@ -129,7 +129,7 @@ def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
             raise ConfigError("model", type(model).__name__, rule, _HEAD) from error
     logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
     if isinstance(logits, Tensor) and logits.shape[:-1] != (1, held.rows):
-        rule = f"its logits are {[*logits.shape]} for {held.rows} rows, not one row of them for each token"
+        rule = f"its logits are {[*logits.shape]} for {held.rows} rows, not one row for each token"
         raise ConfigError("model", type(model).__name__, rule, _HEAD)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError("model", type(model).__name__, "gives no loss for shift_labels", _HEAD)
@@ -141,8 +141,8 @@ def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
 
 
 def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """(positions, documents, rows of each part): documents of short positions; some of them beside positions around
-    and beyond each threshold."""
+    """Yields (positions, documents, rows of each part): documents of short positions, some combined with positions
+    around and beyond each threshold."""
     documents = torch.arange(len(_SHORT)).repeat_interleave(torch.tensor(_SHORT))
     positions = torch.cat([torch.arange(length) for length in _SHORT])
     order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(1))
@@ -157,7 +157,7 @@ def _microbatches(model: Any) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
 
 
 def _thresholds(model: Any) -> list[int]:
-    """Lengths that the config names, at any depth."""
+    """All lengths in the config, at any depth."""
     found = set(_lengths(model.config.get_text_config().to_dict()))
     return sorted(length for length in found if 1 < length < _LONGEST // 4)
 
@@ -171,8 +171,8 @@ def _lengths(data: Any, name: str = "") -> Iterator[int]:
 
 
 def _positions_known(model: Any) -> int:
-    """Where a table of positions ends: of embeddings and buffers as long as a length of the config, or a few more (OPT
-    begins behind 2 rows)."""
+    """The length of the model's position table: of embeddings and buffers with a length of the config, or slightly more
+    (OPT reserves 2 rows)."""
     vocabulary = model.config.get_text_config().vocab_size
     embeddings = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
     tables = {one.num_embeddings for one in embeddings} - {vocabulary}

@@ -1,8 +1,8 @@
-"""What adapters of trainers share: kinds of attention by the windows of layers, groups of ranks, passes and epochs.
+"""Shared parts of trainer adapters: attention kinds by the windows of layers, groups of ranks, passes and epochs.
 
-Passes over shuffled samples differ in length; Trainer and Lightning take that of the first for all. So an epoch of
-theirs goes on where the one before ended, also in the middle of a pass, and what they skip or resume is the loader's
-own state alone.
+Passes over shuffled samples differ in length, but Trainer and Lightning assume the first length for all. So their
+epochs continue where the previous one ended, even in the middle of a pass, and only the loader's own state determines
+what is skipped or resumed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from apportion.trainer.loading.loader import PlannedLoader
 
 
 def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
-    """(`layers` of a Model, the mask of each kind) of layers that see so many tokens, 0 or fewer for all. full, window:
-    what the trainer calls the kinds. Where all layers are causal: their number, and None."""
+    """(`layers` of a Model, the mask of each kind) for layers with these windows, 0 or less for no limit. full, window:
+    the trainer's names of the kinds. If all layers are causal: their number, and None."""
     names = [window if tokens > 0 else full for tokens in windows]
     if window not in names:
         return len(names), None
@@ -36,22 +36,22 @@ def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
 def count_planned(
     parts: Iterable[Any], attribute: str, planned: type, remedy: str, recurrent: tuple[type, ...] = ()
 ) -> int:
-    """How many layers of a model's parts on this stage have planned attention as `attribute`. recurrent: of other
-    layers those that know plans. Raises ConfigError where one has another, or none: a recurrent layer would see a
-    rank's rows alone."""
+    """The number of layers on this stage with planned attention as `attribute`. recurrent: classes of other layers that
+    support plans. Raises ConfigError if a layer has another attention, or none: a recurrent layer would see only a
+    rank's rows."""
     found, parts = 0, [*parts]
     for name, layer in (named for part in parts for named in _layers(part).named_children()):
         if not any(hasattr(one, attribute) or isinstance(one, recurrent) for one in layer.modules()):
-            rule = f"has no {attribute}, and may look at other rows, of which a rank has not all"
+            rule = f"has no {attribute}, and may look at rows that other ranks hold"
             raise ConfigError(
-                f"layers.{name}", type(layer).__name__, rule, "plan models of attention layers alone"
+                f"layers.{name}", type(layer).__name__, rule, "plan models with attention layers only"
             )
     for name, module in (named for part in parts for named in part.named_modules()):
         if (own := getattr(module, attribute, None)) is None:
             continue
         if not isinstance(own, planned):
             given = type(own).__name__
-            raise ConfigError(f"{name}.{attribute}", given, "would not know the plan", remedy)
+            raise ConfigError(f"{name}.{attribute}", given, "does not support plans", remedy)
         found += 1
     return found
 
@@ -59,8 +59,8 @@ def count_planned(
 def endless(
     loader: PlannedLoader, passes: Callable[[PlannedLoader], Iterable[Any]] = iter
 ) -> Generator[Any, None, None]:
-    """Pass after pass, from where the loader is. passes: what makes one, such as `PlannedLoader.pairs`. Raises
-    ConfigError for a whole pass without a batch, which would go on for ever."""
+    """Iterates over passes endlessly, from the loader's place. passes: function that returns one, such as
+    `PlannedLoader.pairs`. Raises ConfigError for a pass without a batch, which would never end."""
     while True:
         begun = loader.state_dict()
         yield from passes(loader)
@@ -71,19 +71,19 @@ def endless(
 
 
 def _layers(part: Any) -> Any:
-    """Of Megatron's and of Titan's models."""
+    """The layers of a Megatron or Titan model."""
     return getattr(getattr(part, "decoder", part), "layers", Module())
 
 
 def require(field: str, value: Any, wanted: Any, rule: str) -> None:
-    """Raises ConfigError where a trainer's field has another value."""
+    """Raises ConfigError if a trainer's field has another value."""
     if value != wanted:
         raise ConfigError(field, value, rule, f"set it to {wanted}")
 
 
 def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
-    """Of the group that holds this process; groups share the world out, and each runs plans of its own. All processes
-    of the world call it."""
+    """The communicator of the group with this process; the groups partition the world, and each runs its own plans. A
+    collective of the world."""
     if len(groups) == 1:
         return Communicator.shared()
     shares: Any = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
@@ -93,10 +93,10 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
 
 @dataclass
 class Epochs:
-    """A loader as trainers count: epochs of one length, and optimizer steps of one number of microbatches.
+    """A loader in epochs of equal length and optimizer steps of equal numbers of microbatches, as trainers expect.
 
-    accumulated: microbatches of an optimizer step, None for evaluation, of which every epoch is a whole pass.
-    valid_tokens: labels so far in this epoch, of all ranks. Raises ConfigError where steps do not fit iterations."""
+    accumulated: microbatches of an optimizer step, None for evaluation, where every epoch is a whole pass.
+    valid_tokens: labels so far in this epoch, on all ranks. Raises ConfigError if steps do not fit iterations."""
 
     loader: PlannedLoader
     accumulated: int | None = None
@@ -105,16 +105,16 @@ class Epochs:
     def __post_init__(self) -> None:
         self._length = len(self.loader)
         if self.accumulated is not None and self._length % self.accumulated:
-            rule = f"an epoch of {self._length} microbatches is no number of whole steps"
-            remedy = "accumulate as many as the loader's microbatches, and give the loader drop_last=True"
+            rule = f"an epoch of {self._length} microbatches is not a whole number of steps"
+            remedy = "accumulate the loader's number of microbatches, and give the loader drop_last=True"
             raise ConfigError("accumulated microbatches", self.accumulated, rule, remedy)
 
     def __len__(self) -> int:
-        """Microbatches of an epoch."""
+        """The microbatches of an epoch."""
         return self._length
 
     def __iter__(self) -> Iterator[PlannedBatch]:
-        """An epoch; when it is left, or over, no pass stays open. Raises ExecutionError."""
+        """Iterates over an epoch; closes its pass at the end, or when it is abandoned. Raises ExecutionError."""
         batches, self.valid_tokens = self._pass(), 0
         try:
             for _ in range(len(self)):
@@ -135,6 +135,8 @@ class Epochs:
 
     def _check(self, batch: PlannedBatch) -> None:
         if self.accumulated is not None and batch.is_last != (batch.microbatch + 1 == self.accumulated):
-            what = f"iteration {batch.iteration} has not the {self.accumulated} microbatches of an optimizer step"
-            remedy = "accumulate as many as the loader's iterations have, and give it drop_last=True"
+            what = (
+                f"iteration {batch.iteration} lacks the {self.accumulated} microbatches of an optimizer step"
+            )
+            remedy = "accumulate the microbatches of the loader's iterations, and give it drop_last=True"
             raise ExecutionError(f"{what}: {remedy}")

@@ -1,4 +1,4 @@
-"""A training step of a pipeline whose stages compute the attention of every tick together (DistCA, section 4.1).
+"""Training step of a pipeline whose stages compute the attention of every tick together (DistCA, section 4.1).
 
     table = ap.tick_table(stages=2, microbatches=4)
     loader = ap.PlannedLoader(dataset, cluster, model, tokens_per_rank, ticks=table)
@@ -34,7 +34,7 @@ from apportion.trainer.step.pingpong import PingPongLayer, piece_of
 
 
 class _Left(NamedTuple):
-    """What a forward tick leaves for the backward tick of its microbatch and chunk."""
+    """State that a forward tick saves for the backward tick of its microbatch and chunk."""
 
     x: Tensor  # with the embedding's graph on the first virtual stage
     kept: list[backend.Kept]
@@ -43,12 +43,12 @@ class _Left(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TickPipeline:
-    """The stage of this rank.
+    """Pipeline stage of this rank.
 
-    chunks: the layers of each of its chunks, equally many on all stages. row: shape of a row of hidden states; dtype:
-    theirs, by default the plan's. embed: of the first stage, hidden states [rows, *row] of a microbatch. loss: of the
-    last stage, this rank's share of the loss, of hidden states and their microbatch, such as `normalised_loss`. done:
-    called with a chunk's number when a backward tick has added to its gradients. Raises ConfigError.
+    chunks: the layers of each of its chunks, the same number on all stages. row: shape of a row of hidden states;
+    dtype: of hidden states, by default the plan's. embed: on the first stage, a microbatch -> hidden states [rows,
+    *row]. loss: on the last stage, (hidden states, their microbatch) -> this rank's share of the loss, as
+    `normalised_loss`. done: called with a chunk's number after each of its backward ticks. Raises ConfigError.
     """
 
     table: TickTable
@@ -62,22 +62,22 @@ class TickPipeline:
     def __post_init__(self) -> None:
         sizes = sorted({len(chunk) for chunk in self.chunks})
         if len(self.chunks) != self.table.virtual or len(sizes) != 1:
-            rule = f"must be {self.table.virtual} lists, as the table has chunks on a stage, equally long"
+            rule = f"must be {self.table.virtual} lists of equal length, one per chunk of a stage"
             held = [len(chunk) for chunk in self.chunks]
-            raise ConfigError("chunks", held, rule, "share the layers out so")
+            raise ConfigError("chunks", held, rule, "distribute the layers so")
 
     def step(self, ticks: Sequence[PlannedBatch], train: bool = True) -> Tensor:
-        """One iteration of a loader with the same table; every rank calls it. Gradients of what the layers, `embed` and
-        `loss` use are added to `.grad`, as by a backward. train: False runs the forward ticks alone. Returns what this
-        rank's losses add up to, [], detached. Raises ExecutionError, ConfigError."""
+        """Runs one iteration of a loader with the same table; every rank calls it. Gradients of the parameters of
+        layers, `embed` and `loss` are added to `.grad`, as by a backward. train: False runs only the forward ticks.
+        Returns the sum of this rank's losses, [], detached. Raises ExecutionError, ConfigError."""
         with torch.set_grad_enabled(train):
             return _Iteration(self, ticks, train).run()
 
 
 @dataclass(eq=False)
 class _Iteration:
-    """One iteration on this rank. here: hidden states and gradients that wait for their tick, left: what forward ticks
-    left, both by microbatch and virtual stage."""
+    """One iteration on this rank. here: hidden states and gradients that wait for their tick, left: saved states of
+    forward ticks, both by microbatch and virtual stage."""
 
     own: TickPipeline
     ticks: Sequence[PlannedBatch]
@@ -99,20 +99,18 @@ class _Iteration:
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _microbatches(self) -> dict[int, PlannedBatch]:
-        """This rank's rows of each. Raises ExecutionError where they differ from tick to tick."""
+        """This rank's rows of each microbatch. Raises ExecutionError if they differ between ticks."""
         found = dict[int, PlannedBatch]()
         for tick, batch in enumerate(self.ticks):
             if (place := self._place(tick, self.stage)) is not None:
                 known = found.setdefault(place[0], batch)
                 if not all(torch.equal(a, b) for a, b in zip(_origin(known), _origin(batch), strict=True)):
-                    rule = (
-                        f"microbatch {place[0]} has other rows on rank {self.transport.rank} in tick {tick}"
-                    )
+                    rule = f"microbatch {place[0]} has different rows on rank {self.transport.rank} in tick {tick}"
                     raise ExecutionError(f"{rule}: take a recipe whose homes do not depend on other stages")
         return found
 
     def _place(self, tick: int, stage: int, step: int = 0) -> tuple[int, int] | None:
-        """(microbatch, virtual stage) of a stage in a tick, or with a step the one that it works for, if any."""
+        """(microbatch, virtual stage) of a stage in a tick, or with a step the one that it exchanges with, if any."""
         table, number = self.own.table, int(self.own.table.microbatch[tick, stage])
         virtual = int(table.chunk[tick, stage]) * table.stages + stage
         return (number, virtual + step) if number != IDLE and 0 <= virtual + step <= self.last else None
@@ -159,7 +157,7 @@ class _Iteration:
         return dx
 
     def _loss(self, number: int, y: Tensor) -> Tensor:
-        """It is told that the last microbatch ends the iteration: optimizers step behind it."""
+        """The loss of a microbatch; marks the last one as the iteration's end, after which optimizers step."""
         is_last = number == self.own.table.microbatches - 1
         batch = replace(self.batches[number], microbatch=number, is_last=is_last)
         wiring.watch.batches.add(batch)
@@ -167,7 +165,7 @@ class _Iteration:
         return found
 
     def _pass_on(self, tick: int, step: int, rows: Tensor) -> None:
-        """What the stage has made goes to the one that wants it, and what another has made for it comes."""
+        """Sends this stage's result to the stage that needs it, and receives another stage's for this one."""
         stages, sent, received = self.own.table.stages, *([0] * self.transport.ranks for _ in range(2))
         source, target = (self.stage - step) % stages, (self.stage + step) % stages
         coming = self._place(tick, source, step)

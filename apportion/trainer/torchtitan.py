@@ -1,4 +1,4 @@
-"""TorchTitan 0.3: its trainer with planned attention and planned data.
+"""TorchTitan 0.3 adapter: its trainer with planned attention and planned data.
 
     def llama3_planned():                              # in a config registry of yours
         return planned(llama3_8b(), dataset="my.documents", tokens_per_rank=8192)
@@ -48,12 +48,12 @@ except ModuleNotFoundError as error:
 _PLAIN = ("source", "tokens_per_rank", "microbatches", "recipe", "seed", "timeout_s", "workers")
 _TOLD = ("tokens_per_s", "waited_s", "fallbacks")
 _OVERRIDES = [f"{__name__}.planned_flex", f"{__name__}.planned_varlen"]
-FULL, WINDOW = "basic_mask", "sliding_window_mask"  # kinds of attention, as Titan calls them
+FULL, WINDOW = "basic_mask", "sliding_window_mask"  # Titan's names of attention kinds
 
 
 class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
-    """kind -> (handle, kind), where Titan's models look for their masks; its validator moves what loaders give.
-    handles: of two halves; ticks: of the iteration."""
+    """kind -> (handle, kind), passed to Titan's models as masks, with the `to` that its validator calls. handles: of
+    two halves; ticks: of the iteration."""
 
     handles: tuple[PlanHandle, ...] = ()
     ticks: tuple[PlannedBatch, ...] = ()
@@ -67,7 +67,7 @@ class PlannedMasks(dict[str, tuple[PlanHandle, str]]):
 
 
 class PlannedAttention(Module):
-    """window: tokens that a row of this layer sees, -1 for all; causal: none ahead of it; None: Titan does not say."""
+    """Planned attention. window: tokens that a row of this layer sees, -1 for all; causal: no later ones, or None."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -81,7 +81,7 @@ class PlannedAttention(Module):
     def forward(
         self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any, **kw: Any
     ) -> Any:
-        """[1, rows, heads, D] -> [1, rows, heads, Dv]."""
+        """Runs attention: [1, rows, heads, D] -> [1, rows, heads, Dv]."""
         transform, _ = kw.pop("out_transform", None), kw.pop("enable_gqa", None)
         handle, kind = self.mask_of(attention_masks) if isinstance(attention_masks, dict) else attention_masks
         lse = transform is not None
@@ -89,7 +89,7 @@ class PlannedAttention(Module):
         return found if transform is None else transform(*found)
 
     def mask_of(self, masks: dict[str, tuple[PlanHandle, str]]) -> tuple[PlanHandle, str]:
-        """This layer's, where it has not taken one itself."""
+        """This layer's mask, unless the model has selected one already."""
         name = WINDOW if (self.says["window"] or -1) > 0 else FULL
         return masks.get(name) or next(iter(masks.values()))
 
@@ -97,12 +97,12 @@ class PlannedAttention(Module):
 def require_dense(block: Any) -> None:
     """Raises ConfigError for a block that halves and ticks cannot run around its attention."""
     if type(block.attention) is not GQAttention or not hasattr(block, "feed_forward"):
-        rule = "has no dense feed-forward network behind grouped-query attention, which halves and ticks run around"
+        rule = "has no dense feed-forward network after grouped-query attention, as halves and ticks require"
         raise ConfigError("layer", type(block).__name__, rule, "train it without ping_pong and ticks")
 
 
 def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
-    """A dense block, [rows, E], around its attention."""
+    """Splits a dense block, [rows, E], at its attention."""
     attention = block.attention
 
     def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +123,7 @@ def split(block: Any, masks: PlannedMasks) -> PingPongLayer:
 
 
 def take_turns(block: Any) -> None:
-    """Has a dense block run two halves around each other's attention, where it is given two."""
+    """Has a dense block run two halves in ping-pong when it gets two."""
     own, says = block.forward, block.attention.inner_attention.says
 
     def forward(x: Tensor, attention_masks: PlannedMasks, positions: Any = None) -> Any:
@@ -146,7 +146,7 @@ def planned_varlen(config: VarlenAttention.Config) -> Any:
 
 
 class PlannedSelectiveAC(SelectiveAC):
-    """Keeps what planned attention returned: recomputing a block does not communicate."""
+    """Saves the results of planned attention, so that recomputing a block does not communicate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -157,7 +157,7 @@ class PlannedSelectiveAC(SelectiveAC):
 
 
 def job_of(config: Trainer.Config) -> dict[str, Any]:
-    """model: heads of one tensor-parallel rank, dtype and kinds; masks: of each kind, None where all are causal."""
+    """Job arguments. model: heads of one tensor-parallel rank, dtype and kinds; masks: per kind, or None (causal)."""
     model, tp = config.model_spec.model, config.parallelism.tensor_parallel_degree
     attention = model.first_attention
     heads, kv_heads = attention.n_heads, attention.n_kv_heads or attention.n_heads
@@ -184,11 +184,11 @@ class PlannedDataLoader(BaseDataLoader):
         microbatches: int = 1
         recipe: str | None = None
         seed: int = 0
-        infinite: bool = True  # pass after pass, and of each only whole iterations
-        rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper makes 8 chunks of them
+        infinite: bool = True  # endless passes, with only whole iterations of each
+        rows_multiple: int = 8  # of a rank's rows: ChunkedLossWrapper splits them into 8 chunks
         timeout_s: float = 300.0
         workers: int = 0
-        ping_pong: bool = False  # two microbatches at a time, whose layers take turns
+        ping_pong: bool = False  # runs two microbatches at a time, whose layers take turns
         ticks: int = (
             0  # chunks of a stage, of which all stages compute attention together; 0: Titan's own schedules
         )
@@ -197,7 +197,7 @@ class PlannedDataLoader(BaseDataLoader):
     def __init__(
         self, config: Config, *, tokenizer: Any, dp_world_size: int, seq_len: int, **titan: Any
     ) -> None:
-        require("training.local_batch_size", titan["local_batch_size"], 1, "documents lie end to end")
+        require("training.local_batch_size", titan["local_batch_size"], 1, "documents are concatenated")
         seat = {"tp": 1, "stages": 1, **(config._seat or {})}
         stages = seat.pop("stages")
         try:
@@ -207,7 +207,7 @@ class PlannedDataLoader(BaseDataLoader):
             raise ConfigError("dataset", config.dataset, rule, 'write "module.function"') from error
         data = make(tokenizer, config.dataset_path)
         if (longest := max(data.lengths)) > seq_len:
-            rule = f"the model's positions end there, and a document has {longest} tokens"
+            rule = f"limits the model's positions, and a document has {longest} tokens"
             raise ConfigError("sequence length", seq_len, rule, "raise it, or cut the document")
         options = {name: getattr(config, name) for name in _PLAIN}
         options["rows_multiple"] = config.rows_multiple * seat.pop("tp")
@@ -239,7 +239,7 @@ class PlannedDataLoader(BaseDataLoader):
                 yield {**given, "attention_masks": masks}, rows.labels[None]
 
     def _microbatches(self, ticks: tuple[PlannedBatch, ...]) -> list[PlannedBatch]:
-        """Those of this rank's stage, each once."""
+        """The microbatches of this rank's stage, each once."""
         table, ranks = cast("TickTable", self.table), ticks[0].handle.communicator
         stage = ranks.rank * table.stages // ranks.ranks
         held = dict(zip(table.microbatch[:, stage].tolist(), ticks, strict=True))
@@ -254,7 +254,7 @@ class PlannedDataLoader(BaseDataLoader):
 
 
 class PlannedTrainer(Trainer):
-    """Titan's trainer; before anything is built, it tells the parts above of the model and of this rank's place."""
+    """Titan's trainer; passes the model and this rank's place to the parts above before anything is built."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -275,25 +275,25 @@ class PlannedTrainer(Trainer):
                 take_turns(block)
 
     def _blocks(self) -> list[Any]:
-        """Of attention, on this stage."""
+        """The attention blocks of this stage."""
         modules = (module for part in self.model_parts for module in part.modules())
         return [module for module in modules if "attention" in module._modules]
 
     def _check_around(self, config: Config, table: TickTable | None) -> None:
-        """Raises ConfigError where halves, or ticks of a table, cannot run around attention."""
+        """Raises ConfigError if halves, or ticks of a table, cannot run around attention."""
         remake = isinstance(config.activation_checkpoint, SelectiveAC.Config)
-        require("selective activation_checkpoint", remake, False, "it cannot keep attention run around")
-        require("compile.enable", config.compile.enable, False, "layers run in an autograd function")
-        require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would part the rows")
+        require("selective activation_checkpoint", remake, False, "it cannot save attention run around")
+        require("compile.enable", config.compile.enable, False, "layers run in their own autograd function")
+        require("tensor_parallel_degree", self.parallel_dims.tp, 1, "its ranks would split the rows")
         for block in self._blocks():
             require_dense(block)
         if table is None:
             return
         remade = config.activation_checkpoint
-        require("activation_checkpoint", remade, None, "ticks keep what layers make")
-        require("validator.enable", config.validator.enable, False, "ticks are of iterations alone")
+        require("activation_checkpoint", remade, None, "ticks keep the layers' activations")
+        require("validator.enable", config.validator.enable, False, "ticks exist only in training")
         layers, stages = len(config.model_spec.model.layers), table.stages * table.virtual
-        held, rule = [len(part.layers) for part in self.model_parts], "chunks have equally many layers"
+        held, rule = [len(part.layers) for part in self.model_parts], "chunks must have equal layer counts"
         if layers % stages:
             raise ConfigError("layers", layers, rule, f"take a multiple of {stages}, or fewer stages")
         require("layers of this stage's chunks", held, [layers // stages] * table.virtual, rule)
@@ -324,15 +324,15 @@ class PlannedTrainer(Trainer):
         before = [handle.calls for handle in handles]
         loss: Tensor = super().forward_backward_step(input_dict=input_dict, **given)
         for handle, calls in zip(handles, before, strict=True):
-            remedy = "the model must hand attention_masks on to every layer"
+            remedy = "the model must pass attention_masks to every layer"
             require_calls(handle, calls, self.planned_layers, remedy)
         return loss
 
     def _run_ticks(
         self, masks: PlannedMasks, labels: Sequence[Tensor], global_valid_tokens: Tensor
     ) -> Tensor:
-        """An iteration in the place of Titan's schedule: the loss on the last stage, as schedules give it. Weights stay
-        whole; what a microbatch's backward leaves is added up as FSDP adds it up, and reduced in the end."""
+        """Runs an iteration in place of Titan's schedule; returns the loss on the last stage, as schedules do. Weights
+        stay unsharded; gradients of microbatches are accumulated as in FSDP, and reduced at the end."""
         parts, ticks = self.model_parts, [one.to(self.device) for one in masks.ticks]
         self.ntokens_seen += sum(one.numel() for one in labels)
         for part in parts:
@@ -349,7 +349,7 @@ class PlannedTrainer(Trainer):
             hidden = last.norm.forward(hidden[None])
             found = hidden if last._skip_lm_head else last.lm_head.forward(hidden)
             total: Tensor = self.loss_fn(found, batch.labels[None], global_valid_tokens)[0]
-            _gather(last)  # a loss in chunks has given the head back
+            _gather(last)  # a chunked loss has resharded the head
             return total
 
         def added(chunk: int) -> None:
@@ -370,15 +370,15 @@ class PlannedTrainer(Trainer):
 
 
 def _gather(part: Any) -> None:
-    """Has whole weights under all modules."""
+    """Unshards the weights of all modules."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
 
 
 def _add_up(part: Any, last: bool) -> None:
-    """What FSDP does at the end of a backward: gradients into sums in its reduction's dtype, and, of the last, over
-    ranks."""
+    """Does FSDP's work at the end of a backward: accumulates gradients in its reduction dtype, and after the last one
+    reduces them over ranks."""
     part.set_is_last_backward(last)
     part.set_reshard_after_backward(last)
     part.set_requires_gradient_sync(last)
@@ -386,11 +386,11 @@ def _add_up(part: Any, last: bool) -> None:
 
 
 def planned(config: Trainer.Config, validation: str | None = None, **data: Any) -> Any:
-    """A `PlannedTrainer.Config`. data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
+    """Makes a `PlannedTrainer.Config`. data: of `PlannedDataLoader.Config`; validation: the validator's dataset."""
     loader: Any = PlannedDataLoader.Config(**data)
     microbatches = loader.microbatches if loader.ticks else 1
     training = replace(config.training, local_batch_size=microbatches)
-    training.disable_cuda_graphs = True  # a microbatch has the rows that its plan gives a rank
+    training.disable_cuda_graphs = True  # the number of rows varies by microbatch
     changes = {"dataloader": loader, "training": training}
     if loader.ticks:
         even = {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}

@@ -1,5 +1,5 @@
-"""Training on samples that begin alike (rollouts of one prompt, branches of a search): each shared token is computed
-once, and losses and gradients are those of independent samples.
+"""Training on samples with shared prefixes (rollouts of one prompt, branches of a search): each shared token is
+computed once, and losses and gradients equal those of independent samples.
 
     forest = ap.trees.fold(rollouts, groups=prompts)
     for batch in ap.PlannedLoader(forest, …):
@@ -7,14 +7,14 @@ once, and losses and gradients are those of independent samples.
         ratio = (found.log_probs(model(batch.tokens, …)) - found.take(old_log_probs)).exp()
         loss = -(ratio * found.take(advantages) * found.take(token_weights)).sum()
 
-A *prediction* is (sample, token): token t of sample s, which the row of token t - 1 predicts. Where samples share both
-tokens, one row predicts one id for all of them; where they part, one row predicts another id for each:
+A *prediction* is (sample, token): token t of sample s, which the row of token t - 1 predicts. If samples share both
+tokens, one row predicts one id for all of them; where they diverge, one row predicts a different id for each:
 
     rows     5 ─ 6 ─┬─ 7 ─┬─ 8 ─ 9          predictions of row 6      (s0, 7) (s1, 7) (s2, 4)
                     │     └─ 3              predictions of row 7      (s0, 8) (s1, 3)
                     └─ 4
 
-Each belongs to one rank, the one that holds the row, so a loss is a local sum, and the ranks' sums add up to the whole.
+Each belongs to the rank that holds the row, so a loss is a local sum, and the ranks' sums add up to the whole.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Columns = tuple[Ints, ...]
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What this rank's rows predict, all int64 [n], sorted by sample and token.
+    """The predictions of this rank's rows, all int64 [n], sorted by sample and token.
 
-    rows: of this rank, padding too. samples: those of the trees that the rank has a part of. batch: of these rows. row:
-    of this rank, which predicts; target: the id that it predicts; sample, token: whose, and its place there, from 1 on;
-    place: the same, `samples` end to end. What is known of each row (values, entropies) is known of each prediction as
-    `x[found.row]`. predicting: the rows, int64, that predict anything; at: which of them does.
+    rows: number on this rank, with padding. samples: of the trees that the rank has a part of. batch: of these rows.
+    row: the predicting row of this rank; target: the predicted id; sample, token: the predicted token and its place in
+    the sample, from 1; place: its place in the concatenated `samples`. Values per row (values, entropies) become values
+    per prediction as `x[found.row]`. predicting: the rows, int64, with a prediction; at: index of each row in these.
     """
 
     forest: Forest
@@ -65,7 +65,7 @@ class Predictions:
     def of(
         forest: Forest, rows: int, samples: tuple[int, ...], batch: PlannedBatch | None, columns: Columns
     ) -> Predictions:
-        """columns: row, target, sample, token, place."""
+        """Builds predictions. columns: row, target, sample, token, place."""
         used = np.bincount(columns[0], minlength=1) > 0
         found = (*columns, np.flatnonzero(used), (np.cumsum(used) - 1)[columns[0]])
         return Predictions(forest, rows, samples, batch, *map(torch.from_numpy, found))
@@ -74,7 +74,7 @@ class Predictions:
         return len(self.row)
 
     def to(self, device: torch.device | str) -> Predictions:
-        """The same there."""
+        """The predictions with tensors on a device."""
         moved = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
         return replace(self, **moved)  # type: ignore[arg-type]
 
@@ -94,19 +94,19 @@ class Predictions:
         return scores[self.at, self.target] - scores.logsumexp(-1)[self.at]
 
     def take(self, values: Tensor | Sequence[Tensor]) -> Tensor:
-        """[n] what each prediction has of `values`: [samples], such as advantages, or one for every token: [samples,
-        longest], padded behind, or a list of [length] each. A token's value is at its own place, so that of a sample's
-        first is never taken. Raises ConfigError for other shapes."""
+        """[n]: selects each prediction's value from `values`: [samples], such as advantages, or one per token:
+        [samples, longest], padded at the end, or a list of [length] each. A token's value is at its own place, so the
+        value of a sample's first token is never used. Raises ConfigError for other shapes."""
         if not isinstance(values, Tensor) and np.ndim(values[0] if len(values) else 0) == 0:
             values = torch.as_tensor(values)
         if len(values) != self.forest.samples:
-            rule = f"there must be something for each of the {self.forest.samples} samples"
-            remedy = "give them in the order that was folded"
+            rule = f"there must be an item for each of the {self.forest.samples} samples"
+            remedy = "give them in the order of `fold`"
             raise ConfigError("values", f"{len(values)} items", rule, remedy)
         if isinstance(values, Tensor):
             longest = int(np.diff(self.forest.starts).max(initial=0))
             if values.dim() > 1 and values.shape[1] < longest:
-                rule, remedy = f"samples have up to {longest} tokens", "pad behind, or give a list"
+                rule, remedy = f"samples have up to {longest} tokens", "pad at the end, or give a list"
                 raise ConfigError("values", f"shape {tuple(values.shape)}", rule, remedy)
             index = (self.sample,) if values.dim() == 1 else (self.sample, self.token)
             return values.to(self.row.device)[index]
@@ -114,9 +114,9 @@ class Predictions:
         return torch.cat(held).to(self.row.device)[self.place] if held else self.row.new_zeros(0)
 
     def gather(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Of each sample [length]: the values [n] of all ranks, 0 where none predicts, and in samples of other
-        microbatches. For what needs whole samples, such as ratios of sequences: every rank computes the same loss, and
-        gives it to `share`. A collective, differentiable: the gradient is the sum of what all losses want."""
+        """Gathers the values [n] of all ranks to [length] for each sample, 0 for tokens without a prediction and for
+        samples of other microbatches. For losses on whole samples, such as sequence ratios: every rank computes the
+        same loss, and passes it to `share`. A collective, differentiable: gradients are summed over all losses."""
         starts, lengths = torch.from_numpy(self.forest.starts), np.diff(self.forest.starts).tolist()
         place = starts.to(self.sample.device)[self.sample] + self.token
         if self.batch is not None:
@@ -130,8 +130,8 @@ class Predictions:
         return torch.split(whole, lengths)
 
     def share(self, loss: Tensor, averaged_over: int = 1) -> Tensor:
-        """This rank's share of a loss that every rank computes alike, of what was gathered: gradients of all are added
-        up. averaged_over: as of `normalised_loss`. Its backward raises as that of `check_share`."""
+        """This rank's share of a loss on gathered values, which every rank computes identically: gradients of all ranks
+        are summed. averaged_over: as in `normalised_loss`. Its backward raises as that of `check_share`."""
         if self.batch is None:
             return loss
         wiring.watch.divided = self.batch
@@ -140,13 +140,13 @@ class Predictions:
         return share
 
     def sums(self, values: Tensor) -> Tensor:
-        """[samples] of each sample the sum of the values [n] of all ranks, such as the log-probability of an answer; 0
-        in samples of other microbatches. A collective, differentiable, as `gather`."""
+        """[samples]: sums the values [n] of all ranks for each sample, such as the log-probability of an answer; 0 for
+        samples of other microbatches. A collective, differentiable, as `gather`."""
         return torch.stack([one.sum() for one in self.gather(values)])
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[pairs], [pairs]: of `values` [samples], such as log-ratios of answers, those of samples 0, 2, … and 1, 3, …
-        that are in this microbatch. Raises ExecutionError for a pair of which only one is: give both one group in
+        """[pairs], [pairs]: splits `values` [samples], such as log-ratios of answers, into samples 0, 2, … and 1, 3, …
+        of this microbatch. Raises ExecutionError for a pair with only one sample in it: give both the same group in
         `fold`."""
         trees = np.arange(len(self.forest)) if self.batch is None else self.batch.samples
         here = np.isin(self.forest.tree_of, trees)
@@ -155,33 +155,33 @@ class Predictions:
             raise ExecutionError(f"pairs takes {wanted}, got {len(values)}")
         apart = np.flatnonzero(here[0::2] != here[1::2])
         if len(apart):
-            remedy = "the two must begin alike, and have one group in `fold`"
+            remedy = "the two must share a prefix, and have the same group in `fold`"
             raise ExecutionError(f"of pair {apart[0]} only one sample is in this microbatch: {remedy}")
         first = torch.from_numpy(np.flatnonzero(here[0::2]) * 2).to(values.device)
         return values[first], values[first + 1]
 
 
 def _check_alike(batch: PlannedBatch, grad: Tensor) -> None:
-    """A collective. Raises ConfigError where all ranks want the same of what was gathered, and none shares it."""
+    """Raises ConfigError if all ranks have equal gradients of gathered values, and none used `share`. A collective."""
     if wiring.watch.divided is batch:
         return
     gathered = batch.handle.communicator.gather_floats([float(grad.norm())], "gradients of samples")
     norms = [own for (own,) in gathered]
     if 0 < max(norms) <= min(norms) * (1 + 1e-5):
-        rule = "is computed alike on every rank, and gradients of all ranks are added up"
-        remedy = "give it whole to found.share(loss), and run backward of that"
+        rule = "is computed identically on every rank, and gradients of all ranks are summed"
+        remedy = "pass the whole loss to found.share(loss), and run backward on the result"
         raise ConfigError("loss", "of gathered values", rule, remedy)
 
 
 def unfold(
     forest: Forest, batch: PlannedBatch | None = None, loss_mask: Tensor | Sequence[Tensor] | None = None
 ) -> Predictions:
-    """What this rank's rows of a microbatch predict: the way to each sample's log-probabilities, and back.
+    """The predictions of this rank's rows of a microbatch, which map between rows and samples' log-probabilities.
 
-    batch: of a loader whose dataset is `forest`; without, all rows of the forest are here, in their order. loss_mask:
-    which tokens count, as `Predictions.take` takes it; without, all but the first of each sample do. The result is on
-    the batch's device; a batch that is on a GPU is waited for, so unfold before. Raises ExecutionError for a batch of
-    another dataset, ConfigError for a loss mask of another shape."""
+    batch: of a loader whose dataset is `forest`; by default all rows of the forest, in order. loss_mask: the tokens
+    that count, in the form of `Predictions.take`; by default all but the first of each sample. The result is on the
+    batch's device; waits for a batch on a GPU, so unfold before moving it. Raises ExecutionError for a batch of another
+    dataset, ConfigError for a loss mask of another shape."""
     flat = _flat_rows(forest, batch)
     trees = np.searchsorted(forest.trees, flat[flat >= 0], side="right") - 1
     samples = tuple(np.flatnonzero(np.isin(forest.tree_of, trees)).tolist())
@@ -195,7 +195,7 @@ def unfold(
 
 
 def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
-    """[rows] the forest's flat row of each row that is here; -1 where it has none."""
+    """[rows]: the forest's flat row of each row on this rank; -1 for padding."""
     if batch is None:
         return np.arange(len(forest.tokens))
     tree, place = (x.cpu().numpy() for x in (batch.sample_ids, batch.local_to_sample))
@@ -211,7 +211,7 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
 
 
 def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
-    """(row, target, sample, token, place) of what the rows that are here predict."""
+    """(row, target, sample, token, place) of the predictions of this rank's rows."""
     order = np.argsort(flat, kind="stable")
     known = np.append(flat[order], -1)
     columns, before = list[Columns]([(np.zeros(0, np.int64),) * 5]), 0
@@ -226,9 +226,9 @@ def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:
 
 
 def _whole(values: Tensor, forest: Forest, sample: int) -> Tensor:
-    """`values`, if there is one for each token of the sample."""
+    """`values`. Raises ConfigError unless there is one for each token of the sample."""
     length = int(forest.starts[sample + 1] - forest.starts[sample])
     if len(values) != length:
-        rule = f"there must be one for each of the sample's {length} tokens"
-        raise ConfigError(f"values[{sample}]", f"{len(values)} values", rule, "fill up what predicts nothing")
+        rule = f"there must be one value for each of the sample's {length} tokens"
+        raise ConfigError(f"values[{sample}]", f"{len(values)} values", rule, "pad with unused values")
     return torch.as_tensor(values)

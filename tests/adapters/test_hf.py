@@ -135,7 +135,7 @@ def test_a_model_of_both_directions_is_refused() -> None:
 def test_dropout_and_another_dtype_than_the_plan_s_are_refused() -> None:
     model = hf.enable(jobs.made("llama", attention_dropout=0.1))
     batch = next(iter(jobs.loader(model, 1)))
-    with pytest.raises(ConfigError, match="dropout is not planned"):
+    with pytest.raises(ConfigError, match="dropout is not supported"):
         model(**hf.inputs(batch))
     model = hf.enable(jobs.made("llama"))
     batch = next(iter(jobs.loader(model, 1, dtype="bf16")))
@@ -203,7 +203,8 @@ class _Passes(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("", None), ("own", "loss is none that is checked"), ("beside", "has a term beside")]
+    ("what", "says"),
+    [("", None), ("own", "loss is not one that is checked"), ("beside", "has a term beside")],
 )
 def test_losses_of_ones_own_are_warned_of(pool: Any, what: str, says: str | None) -> None:
     for found in pool.run(jobs.warned, 2, what):

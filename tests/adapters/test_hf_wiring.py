@@ -59,7 +59,7 @@ def test_attention_of_a_model_that_is_not_enabled_refuses_a_plan(name: str, head
 
 def test_a_handle_that_a_wrapper_drops_is_an_error_of_the_enabled_model(model: Any, batch: Any) -> None:
     given = {name: value for name, value in hf.inputs(batch).items() if name != hf.NAME}
-    with pytest.raises(ConfigError, match="hand 'apportion' on"):
+    with pytest.raises(ConfigError, match="pass on 'apportion'"):
         model(**given)
 
 
@@ -96,7 +96,9 @@ def test_a_model_that_trains_without_plans_beside_one_that_has_them_is_named(mod
         model(**given)  # a teacher
     kept = {name: value for name, value in given.items() if name not in (hf.NAME, hf.LAST, "past_key_values")}
     student(**kept).loss.backward()
-    with pytest.raises(ExecutionError, match="LlamaForCausalLM ran without a plan, while batches were given"):
+    with pytest.raises(
+        ExecutionError, match="LlamaForCausalLM ran without a plan while the loader yielded batches"
+    ):
         optimizer.step()
     given = hf.inputs(batch)
     student(**given).loss.backward()
@@ -116,21 +118,21 @@ def test_batches_may_be_fetched_ahead_of_optimizer_steps(model: Any, batch: Any)
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"attention_mask": torch.ones(1, 397)}, "attention_mask.*beside a plan"),
-        ({"attention_mask": torch.zeros(1, 1, 397, 397)}, "attention_mask.*beside a plan"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values.*beside a plan"),
-        ({"cu_seq_lens_q": torch.tensor([0, 397])}, "cu_seq_lens_q.*beside a plan"),
+        ({"attention_mask": torch.ones(1, 397)}, "attention_mask.*conflicts with the plan"),
+        ({"attention_mask": torch.zeros(1, 1, 397, 397)}, "attention_mask.*conflicts with the plan"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values.*conflicts with the plan"),
+        ({"cu_seq_lens_q": torch.tensor([0, 397])}, "cu_seq_lens_q.*conflicts with the plan"),
         ({"position_ids": None}, r"position_ids.*counts a rank's rows from 0.*batch\.position_ids"),
-        ({"position_ids": torch.arange(397)[None]}, "position_ids.*those of the plan's rows"),
+        ({"position_ids": torch.arange(397)[None]}, "position_ids.*position ids of the plan's rows"),
         ({"position_ids": torch.arange(20)[None]}, "position_ids.shape.*397 rows"),
         ({"shift_labels": None}, r"shift_labels.*shifted.*hf\.inputs"),
         ({"num_items_in_batch": None}, "num_items_in_batch.*mean is over all ranks"),
-        ({"num_items_in_batch": 1}, "num_items_in_batch.*another one than the batch's"),
+        ({"num_items_in_batch": 1}, "num_items_in_batch.*differs from the batch's"),
         (
             {"shift_labels": torch.zeros(1, 397, dtype=torch.int64)},
-            "shift_labels.*another one than the batch's",
+            "shift_labels.*differs from the batch's",
         ),
-        ({"logits_to_keep": 1}, "logits_to_keep.*leave rows of the loss out"),
+        ({"logits_to_keep": 1}, "logits_to_keep.*omit rows from the loss"),
     ],
 )
 def test_arguments_that_do_not_fit_a_plan_are_refused(

@@ -48,12 +48,12 @@ def test_a_step_whose_model_does_not_get_the_plan_is_refused(pool: Any, tmp_path
 
 def test_attention_over_the_rows_of_a_rank_is_refused(pool: Any, tmp_path: Path) -> None:
     for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, jobs.Half):
-        assert "looked at the" in why
-        assert "rows of this rank alone" in why
+        assert "looked only at the" in why
+        assert "rows of this rank, without the plan" in why
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [(jobs.Mean, "is a mean over the"), (jobs.Twice, "is what shared_loss has returned")]
+    ("kind", "says"), [(jobs.Mean, "is a mean over the"), (jobs.Twice, "is a result of shared_loss")]
 )
 def test_losses_that_are_no_shares_are_refused(pool: Any, tmp_path: Path, kind: Any, says: str) -> None:
     for why in pool.run(jobs.fit, 4, tmp_path, False, None, None, 2, kind):

@@ -161,8 +161,8 @@ def test_what_ticks_cannot_run_is_refused(two: Any, case: Any, says: Any) -> Non
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        ("own", "layers.1.attention.inner_attention = 'ScaledDotProductAttention': would not know the plan"),
-        ("deaf", "attention used the plan 1 times in 2 layers or more"),
+        ("own", "layers.1.attention.inner_attention = 'ScaledDotProductAttention': does not support plans"),
+        ("deaf", "attention used the plan 1 times in at least 2 layers"),
     ],
 )
 def test_layers_that_would_not_use_the_plan_are_refused(two: Any, broken: str, says: str) -> None:

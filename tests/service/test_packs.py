@@ -70,7 +70,7 @@ def test_no_changed_byte_is_taken_for_a_plan(pack: Pack) -> None:
             Pack.decode(pack.data[: rng.randrange(len(pack.data))])
     with pytest.raises(DecodeError, match="renamed"):
         Pack.decode(pack.data, bytes(32))
-    with pytest.raises(DecodeError, match="added to"):
+    with pytest.raises(DecodeError, match="extended"):
         Pack.decode(pack.data + b"a")
 
 

@@ -198,7 +198,7 @@ def test_an_iterator_gives_one_pass_and_no_length() -> None:
     with pytest.raises(TypeError, match="generator has no length"):
         len(loader)
     assert [batch.iteration for batch in loader] == [0, 1, 2]
-    with pytest.raises(ConfigError, match="an earlier pass has drawn from it"):
+    with pytest.raises(ConfigError, match="an earlier pass has read ahead in it"):
         list(loader)
 
 
@@ -240,7 +240,7 @@ def test_masks_must_be_of_the_kinds_of_the_model_s_layers(given: Any) -> None:
     two = replace(job(), model=replace(MODEL, layers={"global": 1, "local": 2}))
     for own in (kinds, [kinds, kinds]):
         check_kinds(two, own)
-    with pytest.raises(ConfigError, match=r"masks = .*the job's model has layers of \['global', 'local'\]"):
+    with pytest.raises(ConfigError, match=r"masks = .*the layers of the job's model \['global', 'local'\]"):
         check_kinds(two, given)
 
 
@@ -260,9 +260,9 @@ def test_other_arguments_are_checked() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("shifted", "weight", "must be a list of fields' names"),
-        ("shifted", 3, "must be a list of fields' names"),
-        ("shifted", [3], "must be a list of fields' names"),
+        ("shifted", "weight", "must be a list of field names"),
+        ("shifted", 3, "must be a list of field names"),
+        ("shifted", [3], "must be a list of field names"),
         ("token", "secret", "is for a planning service"),
         ("ca", "ca.pem", "is for a planning service"),
         ("shuffle", "x", "must be true or false"),
@@ -271,7 +271,7 @@ def test_other_arguments_are_checked() -> None:
         ("masks", 3, "must be a mask"),
         ("source", "nowhere", "is no folder"),
         ("source", 3, "must be a URL, a folder or a source of plans"),
-        ("device", "bogus", "is no device of torch"),
+        ("device", "bogus", "is not a torch device"),
         ("sampler", 3, "must be iterable"),
         ("sampler", "x", "must be iterable"),
         ("replicas", 3, "must be a process group"),
@@ -285,7 +285,7 @@ def test_an_argument_that_would_be_ignored_or_is_none_is_refused(field: str, val
 
 
 def test_a_sampler_is_not_shuffled() -> None:
-    with pytest.raises(ConfigError, match="shuffle = True: is of the default order"):
+    with pytest.raises(ConfigError, match="shuffle = True: applies to the default order"):
         loader_of(sampler=[[0]], shuffle=True)
     loader_of(sampler=[[0]], shuffle=False, seed=7)
 
@@ -366,7 +366,7 @@ def test_a_plan_of_something_else_is_refused(what: str) -> None:
     given = job(microbatches=2, tokens=100)
     sampler = [[[0, 1, 2], [3, 4]], [[5], [6]]]
     assert list(loader_of(planning(given), sampler=sampler))
-    with pytest.raises(ExecutionError, match="iteration 0: the plan is not the one that this rank asked for"):
+    with pytest.raises(ExecutionError, match="iteration 0: the plan is not the one that this rank requested"):
         list(loader_of(planning(given, HereSource(other=OTHERS[what])), sampler=sampler))
 
 
@@ -374,7 +374,7 @@ def test_a_plan_of_something_else_is_refused(what: str) -> None:
 def test_a_packed_plan_of_other_sequences_is_refused(workers: int) -> None:
     asked = job(recipe="wlb", microbatches=2, tokens=200)
     assert list(loader_of(planning(asked), workers=workers))
-    with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were asked for"):
+    with pytest.raises(ExecutionError, match=r"it has \d+ sequences, \d+ were requested"):
         list(loader_of(planning(asked, HereSource(other=last_left_out)), workers=workers))
 
 

@@ -53,7 +53,12 @@ def test_a_rank_without_rows_has_a_gradient_path() -> None:
 @pytest.mark.parametrize(
     ("logits", "labels", "weights", "message"),
     [
-        ((7,), (7,), None, r"logits\.shape = \(7,\): must be \[rows, vocabulary\], or that in a batch of 1"),
+        (
+            (7,),
+            (7,),
+            None,
+            r"logits\.shape = \(7,\): must be \[rows, vocabulary\], optionally in a batch of 1",
+        ),
         ((2, 5, 7), (2, 5), None, r"logits\.shape = \(2, 5, 7\)"),
         ((5, 7), (5, 1), None, r"labels\.shape = \(5, 1\): must be \[rows\]"),
         ((5, 7), (4,), None, r"labels\.shape = \(4,\): logits have 5 rows"),

@@ -62,7 +62,7 @@ def test_a_second_training_is_checked_like_the_first(pool: Pool) -> None:
         ({"loss": "mean of rows"}, MEAN),
         ({"net": "rows as places"}, rf"ConfigError: model = 'Own': places {ROWS}"),
         ({"loss": "own", "reduces": "ddp"}, r"ConfigError: model = 'Distrib.*averages gradients"),
-        ({"loss": "another"}, r"UserWarning: the loss is none that is checked"),
+        ({"loss": "another"}, r"UserWarning: the loss is not one that is checked"),
         ({"loss": "weights"}, r"ConfigError: weights = fields"),
     ):
         for found in pool.run(jobs_own_loop.trained, 2, loop, True):
@@ -92,9 +92,9 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
             {"loss": "own times ranks", "reduces": "ddp summed"},
             r"ConfigError: model = 'Distrib.*sums gradients",
         ),
-        ({"loss": "another"}, r"UserWarning: the loss is none that is checked: nothing is known"),
+        ({"loss": "another"}, r"UserWarning: the loss is not one that is checked: on each rank"),
         *(
-            ({"loss": loss}, r"UserWarning: the loss has a term beside its cross entropy: nothing is known")
+            ({"loss": loss}, r"UserWarning: the loss has a term besides its cross entropy: on each rank")
             for loss in ("and a term", "own and a term")
         ),
         (
@@ -107,7 +107,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         (
             {"reduces": "apart"},
-            r"ConfigError: model = 'Own': adds gradients up over 2 ranks.*of 1; .*replicas=",
+            r"ConfigError: model = 'Own': sums gradients over 2 ranks.*of 1; .*replicas=",
         ),
         (
             {"loss": "weights"},
@@ -127,9 +127,9 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         ({"loss": "labels left out"}, r"ConfigError: labels = \"fewer than the batch's\": .*weights= of 0"),
         ({"loss": "labels changed"}, r"ConfigError: labels = 'changed': .*give loss_mask in the samples"),
-        ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are other multiples"),
+        ({"loss": "weights of a rank shifted"}, r"UserWarning: weights of losses are different multiples"),
         ({"loss": "mean of shares"}, r"ExecutionError: factors of losses differ between ranks, \["),
-        ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip behind"),
+        ({"net": "hooked"}, r"UserWarning: parameters have hooks: .*clip after"),
         ({"net": "body"}, r"\d of \d+ parameters are outside Body, which calls attention"),
         ({"net": "rows behind"}, rf"ConfigError: model = 'Own': head {ROWS}"),
         ({"net": "statistics"}, rf"ConfigError: model = 'Own': norm {ROWS}"),
@@ -152,7 +152,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         (
             {"kinds": KINDS},
-            r"UserWarning: the attention kinds \['far', 'near'\] would not be seen if.*window=",
+            r"UserWarning: the attention kinds \['far', 'near'\] could be swapped unnoticed.*window=",
         ),
         (
             {"kinds": ("near", "far", "far", "far")},

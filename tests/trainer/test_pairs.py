@@ -48,7 +48,7 @@ def test_a_half_alone_is_refused(pool: Pool) -> None:
     for asked, options, begin, says in (
         (given(microbatches=3), {"drop_last": True}, 0, r"microbatches = 3: halves are two microbatches of"),
         (given(), {}, 0, "drop_last = False: halves are .*also in the last iteration; give drop_last=True"),
-        (given(), {"drop_last": True}, 1, "iteration 0 = 'a half alone, microbatch 1'.*begin between pairs"),
+        (given(), {"drop_last": True}, 1, "iteration 0 = 'a half alone, microbatch 1'.*start between pairs"),
         (given(microbatches=4), {"sampler": samples}, 0, "iteration 1 = 'a half alone, microbatch 2'"),
     ):
         for told in pool.run(jobs_pairs.refused, 2, asked, options, begin):

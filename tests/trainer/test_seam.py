@@ -109,7 +109,7 @@ def test_a_rank_without_samples_has_the_fields_of_the_others(pool: Pool) -> None
         ({"input_ids": [1, 2, 3], "label": [1, 2, 3]}, r"label = .*name them labels"),
         ({"input_ids": [1, 2, 3], "assistant_mask": [0, 1, 1]}, r"assistant_mask.*name it loss_mask"),
         ({"input_ids": [1, 2, 3], "loss_masks": [0, 1, 1]}, r"loss_masks.*name it loss_mask"),
-        ({"input_ids": [1, 2, 3], "padding_mask": [1, 1, 0]}, r"padding_mask.*cut padding off"),
+        ({"input_ids": [1, 2, 3], "padding_mask": [1, 1, 0]}, r"padding_mask.*remove padding"),
         ({"input_ids": [1, 2, 3], "segment_ids": [0, 0, 1]}, r"segment_ids.*documents\(\[lengths\]\)"),
         ({"input_ids": [1, 2, 3], "document_ids": [0, 0, 1]}, r"document_ids.*documents\(\[lengths\]\)"),
     ],
@@ -225,7 +225,7 @@ def test_drop_last_counts_a_sampler_s_iterations_too_and_must_leave_something() 
     loader = PlannedLoader(Recorded(), **given, sampler=sampler, drop_last=True)
     assert [batch.samples.tolist() for batch in loader] == [[0], [1], [3], [4]]
     assert len(loader) == 4
-    with pytest.raises(ConfigError, match=r"drop_last.*leaves nothing of the epoch's 1 iterations"):
+    with pytest.raises(ConfigError, match=r"drop_last.*leaves no iteration of the epoch's 1"):
         list(loader_of(Recorded([3, 4]), planning(job(microbatches=3)), drop_last=True))
 
 

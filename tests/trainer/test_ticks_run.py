@@ -89,7 +89,7 @@ def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
     [
         (3, None, 1, r"cluster.ranks = 3: must be a multiple of the 2 stages"),
         (2, "wlb", 1, r"recipe.pack = 'wlb': would put sequences of several ticks into one"),
-        (2, None, 2, r"chunks = \[0, 0\]: must be 1 lists, as the table has chunks on a stage, equally long"),
+        (2, None, 2, r"chunks = \[0, 0\]: must be 1 lists of equal length, one per chunk of a stage"),
     ],
 )
 def test_what_cannot_run_is_refused(

@@ -61,7 +61,7 @@ def test_a_sample_of_another_length_and_a_plan_of_another_batch_are_refused() ->
     with pytest.raises(ExecutionError, match="planned with length 4"):
         local_rows(piece_of(batch), batch, lambda _: [1, 2, 3])
     for other in ([2, 2], [3]):
-        with pytest.raises(ExecutionError, match="not of this batch"):
+        with pytest.raises(ExecutionError, match="not for this batch"):
             local_rows(piece_of(batch), Batch.from_lengths(other), lambda _: [1, 2, 3, 4])
 
 

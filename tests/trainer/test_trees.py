@@ -76,7 +76,7 @@ def test_what_needs_whole_samples_is_gathered(pool: Pool, ranks: int) -> None:
 
 def test_a_loss_that_all_ranks_compute_and_do_not_share_is_refused(pool: Pool) -> None:
     for found in pool.run(jobs_trees.sequence_ratios, 2, "fp64", False):
-        assert re.match(r"loss = .* computed alike on every rank.*found\.share\(loss\)", found), found
+        assert re.match(r"loss = .* computed identically on every rank.*found\.share\(loss\)", found), found
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -1,4 +1,4 @@
-"""Requests on their way to plans: queued, planned once for all who ask, kept while memory lasts."""
+"""Engine of the service: queues requests, plans each once for all callers, caches packs in memory."""
 
 from __future__ import annotations
 

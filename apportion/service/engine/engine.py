@@ -1,6 +1,6 @@
-"""The engine: requests in, packs out, each planned once. Lives on one event loop.
+"""The engine: turns requests into packs and plans each once. Runs on one event loop.
 
-submit ──► store has it? ──► queue ──► worker ──► memory ──► store
+submit ──► in the store? ──► queue ──► worker ──► memory ──► store
 pack   ──► memory, store, or wait for the worker
 """
 
@@ -26,18 +26,18 @@ from apportion.service.store import Store, StoreError
 from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
 from apportion.service.workers.work import Work
 
-DEATHS = 3  # of workers, before a request is set aside
-GRACE_S = 0.25  # who asks before the request is submitted waits so long for it; then it submits
-LOOK_S = 0.05  # then twice as long, and so on: whether another server has put a plan into the store
-SAID_S = 1.0  # failures of the store are logged so often: every rank's look for a plan may be one
-WAITING = 1 << 14  # keys that are waited for and not known
+DEATHS = 3  # worker deaths after which a request is quarantined
+GRACE_S = 0.25  # wait for a key that is not submitted yet, before the client is to submit it
+LOOK_S = 0.05  # first interval of polling the store for another server's plan; doubles each time
+SAID_S = 1.0  # interval of logging store failures: every rank's lookup may fail
+WAITING = 1 << 14  # most unknown keys that are waited for
 LOG = getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """queued: requests; queued_bytes: of requests; cached_bytes: of packs in memory; known: requests that are
-    remembered with their state."""
+    """Limits of an engine. queued: requests; queued_bytes: of requests; cached_bytes: of packs in memory; known:
+    requests whose state is remembered."""
 
     queued: int = 8192
     queued_bytes: int = 64 << 20
@@ -46,7 +46,7 @@ class Limits:
 
 
 class Engine:
-    """executor: runs `plan_pack` and the like in other processes; workers: at once, and one more, see `Schedule`."""
+    """The engine. executor: runs `plan_pack` and the like in other processes; workers: at once, see `Schedule`."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class Engine:
         self._queued_bytes = self._cached_bytes = 0
         self._said = -SAID_S
 
-    # ---- what handlers ask
+    # ---- interface of the handlers
 
     async def submit(
         self, key: bytes, request: bytes, job: bytes, ranks: int, tenant: str, ahead: int = 0
     ) -> Entry:
-        """Has a request planned, once however often it comes. Raises ServiceError where it is refused, now or before,
-        and where the queue is full."""
+        """Has a request planned once, however often it is submitted. Raises ServiceError if it is or was refused, or
+        the queue is full."""
         due = self._schedule.due(job, ahead)
         entry = self._entries.get(key) or self._restored(await self._stored(key), job, tenant)
-        entry = self._entries.get(key) or entry  # another call may have come first
+        entry = self._entries.get(key) or entry  # another call may have added it
         if entry is None:
             entry = self._queue(key, plan_pack, request, job, ranks, tenant, due)
             self._know(entry)
@@ -85,18 +85,18 @@ class Engine:
         return entry
 
     def hot(self, key: bytes) -> Pack | None:
-        """The pack of a key where it is in memory."""
+        """The pack of a key, None if it is not in memory."""
         pack = self._packs.get(key)
         if pack is not None:
             self._packs.move_to_end(key)
         return pack
 
     async def pack(self, key: bytes, wait_s: float) -> Pack | None:
-        """The pack of a key, None where it is not ready after `wait_s` seconds. Raises UnknownPlanError, and
-        ServiceError where the request is refused."""
+        """The pack of a key, None if it is not ready after `wait_s` seconds. Raises UnknownPlanError, and ServiceError
+        if the request is refused."""
         pack, entry = self.hot(key), self._entries.get(key)
         if pack is None and (entry is None or entry.state is State.READY):
-            self._entries.pop(key, None)  # its pack is gone from memory
+            self._entries.pop(key, None)  # its pack was evicted from memory
             pack = await self._found(key, min(wait_s, GRACE_S))
             entry = self._entries.get(key)
         if pack is not None or entry is None:
@@ -113,7 +113,7 @@ class Engine:
     async def make(
         self, work: Work, key: bytes, request: bytes, job: bytes, ranks: int, tenant: str
     ) -> bytes:
-        """What a worker makes of a request; kept by nobody. Raises ServiceError."""
+        """A worker's result for a request, not cached. Raises ServiceError."""
         entry = self._queue(key, work, request, job, ranks, tenant, self._schedule.due(job, 0))
         await entry.done.wait()
         if entry.problem is not None:
@@ -121,7 +121,7 @@ class Engine:
         return entry.data
 
     def known(self, key: bytes) -> Entry | None:
-        """The state of a request that came since the start."""
+        """The entry of a request received since the start, None if unknown."""
         return self._entries.get(key)
 
     def asked(self, key: bytes) -> None:
@@ -136,11 +136,11 @@ class Engine:
         return await asyncio.to_thread(lambda: (minutes(held, now), usage(held, now)))
 
     def latest(self, count: int) -> Iterator[Entry]:
-        """The requests that came last, newest first."""
+        """The latest requests, newest first."""
         return (entry for entry, _ in zip(reversed(self._entries.values()), range(count), strict=False))
 
     async def close(self) -> None:
-        """Ends workers and what runs in them; packs that were made are stored."""
+        """Ends the workers and their tasks; finished packs are stored."""
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=10.0)
@@ -161,7 +161,7 @@ class Engine:
         return entry
 
     def _admit(self, tenant: str, size: int) -> None:
-        """Raises ServiceError where the queue is full, and the tenant has its even share of it."""
+        """Raises ServiceError if the queue is full and the tenant has its even share of it."""
         waiting, most, most_bytes = len(self._schedule), self._limits.queued, self._limits.queued_bytes
         if waiting >= most or self._queued_bytes + size > most_bytes:
             count, held, share = self._schedule.share(tenant)
@@ -188,10 +188,10 @@ class Engine:
             self._died(entry, error)
         except TimeoutError:
             self._refuse(
-                entry, ServiceError("too-long", "planning did not end in the time that this server gives")
+                entry, ServiceError("too-long", "planning did not end within this server's time limit")
             )
         except asyncio.CancelledError:
-            self._refuse(entry, ServiceError("failed", "the server stops"))
+            self._refuse(entry, ServiceError("failed", "the server is stopping"))
         except Exception as error:
             LOG.exception("planning %s failed", entry.key.hex()[:16])
             self._refuse(entry, ServiceError("failed", f"{type(error).__name__}: {error}"))
@@ -218,7 +218,7 @@ class Engine:
         entry.deaths += 1
         if entry.deaths >= DEATHS:
             self._refuse(
-                entry, ServiceError("quarantined", f"{DEATHS} workers died of it, the last so: {error}")
+                entry, ServiceError("quarantined", f"{DEATHS} workers died on it, most recently: {error}")
             )
             return
         LOG.warning("%s: %s; it is planned again", entry.key.hex()[:16], error)
@@ -249,7 +249,7 @@ class Engine:
 
     async def _found(self, key: bytes, wait_s: float) -> Pack | None:
         """The pack of a key in the store, which other servers may share; None once the request is submitted here.
-        Raises UnknownPlanError where neither comes in time."""
+        Raises UnknownPlanError if neither happens in time."""
         loop = asyncio.get_running_loop()
         until, pause_s = loop.time() + wait_s, LOOK_S
         while (pack := self.hot(key) or await self._stored(key)) is None and key not in self._entries:
@@ -266,7 +266,7 @@ class Engine:
         return pack
 
     def _arrived(self, key: bytes) -> None:
-        """Wakes those who wait for a key that was not known."""
+        """Wakes the waiters for a key that was not known."""
         arriving = self._arriving.pop(key, None)
         if arriving is not None:
             arriving.set()
@@ -281,7 +281,7 @@ class Engine:
         self.metrics.cached.set(self._cached_bytes)
 
     async def _stored(self, key: bytes) -> Pack | None:
-        """The pack of a key in the store; a store that fails has none."""
+        """The pack of a key in the store; None if the store fails."""
         pack = None
         if self.store is not None:
             with self._tolerant():
@@ -308,7 +308,7 @@ class Engine:
                 LOG.error("%s", error)
 
     def _restored(self, pack: Pack | None, job: bytes, tenant: str) -> Entry | None:
-        """The entry of a pack that the store had, if it did."""
+        """The entry for a pack from the store, None without a pack."""
         if pack is None:
             return None
         now = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Entry: one request and how far it is."""
+"""Entry: one request and its state."""
 
 from __future__ import annotations
 

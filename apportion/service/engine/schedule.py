@@ -1,6 +1,6 @@
-"""Order of queued requests: fair in worker time between tenants, nearest deadline first within one.
+"""Scheduling of queued requests: fair in worker time between tenants, earliest deadline first within a tenant.
 
-lanes   one a worker, and one more that takes light requests only, so that a light one never waits behind heavy ones
+lanes   one per worker, and an extra one for light requests only, so that these never wait behind heavy ones
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from apportion.service.engine.entry import Entry
 
 T = TypeVar("T")
 LIGHT_S = 1.0
-HALF_LIFE_S = 60.0  # of the time that a tenant has had
-FIRST_STEP_S, STEPS_S = 1.0, (0.05, 60.0)  # of a job whose steps have not been seen; of any
+HALF_LIFE_S = 60.0  # of a tenant's used worker time
+FIRST_STEP_S, STEPS_S = 1.0, (0.05, 60.0)  # step time of a job without history; bounds of any
 REMEMBERED = 1024  # jobs
 
 
 class Schedule:
-    """workers: requests of any weight that run at once. clock: seconds, rising."""
+    """Queue and scheduling policy. workers: concurrent requests of any weight. clock: monotonic seconds."""
 
     def __init__(self, workers: int, clock: Callable[[], float]) -> None:
         self._workers, self._clock = workers, clock
         self._queued = dict[str, dict[Entry, None]]()
-        self._spent = dict[str, tuple[float, float]]()  # of a tenant: seconds of workers, as of a time
-        self._seconds = OrderedDict[bytes, float]()  # of a job: a plan takes
+        self._spent = dict[str, tuple[float, float]]()  # by tenant: used worker seconds, as of a time
+        self._seconds = OrderedDict[bytes, float]()  # by job: seconds per plan
         self._steps = OrderedDict[
             bytes, tuple[float, float]
-        ]()  # of a job: last submission, seconds between two
+        ]()  # by job: last submission, seconds between two
 
     def __len__(self) -> int:
         return sum(map(len, self._queued.values()))
 
     def due(self, job: bytes, ahead: int) -> float:
-        """When a request is needed that its trainer comes to after `ahead` further steps."""
+        """The deadline of a request whose trainer needs it after `ahead` further steps."""
         now = self._clock()
         last, step = self._steps.get(job, (now, FIRST_STEP_S))
-        gap = min(max(now - last, step / 2), 2 * step)  # a pause is no step
+        gap = min(max(now - last, step / 2), 2 * step)  # a pause does not count as a step
         step = min(max(0.8 * step + 0.2 * gap, STEPS_S[0]), STEPS_S[1]) if last != now else step
         _remember(self._steps, job, (now, step))
         return now + ahead * step
@@ -46,12 +46,12 @@ class Schedule:
         self._queued.setdefault(entry.tenant, {})[entry] = None
 
     def share(self, tenant: str) -> tuple[int, int, float]:
-        """Requests of a tenant that wait, their bytes, and the even share of the queue that it may fill."""
+        """A tenant's waiting requests, their bytes, and its even share of the queue."""
         queued = self._queued.get(tenant, {})
         return len(queued), sum(len(each.request) for each in queued), 1 / len({tenant, *self._queued})
 
     def next(self, running: Collection[Entry]) -> Entry | None:
-        """Takes out what is to be planned now, None where nothing can be."""
+        """Removes and returns the next request to plan, None if none may run."""
         if len(running) > self._workers:
             return None
         only_light = len(running) == self._workers
@@ -65,7 +65,7 @@ class Schedule:
         return None
 
     def ended(self, entry: Entry, seconds: float) -> None:
-        """Counts the worker time of a request."""
+        """Records the worker time of a request."""
         _remember(self._seconds, entry.job, seconds)
         self._spent[entry.tenant] = self._had(entry.tenant) + seconds, self._clock()
 
@@ -80,7 +80,7 @@ class Schedule:
         return float(spent * 0.5 ** ((self._clock() - since) / HALF_LIFE_S))
 
     def _is_light(self, entry: Entry, running: Collection[Entry]) -> bool:
-        """Of a job that nothing is known of yet, one request at a time finds it out."""
+        """True for a light request; of a job without history, one request at a time counts as light."""
         seconds = self._seconds.get(entry.job)
         return seconds < LIGHT_S if seconds is not None else all(entry.job != each.job for each in running)
 

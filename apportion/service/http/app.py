@@ -38,7 +38,7 @@ Start = Callable[[], AbstractAsyncContextManager[Engine]]
 
 
 def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
-    """start: makes the engine, on the application's event loop."""
+    """The application of an engine. start: creates the engine, on the application's event loop."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +74,7 @@ def _plan_routes(app: FastAPI) -> None:
     async def submit(
         key: Key, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
     ) -> Submitted:
-        """Submits a request, to be planned once. 200 where its plan is ready. ahead: the trainer's steps until then."""
+        """Submits a request, to be planned once. 200 if its plan is ready. ahead: the trainer's steps until then."""
         asked, named = await _asked(request), key_of(key)
         if asked.key != named:
             raise ServiceError("wrong-key", f"the request has the key {asked.key.hex()}", field="key")
@@ -87,7 +87,7 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.get("/v1/plans/{key}", responses={200: {"content": {"text/html": {}}}})
     async def state(key: Key, request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanState:
-        """State and report of a request; as text/html the page of its plan."""
+        """State and report of a request; as text/html, the page of its plan."""
         engine, named = _engine(request), key_of(key)
         pack = await engine.pack(named, 0.0) if (entry := engine.known(named)) is None or entry.plan else None
         if _prefers(accept, "text/html") and pack is not None:
@@ -99,7 +99,7 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.get("/v1/plans")
     async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
-        """The requests that came last, newest first."""
+        """The latest requests, newest first."""
         return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
 
     @app.get("/v1/hour")
@@ -110,7 +110,7 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
     async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> Planned:
-        """Plans a request at once: a report, or as application/vnd.apportion.plan the plan, or as text/html a page."""
+        """Plans a request at once: a report; as application/vnd.apportion.plan, the plan; as text/html, a page."""
         asked = await _asked(request)
         if _prefers(accept, PLAN_FILE):
             data = await _made(request, plan_file, asked)
@@ -121,7 +121,7 @@ def _plan_routes(app: FastAPI) -> None:
         await engine.submit(asked.key, asked.data, asked.job, asked.ranks, request.state.tenant)
         pack = await engine.pack(asked.key, 3600.0)
         if pack is None:
-            raise ServiceError("too-long", "the plan is still being made: get it by its key", field="key")
+            raise ServiceError("too-long", "the plan is not ready yet: get it by its key", field="key")
         return Planned(key=asked.key.hex(), id=pack.head.id.hex(), report=pack.report)
 
 
@@ -132,19 +132,19 @@ def _other_routes(app: FastAPI) -> None:
 
     @app.get("/healthz")
     async def alive() -> Health:
-        """Whether the server answers."""
+        """Liveness of the server."""
         return Health()
 
     @app.get("/readyz", responses={503: {"model": Health}})
     async def ready(request: Request, response: Response) -> Health:
-        """Whether the server plans and keeps plans; degraded where it does not keep them."""
+        """Readiness of planner and store; degraded if plans cannot be stored."""
         store = _engine(request).store
         reason = store.problem() if store is not None else None
         return Health() if reason is None else Health(status="degraded", reason=reason)
 
     @app.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
-        """In the text format of Prometheus."""
+        """Metrics in Prometheus' text format."""
         registry = _engine(request).metrics.registry
         return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -168,7 +168,7 @@ def _prefers(accept: str, media: str) -> bool:
 
 
 def _state(entry: Entry | None, pack: Pack | None) -> PlanState:
-    """entry: None where only the store knows the request."""
+    """The state of a request. entry: None if only the store knows it."""
     if entry is None:
         assert pack is not None
         return PlanState(
@@ -208,7 +208,7 @@ async def _http_problem(metrics: Any, request: Request, error: Exception) -> Res
 
 
 def _methods(request: Request) -> set[str]:
-    """Of all routes with the request's path."""
+    """The methods of all routes with the request's path."""
     path, routes = request.url.path, (route for route in request.app.routes if isinstance(route, Route))
     return {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
 

@@ -1,9 +1,9 @@
-"""Delivery of slices: one of a key, or those of many keys in one response.
+"""Delivery of slices: one key's, or many keys' in one response.
 
     GET /v1/plans/{key}/ranks/{rank}?wait_s=                 the slice
     GET /v1/ranks/{rank}/stream?key=...&key=...&wait_s=      frames, in the order of the keys
 
-A frame is `kind u8 · length u32, little endian · payload`, see `frames`. Plain ASGI, as ranks call nothing as often.
+A frame is `kind u8 · length u32, little endian · payload`, see `frames`. Plain ASGI, since ranks call this most often.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Delivery:
         await answer(send, status, MEDIA, body, more)
 
     async def _many(self, send: Send, keys: list[bytes], rank: int, wait_s: float) -> None:
-        """Begins at once, so that who waits knows that somebody is there."""
+        """Streams slices; starts the response at once, so that clients see a live server."""
         with self._metrics.streams.track_inprogress():
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", STREAM)]})
             for key in keys:
@@ -114,22 +114,22 @@ def _slice(pack: Pack, rank: int) -> bytes:
 
 
 def key_of(text: str) -> bytes:
-    """The key of 64 hex digits. Raises ServiceError."""
+    """Parses a key of 64 hex digits. Raises ServiceError."""
     if not _KEY.fullmatch(text):
-        raise ServiceError("invalid", "a key has 64 hex digits, in lower case", field="key")
+        raise ServiceError("invalid", "a key must be 64 lower-case hex digits", field="key")
     return bytes.fromhex(text)
 
 
 def _rank(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > 6:
-        raise ServiceError("invalid", "a rank is a number from 0 on", field="rank")
+        raise ServiceError("invalid", "a rank must be an integer of at least 0", field="rank")
     return int(text)
 
 
 def _keys(query: dict[str, list[str]]) -> list[str]:
     keys = query.get("key", [])
     if not 1 <= len(keys) <= MAX_KEYS:
-        raise ServiceError("invalid", f"a stream has 1 to {MAX_KEYS} keys", field="key")
+        raise ServiceError("invalid", f"a stream must have 1 to {MAX_KEYS} keys", field="key")
     return keys
 
 
@@ -140,5 +140,5 @@ def _wait(query: dict[str, list[str]]) -> float:
     except ValueError:
         wait_s = -1.0
     if not 0.0 <= wait_s <= MAX_WAIT_S:
-        raise ServiceError("invalid", f"wait_s is a number from 0 to {MAX_WAIT_S:g}", field="wait_s")
+        raise ServiceError("invalid", f"wait_s must be a number from 0 to {MAX_WAIT_S:g}", field="wait_s")
     return wait_s

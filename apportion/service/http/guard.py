@@ -1,5 +1,5 @@
-"""Guard: the ASGI middleware before every route. Whoever has no token, and whatever has no known size, is refused
-before a byte of the body is read, and the connection ends."""
+"""Guard: the ASGI middleware before every route. Requests without a valid token or a known size are refused before a
+byte of the body is read, and the connection is closed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from apportion.service.engine import Metrics
 from apportion.service.http.tokens import Tokens
 from apportion.service.problems import ServiceError
 
-MAX_BODY = 4 << 20  # 16 MB of memory a byte at worst: a list of empty lists
+MAX_BODY = 4 << 20  # bytes; a list of empty lists takes the most memory per byte
 BODY_S = 20.0
 OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"})
 PROBLEM = "application/problem+json"
 
 
 class Guard:
-    """Adds `tenant` to the scope's state. A body is read only in full, in `BODY_S` seconds and at most `MAX_BODY`
-    bytes, by `body`; of large ones one at a time."""
+    """Adds `tenant` to the scope's state, and `body`, which reads the whole body within `BODY_S` seconds and `MAX_BODY`
+    bytes; large bodies one at a time."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens, metrics: Metrics) -> None:
         self._app, self._tokens, self._metrics = app, tokens, metrics
@@ -36,11 +36,11 @@ class Guard:
                 authorization = value
             elif name == b"content-length":
                 length = value
-            elif name == b"transfer-encoding":  # may have trailers without end
+            elif name == b"transfer-encoding":  # trailers could be endless
                 problem = ServiceError("length", "the body is sent in chunks")
         tenant = self._tokens.tenant(authorization)
         if tenant is None and scope["path"] not in OPEN:
-            problem = ServiceError("unauthorized", "the token is missing, or none of this server")
+            problem = ServiceError("unauthorized", "the token is missing or unknown to this server")
         elif length and (not length.isdigit() or len(length) > 12 or int(length) > MAX_BODY):
             problem = ServiceError("too-large", f"the body has more than {MAX_BODY} bytes")
         if problem is not None:
@@ -57,7 +57,7 @@ class Guard:
 async def answer(
     send: Send, status: int, kind: bytes, body: bytes, more: tuple[tuple[bytes, bytes], ...] = ()
 ) -> None:
-    """Sends a whole response."""
+    """Sends a complete response."""
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -75,16 +75,16 @@ def problem_data(problem: ServiceError) -> dict[str, Any]:
 
 
 async def body_of(receive: Receive) -> bytes:
-    """The whole body. Raises ServiceError where it does not come in time, or the client is gone."""
+    """Reads the whole body. Raises ServiceError if it does not arrive in time, or the client disconnects."""
     parts, more = list[bytes](), True
     try:
         async with asyncio.timeout(BODY_S):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ServiceError("slow-body", "the client went away")
+                    raise ServiceError("slow-body", "the client disconnected")
                 parts.append(message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise ServiceError("slow-body", f"the body was not there after {BODY_S:g} s") from None
+        raise ServiceError("slow-body", f"the body did not arrive within {BODY_S:g} s") from None
     return b"".join(parts)

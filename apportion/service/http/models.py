@@ -1,4 +1,4 @@
-"""JSON of answers."""
+"""Models of the JSON answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from apportion.service.engine.hour import Minute, Usage
 
 
 class Submitted(BaseModel):
-    """A request that was accepted."""
+    """An accepted request."""
 
     key: str
     state: State
 
 
 class PlanState(BaseModel):
-    """A request and its plan. seconds: that a worker took; id: of the plan, 64 hex digits; detail: why there will be no
+    """A request and its plan. seconds: worker time; id: of the plan, 64 hex digits; detail: the reason for having no
     plan."""
 
     key: str
@@ -33,7 +33,7 @@ class PlanState(BaseModel):
 
 
 class Plans(BaseModel):
-    """Requests that came last, newest first."""
+    """The latest requests, newest first."""
 
     plans: list[PlanState]
 
@@ -55,7 +55,7 @@ class Planned(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the server is well, and why not."""
+    """Health of the server, with the reason if it is degraded."""
 
     status: Literal["ok", "degraded"] = "ok"
     reason: str = ""

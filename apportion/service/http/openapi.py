@@ -1,4 +1,4 @@
-"""What FastAPI cannot see of the interface: bodies that are read by hand, and the routes of `delivery`."""
+"""OpenAPI schema that FastAPI cannot derive: bodies that are parsed by hand, and the routes of `delivery`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUEST = {
         "batches": {
             "type": "array",
             "items": {"type": "object", "required": ["lengths"]},
-            "description": "one a microbatch; one of all sequences where the recipe packs",
+            "description": "one per microbatch; a single batch of all sequences if the recipe packs",
         },
     },
 }
@@ -29,7 +29,7 @@ EXAMPLE: dict[str, Any] = {
     },
     "batches": [{"lengths": [9000, 3000, 700]}],
 }
-#: `openapi_extra` of routes that take a request for a plan
+#: `openapi_extra` of routes that take a plan request
 BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -61,12 +61,10 @@ DELIVERY: dict[str, Any] = {
             "description": "One rank's slice of a plan; waits for it up to wait_s seconds.",
             "parameters": [_parameter("key", "path", _KEY), _RANK, _WAIT],
             "responses": {
-                "200": _binary(
-                    "application/vnd.apportion.slice", "The slice, for ever the same; zstd where accepted"
-                ),
+                "200": _binary("application/vnd.apportion.slice", "The slice, immutable; zstd if accepted"),
                 "202": {"description": "It is still being planned"},
-                "404": {"description": "unknown-plan: submit the request, then ask again"},
-                "422": {"description": "The request is refused, or a parameter is wrong"},
+                "404": {"description": "unknown-plan: submit the request, then retry"},
+                "422": {"description": "The request is refused, or a parameter is invalid"},
             },
         }
     },
@@ -74,7 +72,7 @@ DELIVERY: dict[str, Any] = {
         "get": {
             "summary": "Slices",
             "description": "Slices of the keys, each as soon as it is ready, in frames of kind u8, length u32 little "
-            "endian, payload: 0 a slice (zstd), 1 problem+json of this key, 2 still being planned. Ends early where a "
+            "endian, payload: 0 a slice (zstd), 1 problem+json of this key, 2 still being planned. Ends early if a "
             "slice is not ready after wait_s seconds.",
             "parameters": [
                 _RANK,
@@ -83,7 +81,7 @@ DELIVERY: dict[str, Any] = {
             ],
             "responses": {
                 "200": _binary("application/vnd.apportion.stream", "Frames"),
-                "422": {"description": "A parameter is wrong"},
+                "422": {"description": "A parameter is invalid"},
             },
         }
     },

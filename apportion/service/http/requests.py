@@ -1,4 +1,4 @@
-"""Bodies of requests for plans: JSON that people write, or the canonical msgpack that trainers send."""
+"""Parses bodies of plan requests: hand-written JSON, or the canonical msgpack that trainers send."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from apportion.service.problems import ServiceError
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _LARGE = 64 << 10
-_parsing = asyncio.Lock()  # of large bodies, which become fifty times as large in memory
+_parsing = asyncio.Lock()  # one large body at a time: parsed, it is fifty times as large
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request as the engine takes it. key: 32 bytes; data: canonical bytes; job: digest of the job."""
+    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job."""
 
     key: bytes
     data: bytes
@@ -34,7 +34,7 @@ class PlanRequest:
 
     @staticmethod
     def of(job: Job, batches: tuple[Batch, ...]) -> PlanRequest:
-        """Raises ConfigError, CapacityError."""
+        """Encodes a request. Raises ConfigError, CapacityError."""
         job.check(batches)
         return PlanRequest(job.request_key(batches), encode_request(job, batches), job.digest, job.ranks)
 
@@ -48,7 +48,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 async def parse(content_type: str, body: bytes) -> PlanRequest:
-    """Raises ServiceError, which names the field."""
+    """Parses a body. Raises ServiceError, which names the field."""
     named = content_type.partition(";")[0].strip().lower()
     if named not in (JSON, MSGPACK):
         raise ServiceError("media-type", f"Content-Type is {named or 'missing'}")
@@ -66,7 +66,7 @@ async def parse(content_type: str, body: bytes) -> PlanRequest:
 
 
 def _uncollected(read: Callable[[bytes], PlanRequest]) -> Callable[[bytes], PlanRequest]:
-    """Without garbage collection, which looks at a million new lists again and again."""
+    """Disables garbage collection while parsing, since it would rescan a million new lists again and again."""
 
     def reading(body: bytes) -> PlanRequest:
         gc.disable()
@@ -93,13 +93,13 @@ def _from_json(body: bytes) -> PlanRequest:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         start = body[:64].decode(errors="replace")
-        raise ConfigError("body", start, f"is no JSON: {error}", "send an object") from None
+        raise ConfigError("body", start, f"is not JSON: {error}", "send an object") from None
     job = Job.from_data(_with_recipe(data.job))
     return PlanRequest.of(job, tuple(Batch.from_data(batch) for batch in data.batches))
 
 
 def _with_recipe(job: Any) -> Any:
-    """The data of a job, whose recipe may be a name."""
+    """The data of a job with its recipe resolved, if it is a name."""
     policy = job.get("policy") if isinstance(job, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("recipe"), str):
         return job

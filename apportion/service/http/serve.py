@@ -1,4 +1,4 @@
-"""Starts a server: `apportion serve`, or one as a child process for demos and tests."""
+"""Runs a server: in this process for `apportion serve`, or as a child process for demos and tests."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from apportion.service.workers.work import load
 LOG = logging.getLogger("apportion.service")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 5.0
-LOADING_S = 30.0  # at most, for workers to import the planner before the server listens
+LOADING_S = 30.0  # limit for workers to import the planner before the server listens
 BACKLOG = 2048
-RECEIVED = 16 << 10  # bytes of a connection at once, which bounds how long parsing them holds up the others
+RECEIVED = 16 << 10  # bytes per read of a connection, to bound the time that parsing blocks other connections
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a server. store: a folder or redis://..., None keeps plans in memory only; store_bytes, store_age_s: evicted
-    beyond; worker_bytes, plan_s: of a worker and a plan, at most; token: of everybody, tenants: file of lines `name:
+    """Settings of a server. store: a folder or redis://..., None for memory only; store_bytes, store_age_s: eviction
+    limits; worker_bytes, plan_s: limits of a worker and a plan; token: shared by all, tenants: file of lines `name:
     token`; ray: address of a Ray cluster, "local" to start one. announce: print one line of JSON once it listens."""
 
     host: str = "127.0.0.1"
@@ -58,9 +58,7 @@ def run(settings: Settings) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises ConfigError, StoreError, MissingDependencyError."""
     metrics, tokens = Metrics(), Tokens.read(settings.token, settings.tenants)
     if not tokens.tenants and settings.host not in LOOPBACK:
-        LOG.warning(
-            "%s is reached without a token by whoever reaches this machine: give --token-file", settings.host
-        )
+        LOG.warning("%s accepts requests from anyone who can reach it: give --token-file", settings.host)
     store = None
     if settings.store is not None:
         store = open_store(settings.store, settings.store_bytes, settings.store_age_s)
@@ -74,10 +72,10 @@ def run(settings: Settings) -> None:
         )
         engine = Engine(executor, workers, store, metrics)
         loading = [executor.submit(load, b"") for _ in range(workers + 1)]
-        gc.freeze()  # what is imported stays
+        gc.freeze()  # imported objects live forever
         try:
             await asyncio.wait(map(asyncio.wrap_future, loading), timeout=LOADING_S)
-            listening.listen(BACKLOG)  # not before: a load balancer sends requests elsewhere until then
+            listening.listen(BACKLOG)  # only now: until then a load balancer sends requests elsewhere
             _announce(settings, _url(listening))
             yield engine
         finally:
@@ -99,7 +97,7 @@ def run(settings: Settings) -> None:
 
 
 def _announce(settings: Settings, url: str) -> None:
-    """Says where the server listens."""
+    """Announces the server's address."""
     if settings.announce:
         print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
     else:
@@ -108,7 +106,7 @@ def _announce(settings: Settings, url: str) -> None:
 
 def _bound(host: str, port: int) -> socket.socket:
     if not host:
-        raise ConfigError("--host", host, "names no address", "write 127.0.0.1, or 0.0.0.0 for all")
+        raise ConfigError("--host", host, "is not an address", "write 127.0.0.1, or 0.0.0.0 for all")
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
@@ -128,7 +126,7 @@ def _url(listening: socket.socket) -> str:
 
 
 def _allow_connections() -> None:
-    """As many open files as the system lets this process have."""
+    """Raises the limit of open files to the system's maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
@@ -136,7 +134,7 @@ def _allow_connections() -> None:
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that listens."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -154,8 +152,8 @@ def serving(
     token: str | None = None,
     log: Path | None = None,
 ) -> Iterator[Serving]:
-    """`apportion serve` on a free port of loopback, until the block ends. folder: its store, None for memory. options:
-    further ones of the command. log: file that its log is added to. Raises ExecutionError where it does not start."""
+    """Runs `apportion serve` on a free loopback port until the block ends. folder: its store, None for memory. options:
+    more options of the command. log: file to append its log to. Raises ExecutionError if it does not start."""
     command = [sys.executable, "-m", "apportion", "serve", "--json", "--port", "0", *options]
     command += [] if folder is None else ["--store", str(folder)]
     environment = os.environ | ({} if token is None else {"APPORTION_TOKEN": token})
@@ -170,7 +168,7 @@ def serving(
             raise ExecutionError(f"the server ended with status {process.wait()}: see its log")
         said = json.loads(line)
         if "url" not in said:
-            raise ExecutionError(f"no server: {line.decode()}")
+            raise ExecutionError(f"the server did not start: {line.decode()}")
         yield Serving(said["url"], process)
     finally:
         process.terminate()

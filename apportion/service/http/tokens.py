@@ -1,4 +1,4 @@
-"""Bearer tokens: one for all, or one a tenant."""
+"""Bearer tokens: one for all, or one per tenant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LENGTH = 16
 
 @dataclass(frozen=True)
 class Tokens:
-    """tenants: name -> token; empty where everybody may ask. Raises ConfigError."""
+    """The accepted tokens. tenants: name -> token; empty to accept everyone. Raises ConfigError."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
     _digests: dict[bytes, tuple[str, bytes]] = field(default_factory=dict, init=False, repr=False)
@@ -38,8 +38,8 @@ class Tokens:
             raise ConfigError("tokens", "...", "two tenants have the same token", "give each its own")
 
     def tenant(self, authorization: bytes) -> str | None:
-        """Whose token the header `Authorization` has, None where it is nobody's. In constant time: what is looked up is
-        a digest, and what is found is compared whole."""
+        """The tenant of the token in the header `Authorization`, None for an unknown token. In constant time: looks up
+        a digest, and compares the whole token."""
         if not self._digests:
             return ANYONE
         tenant, wire = self._digests.get(sha256(authorization).digest(), ("", b""))
@@ -47,7 +47,7 @@ class Tokens:
 
     @staticmethod
     def read(token: str | None, tenants: Path | None) -> Tokens:
-        """token: one for all; tenants: a file of lines `name: token`. Raises ConfigError."""
+        """Reads the tokens. token: one for all; tenants: a file of lines `name: token`. Raises ConfigError."""
         found = {} if token is None else {ANYONE: token}
         lines = [] if tenants is None else read_text(tenants).splitlines()
         for number, line in enumerate(lines, 1):
@@ -55,7 +55,7 @@ class Tokens:
             if line.strip() and not line.startswith("#"):
                 if not colon or not name.strip() or name.strip() in found:
                     rule = "must be `name: token`, each name once"
-                    raise ConfigError(f"{tenants}, line {number}", "...", rule, "one line a tenant")
+                    raise ConfigError(f"{tenants}, line {number}", "...", rule, "write one line per tenant")
                 found[name.strip()] = value.strip()
         if tenants is not None and not found:
             raise ConfigError(str(tenants), "...", "names no tenant", "write a line `name: token` for each")

@@ -1,7 +1,7 @@
-"""Folder of packs: ROOT/RELEASE/AB/KEY.plan, each there whole or not at all.
+"""Folder of packs: ROOT/RELEASE/AB/KEY.plan, written atomically.
 
-A pack is written under another name, flushed and renamed, so a reader sees no half of one, and several processes may
-share the folder. The oldest are evicted where the folder grows beyond its size; reading a pack makes it young.
+A pack is written under a temporary name, flushed and renamed, so readers never see a partial pack, and several
+processes may share the folder. If the folder exceeds its size, the least recently used packs are evicted.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from apportion.service.pack import Pack, Read, read_slice
 from apportion.service.store.protocol import Store, StoreError
 
 SUFFIX, PART = ".plan", ".part"
-STALE_S = 3600.0  # a part that nobody has finished by then is a dead process's
-YOUNG_S = 600.0  # a pack is made younger by reading at most so often
+STALE_S = 3600.0  # age at which an unfinished part file belongs to a dead process
+YOUNG_S = 600.0  # least interval between updates of a pack's time of use
 MAX_PACK = 4 << 30
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is no file, and is not waited for
-FULL = 0.9  # evicted down to this share of the most
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # never waits for a pipe
+FULL = 0.9  # share of the limit down to which packs are evicted
 _number = count()
 LOG = getLogger(__name__)
 T = TypeVar("T")
 
 
 class File(NamedTuple):
-    """A pack's file. used: when it was written or read last, seconds since 1970."""
+    """A pack's file. used: time of the last write or read, seconds since 1970."""
 
     path: str
     size: int
@@ -47,7 +47,7 @@ class File(NamedTuple):
 
 @dataclass
 class Folder:
-    """root: made where it is missing. max_bytes, max_age_s: None keeps packs for ever. Raises StoreError."""
+    """Store in a folder. root: created if missing. max_bytes, max_age_s: None for no limit. Raises StoreError."""
 
     root: Path
     max_bytes: int | None = None
@@ -62,7 +62,7 @@ class Folder:
         return self.root / __version__
 
     def path(self, key: bytes) -> Path:
-        """The file of a key, whether it is there or not."""
+        """The path of a key's file, which may not exist."""
         name = key.hex()
         return self._release / name[:2] / f"{name}{SUFFIX}"
 
@@ -88,10 +88,10 @@ class Folder:
         return self._failed
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file stays open."""
 
     def files(self) -> Iterator[File]:
-        """Every pack of this release, in no order."""
+        """Every pack of this release, unordered."""
         for shelf in _entries(self._release):
             for entry in _entries(shelf.path):
                 with suppress(FileNotFoundError):
@@ -102,7 +102,7 @@ class Folder:
                         os.unlink(entry.path)
 
     def prune(self, max_bytes: int | None = None, max_age_s: float | None = None) -> tuple[int, int]:
-        """Evicts packs beyond an age, then the longest unused beyond a size; (packs, bytes) evicted."""
+        """Evicts packs beyond an age, then the least recently used beyond a size; returns (packs, bytes) evicted."""
         files = sorted(self.files(), key=lambda file: file.used)
         held, evicted, freed = sum(file.size for file in files), 0, 0
         oldest = -1.0 if max_age_s is None else time.time() - max_age_s
@@ -116,7 +116,7 @@ class Folder:
         return evicted, freed
 
     def _evict(self, added: int) -> None:
-        """After a pack came: counts the folder when it has not been for a while, as others may write it, too."""
+        """Evicts after a pack was added; recounts the folder from time to time, as other processes may write too."""
         if self.max_bytes is None and self.max_age_s is None:
             return
         with self._lock:
@@ -131,7 +131,7 @@ class Folder:
         return self.max_bytes is not None and sum(file.size for file in self.files()) > self.max_bytes
 
     def _read(self, key: bytes, use: Callable[[Read], T]) -> T | None:
-        """What `use` makes of a key's file, None where it is not there or damaged; damage is logged and removed."""
+        """Applies `use` to a key's file; None if it is missing or damaged. Logs and removes damaged files."""
         path = self.path(key)
         try:
             file = os.open(path, _READ)
@@ -163,12 +163,12 @@ def _pread(file: int, offset: int, size: int) -> bytes:
 
 
 def _refresh(file: int) -> None:
-    """Makes a file young. Raises DecodeError where it is no file."""
+    """Updates a file's time of use. Raises DecodeError if it is not a regular file."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
-        raise DecodeError("pack: it is no regular file")
+        raise DecodeError("pack: not a regular file")
     if time.time() - found.st_mtime > YOUNG_S:
-        with suppress(OSError):  # another user's, or read only
+        with suppress(OSError):  # owned by another user, or read-only
             os.utime(file)
 
 
@@ -181,7 +181,7 @@ def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file and makes it last, or leaves nothing. Raises OSError."""
+    """Writes a file atomically and durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_number)}{PART}")
     try:
@@ -204,7 +204,7 @@ def _free(path: Path) -> str:
 
 
 def open_store(target: str | Path, max_bytes: int | None = None, max_age_s: float | None = None) -> Store:
-    """A folder, or redis://HOST:PORT/N or rediss://. Raises ConfigError, StoreError, MissingDependencyError."""
+    """Opens a folder, or redis://HOST:PORT/N or rediss://. Raises ConfigError, StoreError, MissingDependencyError."""
     if not str(target):
         raise ConfigError("store", target, "must be a folder or the URL of a Redis", "name one")
     if str(target).startswith(("redis://", "rediss://", "unix://")):

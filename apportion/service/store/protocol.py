@@ -1,4 +1,4 @@
-"""What a store of packs does. Whatever it loses can be planned again, so it promises nothing but right bytes."""
+"""Interface of stores of packs. A lost pack can be planned again, so a store only guarantees correct bytes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from apportion.service.pack import Pack
 
 
 class StoreError(ApportionError, RuntimeError):
-    """A store cannot be read or written: its disk is full or its server is gone."""
+    """A store cannot be read or written, e.g. because its disk is full or its server is down."""
 
 
 class Store(Protocol):
-    """Any thread may call it. A damaged pack is as one that is not there, and is replaced."""
+    """Store of packs; thread-safe. A damaged pack counts as missing, and is replaced."""
 
     def get(self, key: bytes) -> Pack | None:
         """The pack of a key. Raises StoreError."""
 
     def slice(self, key: bytes, rank: int) -> IterationSlice | None:
-        """One rank's slice, without reading the others. Raises StoreError, ConfigError where there is no such rank."""
+        """One rank's slice, without reading the others. Raises StoreError, ConfigError for an unknown rank."""
 
     def put(self, pack: Pack) -> None:
-        """Keeps a pack, until it is evicted. Raises StoreError."""
+        """Stores a pack until it is evicted. Raises StoreError."""
 
     def problem(self) -> str | None:
-        """Why packs cannot be kept at present, None where they can."""
+        """The reason that packs cannot be stored at present, None if they can."""
 
     def close(self) -> None: ...

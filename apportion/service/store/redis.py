@@ -1,4 +1,4 @@
-"""Packs in Redis, under keys that expire. Nothing in Redis is needed to be right: what is gone is planned again."""
+"""Store of packs in Redis, under keys that expire. Lost packs are planned again."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ try:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 except ImportError as error:
-    raise MissingDependencyError("redis", "redis", "keeping plans in Redis") from error
+    raise MissingDependencyError("redis", "redis", "storing plans in Redis") from error
 
-WAIT_S = 2.0  # for an answer
-GONE_S = 5.0  # that a Redis which did not answer is not asked: requests do not wait for it one after another
+WAIT_S = 2.0  # timeout of a command
+GONE_S = 5.0  # back-off after no answer, so that requests do not each wait for the timeout
 AGE_S = 86400.0
 LOG = getLogger(__name__)
 
 
 class RedisStore:
-    """url: as redis-py takes it, with user, password and number of the database. Raises ConfigError, StoreError where
-    nobody answers."""
+    """Store in Redis. url: in redis-py's format, with user, password and database number. Raises ConfigError, and
+    StoreError if there is no answer."""
 
     def __init__(self, url: str, max_age_s: float | None = None) -> None:
         self._age_s = int(AGE_S if max_age_s is None else max(1.0, max_age_s))
-        self._failed: tuple[str, str] | None = None  # a command, and why it failed
-        self._again, self._lock = 0.0, Lock()  # when a Redis that did not answer is asked again
-        once_more = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # of a connection from before its restart
+        self._failed: tuple[str, str] | None = None  # a command, and the reason of its failure
+        self._again, self._lock = 0.0, Lock()  # end of the back-off after no answer
+        once_more = Retry(NoBackoff(), 1, (redis.ConnectionError,))  # for connections that a restart broke
         try:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=WAIT_S, socket_connect_timeout=WAIT_S, retry=once_more
@@ -84,12 +84,12 @@ class RedisStore:
             self._failed = name, f"Redis: {error}"
             raise StoreError(f"cannot {name}: {self.problem()}") from error
         self._again, failed = 0.0, self._failed
-        if failed is not None and name in ("SET", failed[0]):  # that it can be read says nothing of SET
+        if failed is not None and name in ("SET", failed[0]):  # a read does not prove that SET works
             self._failed = None
         return answer
 
     def _admit(self, name: str) -> None:
-        """Of a Redis that did not answer, one call at a time finds out whether it does again. Raises StoreError."""
+        """After no answer, admits one call at a time to probe Redis. Raises StoreError."""
         with self._lock:
             now = time.monotonic()
             if now < self._again:

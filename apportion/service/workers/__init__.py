@@ -18,8 +18,8 @@ def executor_of(
     ray: str | None = None,
     spare: int = 0,
 ) -> tuple[Executor, int]:
-    """Where plans are made, and how many at once. workers: processes, 0 for one a core; spare: further ones of this
-    machine; ray: address of a Ray cluster in their place, "local" to start one. Raises MissingDependencyError."""
+    """The executor of plans and its number of workers. workers: processes, 0 for one per core; spare: extra ones of
+    this machine; ray: address of a Ray cluster to use instead, "local" to start one. Raises MissingDependencyError."""
     workers = workers or len(os.sched_getaffinity(0))
     if ray is None:
         return ProcessExecutor(workers + spare, task_s, memory_bytes), workers

@@ -1,9 +1,9 @@
-"""Planner processes of this machine: a deadline and a death end one task, and cost no other one.
+"""Planner processes on this machine: a timeout or a crash ends one task and affects no other.
 
-    thread ── pipes ── workers.process.main      one pair a worker
+    thread ── pipes ── workers.process.main      one pair per worker
 
-A process is a fresh interpreter: it never runs the main module of the program that started it, and works below any
-process. Only bytes travel: name of the function and request one way, the outcome back.
+A process is a fresh interpreter: it never imports the main module of the program that started it, so any process can
+start workers. Only bytes are exchanged: function name and request one way, the outcome back.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from apportion.service.workers.work import Done, Refusal
 
 T = TypeVar("T")
 _PROGRAM = "from apportion.service.workers.process import main; main()"
-#: a process is one core: the executor has as many as it is to use
+#: thread pools to limit: a process uses one core
 _THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
 
 
 class WorkerDiedError(ApportionError, RuntimeError):
-    """The process that had the task died: by a signal, or as the system's memory ended."""
+    """The process of a task died, by a signal or because the system ran out of memory."""
 
 
 class ProcessExecutor(Executor):
-    """workers: processes; task_s: a task that takes longer is ended, with `TimeoutError`; memory_bytes: that each may
-    map beyond what it has at its start. Each begins with its first
-    task."""
+    """Executor of planner processes, each started with its first task. workers: processes; task_s: time limit of a
+    task, then `TimeoutError`; memory_bytes: address space that each may map beyond its size at start."""
 
     def __init__(self, workers: int, task_s: float | None = None, memory_bytes: int | None = None) -> None:
         self._task_s, self._memory_bytes = task_s, memory_bytes
@@ -50,15 +49,15 @@ class ProcessExecutor(Executor):
             thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """fn: of `workers.work`, or another function of a module, from bytes to an outcome; args: the request. The
-        future raises `TimeoutError`, and `WorkerDiedError`."""
+        """Submits a task. fn: of `workers.work`, or another module-level function from bytes to an outcome; args: the
+        request. The future raises `TimeoutError`, and `WorkerDiedError`."""
         (request,) = args
         future: Future[T] = Future()
         self._tasks.put((future, fn, request))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends all processes; at once where `cancel_futures`, else when all tasks are done."""
+        """Ends all processes: at once with `cancel_futures`, else after all tasks."""
         self._stopped |= cancel_futures
         for _ in self._threads:
             self._tasks.put(None)
@@ -68,7 +67,7 @@ class ProcessExecutor(Executor):
             thread.join()
 
     def _serve(self) -> None:
-        """One thread, with a process that is made anew whenever it is gone."""
+        """Body of a thread with one process, which is restarted whenever it has died."""
         worker: _Worker | None = None
         while (task := self._tasks.get()) is not None:
             future, fn, request = task
@@ -92,7 +91,7 @@ class ProcessExecutor(Executor):
 
 
 class _Worker:
-    """One process."""
+    """One planner process."""
 
     def __init__(self, memory_bytes: int | None) -> None:
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
@@ -105,7 +104,7 @@ class _Worker:
         )
 
     def run(self, fn: Callable[..., Any], request: bytes, most_s: float | None) -> Done | Refusal:
-        """Raises TimeoutError, and WorkerDiedError; then the process is gone."""
+        """Runs a task. Raises TimeoutError and WorkerDiedError, after which the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -123,16 +122,16 @@ class _Worker:
             raise WorkerDiedError(f"a worker died (status {self._process.wait()})") from None
 
     def is_gone(self) -> bool:
-        """Whether it ended, also while it had nothing to do."""
+        """True if the process has ended, even while idle."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Any thread may."""
+        """Kills the process, from any thread."""
         self._process.kill()
 
     def end(self) -> None:
         self.kill()
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # of what the process did not read
+            with suppress(OSError):  # unread input of the process
                 file.close()  # type: ignore[union-attr]

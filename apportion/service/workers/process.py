@@ -1,8 +1,8 @@
-"""A planner process: `main`, in an interpreter of its own with the arguments PARENT MEMORY_BYTES.
+"""A planner process: `main`, in its own interpreter with the arguments PARENT MEMORY_BYTES.
 
-    stdin: (module, function, request), …      stdout: an outcome each      frames: length u32, little endian · msgpack
+    stdin: (module, function, request), …      stdout: outcomes      frames: length u32, little endian · msgpack
 
-Ends when stdin does, or the process PARENT is gone. MEMORY_BYTES: that it may map beyond what it has now, 0 for any.
+Ends when stdin or the process PARENT ends. MEMORY_BYTES: address space to map beyond its size at start, 0: no limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from apportion.service.workers.work import Done, Refusal
 
 _SIZE = Struct("<I")
-_KILLED_FIRST = b"800"  # of 1000: where memory ends, the system kills workers before servers and trainers
+_KILLED_FIRST = b"800"  # of 1000: out of memory, the system kills workers before servers and trainers
 
 
 def write_frame(file: IO[bytes], data: Any) -> None:
@@ -34,7 +34,7 @@ def write_frame(file: IO[bytes], data: Any) -> None:
 
 
 def read_frame(file: IO[bytes]) -> Any:
-    """What the next frame has. Raises EOFError behind the last."""
+    """The content of the next frame. Raises EOFError after the last."""
     head = file.read(_SIZE.size)
     body = file.read(_SIZE.unpack(head)[0]) if len(head) == _SIZE.size else b""
     if not body:
@@ -47,7 +47,7 @@ def write_task(file: IO[bytes], fn: Callable[..., Any], request: bytes) -> None:
 
 
 def read_outcome(fields: Any) -> Done | Refusal:
-    """Raises RuntimeError for a function that failed."""
+    """Decodes an outcome. Raises RuntimeError for a function that failed."""
     kind, *values = fields
     if kind == "failed":
         raise RuntimeError(values[0])
@@ -63,9 +63,9 @@ def _outcome(module: str, name: str, request: bytes) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Works on what comes."""
+    """Runs tasks from stdin until it ends."""
     parent, memory_bytes = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     threading.Thread(target=_watch, args=[parent], daemon=True).start()
     with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
         file.write(_KILLED_FIRST)
@@ -74,7 +74,7 @@ def main() -> None:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes,) * 2)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a solver prints is no answer
+    os.dup2(2, 1)  # keeps output that solvers print out of the answers
     with suppress(EOFError, BrokenPipeError):
         while True:
             write_frame(answers, _outcome(*read_frame(sys.stdin.buffer)))
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _watch(parent: int) -> None:
-    """Ends this process, whatever it does, when its parent is gone."""
+    """Ends this process, whatever it does, when its parent has ended."""
     with suppress(OSError):
         gone = select.poll()
         gone.register(os.pidfd_open(parent), select.POLLIN)

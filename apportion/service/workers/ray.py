@@ -1,7 +1,7 @@
-"""Workers of a Ray cluster, where one machine is not enough.
+"""Workers on a Ray cluster, for more throughput than one machine gives.
 
-Ray's own settings hold: RAY_ADDRESS says where the cluster is, RAY_AUTH_MODE=token with RAY_AUTH_TOKEN opens it. Its
-nodes need this release of the package.
+Ray's own settings apply: RAY_ADDRESS is the cluster's address, RAY_AUTH_MODE=token with RAY_AUTH_TOKEN authenticates.
+Its nodes need this release of the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from apportion.ir.errors import MissingDependencyError
 from apportion.service.workers.local import WorkerDiedError
 
 try:
-    # Ray takes the machine's outer address in place of 127.0.0.1 unless it is told not to
+    # otherwise Ray replaces 127.0.0.1 by the machine's external address
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -34,8 +34,8 @@ _DIED = (
 
 
 class RayExecutor(Executor):
-    """address: of the cluster, None for RAY_ADDRESS, "local" to start one on this machine with `workers` cores. task_s:
-    a task that takes longer once it was given to Ray is ended, with `TimeoutError`."""
+    """Executor on Ray. address: of the cluster, None for RAY_ADDRESS, "local" to start one on this machine with
+    `workers` cores. task_s: time limit of a task once it is submitted to Ray, then `TimeoutError`."""
 
     def __init__(self, workers: int, task_s: float | None = None, address: str | None = None) -> None:
         self._task_s = task_s
@@ -69,5 +69,5 @@ class RayExecutor(Executor):
             found.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leaves the cluster."""
+        """Disconnects from the cluster."""
         ray.shutdown()

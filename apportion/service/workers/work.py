@@ -1,4 +1,4 @@
-"""What a worker does: from an encoded request to bytes. Whatever it refuses is a value, not an exception."""
+"""Functions that workers run, from an encoded request to bytes. A refusal is a value, not an exception."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apportion.service.pack import Pack
 
 
 class Done(NamedTuple):
-    """seconds: of the worker."""
+    """The result of a task. seconds: worker time."""
 
     data: bytes
     seconds: float
@@ -63,24 +63,24 @@ def plan_pack(request: bytes) -> bytes:
 
 @_refusing
 def plan_file(request: bytes) -> bytes:
-    """The plan of all ranks, verified: a plan file where the request has one microbatch, else that of an iteration."""
+    """The verified plan of all ranks: a plan file for a request of one microbatch, else an iteration plan."""
     plan = plan_job(*decode_request(request), verify=True)
     return plan.plans[0].encode() if len(plan.plans) == 1 else plan.encode()
 
 
 @_refusing
 def plan_page(request: bytes) -> bytes:
-    """The report page of a request's plan, HTML; made in a process that imports no more than it needs."""
+    """The report page of a request's plan, HTML; rendered in a process that imports only what it needs."""
     plan = plan_job(*decode_request(request), verify=False)
     command = [sys.executable, "-P", "-m", "apportion.report", plan.id.hex()]
     ended = subprocess.run(command, input=request, capture_output=True, check=False)
     if ended.returncode:
-        said = ended.stderr.decode(errors="replace").strip().splitlines() or ["it ended without a word"]
+        said = ended.stderr.decode(errors="replace").strip().splitlines() or ["the process printed no error"]
         raise CapacityError(f"no report: {said[-1]}")
     return ended.stdout
 
 
 def load(request: bytes = b"") -> Done | Refusal:
-    """Imports what most requests need; for a worker that has no request yet."""
+    """Imports the modules that most requests need, for a worker without a request yet."""
     job = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("fcp")), 512)
     return plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))

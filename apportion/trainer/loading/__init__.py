@@ -1,1 +1,1 @@
-"""The loader: plans from a source, samples from a dataset, and of both this rank's rows."""
+"""The loader: combines plans from a source and samples from a dataset into this rank's rows."""

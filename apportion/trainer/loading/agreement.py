@@ -1,8 +1,8 @@
-"""Before a plan is used: all ranks have it, or those that have not plan the same themselves, or all end; and before a
-microbatch is, all groups of ranks tell how many labels they have.
+"""Agreement of ranks before a plan is used: all have it, or the others plan it themselves, or all raise; and exchange
+of label counts between groups of ranks before a microbatch is used.
 
-Where ranks may plan themselves there is one collective an iteration: has this rank the plan, and which; and a second
-one where a rank had not.
+If ranks may plan themselves, there is one collective per iteration (whether this rank has the plan, and its id), and a
+second one if a rank lacked it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Agreement:
-    """What all ranks do about a plan that some have not. plans: a rank without one in time plans it itself; then all
-    tell each other in every iteration what they have. Otherwise a rank that fails tells it where the others compare
-    their plans (`backends.torch.handle.agree`). fallbacks: iterations that some rank planned itself."""
+    """Agreement about plans that some ranks lack. plans: a rank without a plan in time plans it itself; then all ranks
+    exchange their states in every iteration. Otherwise a rank that fails reports it when the others compare their
+    plans (`backends.torch.handle.agree`). fallbacks: iterations that some rank planned itself."""
 
     communicator: Communicator
     plans: bool
     fallbacks: int = 0
 
     def take(self, number: int, fetch: Callable[[], Fetched], plan: Callable[[], Fetched]) -> Fetched:
-        """The plan of iteration `number`: what `fetch` gives, or `plan` on the ranks where that raises TimeoutError; a
-        collective. Raises what these raise, and ExecutionError where another rank failed or the ids differ."""
+        """The plan of iteration `number`: from `fetch`, or from `plan` on ranks where `fetch` raises TimeoutError; a
+        collective. Raises their errors, and ExecutionError if another rank failed or the ids differ."""
         held = _attempt(fetch)
         if self.plans and MISSING in self._states(number, held):
             self.fallbacks += 1
@@ -50,7 +50,7 @@ class Agreement:
         raise held
 
     def _states(self, number: int, held: Fetched | Exception) -> list[int]:
-        """Of every rank; a collective. Raises on all ranks where one failed or two hold different plans."""
+        """The state of every rank; a collective. Raises on all ranks if one failed or two hold different plans."""
         own = [_state(held), *(held.piece.id if isinstance(held, Fetched) else bytes(SIZE))]
         rows = self.communicator.all_gather(own, "states of plans")
         states = [row[0] for row in rows]
@@ -76,7 +76,7 @@ def _state(held: Fetched | Exception) -> int:
 def _attempt(make: Callable[[], Fetched]) -> Fetched | Exception:
     try:
         return make()
-    except Exception as error:  # told to the other ranks, which would wait, then raised
+    except Exception as error:  # reported to the other ranks, which would wait, then raised
         return error
 
 
@@ -87,9 +87,9 @@ def totals(
     weight: float,
     error: Exception | None = None,
 ) -> tuple[int, float]:
-    """Labels and their weight, of all groups of ranks on the job (data parallel over context parallel); a collective of
-    theirs. replicas: the ranks that have this rank's place in each group, None where there is one group; place: epoch,
-    iteration, microbatches. Raises `error`, which ends the other groups too, ExecutionError where they are apart."""
+    """Labels and their weight over all groups of ranks (data parallel over context parallel); a collective of the
+    groups. replicas: the ranks at this rank's place in each group, None for one group; place: epoch, iteration,
+    microbatches. Raises `error`, which ends the other groups too, ExecutionError if the groups are out of step."""
     given = [*place, valid, weight, error is not None]
     groups = [given] if replicas is None else replicas.gather_floats(given, "totals of groups")
     failed = [group for group, row in enumerate(groups) if row[-1]]
@@ -103,6 +103,6 @@ def totals(
     if any(row[:3] != [*place] for row in groups):
         told = "; ".join(f"group {group}: {[*map(int, row[:3])]}" for group, row in enumerate(groups))
         what = "groups are not in step (epoch, iteration or -1 at the end, microbatches)"
-        remedy = "Give their samplers equally many, and begin in the same place"
+        remedy = "Give their samplers the same number of iterations, and start them at the same place"
         raise ExecutionError(f"{what}: {told}. {remedy}")
     return int(sum(row[3] for row in groups)), sum(row[4] for row in groups)

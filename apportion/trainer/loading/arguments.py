@@ -1,4 +1,4 @@
-"""Arguments of a loader, checked, and what it takes where they are left out."""
+"""Checks the arguments of a loader and fills in their defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from apportion.trainer.loading.rows import Dataset
 
 
 def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
-    """int64 [n]: tokens of each sample, as given or as the dataset has them. Raises ConfigError."""
+    """int64 [n]: tokens of each sample, from the argument or the dataset. Raises ConfigError."""
     found = getattr(dataset, "lengths", None) if lengths is None else lengths
     if found is None:
         rule = "planning needs the length of each sample before it is read"
@@ -38,78 +38,78 @@ def lengths_of(dataset: Dataset, lengths: ArrayLike | None) -> Ints:
 
 
 def masks_here(dataset: Dataset, masks: Masks) -> Masks:
-    """As given or as the dataset has them. Raises ConfigError for what cannot be masks."""
+    """The masks, from the argument or the dataset. Raises ConfigError for values that are not masks."""
     found: Masks = getattr(dataset, "masks", None) if masks is None else masks
     if isinstance(found, str) or not isinstance(found, Mask | Sized | None):
-        rule = "must be a mask, {kind: mask}, or a list of these, one a sample"
+        rule = "must be a mask, {kind: mask}, or a list of these, one per sample"
         raise ConfigError("masks", found, rule, "write ap.masks.causal()")
     return found
 
 
 def check_kinds(job: Job, masks: Masks) -> None:
-    """Raises ConfigError where masks are not of the attention kinds that the job's model has layers of.
+    """Raises ConfigError if the attention kinds of the masks are not those of the model's layers.
 
-    masks: as batches take them; where there is one a sample the first is looked at, since all must have its kinds."""
+    masks: as in batches; of one per sample only the first is checked, since all must have its kinds."""
     layers = job.model.layers
     if not isinstance(layers, Mapping):
         return
     first = masks if masks is None or isinstance(masks, Mask | Mapping) else next(iter(masks), None)
     kinds = sorted(first) if isinstance(first, Mapping) else [DEFAULT_KIND]
     if kinds != sorted(layers):
-        rule = f"the masks are of the attention kinds {kinds}, the job's model has layers of {sorted(layers)}"
+        rule = f"the masks have the attention kinds {kinds}, the layers of the job's model {sorted(layers)}"
         raise ConfigError("masks", kinds, rule, "give a mask of each kind, masks={kind: mask, …}")
 
 
 def sampler_of(sampler: Iterable[Any] | None, shuffle: bool | None) -> Iterable[Any] | None:
-    """The trainer's own order of the samples. Raises ConfigError where it is none, or is to be shuffled."""
+    """The trainer's own order of the samples. Raises ConfigError if it is not iterable, or combined with `shuffle`."""
     if sampler is None:
         return None
     if isinstance(sampler, str) or not isinstance(sampler, Iterable):
-        rule = "must be iterable, and give the sample numbers of each iteration"
-        raise ConfigError("sampler", sampler, rule, "give lists, as torch's BatchSampler makes them")
+        rule = "must be iterable, and yield the sample numbers of each iteration"
+        raise ConfigError("sampler", sampler, rule, "give lists, as torch's BatchSampler yields them")
     if shuffle is not None and flag("shuffle", shuffle):
-        rule = "is of the default order, and a sampler gives another"
+        rule = "applies to the default order, and a sampler replaces it"
         raise ConfigError("shuffle", shuffle, rule, "leave it or the sampler out")
     return sampler
 
 
 def shifted_of(shifted: Collection[str]) -> frozenset[str]:
-    """The names of fields. Raises ConfigError, also for a single name, whose letters would be names."""
+    """The names of fields. Raises ConfigError, also for a single string, whose letters would become names."""
     listed = isinstance(shifted, Iterable) and not isinstance(shifted, str)
     if not listed or not all(isinstance(one, str) for one in shifted):
-        raise ConfigError("shifted", shifted, "must be a list of fields' names", 'write ["labels"]')
+        raise ConfigError("shifted", shifted, "must be a list of field names", 'write ["labels"]')
     return frozenset(shifted)
 
 
 def communicator_of(job: Job, given: Communicator | None) -> Communicator:
-    """The ranks that train together. Raises ConfigError where they are not the job's."""
+    """The communicator of the ranks that train together. Raises ConfigError if they are not the job's."""
     found = Communicator.shared() if given is None else given
     if not isinstance(found, Transport):
-        raise ConfigError("communicator", found, "must be a Communicator", "make one of the process group")
+        raise ConfigError("communicator", found, "must be a Communicator", "make one from the process group")
     if found.ranks != job.ranks:
         rule = f"the job plans for {job.ranks} ranks, and this process is one of {found.ranks}"
-        remedy = "initialise torch.distributed before the loader is made, or give another cluster"
+        remedy = "initialise torch.distributed before creating the loader, or give another cluster"
         raise ConfigError("cluster", f"{job.ranks} ranks", rule, remedy)
     return found
 
 
 def replicas_of(given: Transport | Any) -> Transport | None:
-    """The ranks in this rank's place in each group, None where there is one group. Raises ConfigError."""
+    """The transport of the ranks at this rank's place in each group, None for one group. Raises ConfigError."""
     if given is None or isinstance(given, Transport):
         return given
     if not isinstance(given, ProcessGroup):
-        rule = "must be a process group of the ranks in this rank's place"
-        raise ConfigError("replicas", given, rule, "give one that torch.distributed.new_group made")
+        rule = "must be a process group of the ranks at this rank's place"
+        raise ConfigError("replicas", given, rule, "give one from torch.distributed.new_group")
     return Communicator(given)
 
 
 def device_of(given: torch.device | str | None) -> torch.device:
-    """Where attention runs: this process' GPU where it has one. With its number: threads have a current one of their
-    own. Raises ConfigError."""
+    """The device of attention, by default this process' GPU, else the CPU. With its index, since each thread has its
+    own current device. Raises ConfigError."""
     try:
         device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError) as error:
-        rule = f"is no device of torch ({str(error).splitlines()[0]})"
+        rule = f"is not a torch device ({str(error).splitlines()[0]})"
         raise ConfigError("device", given, rule, 'write "cpu", "cuda" or "cuda:0"') from error
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

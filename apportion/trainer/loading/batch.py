@@ -1,7 +1,7 @@
-"""One rank's share of a microbatch, and token tensors between its rows and the caller's samples.
+"""One rank's share of a microbatch, and conversion of token tensors between its rows and the caller's samples.
 
-full [tokens, ...]   samples end to end ──shard_tokens──► [rows, ...] ──gather_tokens──► full, on every rank
-x [rows, ...]        ──roll(x, 1)──► of each row the one of its next token
+full [tokens, ...]   concatenated samples ──shard_tokens──► [rows, ...] ──gather_tokens──► full, on every rank
+x [rows, ...]        ──roll(x, 1)──► for each row, the row of its next token
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from apportion.trainer.step.microbatch import Microbatch
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PlannedBatch(Microbatch):
-    """One rank's share of one microbatch; rows are in the plan's home layout, with padding behind them where the loader
+    """One rank's share of one microbatch; rows are in the plan's home layout, followed by padding if the loader
     pads."""
 
     position_ids: Tensor  # [rows] int64
@@ -39,7 +39,7 @@ class PlannedBatch(Microbatch):
         wiring.watch.add(self)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PlannedBatch:
-        """The batch with its tensors there."""
+        """The batch with its tensors on a device."""
         tensors = (name for name, value in vars(self).items() if isinstance(value, Tensor))
         held = {name: getattr(self, name) for name in (*tensors, "fields")}
         moved = tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), held)
@@ -49,8 +49,8 @@ class PlannedBatch(Microbatch):
     # ---- token tensors
 
     def shard_tokens(self, full: Tensor, fill: float = 0.0) -> Tensor:
-        """full [tokens, ...], an entry for each token of `samples` end to end -> [rows, ...], this rank's, and `fill`
-        for padding. Raises ExecutionError for another number of tokens."""
+        """full [tokens, ...], an entry for each token of the concatenated `samples` -> this rank's [rows, ...], with
+        `fill` for padding. Raises ExecutionError for another number of tokens."""
         if len(full) != self.batch.tokens:
             wanted = f"an entry for each of the {self.batch.tokens} tokens of the microbatch"
             raise ExecutionError(f"shard_tokens takes {wanted}, got {len(full)}")
@@ -60,15 +60,15 @@ class PlannedBatch(Microbatch):
 
     def gather_tokens(self, local: Tensor) -> Tensor:
         """The inverse of `shard_tokens`: local [rows, ...] -> [tokens, ...] on every rank; padding is dropped. A
-        collective, differentiable: the gradient is the sum of what all ranks' losses want. Raises ExecutionError."""
+        collective, differentiable: the gradient is the sum over all ranks' losses. Raises ExecutionError."""
         self._check_rows("gather_tokens", local)
         found, handle = self._found(), self.handle
         name, into = f"gather_tokens under plan {handle.name}", torch.from_numpy(found.tokens)
         return to_all(handle.communicator, name, found.counts.tolist(), into)(local)
 
     def roll(self, x: Tensor, shift: int = 1, fill: float = 0.0) -> Tensor:
-        """x [rows, ...] -> [rows, ...]: of each row that of the token `shift` steps ahead, along what the mask lets
-        tokens predict (never another document's), and `fill` where there is none. A collective, differentiable.
+        """x [rows, ...] -> [rows, ...]: for each row the row of the token `shift` steps ahead, along the predictions
+        that the mask allows (never in another document), and `fill` if there is none. A collective, differentiable.
         `batch.roll(batch.labels, 1, IGNORED)` are the labels two tokens ahead. Raises ExecutionError, ConfigError."""
         self._check_rows("roll", x)
         return self._found().rolling(self, integer("shift", shift, 1))(x, fill)
@@ -79,7 +79,7 @@ class PlannedBatch(Microbatch):
             raise ExecutionError(f"{verb} takes this rank's {len(self.tokens)} rows, got {len(x)}")
 
     def _found(self) -> Places:
-        """Where all tokens are; a collective the first time."""
+        """The places of all tokens; a collective the first time."""
         if not self._places:
             self._places.append(Places.of(self.handle))
         return self._places[0]
@@ -87,8 +87,8 @@ class PlannedBatch(Microbatch):
 
 @dataclass
 class Places:
-    """Where each token of a microbatch lives. tokens: int64 [tokens], those of rank 0 in the order of its rows, then
-    those of rank 1, …; counts: rows of each rank."""
+    """The places of a microbatch's tokens. tokens: int64 [tokens], the tokens of rank 0 in row order, then of rank 1,
+    …; counts: rows of each rank."""
 
     tokens: Ints
     counts: Ints
@@ -96,7 +96,7 @@ class Places:
 
     @staticmethod
     def of(handle: PlanHandle) -> Places:
-        """A collective among hosts."""
+        """Gathers the places; a collective among hosts."""
         handle.agree()
         own, transport = handle.tokens.tolist(), handle.communicator
         held = transport.all_gather(own, f"places of tokens of plan {handle.name}")
@@ -104,7 +104,7 @@ class Places:
         return Places(tokens, np.array([len(row) for row in held]))
 
     def rolling(self, batch: PlannedBatch, shift: int) -> Exchange:
-        """Of each row the one that its token leads to in `shift` steps."""
+        """The exchange that gives each row the row that its token leads to in `shift` steps."""
         if shift not in self._rolls:
             self._rolls[shift] = self._roll(batch, shift)
         return self._rolls[shift]
@@ -132,7 +132,7 @@ class Places:
 
 
 def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | None = None) -> Exchange:
-    """Each rank's rows to every rank. counts: of each; into: where those of rank 0, 1, … go, by default end to end."""
+    """An all-gather of rows. counts: of each rank; into: target rows for rank 0, 1, …, by default concatenated."""
     own = counts[transport.rank]
     take = torch.arange(own).repeat(transport.ranks)
     into = torch.arange(sum(counts)) if into is None else into
@@ -140,7 +140,7 @@ def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | No
 
 
 def _ahead(labels: Ints, steps: int) -> Ints:
-    """The token that each leads to in so many steps, -1 where there is none."""
+    """The token that each token leads to in `steps` steps, -1 for none."""
     closed, target = np.append(labels, -1), np.arange(len(labels))
     for _ in range(steps):
         target = closed[target]

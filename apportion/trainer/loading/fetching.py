@@ -1,8 +1,8 @@
-"""Threads that have plans made, and fetch them, before the trainer asks; or torch's data-loader processes, which fetch
+"""Prefetching: threads that submit and fetch plans ahead of the trainer, or torch's data-loader processes, which fetch
 plans and read samples.
 
 submitting  … n+7        at most `lookahead` iterations before the trainer's own
-fetching    … n+1        at most `DEPTH` that nobody has taken
+fetching    … n+1        at most `DEPTH` that the trainer has not taken
 the trainer     n        `take`
 
 process k of n           iterations k, k + n, k + 2n, …: plan, rows ──► in order ──► the trainer
@@ -36,17 +36,17 @@ from apportion.trainer.loading.sources import Source
 DEPTH = 2
 POLL_S = 2.0
 AGAIN_S = 0.5
-LATE = ["its source has not answered yet"]  # why a plan is not there, until an attempt knows
-LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which nobody can end
+LATE = ["its source has not answered yet"]  # the reason for a missing plan before the first attempt ends
+LEAVING_S = 10.0  # a thread that takes longer is in the trainer's sampler, which cannot be interrupted
 
 
 class PlanTimeoutError(ApportionError, TimeoutError):
-    """No plan within the loader's `timeout_s`, and what its source said last."""
+    """No plan within the loader's `timeout_s`, with the source's last error."""
 
 
 class Fetched(NamedTuple):
-    """A rank's share of an iteration. Of each microbatch, where somebody has made them: its rows, and the handle of its
-    plan, ready to run."""
+    """A rank's share of an iteration. For each microbatch, if already built: its rows, and the handle of its plan,
+    ready to run."""
 
     piece: IterationSlice
     rows: tuple[Rows, ...] | None = None
@@ -54,9 +54,9 @@ class Fetched(NamedTuple):
 
 
 class Ahead:
-    """Threads that work ahead of the trainer, iteration by iteration, on a source that they alone use. They end with
-    `close`, whatever they wait for, or when the interpreter exits: an iterator that somebody still holds
-    does not keep the process. own: the iteration that the trainer asks for; over: it asks for no more."""
+    """Threads that work ahead of the trainer, iteration by iteration, on their own source. They end with `close`,
+    whatever they wait for, or when the interpreter exits: an iterator that is still referenced does not keep the
+    process alive. own: the iteration that the trainer asks for; over: whether it asks for no more."""
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
         self.source, self._iterations = source, iterations
@@ -66,7 +66,7 @@ class Ahead:
         atexit.register(self.close)
 
     def run(self, each: Callable[[Wanted], None], depth: int) -> None:
-        """Calls `each` in a thread, for one iteration after another, at most `depth` from the trainer's own on."""
+        """Calls `each` in a thread, iteration by iteration, at most `depth` ahead of the trainer's own."""
         thread = Thread(target=self._run, args=(each, depth), name="apportion-plans", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -82,19 +82,19 @@ class Ahead:
                 each(wanted)
                 number += 1
         except Exception as error:
-            with self.changed:  # the trainer is told when it asks for this iteration
+            with self.changed:  # raised when the trainer asks for this iteration
                 if self._failed is None or number < self._failed[0]:
                     self._failed = number, error
                 self.changed.notify_all()
 
     def _comes_to(self, number: int) -> bool:
-        """Waits until the trainer asks for this iteration; False where it is over."""
+        """Waits until the trainer asks for this iteration; False if the pass is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.over or number <= self.own)
             return not self.over
 
     def submit(self, wanted: Wanted) -> None:
-        """Tries until it is accepted, or the trainer is beyond it."""
+        """Retries until the source accepts the request, or the trainer is beyond it."""
         while self.awaits(wanted.number):
             try:
                 self.source.submit(wanted.key, wanted.request, max(0, wanted.number - self.own))
@@ -103,23 +103,23 @@ class Ahead:
                 self.late.append(str(error))
 
     def awaits(self, number: int) -> bool:
-        """Whether the trainer will still ask for this iteration."""
+        """True if the trainer will still ask for this iteration."""
         with self.changed:
             return not self.over and number >= self.own
 
     def reach(self, number: int) -> None:
-        """The trainer asks for this iteration now."""
+        """Records that the trainer asks for this iteration now."""
         with self.changed:
             self.own = number
             self.changed.notify_all()
 
     def failed(self, number: int) -> Exception | None:
-        """Why the trainer cannot have this iteration."""
+        """The error for which the trainer cannot have this iteration, None without one."""
         with self.changed:
             return self._failed[1] if self._failed is not None and self._failed[0] <= number else None
 
     def close(self) -> None:
-        """Ends the threads; again is no error."""
+        """Ends the threads; idempotent."""
         atexit.unregister(self.close)
         with self.changed:
             self.over = True
@@ -138,8 +138,8 @@ def fetch(
     late: deque[str],
     then: Callable[[], Sequence[bytes]] = tuple,
 ) -> IterationSlice | None:
-    """The rank's plan of an iteration, submitted where nobody has; None where it is not there when `goes_on` says no,
-    and `late` is told why. timeout_s: of the trainer; one look at the source takes a tenth of it at most."""
+    """Fetches the rank's plan of an iteration, and submits it if unknown; None if it is not ready when `goes_on`
+    returns False, with the reason in `late`. timeout_s: of the trainer; a single fetch takes at most a tenth of it."""
     while goes_on():
         try:
             try:
@@ -152,8 +152,8 @@ def fetch(
 
 
 class Fetching:
-    """The plans of a pass, fetched in a thread, at most `DEPTH` of them before the trainer takes them. ready: makes of
-    a plan what the trainer takes."""
+    """The plans of a pass, fetched in a thread, at most `DEPTH` ahead of the trainer. ready: prepares a fetched plan
+    for the trainer."""
 
     def __init__(
         self,
@@ -165,12 +165,12 @@ class Fetching:
     ) -> None:
         self._ahead, self._iterations, self._timeout_s, self._rank = ahead, iterations, timeout_s, rank
         self._ready, self._fetched = ready, dict[int, Fetched]()
-        self._is_away = False  # the trainer waited in vain, and no plan has come since
+        self._is_away = False  # the trainer timed out, and no plan has arrived since
         ahead.run(self._fetch, DEPTH)
 
     def take(self, number: int) -> Fetched:
-        """What the trainer asks for next. Raises TimeoutError after its time-out, and what went wrong in a
-        thread. After one time-out the next iterations are hardly waited for, until the thread has got a plan again."""
+        """Returns the trainer's next iteration. Raises TimeoutError after its timeout, and errors of the threads.
+        After one timeout it waits only briefly for later iterations, until the thread has received a plan again."""
         ahead, patience_s = self._ahead, self._timeout_s
         with ahead.changed:
             if self._is_away:
@@ -188,7 +188,7 @@ class Fetching:
         return number in self._fetched or self._ahead.failed(number) is not None
 
     def _fetch(self, wanted: Wanted) -> None:
-        """For a thread, iteration by iteration."""
+        """Fetches an iteration, in a thread."""
         ahead, number = self._ahead, wanted.number
         goes_on, then = partial(ahead.awaits, number), partial(self._iterations.keys_after, number)
         piece = fetch(ahead.source, wanted, self._rank, self._timeout_s, goes_on, ahead.late, then)
@@ -208,8 +208,8 @@ PREFETCHED = 2  # iterations that each process has ready
 
 
 class Parcel(NamedTuple):
-    """One iteration from a process. data: the encoded slice, uint8, empty where there was no plan in time, and why.
-    rows: as in `Fetched`."""
+    """One iteration from a process. data: the encoded slice, uint8, empty if there was no plan in time, with the
+    reason. rows: as in `Fetched`."""
 
     data: Tensor
     rows: tuple[Rows, ...]
@@ -218,7 +218,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Share(IterableDataset[Parcel]):
-    """A rank's share of a pass, as a dataset that every process holds a copy of."""
+    """A rank's share of a pass, as a dataset with a copy in every process."""
 
     dataset: Dataset
     source: Source
@@ -259,8 +259,8 @@ class WorkerPrefetcher:
         self._parcels: Any = iter(DataLoader(share, num_workers=processes, **options))
 
     def take(self, number: int) -> Fetched:
-        """What the trainer asks for next. Raises TimeoutError where a process had no plan of it in time, and what went
-        wrong in one."""
+        """Returns the trainer's next iteration. Raises TimeoutError if its process had no plan in time, and errors of
+        the processes."""
         if self._parcels is None:
             raise ExecutionError("the pass is over")
         parcel = next(self._parcels)
@@ -274,7 +274,7 @@ class WorkerPrefetcher:
     def close(self) -> None:
         """Ends the processes."""
         parcels, self._parcels = self._parcels, None
-        if parcels is not None:  # torch waits for the last reference; the traceback of an error may hold it
+        if parcels is not None:  # torch waits for the last reference, which an error's traceback may hold
             parcels._shutdown_workers()
 
 

@@ -1,4 +1,4 @@
-"""What a pass over the data asks for: of each iteration the samples, and the batches that are planned; where it is."""
+"""Iterations of a pass over the data: the samples of each, the batches to plan, and the position of the pass."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from apportion.ir.request.sampling import Masks, Sampling, batches_of
 if TYPE_CHECKING:
     from apportion.planner.iteration.ticks import TickTable
 
-STATE = 2  # version of a state
+STATE = 2  # version of the state format
 _SHORT = Repr()
 _SHORT.maxlist = 64  # samples of a microbatch that an error names
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One iteration of a job. samples: int64 arrays, the sample numbers of each microbatch. batches: what is asked of
-    the planner, one a microbatch, or a single one where the recipe packs."""
+    """One iteration of a job. samples: int64 arrays, the sample numbers of each microbatch. batches: to plan, one per
+    microbatch, or a single one if the recipe packs."""
 
     job: Job
     number: int
@@ -42,12 +42,12 @@ class Wanted:
 
     @cached_property
     def key(self) -> bytes:
-        """32 bytes, of the request for its plan."""
+        """The key of the plan request, 32 bytes."""
         return self.job.request_key(self.batches)
 
     @property
     def request(self) -> bytes:
-        """For its plan, encoded."""
+        """The encoded plan request."""
         return encode_request(self.job, self.batches)
 
     def parts(self, indexes: Sequence[Ints]) -> Iterator[tuple[Batch, Ints]]:
@@ -60,7 +60,7 @@ class Wanted:
             yield self.batches[0].take(own), samples[own]
 
     def describe(self) -> str:
-        """Samples and their lengths, microbatch by microbatch, as the error of ranks that hold others says it."""
+        """Samples and their lengths by microbatch, for the error of ranks that hold different ones."""
         lengths = np.concatenate([batch.lengths for batch in self.batches])
         ends = np.cumsum([len(samples) for samples in self.samples])
         groups = zip(self.samples, np.split(lengths, ends[:-1]), strict=True)
@@ -69,28 +69,28 @@ class Wanted:
         return f"{len(self.samples)} microbatches, samples {', '.join(parts)}"
 
     def check(self, piece: IterationSlice) -> None:
-        """Raises ExecutionError where the plan is not of these batches: other lengths, masks, positions, labels or
-        homes, another cluster, model or policy. A plan of a newer format is not looked at."""
+        """Raises ExecutionError if the plan is for other batches: other lengths, masks, positions, labels or homes,
+        another cluster, model or policy. A plan of a newer format is not checked."""
         sequences = sum(len(samples) for samples in self.samples)
         named = np.sort(np.concatenate(piece.indexes))
         if not np.array_equal(named, np.arange(sequences)):
-            raise self._foreign(f"it has {len(named)} sequences, {sequences} were asked for")
+            raise self._foreign(f"it has {len(named)} sequences, {sequences} were requested")
         for place, (own, (batch, _)) in enumerate(zip(piece.slices, self.parts(piece.indexes), strict=True)):
             wanted = self.job.request_digest(batch, sequences, own.token_cap)
             if own.header.version <= VERSION and own.request_digest != wanted:
                 what = "(lengths, masks, positions, labels or homes), cluster, model or policy"
-                raise self._foreign(f"microbatch {place} is of another batch {what}")
+                raise self._foreign(f"microbatch {place} belongs to another batch {what}")
 
     def _foreign(self, how: str) -> ExecutionError:
-        what = f"iteration {self.number}: the plan is not the one that this rank asked for: {how}"
-        remedy = f"delete what the source keeps of the key {self.key.hex()[:16]}, and plan again"
+        what = f"iteration {self.number}: the plan is not the one that this rank requested: {how}"
+        remedy = f"delete the source's plan of the key {self.key.hex()[:16]}, and plan again"
         return ExecutionError(f"{what}; {remedy}")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How an iteration's samples become batches. lengths: int64 [n] of all samples; masks: one for all, or of each;
-    table: of a pipeline, whose ticks are planned in the microbatches' place; kinds: as in `tick_batch`."""
+    """Conversion of an iteration's samples to batches. lengths: int64 [n] of all samples; masks: one for all, or one
+    each; table: of a pipeline, whose ticks are planned instead of microbatches; kinds: as in `tick_batch`."""
 
     job: Job
     lengths: Ints
@@ -99,7 +99,7 @@ class Asked:
     kinds: Sequence[str] | None = None
 
     def of(self, number: int, drawn: Any) -> Wanted:
-        """The iteration of what a sampler gave: a list of microbatches of sample numbers, or one flat list. Raises
+        """The iteration for a sampler's item: a list of microbatches of sample numbers, or one flat list. Raises
         ConfigError, CapacityError."""
         samples = self.samples(number, drawn)
         batches = batches_of(samples, self.lengths, self.masks, self.job.packs)
@@ -111,20 +111,20 @@ class Asked:
         return Wanted(self.job, number, samples, batches)
 
     def microbatches(self, number: int, drawn: Any) -> int:
-        """How many an iteration has. Raises ConfigError."""
+        """The number of microbatches of an iteration. Raises ConfigError."""
         samples = self.samples(number, drawn)
         if self.table is not None:
             return self.table.ticks
         return min(self.job.microbatches, sum(map(len, samples))) if self.job.packs else len(samples)
 
     def samples(self, number: int, drawn: Any) -> tuple[Ints, ...]:
-        """int64 arrays, one a microbatch. Raises ConfigError."""
+        """The sample numbers of each microbatch, int64 arrays. Raises ConfigError."""
         name = f"sampler[{number}]"
         if not hasattr(drawn, "__len__"):
             rule = "must be a list, of sample numbers or of microbatches"
-            raise ConfigError(name, drawn, rule, "give lists, as torch's BatchSampler makes them")
+            raise ConfigError(name, drawn, rule, "give lists, as torch's BatchSampler yields them")
         if not len(drawn):
-            raise ConfigError(name, drawn, "must have samples", "leave empty iterations out")
+            raise ConfigError(name, drawn, "must have samples", "omit empty iterations")
         flat = np.ndim(drawn[0]) == 0
         groups = {name: drawn} if flat else {f"{name}[{i}]": group for i, group in enumerate(drawn)}
         return tuple(self._checked(where, group) for where, group in groups.items())
@@ -132,16 +132,16 @@ class Asked:
     def _checked(self, name: str, group: Any) -> Ints:
         listed = group if isinstance(group, list | tuple | range) else np.asarray(group)
         if not len(listed):
-            raise ConfigError(name, group, "must have samples", "leave empty microbatches out")
+            raise ConfigError(name, group, "must have samples", "omit empty microbatches")
         return integers(name, listed, 0, len(self.lengths) - 1)
 
 
 @dataclass(frozen=True)
 class Draw:
     """The samples of a pass, iteration by iteration: in the order of `sampling`, or of the trainer's own sampler.
-    group, groups: of the order every `groups`-th iteration, from number `group` on; in each turn all groups get equally
-    many microbatches, and a last turn in which they would not is left out. least: iterations of fewer microbatches are
-    left out. Raises ConfigError where that leaves nothing."""
+    group, groups: takes every `groups`-th iteration of the order, starting at `group`; in each round all groups get the
+    same number of microbatches, and an incomplete last round is dropped. least: iterations of fewer microbatches are
+    dropped. Raises ConfigError if nothing remains."""
 
     sampling: Sampling | None
     sampler: Iterable[Any] | None
@@ -166,23 +166,23 @@ class Draw:
     def _dealt(self, epoch: Sequence[Sequence[Ints]]) -> list[Sequence[Ints]]:
         own = [iteration for iteration in self.share(epoch) if len(iteration) >= self.least]
         if epoch and not own:
-            rule = f"leaves nothing of the epoch's {len(epoch)} iterations for {self.groups} groups of ranks"
-            remedy = "give more samples, or fewer microbatches an iteration"
+            rule = f"leaves no iteration of the epoch's {len(epoch)} for {self.groups} groups of ranks"
+            remedy = "give more samples, or fewer microbatches per iteration"
             raise ConfigError("drop_last" if self.least else "replicas", self.least > 0, rule, remedy)
         return own
 
 
 def _microbatches(drawn: Any) -> int:
-    """Of an iteration as a sampler gives it; a flat list of sample numbers is one."""
+    """The number of microbatches of a sampler's item; a flat list of sample numbers is one."""
     return len(drawn) if hasattr(drawn, "__len__") and len(drawn) and np.ndim(drawn[0]) else 1
 
 
 @dataclass
 class Iterations:
-    """The iterations of a pass from `start` on; drawn when they are first asked for, by whichever thread asks.
+    """The iterations of a pass from `start` on, drawn on first request by the requesting thread.
 
-    Those before the trainer's own are forgotten, so that a sampler may go on for ever. Whoever asks for one that was
-    drawn gets it at once, also while another thread waits for the sampler: what that waits for may be the trainer.
+    Iterations before the trainer's own are dropped, so that a sampler may be endless. An iteration that was drawn is
+    returned at once, even while another thread waits for the sampler, which may itself wait for the trainer.
     """
 
     asked: Asked
@@ -197,8 +197,8 @@ class Iterations:
         self._failed: Exception | None = None
 
     def at(self, number: int) -> Wanted | None:
-        """The iteration of that number, or the first that is not forgotten where it is; None behind the last. Raises
-        what the sampler raises, ConfigError, CapacityError; again whenever it is asked."""
+        """The iteration of that number, or the first one kept if that is later; None after the last. Raises the
+        sampler's errors, ConfigError, CapacityError, each time it is called."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._found(number) or not self._drawing)
@@ -211,7 +211,7 @@ class Iterations:
             self._draw()
 
     def keys_after(self, number: int) -> list[bytes]:
-        """Of the iterations behind this one that were drawn already."""
+        """The keys of the later iterations that were drawn already."""
         with self._changed:
             coming = [wanted for held, wanted in sorted(self._held.items()) if held > number]
         return [wanted.key for wanted in coming]
@@ -220,7 +220,7 @@ class Iterations:
         return self._held.get(max(number, self._first))
 
     def _draw(self) -> None:
-        """Draws the next one, or finds that there is none, or why."""
+        """Draws the next iteration, or records the end or the error."""
         wanted: Wanted | None = None
         try:
             wanted = next((self.asked.of(*numbered) for numbered in self._rest), None)
@@ -243,20 +243,20 @@ class Iterations:
 
 
 class Place(NamedTuple):
-    """The microbatch that comes next: of an iteration, and that of an epoch."""
+    """The next microbatch, by epoch, iteration and number in the iteration."""
 
     epoch: int = 0
     iteration: int = 0
     microbatch: int = 0
 
     def state(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """What `of` reads: JSON-like data. facts: what must be the same where a pass goes on."""
+        """The state that `of` reads, JSON-like data. facts: values that must be equal when a pass resumes."""
         return {"version": STATE, **self._asdict(), **facts}
 
     @staticmethod
     def of(state: Mapping[str, Any], facts: Mapping[str, Any]) -> Place:
-        """Where the loader was that this state is of. Raises ConfigError where it had other samples, another job or
-        another order, by the name of what differs."""
+        """The place of the loader that saved this state. Raises ConfigError if it had other samples, another job or
+        another order, naming the difference."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE or not all(name in state for name in Place._fields):
             rule = "is not the state of a loader of this release"
@@ -265,6 +265,6 @@ class Place(NamedTuple):
         if found is not None:
             name, saved, own = found
             rule = f"the state was saved with another {name.removeprefix('job.')}: this loader has {own!r}"
-            remedy = "give the loader what it had then, or leave the state out and begin anew"
+            remedy = "give the loader the same value, or start a new pass without the state"
             raise ConfigError(f"state.{name}", saved, rule, remedy)
         return Place(*(integer(f"state.{name}", state[name], 0) for name in Place._fields))

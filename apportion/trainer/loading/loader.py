@@ -1,9 +1,9 @@
-"""The data seam: each rank's tokens, position ids and labels of a planned microbatch.
+"""Planned data loader: each rank's tokens, position ids and labels of a planned microbatch.
 
     sampler ──samples of an iteration──► Batch ──source: submit, plan──► slice of this rank ──► PlannedBatch
                                                      dataset ──only the samples that the rank holds──┘
 
-Whoever plans, the loader does the same: a service, a folder of plans made before, or a process beside this one.
+The loader works the same for all sources: a service, a folder of precomputed plans, or a local process.
 """
 
 from __future__ import annotations
@@ -91,38 +91,37 @@ class PlannedLoader:
 
         for batch in ap.PlannedLoader(dataset, cluster, model, tokens_per_rank, source="http://127.0.0.1:8321"):
 
-    dataset: map-style, see `Dataset`, with `lengths`, the tokens of each sample, integers [n], and, if it likes,
-    `masks`, one spec for all or one a sample (default causal); `lengths` and `masks` given here win. A rank reads only
-    samples that it holds a part of. shifted: fields of samples that belong to the token which is predicted, and are
-    moved to the row that predicts it, as labels are.
+    dataset: map-style, see `Dataset`, with `lengths`, the tokens of each sample, integers [n], and optionally `masks`,
+    one spec for all or one per sample (default causal); the arguments `lengths` and `masks` take precedence. A rank
+    reads only samples that it holds a part of. shifted: fields of samples that belong to the predicted token, and are
+    moved to the row that predicts it, like labels.
 
-    cluster, model, tokens_per_rank of a microbatch, microbatches of an iteration, recipe and hardware: what is planned
-    for, see `Job`; a `Policy` as recipe says more. seed: of plans and of the order of the samples, by default the
-    policy's.
+    cluster, model, tokens_per_rank of a microbatch, microbatches of an iteration, recipe and hardware: as in `Job`; a
+    `Policy` as recipe has more options. seed: of plans and of the order of the samples, by default the policy's.
 
-    source: who plans. "local": a process beside this one. A URL, or a list of them: equal planning servers, with their
-    `token` (by default APPORTION_TOKEN of the environment), and with https `ca`, a PEM file of certificates, where the
-    system's do not do. A folder: plans that `apportion precompute` made. Or a `Source`.
+    source: of plans. "local": a local process. A URL, or a list of them: equivalent planning servers, with their
+    `token` (by default APPORTION_TOKEN of the environment), and for https `ca`, a PEM file of certificates, instead of
+    the system's. A folder: plans that `apportion precompute` made. Or a `Source`.
 
-    sampler: of each iteration of a pass a list of microbatches of sample numbers, or a flat list of sample numbers (one
-    microbatch, or a recipe that packs), the same on all ranks; may have `set_epoch(epoch)`. By default samples fill
-    microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or one after another without `shuffle`.
-    lookahead: iterations that rank 0 submits before they are needed; what a source does not know when it is needed,
-    any rank submits. workers: torch data-loader processes that fetch plans and read samples; 0 is a thread that
-    fetches, and samples are read where they are used.
+    sampler: yields for each iteration of a pass a list of microbatches of sample numbers, or a flat list of sample
+    numbers (one microbatch, or a recipe that packs), the same on all ranks; may have `set_epoch(epoch)`. By default
+    samples fill microbatches in an order drawn from `seed` and the epoch (`set_epoch`), or in order without `shuffle`.
+    lookahead: iterations that rank 0 submits before they are needed; any rank submits an iteration that the source does
+    not know when it is needed. workers: torch data-loader processes that fetch plans and read samples; with 0 a thread
+    fetches plans, and samples are read on use.
 
-    replicas: where several groups of ranks train together (data parallel over context parallel), a process group of
-    the ranks that have this rank's place in each of them; `communicator` names the ranks of this group. Iterations of
-    the default order are dealt out to the groups in turn, and `valid_tokens` counts all.
+    replicas: if several groups of ranks train together (data parallel over context parallel), a process group of the
+    ranks at this rank's place in each of them; `communicator` has the ranks of this group. Iterations of the default
+    order are dealt to the groups in turn, and `valid_tokens` counts all groups.
 
-    rows_multiple: every rank's rows are padded to a multiple of it, and are at least one; padding has no labels and
-    changes neither loss nor gradients. envelope: what rows, and buffers and tables of calls, are padded to,
-    so that they are the same in all steps. drop_last: leaves out an iteration of fewer microbatches than the others.
+    rows_multiple: every rank's rows are padded to a multiple of it, at least one; padding has no labels and changes
+    neither loss nor gradients. envelope: sizes to which rows, and buffers and tables of calls, are padded, so that they
+    are equal in all steps. drop_last: drops an iteration of fewer microbatches than the others.
 
-    ticks: the table of a pipeline (`tick_table`), for `TickPipeline`: the cluster has the ranks of all stages, and what
-    is planned and handed out are its ticks in the place of its microbatches, each of `tokens_per_rank` on the ranks of
-    a stage; a last iteration of fewer microbatches is left out. kinds: the attention kind of each virtual stage's
-    layers, where there are several, as in `tick_batch`. recipe: by default that of `plan_tick`.
+    ticks: the table of a pipeline (`tick_table`), for `TickPipeline`: the cluster has the ranks of all stages, and the
+    loader plans and yields ticks instead of microbatches, each of `tokens_per_rank` on the ranks of a stage; a last
+    iteration of fewer microbatches is dropped. kinds: the attention kind of each virtual stage's layers, if there are
+    several, as in `tick_batch`. recipe: by default that of `plan_tick`.
 
     media: images, videos or sound of the samples, for an encoder with a plan of its own, see `Media`: `batch.media` is
     then this rank's share of the encoder's rows, and `batch.feed` what `move_rows` takes; both None where the
@@ -131,14 +130,14 @@ class PlannedLoader:
     engine: what computes attention, see `PlanHandle`. device: where, this process' GPU where it has one, else the CPU:
     programs are loaded there before they are needed.
 
-    on_timeout: where there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each
-    iteration all ranks agree on who has the plan, those that have not plan it themselves, and all compare. Until a plan
-    comes again, the next are waited for half a second at most. `metrics()` counts such iterations, and a warning is
-    logged. job: what plans are made for.
+    on_timeout: if there is no plan after `timeout_s` seconds, "raise" PlanTimeoutError, or "local": in each iteration
+    all ranks exchange who has the plan, the others plan it themselves, and all compare. Until a plan arrives again, the
+    loader waits at most half a second for later ones. `metrics()` counts such iterations, and a warning is logged.
+    job: the job that plans are made for.
 
-    `state_dict` says where the loader is, and `load_state_dict` goes on behind the last batch that was given out.
+    `state_dict` saves the loader's place, and `load_state_dict` resumes after the last batch that was yielded.
 
-    Raises ConfigError; CapacityError for samples that do not fit; and what the source raises.
+    Raises ConfigError; CapacityError for samples that do not fit; and the source's errors.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class PlannedLoader:
         masks, lengths = arguments.masks_here(dataset, masks), arguments.lengths_of(dataset, lengths)
         arguments.check_kinds(self.job, masks)
         stages, filled = 1, self.job.microbatches
-        self._times = 1  # that the plans of an iteration hold a token
+        self._times = 1  # plans of an iteration that hold each token
         if ticks is not None:
             from apportion.planner.iteration.ticks import tick_job
 
@@ -200,7 +199,7 @@ class PlannedLoader:
         self._rank = self._communicator.rank
         self._replicas = arguments.replicas_of(replicas)
         self._dealt = (0, 1) if self._replicas is None else (self._replicas.rank, self._replicas.ranks)
-        self._facts = {**made, "groups": self._dealt[1]}  # of a state
+        self._facts = {**made, "groups": self._dealt[1]}  # for the state
         self._facts |= {} if ticks is None else {"ticks": [stages, filled, ticks.virtual]}
         packs = sampler is not None and self.job.packs  # then every iteration is filled
         self._least = filled if (flag("drop_last", drop_last) and not packs) or ticks is not None else 0
@@ -236,37 +235,37 @@ class PlannedLoader:
             raise ConfigError(name, "with media", rule, remedy)
 
     def metrics(self) -> dict[str, Any]:
-        """Since the loader was made: iterations, tokens of all ranks and how many a second (within passes), waited_s:
-        seconds spent waiting for plans, and fallbacks: iterations that some rank planned itself."""
+        """Metrics since the loader was created: iterations, tokens of all ranks and per second (within passes),
+        waited_s: seconds spent waiting for plans, and fallbacks: iterations that some rank planned itself."""
         return {**self._meters.told(), "fallbacks": self._agreement.fallbacks}
 
     def set_epoch(self, epoch: int, start: int | None = None) -> None:
-        """Another order, for the next passes over the loader. The next one begins with iteration `start`; by default
-        where a loaded state of this epoch says, else with the first."""
+        """Sets the epoch, and with it the order, of the next passes. The next pass begins with iteration `start`; by
+        default at the place of a loaded state of this epoch, else with the first."""
         epoch = integer("epoch", epoch, 0)
         if start is not None or epoch != self._begin.epoch:
             self._begin = self._place = Place(epoch, integer("start", start or 0, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is, and what must be the same for it to come next: JSON-like data, equal on all ranks
-        of the group."""
+        """The place of the next batch, and the values that must be equal to resume there: JSON-like data, equal on all
+        ranks of the group."""
         return self._place.state(self._facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
-        where the dataset, the job or the order is another one, by name of what differs."""
+        """Has the next pass resume after the last batch that was yielded before the state was saved. Raises ConfigError
+        if the dataset, the job or the order differs, naming the difference."""
         self._begin = self._place = Place.of(state, self._facts)
 
     def __len__(self) -> int:
-        """Microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
+        """The microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
         if self._sampler is not None and not isinstance(self._sampler, Sized):
             raise TypeError(f"{type(self._sampler).__name__} has no length, so its loader has none")
         return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:
         if self._passes and isinstance(self._sampler, Iterator):
-            rule = "is an iterator, and an earlier pass has drawn from it, further than it went"
-            raise ConfigError("sampler", type(self._sampler).__name__, rule, "give what can be iterated anew")
+            rule = "is an iterator, and an earlier pass has read ahead in it"
+            raise ConfigError("sampler", type(self._sampler).__name__, rule, "give one that can restart")
         begin = self._place = self._begin
         self._meters.begin()
         self._check_place()
@@ -294,13 +293,13 @@ class PlannedLoader:
         totals(self._replicas, (self._place.epoch, -1, 0), 0, 0.0)
 
     def pairs(self) -> Generator[tuple[PlannedBatch, PlannedBatch], None, None]:
-        """A pass, two microbatches of an iteration at a time: halves for `ping_pong`, of `tokens_per_rank` each.
+        """Iterates over a pass two microbatches at a time: halves for `ping_pong`, of `tokens_per_rank` each.
 
-        `pack: {wlb: {}}` of a recipe makes them even in time. A state goes on behind the last pair. Raises ConfigError
-        where an iteration has, or the last one may have, an odd number of microbatches."""
-        rule = "halves are two microbatches of an iteration, of which there must be an even number"
+        A recipe's `pack: {wlb: {}}` balances their times. A state resumes after the last pair. Raises ConfigError if an
+        iteration has, or the last one may have, an odd number of microbatches."""
+        rule = "halves are two microbatches of an iteration, which must have an even number"
         if self.job.microbatches % 2:
-            raise ConfigError("microbatches", self.job.microbatches, rule, "give twice as many as pairs")
+            raise ConfigError("microbatches", self.job.microbatches, rule, "give twice the number of pairs")
         if self._sampling is not None and not self._least:
             raise ConfigError(
                 "drop_last", False, f"{rule}, also in the last iteration", "give drop_last=True"
@@ -308,12 +307,12 @@ class PlannedLoader:
         with closing(iter(self)) as batches:
             for ping in batches:
                 if ping.microbatch % 2 or ping.is_last:
-                    where, remedy = f"iteration {ping.iteration}", "begin between pairs, with an even number"
+                    where, remedy = f"iteration {ping.iteration}", "start between pairs, at an even number"
                     raise ConfigError(where, f"a half alone, microbatch {ping.microbatch}", rule, remedy)
                 yield ping, next(batches)
 
     def iterations(self) -> Generator[tuple[PlannedBatch, ...], None, None]:
-        """A pass, all microbatches of an iteration, or ticks, at a time. A state goes on behind the last iteration."""
+        """Iterates over a pass by iteration: all its microbatches, or ticks. A state resumes after the last one."""
         held: tuple[PlannedBatch, ...] = ()
         with closing(iter(self)) as batches:
             for batch in batches:
@@ -328,7 +327,7 @@ class PlannedLoader:
     # ---- a pass
 
     def _supply(self, stack: ExitStack, ahead: fetching.Ahead, iterations: Iterations) -> fetching.Supply:
-        """What the plans of a pass are taken from, until the stack is closed."""
+        """The supply of a pass' plans, open until the stack is closed."""
         submits = self._rank == 0 if self._source.shared else not self._workers
         if submits:
             ahead.run(ahead.submit, self._lookahead)
@@ -336,12 +335,12 @@ class PlannedLoader:
             pieces = self.dataset, self._source, self._asked, self._draw(), ahead.own, self._rank
             share = fetching.Share(*pieces, self._form, self._timeout_s)
             return stack.enter_context(closing(fetching.WorkerPrefetcher(share, self._workers, ahead)))
-        if not submits:  # its source is told what comes, too
+        if not submits:  # its source also gets the keys to come
             ahead.run(lambda wanted: None, self._lookahead)
         return fetching.Fetching(ahead, iterations, self._timeout_s, self._rank, self._ready)
 
     def _check_place(self) -> None:
-        """A collective. Raises ExecutionError where ranks begin different passes."""
+        """Raises ExecutionError if ranks begin different passes. A collective."""
         self._passes += 1
         place = [self._passes, *self._begin]
         rows = self._communicator.all_gather(place, "passes")
@@ -353,7 +352,7 @@ class PlannedLoader:
     def _next(
         self, iterations: Iterations, number: int, supply: fetching.Supply
     ) -> tuple[Wanted, fetching.Fetched] | None:
-        """An iteration and its plan, None behind the last; what ends this rank ends the other ranks and groups, too."""
+        """The next iteration and its plan, None after the last; an error on this rank ends all ranks and groups."""
         wanted: Wanted | Exception | None
         try:
             wanted = iterations.at(number)
@@ -390,7 +389,7 @@ class PlannedLoader:
         return fetching.Fetched(plan_job(self.job, wanted.batches).slice_for(self._rank))
 
     def _ready(self, piece: IterationSlice) -> fetching.Fetched:
-        """With handles: programs are loaded on the device, by the thread that fetches before the trainer asks."""
+        """Adds handles: loads programs on the device, in the fetching thread, ahead of the trainer."""
         handles = []
         for one in piece.slices:
             rows = int(one.layout(one.header.home_layout).rows_per_rank[0])
@@ -437,7 +436,7 @@ class PlannedLoader:
         return {"media": media, "feed": EncoderFeed(media.handle, handle, places, self._media.media.merge)}
 
     def _read(self, wanted: Wanted, fetched: fetching.Fetched) -> tuple[Rows, ...] | Exception:
-        """The rows, or why there are none: the other ranks are told before it is raised."""
+        """The rows, or the error, which is reported to the other ranks before it is raised."""
         try:
             return fetched.rows or tuple(rows_of(self.dataset, wanted, fetched.piece, self._form))
         except Exception as error:
@@ -446,9 +445,9 @@ class PlannedLoader:
     def _agreed(
         self, wanted: Wanted, handles: Sequence[PlanHandle], rows: tuple[Rows, ...] | Exception
     ) -> tuple[tuple[Rows, ...], int, float]:
-        """The rows, and labels of the iteration and their weight over all ranks and groups; a collective, also where it
-        raises why this rank has no rows, or ExecutionError where ranks hold different plans, another one has no rows,
-        other fields, samples or tokens, or groups are not in step."""
+        """The rows, and the iteration's labels and their weight over all ranks and groups; a collective, also if it
+        raises this rank's error for having no rows, or ExecutionError if ranks hold different plans, another rank has
+        no rows or other fields, samples or tokens, or groups are out of step."""
         own = NOTHING
         if not isinstance(rows, Exception):
             own = Facts.of(rows, wanted.samples)
@@ -469,7 +468,7 @@ class PlannedLoader:
     def _apart(
         self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
     ) -> Exception | None:
-        """What is wrong with this rank or another; a collective where something is."""
+        """The error of this rank or another, None without one; a collective if there is one."""
         number = wanted.number
         failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
         if not failed and len({one.form for one in ranks}) == 1:
@@ -481,26 +480,26 @@ class PlannedLoader:
         if failed:
             errors = by_value({rank: told[rank] for rank in failed})
             return ExecutionError(f"iteration {number}: ranks {failed} have no rows: {errors}")
-        what, remedy = by_value(dict(enumerate(told))), "Give all samples the same, of one dtype and width"
+        what, remedy = by_value(dict(enumerate(told))), "Give all samples equal fields, dtypes and widths"
         return ExecutionError(f"iteration {number}: samples have different fields: {what}. {remedy}")
 
     def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
-        """Equal lengths make equal plans, whichever samples have them."""
+        """The error of ranks with different samples: equal lengths give equal plans, so plans do not show it."""
         if len({one.drawn for one in ranks}) > 1:
             told = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
-            remedy = "Give all ranks the same seed, or samplers of one order"
+            remedy = "Give all ranks the same seed, or samplers of the same order"
             return ExecutionError(
                 f"iteration {wanted.number}: ranks draw different samples: {told}. {remedy}"
             )
         if (found := apart(ranks)) is not None:
             what = f"ranks hold parts of sample {found[0]}, whose tokens differ: {by_value(found[1])}"
-            remedy = "Give all ranks the same dataset, whole and in one order"
+            remedy = "Give all ranks the same complete dataset, in the same order"
             return ExecutionError(f"iteration {wanted.number}: {what}. {remedy}")
         return None
 
 
 def _recipe_of(ticks: TickTable | None) -> str | Recipe:
-    """By default; of ticks the one that gives a microbatch one layout in all of them."""
+    """The default recipe; for ticks, one that keeps a microbatch's layout the same in all ticks."""
     if ticks is None:
         return DEFAULT_RECIPE
     from apportion.planner.iteration.ticks import RECIPE
@@ -513,6 +512,6 @@ def _fields(rows: Sequence[Rows]) -> str:
 
 
 def _holding(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:
-    """The microbatches of an iteration, for ranks that hold others: samples as they were drawn, and plans."""
+    """The microbatches of an iteration, for the error of ranks that hold others: samples as drawn, and plans."""
     plans = ", ".join(handle.name for handle in handles)
     return f"{wanted.describe()} under plans {plans}"

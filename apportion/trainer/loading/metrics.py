@@ -1,4 +1,4 @@
-"""What a loader counts, and tells when it is asked; what ranks tell each other of an iteration."""
+"""Metrics of a loader, and the facts of an iteration that ranks exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apportion.trainer.loading.rows import Rows
 
 
 class Facts(NamedTuple):
-    """What ranks tell each other of an iteration, all microbatches together: labels and their weight; checksums of the
+    """Facts of an iteration, over all microbatches, that ranks exchange: labels and their weight; checksums of the
     names, dtypes and widths of the samples' fields, and of the numbers of all samples; `Rows.shared`."""
 
     valid: int
@@ -25,14 +25,14 @@ class Facts(NamedTuple):
 
     @staticmethod
     def of(rows: Sequence[Rows], samples: Sequence[Ints]) -> Facts:
-        """This rank's. samples: of each microbatch, as they were drawn."""
+        """The facts of this rank. samples: of each microbatch, as drawn."""
         valid, weight = sum(one.valid for one in rows), sum(one.weight for one in rows)
         form = crc32("; ".join(one.form for one in rows).encode())
         drawn = crc32(str([own.tolist() for own in samples]).encode())
         return Facts(valid, weight, form, drawn, tuple(pair for one in rows for pair in one.shared))
 
     def numbers(self) -> list[int]:
-        """As int64, which is what ranks can exchange: bits of float64, which hold whole numbers below 2^53."""
+        """The facts as int64 for the exchange: bits of float64, which holds integers below 2^53 exactly."""
         return as_bits([*self[:-1], *(number for pair in self.shared for number in pair)])
 
     @staticmethod
@@ -43,12 +43,12 @@ class Facts(NamedTuple):
         return Facts(int(valid), weight, int(form), int(drawn), shared)
 
 
-#: of a rank that could not read its samples
+#: facts of a rank that could not read its samples
 NOTHING = Facts(-1, 0.0, 0)
 
 
 def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
-    """A sample that has other tokens on some ranks than on others, and the checksum of each rank that has it."""
+    """A sample whose tokens differ between ranks, and the checksum on each rank that has it."""
     found = dict[int, dict[int, str]]()
     for rank, one in enumerate(ranks):
         for sample, checksum in one.shared:
@@ -58,7 +58,7 @@ def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
 
 @dataclass
 class Meters:
-    """Counts of this process since it began. tokens: of all ranks, in microbatches that the trainer is done with."""
+    """Counters of this process. tokens: of all ranks, in microbatches that the trainer has finished."""
 
     iterations: int = 0
     tokens: int = 0
@@ -67,17 +67,17 @@ class Meters:
     _since_s: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """A pass."""
+        """Starts timing a pass."""
         self._since_s = time.monotonic()
 
     def end(self, tokens: int) -> None:
-        """Of a microbatch."""
+        """Records the end of a microbatch."""
         now_s = time.monotonic()
         self.tokens += tokens
         self._spent_s, self._since_s = self._spent_s + now_s - self._since_s, now_s
 
     def told(self) -> dict[str, Any]:
-        """tokens_per_s: within passes."""
+        """The metrics as plain data; tokens_per_s: within passes."""
         rate = self.tokens / self._spent_s if self._spent_s else 0.0
         counts = {"iterations": self.iterations, "tokens": self.tokens}
         return {**counts, "tokens_per_s": rate, "waited_s": self.waited_s}

@@ -1,5 +1,4 @@
-"""A rank's rows of a planned microbatch: tokens, labels and whatever else tokens have, read from the samples that it
-holds.
+"""Reads a rank's rows of a planned microbatch from its samples: tokens, labels and other fields per token.
 
 Labels are shifted before sharding: the label of a rank's last row may be a token that another rank holds.
 """
@@ -29,27 +28,27 @@ Sample = ArrayLike | Tensor | Mapping[str, Any]
 
 TOKENS, LABELS = "input_ids", "labels"
 SHIFTED = (LABELS, WEIGHTS)
-NOWHERE = -1  # sample, and place in it, of padding
-_COMPARED = 16  # samples that ranks share, of a microbatch
-#: 1 for tokens that are to be learnt, 0 for others; the masks of a sample all apply
+NOWHERE = -1  # sample, and position in it, of padding
+_COMPARED = 16  # shared samples to compare between ranks, per microbatch
+#: loss masks: 1 for tokens to learn, 0 for others; all masks of a sample apply
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-#: fields that say nothing where every entry is this
+#: fields that carry no information if every entry has this value
 _SAYS_NOTHING = {"attention_mask": 1, "token_type_ids": 0}
-_BY_MASK = "the mask of the plan says it: samples come without padding and without positions of their own"
+_BY_MASK = "the plan's mask defines it: samples have no padding and no positions of their own"
 _DOCUMENTS = "give the loader `masks`, such as documents([lengths])"
 _PACKED = "give the loader ap.Samples(dataset), which makes documents of it"
 _NOT_APPLIED = "of this name would not be applied"
-#: fields that would change the result and that no batch brings to the model, or that other packages call otherwise
+#: fields that would change the result but do not reach the model, or that have another name in other packages
 _RULES = (
-    ("attention_mask padding_mask pad_mask key_padding_mask", _BY_MASK, "cut padding off, and give `masks`"),
+    ("attention_mask padding_mask pad_mask key_padding_mask", _BY_MASK, "remove padding, and give `masks`"),
     ("position_ids seq_lengths cu_seqlens cu_seq_lens_q cu_seq_lens_k seq_idx", _BY_MASK, _PACKED),
     ("segment_ids segment_id document_ids document_id doc_ids sequence_ids", _BY_MASK, _DOCUMENTS),
-    ("token_type_ids", "no layer would be given it", "leave it out where the model can do without"),
+    ("token_type_ids", "no layer would receive it", "leave it out if the model does not need it"),
     ("completion_masks assistant_mask assistant_tokens_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask"),
-    ("loss_masks label_mask labels_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask, 1 where is learnt"),
-    ("weight weights loss_weight", f"weights {_NOT_APPLIED}", f"name them {WEIGHTS}, or as you like"),
+    ("loss_masks label_mask labels_mask", f"a mask {_NOT_APPLIED}", "name it loss_mask, 1 for learnt ones"),
+    ("weight weights loss_weight", f"weights {_NOT_APPLIED}", f"name them {WEIGHTS}, or anything else"),
     ("shift_labels label_ids label target targets target_ids", f"labels {_NOT_APPLIED}", "name them labels"),
-    ("prompt_mask", "is 1 where nothing is to be learnt", "give completion_mask, which is 1 elsewhere"),
+    ("prompt_mask", "is 1 for tokens not to learn", "give completion_mask, which is 1 elsewhere"),
     ("inputs_embeds", "rows are looked up by token id", "leave it out"),
     (
         "pixel_values",
@@ -62,9 +61,9 @@ _REFUSED = {name: (rule, remedy) for names, rule, remedy in _RULES for name in n
 
 class Dataset(Protocol):
     """Map-style. A sample is a 1-d array or tensor of token ids, or a mapping: `input_ids`, and any field that has an
-    entry for each token, [length, ...]; `labels` lie as Hugging Face has them, beside the tokens that they are, with
-    -100 where nothing is to be learnt, and so do `completion_mask`, `assistant_masks` and `loss_mask`: a label is left
-    out where one of them is 0. A dataset may have `lengths`, integers [n], and `masks`."""
+    entry for each token, [length, ...]; `labels` are aligned with their own tokens, as in Hugging Face, with -100 for
+    tokens not to learn, and so are `completion_mask`, `assistant_masks` and `loss_mask`: a label is dropped if one of
+    them is 0. A dataset may have `lengths`, integers [n], and `masks`."""
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
@@ -73,9 +72,9 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """How rows are laid out. shifted: fields that belong to the token that is predicted, as labels do. multiple: of
-    which the number of rows is one, at least one row; None: as many as there are. envelope: what rows, and buffers and
-    tables of handles, are padded to."""
+    """Form of rows. shifted: fields that belong to the predicted token, like labels. multiple: the number of rows is
+    padded to a multiple of it, at least one row; None: no padding. envelope: sizes to which rows, and buffers and
+    tables of handles, are padded."""
 
     shifted: Collection[str] = SHIFTED
     multiple: int | None = None
@@ -89,9 +88,9 @@ class Form:
 
 
 class Rows(NamedTuple):
-    """A rank's rows of a microbatch, [rows] int64 each; fields: the others that its samples have, [rows, ...]. Padding
-    lies behind: token 0 without label, of sample -1. shared: of the longest samples of which other ranks hold a part
-    too, the number and a checksum of all tokens."""
+    """A rank's rows of a microbatch, [rows] int64 each; fields: other fields of its samples, [rows, ...]. Padding comes
+    last: token 0 without label, of sample -1. shared: number and checksum of all tokens of the longest samples that
+    other ranks hold a part of too."""
 
     tokens: Tensor
     labels: Tensor
@@ -102,12 +101,12 @@ class Rows(NamedTuple):
 
     @property
     def valid(self) -> int:
-        """How many have a label."""
+        """The number of rows with a label."""
         return int((self.labels != IGNORED).sum())
 
     @property
     def weight(self) -> float:
-        """The loss weights of these, 1 each where there are none."""
+        """The sum of loss weights of rows with a label, 1 each by default."""
         weights = self.fields.get(WEIGHTS)
         return float(self.valid) if weights is None else float(weights[self.labels != IGNORED].double().sum())
 
@@ -124,9 +123,9 @@ def local_rows(
     samples: Ints | None = None,
     form: Form = Form(),
 ) -> Rows:
-    """The rows of the slice's rank. `read(i)` gives sequence i of the batch and is called once for each sequence that
-    the rank holds, or for one where it holds none; samples: the number of each sequence in its dataset, by default its
-    own. Raises ExecutionError where a sample has another length or other fields, or the plan is of another batch."""
+    """The rows of the slice's rank. `read(i)` returns sequence i of the batch; it is called once for each sequence that
+    the rank holds, or for one if it holds none; samples: the dataset number of each sequence, by default its own
+    number. Raises ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
     held = _ReadSequences(read, batch)
@@ -143,7 +142,7 @@ def local_rows(
 
 
 def _part(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
-    """Rows of the sample's tokens from `first` on, which predict its tokens `targets`, -1: none."""
+    """Rows of the sample's tokens from `first` on, which predict its tokens `targets` (-1: none)."""
     count, target = len(targets), torch.from_numpy(targets)
     fields = {
         name: _taken(own, target, 0) if name in shifted else own[first : first + count]
@@ -154,7 +153,7 @@ def _part(sample: _Sample, number: int, first: int, targets: Ints, shifted: Coll
 
 
 def _joined(parts: Sequence[Rows], form: Form) -> Rows:
-    """One behind another, and padding behind them."""
+    """Concatenates the parts, followed by padding."""
     rows = sum(len(part.tokens) for part in parts)
     padding = form.padded(rows) - rows
 
@@ -169,8 +168,8 @@ def _joined(parts: Sequence[Rows], form: Form) -> Rows:
 
 
 def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form) -> Iterator[Rows]:
-    """The rows of each microbatch of an iteration, read when asked for. Raises as `local_rows`, and ExecutionError
-    where the plan is of other batches."""
+    """Yields the rows of each microbatch of an iteration, read lazily. Raises as `local_rows`, and ExecutionError if
+    the plan is for other batches."""
     wanted.check(piece)
     for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
 
@@ -190,13 +189,13 @@ def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tu
 @dataclass(frozen=True)
 class _Sample:
     tokens: Tensor
-    labels: Tensor  # the tokens where it has none of its own
+    labels: Tensor  # the tokens if the sample has no labels
     fields: dict[str, Tensor]
 
 
 @dataclass
 class _ReadSequences:
-    """The sequences of a microbatch that were read, checked."""
+    """The sequences of a microbatch that were read and checked."""
 
     read: Callable[[int], Sample]
     batch: Batch
@@ -209,13 +208,13 @@ class _ReadSequences:
             if (form := _form(sample.fields)) != (other := _form(first.fields)):
                 raise ExecutionError(
                     f"sequence {sequence} has the fields {form}, another one of its microbatch {other}: "
-                    "give all samples the same, of one dtype and width"
+                    "give all samples the same fields, of the same dtype and width"
                 )
             self._samples[sequence] = sample
         return self._samples[sequence]
 
     def any(self) -> _Sample:
-        """One of them: what fields there are."""
+        """Any sequence, for the fields."""
         return next(iter(self._samples.values())) if self._samples else self.of(0)
 
 
@@ -225,21 +224,21 @@ def _form(fields: Mapping[str, Tensor]) -> str:
 
 
 def _taken(values: Tensor, index: Tensor, missing: int) -> Tensor:
-    """values[index], `missing` where the index is -1."""
+    """values[index], with `missing` for an index of -1."""
     found = values[index.clamp(min=0)]
     found[index < 0] = missing
     return found
 
 
 def _check_batch(spans: Any, batch: Batch) -> None:
-    """Spans must lie in the sequences that they name."""
+    """Raises ExecutionError if a span exceeds its sequence."""
     sequence, token = spans["sequence"], spans["token"].astype(np.int64)
     known = sequence < len(batch.lengths)
     own = np.where(known, sequence, 0)
     ends = token + spans["length"]
     if not (known & (token >= batch.starts[own]) & (ends <= batch.starts[own + 1])).all():
-        of = f"the plan is not of this batch of {len(batch.lengths)} sequences"
-        raise ExecutionError(f"{of}: the run was begun with other samples")
+        of = f"the plan is not for this batch of {len(batch.lengths)} sequences"
+        raise ExecutionError(f"{of}: the run was started with other samples")
 
 
 def _sample(given: Sample, length: int, sequence: int) -> _Sample:
@@ -258,7 +257,7 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
     labels = _field(f"{where}: {LABELS}", _whole(f"{where}: {LABELS}", given.get(LABELS, tokens)), length)
     for name, ids in ((TOKENS, tokens), (LABELS, labels.where(labels != IGNORED, 0))):
         if length and int(ids.min()) < 0:
-            rule, remedy = "must not be negative", f"write {IGNORED} as the label of what is not to be learnt"
+            rule, remedy = "must not be negative", f"use the label {IGNORED} for tokens not to learn"
             raise ConfigError(f"{where}: {name}", int(ids.min()), rule, remedy)
     _check_place(where, tokens, labels)
     for name in filter(given.__contains__, LOSS_MASKS):
@@ -267,17 +266,17 @@ def _sample(given: Sample, length: int, sequence: int) -> _Sample:
 
 
 def _check_place(where: str, tokens: Tensor, labels: Tensor) -> None:
-    """Raises ConfigError for labels that are all the token behind their own, and not their own."""
+    """Raises ConfigError for labels that are shifted already: each equals the next token instead of its own."""
     own, ahead = (labels[:-1] == tokens[:-1], labels[:-1] == tokens[1:])
     there = labels[:-1] != IGNORED
     if int(there.sum()) > 3 and ahead[there].all() and not own[there].all():
-        rule = "are those of the next token already, and would be shifted once more"
-        remedy = "give each label beside the token that it is"
+        rule = "belong to the next token already, and would be shifted again"
+        remedy = "align each label with its own token"
         raise ConfigError(f"{where}: {LABELS}", "shifted", rule, remedy)
 
 
 def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
-    """Raises ConfigError for a field that would change the result, and would not be applied."""
+    """Raises ConfigError for a field that should change the result, but would not be applied."""
     for name in filter(given.__contains__, _REFUSED):
         told = f"{where}: {name}"
         if name in _SAYS_NOTHING and (_field(told, given[name], length) == _SAYS_NOTHING[name]).all():
@@ -286,25 +285,25 @@ def _check_known(where: str, given: Mapping[str, Any], length: int) -> None:
 
 
 def _ones(name: str, given: Any, length: int) -> Tensor:
-    """bool [length], of a mask of ones and zeros. Raises ConfigError."""
+    """Converts a mask of ones and zeros to bool [length]. Raises ConfigError."""
     found = _field(name, given, length)
     if found.dim() != 1 or not bool(((found == 0) | (found == 1)).all()):
-        rule = "must be 1 where the token is to be learnt, else 0"
+        rule = "must be 1 for tokens to learn, else 0"
         raise ConfigError(name, "other entries", rule, "give other weights as loss_weights")
     return found == 1
 
 
 def _whole(name: str, given: Any) -> Tensor:
-    """int64. Raises ConfigError for anything but whole numbers."""
+    """Converts to int64. Raises ConfigError for anything but integers."""
     found = _tensor(given)
     if found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         kind = type(given).__name__ if found is None else found.dtype
-        raise ConfigError(name, kind, "must be whole numbers", "give token ids")
+        raise ConfigError(name, kind, "must be integers", "give token ids")
     return found.long()
 
 
 def _tensor(given: Any) -> Tensor | None:
-    """On the CPU; None for what is no array of numbers."""
+    """Converts to a CPU tensor; None for values that are not arrays of numbers."""
     if isinstance(given, Tensor):
         return given.detach().cpu()
     try:
@@ -319,5 +318,5 @@ def _field(name: str, given: Any, length: int) -> Tensor:
     if found is None or found.dim() == 0 or len(found) != length:
         shape = type(given).__name__ if found is None else f"shape {tuple(found.shape)}"
         rule = f"must have an entry for each of the {length} tokens"
-        raise ConfigError(name, shape, rule, "leave out what belongs to the sample as a whole, or repeat it")
+        raise ConfigError(name, shape, rule, "leave out fields of the whole sample, or repeat them per token")
     return found

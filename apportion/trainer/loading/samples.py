@@ -1,10 +1,10 @@
-"""Datasets in front of the loader: lengths and masks from their columns, samples that are too long, and streams.
+"""Dataset wrappers for the loader: lengths and masks from columns, overlong samples, and streams.
 
     Hugging Face Dataset, or any map-style one ──Samples──► samples, `lengths`, `masks` ──► PlannedLoader
     iterable ──`buffer` samples──► Samples ──► PlannedLoader, one pass ──► the next buffer
 
-A packed row says where its documents begin by `seq_lengths` (trl) or by `position_ids` that restart (axolotl,
-transformers); the documents become a mask of the row, and the columns are left out.
+A packed row marks its documents by `seq_lengths` (trl) or by `position_ids` that restart (axolotl, transformers); the
+documents become a mask of the row, and the columns are dropped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
 from apportion.trainer.loading.rows import TOKENS, Dataset
 
 LENGTHS, POSITIONS, ATTENTION = "seq_lengths", "position_ids", "attention_mask"
-_READ = 1000  # samples at a time
+_READ = 1000  # samples to read at a time
 
 
 class Samples(Dataset):
-    """A map-style dataset that a loader plans without more: `lengths` and `masks` are read from its columns.
+    """A map-style dataset for the loader that reads `lengths` and `masks` from its columns.
 
         ap.PlannedLoader(ap.Samples(dataset, limit=8 * 8192, overlong="cut"), cluster, model, 8192)
 
@@ -55,7 +55,7 @@ class Samples(Dataset):
         overlong: str = "refuse",
     ) -> None:
         if getattr(dataset, "masks", None) is not None:
-            rule = "would be left out: these samples have the mask that is given here"
+            rule = "would be ignored: these samples have the mask of this argument"
             remedy = "give mask=, or the dataset itself to the loader"
             raise ConfigError("masks", "of the dataset", rule, remedy)
         self._dataset, self._columns = dataset, columns
@@ -81,12 +81,12 @@ class Samples(Dataset):
         names = set(sample if self._columns is None else self._columns) - {LENGTHS, POSITIONS}
         found = {name: sample[name] for name in sample if name in names}
         if sample.keys() & {LENGTHS, POSITIONS} and np.asarray(found.get(ATTENTION, 1)).all():
-            found.pop(ATTENTION, None)  # some number the documents
+            found.pop(ATTENTION, None)  # some packers number the documents in it
         return {name: value[:length] if np.ndim(value) else value for name, value in found.items()}
 
 
 def _packs(dataset: Dataset) -> Iterator[list[int]]:
-    """The lengths of each sample's documents."""
+    """Yields the lengths of each sample's documents."""
     names = getattr(dataset, "column_names", None)
     if names is None or not hasattr(dataset, "with_format"):
         for i in range(len(dataset)):
@@ -108,12 +108,12 @@ def _packs(dataset: Dataset) -> Iterator[list[int]]:
 
 
 def _pack(number: int, sample: Mapping[str, Any]) -> list[int]:
-    """The lengths of its documents; its own, where it does not tell of any. Raises ConfigError."""
+    """The lengths of a sample's documents; its own length if it marks none. Raises ConfigError."""
     tokens = len(sample[TOKENS])
     if LENGTHS in sample:
         lengths = np.asarray(sample[LENGTHS]).tolist()
         if min(lengths, default=0) < 1 or sum(lengths) != tokens:
-            rule = f"must be lengths from 1 on that add up to its {tokens} tokens"
+            rule = f"must be positive lengths that add up to its {tokens} tokens"
             raise ConfigError(f"sample {number}: {LENGTHS}", lengths, rule, "pack it again")
         return list(lengths)
     if POSITIONS not in sample:
@@ -137,7 +137,7 @@ def _cut(pack: Sequence[int], limit: int | None) -> list[int]:
 
 
 def _over(pack: Sequence[int], mask: MaskSpec | None) -> MaskSpec | None:
-    """`mask` on each document."""
+    """Applies `mask` to each document."""
     if len(pack) == 1:
         return mask
     if isinstance(mask, Mapping):
@@ -162,8 +162,8 @@ class StreamedLoader:
     what an iteration takes. mask, limit, overlong: as `Samples`. options: as `PlannedLoader`, but for what is of all
     samples: lengths, masks and sampler. Numbers of iterations and samples are those of a buffer.
 
-    `state_dict` and `load_state_dict` are as those of `PlannedLoader`: a pass goes on behind the last batch that was
-    given out. Raises ConfigError, as `Samples` and `PlannedLoader`, and ExecutionError where ranks read other lengths.
+    `state_dict` and `load_state_dict` work as in `PlannedLoader`: a pass resumes after the last batch that was yielded.
+    Raises ConfigError, as `Samples` and `PlannedLoader`, and ExecutionError if ranks read different lengths.
     """
 
     def __init__(
@@ -183,18 +183,18 @@ class StreamedLoader:
             rule = "is of all samples, and a stream does not know them"
             raise ConfigError(unknown[0], "given", rule, "leave it out")
         if isinstance(stream, Iterator):
-            rule = "gives one pass, and cannot begin anew"
-            raise ConfigError("stream", type(stream).__name__, rule, "give what can be iterated anew")
+            rule = "gives only one pass, and cannot restart"
+            raise ConfigError("stream", type(stream).__name__, rule, "give an iterable that can restart")
         self._stream, self._size = stream, integer("buffer", buffer)
         self._samples = {"mask": mask, "limit": limit, "overlong": overlong}
         self._job, self._options = (cluster, model, tokens_per_rank), options
         self._epoch = self._number = 0  # of the next buffer
         self._loader: PlannedLoader | None = None
-        self._inner: Mapping[str, Any] | None = None  # state of the loader of the next buffer
+        self._inner: Mapping[str, Any] | None = None  # loader state for the next buffer
         self.dropped = self.cut = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another pass over the stream."""
+        """Sets the epoch of the next pass over the stream."""
         if integer("epoch", epoch, 0) != self._epoch:
             self._epoch, self._number, self._inner = epoch, 0, None
 
@@ -217,7 +217,7 @@ class StreamedLoader:
         return islice(iter(self._stream), behind, None)
 
     def _planned(self, samples: Samples) -> PlannedLoader | None:
-        """A pass over a buffer; None where all of it was dropped."""
+        """The loader of a buffer; None if all of it was dropped."""
         self.dropped, self.cut = self.dropped + samples.dropped, self.cut + samples.cut
         if not len(samples):
             return None
@@ -228,18 +228,18 @@ class StreamedLoader:
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is: JSON-like data, equal on all ranks."""
+        """The place of the next batch: JSON-like data, equal on all ranks."""
         inner = self._inner if self._loader is None else self._loader.state_dict()
         return {"epoch": self._epoch, "buffer": self._number, "size": self._size, "loader": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on behind the last batch that was given out when the state was made. Raises ConfigError
-        for a state of another buffer size; another dataset or job is one when the pass begins."""
+        """Has the next pass resume after the last batch that was yielded before the state was saved. Raises ConfigError
+        for a state of another buffer size; another dataset or job is an error when the pass begins."""
         if not isinstance(state, Mapping) or {*_PLACE, "loader"} - state.keys():
             rule = "is not the state of a stream"
             raise ConfigError("state", state, rule, "give what `state_dict()` returned")
         if state["size"] != self._size:
             rule = f"the state was saved with another buffer: this loader has {self._size}"
-            raise ConfigError("state.size", state["size"], rule, "give the loader what it had then")
+            raise ConfigError("state.size", state["size"], rule, "give the loader the same buffer")
         self._epoch, self._number = (integer(f"state.{name}", state[name], 0) for name in _PLACE[:2])
         self._inner, self._loader = state["loader"], None

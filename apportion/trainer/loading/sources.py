@@ -1,4 +1,4 @@
-"""Where plans come from: planning servers, a folder made before training, or a process beside this one."""
+"""Sources of plans: planning servers, a folder of precomputed plans, or a local process."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from apportion.service.problems import ServiceError, UnknownPlanError, Unreachab
 from apportion.service.store import open_store
 from apportion.service.workers import Done, ProcessExecutor, Refusal, plan_pack
 
-CALL_S = 10.0  # for an answer to anything but a plan; whoever asked looks then whether it is still of use
+CALL_S = 10.0  # timeout of calls other than fetches, after which callers check if they still need the answer
 
 
 @dataclass(eq=False)
 class Source(ABC):
-    """Plain data: every pass, and every data-loader process, has a copy of its own, made of the fields of the class,
-    and closes it. One thread submits and another fetches; any may close. shared: whether what one rank submits is
-    planned for all."""
+    """Source of plans. Plain data: every pass, and every data-loader process, has its own copy, built from the fields
+    of the class, and closes it. One thread submits and another fetches; any may close. shared: whether one rank's
+    request is planned for all."""
 
     shared: ClassVar[bool] = True
 
     @abstractmethod
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
-        """Has a request planned, once however often it is submitted. key: of the request, `Job.request_key`; ahead:
-        iterations before it is needed. Raises TimeoutError where nobody answers."""
+        """Submits a request for planning; idempotent. key: of the request, `Job.request_key`; ahead: iterations before
+        it is needed. Raises TimeoutError if there is no answer."""
 
     @abstractmethod
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
-        """A rank's slice. then: keys of the iterations to come, as far as they are known. Raises TimeoutError where it
-        is not there after `wait_s`, UnknownPlanError where nobody has submitted it."""
+        """Fetches a rank's slice. then: keys of the next iterations, as far as known. Raises TimeoutError if it is not
+        ready after `wait_s`, UnknownPlanError if it was not submitted."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what waits here, and frees what is open; again is no error."""
+        """Ends waiting calls and frees resources; idempotent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)
@@ -55,7 +55,7 @@ class Source(ABC):
 
 @dataclass(eq=False)
 class LocalSource(Source):
-    """A process beside this one plans; each rank has its own, and all come to the same plans."""
+    """Plans in a local process; each rank has its own, and all compute the same plans."""
 
     shared = False
     _planner: ProcessExecutor | None = field(default=None, init=False)
@@ -72,7 +72,7 @@ class LocalSource(Source):
             self._asked[key] = self._planner.submit(plan_pack, request)
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
-        """Raises ServiceError where the request cannot be planned, WorkerDiedError."""
+        """Fetches as `Source`. Raises ServiceError if the request cannot be planned, WorkerDiedError."""
         future = self._asked.get(key)
         if future is None:
             raise UnknownPlanError(key)
@@ -93,24 +93,23 @@ class LocalSource(Source):
 
 @dataclass(eq=False)
 class FolderSource(Source):
-    """Plans that are there already, found by what is asked, so the order of the samples is free. made: what is asked,
-    as `ir.bytes.origin`, to say how it differs where a plan is not there. Raises ConfigError where there is no
-    folder."""
+    """Precomputed plans, found by the key of the request, so the order of the samples is free. made: the origin of the
+    requests, as `ir.bytes.origin`, to explain a missing plan. Raises ConfigError if the folder does not exist."""
 
     folder: str
     made: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         if not Path(self.folder).is_dir():
-            rule, remedy = "is no folder", "name one that apportion precompute made, or the URL of a server"
+            rule, remedy = "is not a folder", "name one from apportion precompute, or the URL of a server"
             raise ConfigError("source", self.folder, rule, remedy)
         self._store = open_store(self.folder)
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
-        """Nothing to do: all was planned before."""
+        """Does nothing: all plans were made before."""
 
     def fetch(self, key: bytes, rank: int, wait_s: float, then: Sequence[bytes] = ()) -> IterationSlice:
-        """Raises ConfigError where it is not there, by the field in which other plans were asked for; StoreError."""
+        """Fetches as `Source`. Raises ConfigError for a missing plan, naming the field that differs; StoreError."""
         found = self._store.slice(key, rank)
         if found is None:
             raise self._missing(key)
@@ -130,7 +129,7 @@ class FolderSource(Source):
         else:
             most = f", which are the first {told['iterations']} of their samples" if told else ""
             rule = f"it is not among the plans in {self.folder}{most}"
-            remedy = "ask more of precompute, or give the samples that it had"
+            remedy = "precompute more iterations, or give the same samples"
             return ConfigError("source", f"the plan {key.hex()[:16]}", rule, remedy)
         rule = f"the plans in {self.folder} were made with {held!r}"
         return ConfigError(name, asked, rule, "give the same, or precompute into another folder")
@@ -138,9 +137,9 @@ class FolderSource(Source):
 
 @dataclass(eq=False)
 class ServiceSource(Source):
-    """urls: of equal servers, http(s)://HOST:PORT; token, ca: as `Client`; timeout_s: that somebody waits for a plan;
-    job: digest, by which load balancers send all ranks to one server. Slices of iterations in a row come over a stream.
-    Raises ConfigError."""
+    """Planning servers. urls: equivalent servers, http(s)://HOST:PORT; token, ca: as in `Client`; timeout_s: longest
+    wait for a plan; job: digest, by which load balancers send all ranks to one server. Slices of consecutive iterations
+    come over a stream. Raises ConfigError."""
 
     urls: tuple[str, ...]
     token: str | None = field(default=None, repr=False)
@@ -152,7 +151,7 @@ class ServiceSource(Source):
         call_s = min(CALL_S, self.timeout_s / 3)
         self._client = Client(self.urls, self.token, ca=self.ca, timeout_s=call_s, job=self.job)
         self._stream: Iterator[IterationSlice] | None = None
-        self._coming = deque[bytes]()  # keys of what the stream still has to bring
+        self._coming = deque[bytes]()  # keys outstanding in the stream
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         with _patience():
@@ -163,7 +162,7 @@ class ServiceSource(Source):
             if self._stream is not None and self._coming and self._coming[0] == key:
                 try:
                     return self._next()
-                except (TimeoutError, UnknownPlanError):  # of the time when it was opened
+                except (TimeoutError, UnknownPlanError):  # may have changed since the stream was opened
                     return self._client.fetch(key, rank, wait_s)
             self._coming = deque([key, *then])
             self._stream = self._client.stream(list(self._coming), rank, wait_s)
@@ -186,7 +185,7 @@ class ServiceSource(Source):
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """A service that does not answer, or is too busy, may do so later: TimeoutError."""
+    """Converts errors of a service that is down or too busy, and may recover, to TimeoutError."""
     try:
         yield
     except UnreachableError as error:
@@ -205,21 +204,21 @@ def open_source(
     made: Mapping[str, Any],
     job: bytes,
 ) -> Source:
-    """The source of that name: "local", a URL or several, or a folder. token, ca, timeout_s, job: as `ServiceSource`;
-    made: as `FolderSource`. Raises ConfigError."""
+    """Opens a source by name: "local", a URL or several, or a folder. token, ca, timeout_s, job: as in `ServiceSource`;
+    made: as in `FolderSource`. Raises ConfigError."""
     urls = (source,) if isinstance(source, str) else source
     if isinstance(urls, list | tuple) and urls and all(_is_url(one) for one in urls):
         return ServiceSource(tuple(urls), token, None if ca is None else str(ca), timeout_s, job)
     for name, value in (("token", token), ("ca", ca)):
         if value is not None:
-            rule = "is for a planning service, and the source is none"
+            rule = "is for a planning service, and the source is not one"
             raise ConfigError(name, "...", rule, "leave it out, or give the URL of a server as source")
     if source == "local":
         return LocalSource()
     if isinstance(source, str | Path):
         return FolderSource(str(source), made)
     if not isinstance(source, Source):
-        remedy = 'write "local" to plan beside this process'
+        remedy = 'write "local" to plan in a local process'
         raise ConfigError("source", source, "must be a URL, a folder or a source of plans", remedy)
     return source
 

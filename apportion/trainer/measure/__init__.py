@@ -1,1 +1,1 @@
-"""What runs on the ranks of a job to check and to time it: selftest, bench, profile."""
+"""Commands that run on the ranks of a job to check and time it: selftest, bench, profile."""

@@ -1,9 +1,9 @@
-"""What a call of planned attention costs: launches, messages and host time of a rank, and the time of GPUs.
+"""Benchmark of planned attention calls: launches, messages and host time of a rank, and GPU time.
 
-    real      a plan for as many ranks as the job has: every rank runs its part. Exposed communication is what that
-              takes longer than with messages that are only recorded.
-    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does all that it does in a job
-              but to post messages. Where there is a GPU it gets the kernels, on rows that never came.
+    real      a plan for as many ranks as the job has: every rank runs its part. Exposed communication is the extra
+              time over a run whose messages are only recorded.
+    recorded  a plan for any other number of ranks: the busiest rank alone, whose host does the same work as in a job
+              except posting messages. A GPU, if there is one, runs the kernels on uninitialised rows.
 
 Without a GPU every plan is recorded, by the stage engine, and its kernels are counted but not started. With
 TRITON_INTERPRET=1 the CPU takes the GPU's place.
@@ -40,21 +40,21 @@ from apportion.ir.tensors import PHASES
 from apportion.planner.simulate import simulate
 from apportion.trainer.step.attention import Communicator, PlanHandle, planned_attention
 
-#: work -> (its result, what was seen)
+#: work -> (its result, the measurement)
 Meter = Callable[[Callable[[], Any]], tuple[Any, Any]]
 #: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> out [T, Hq, Dv]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class CallTimes(NamedTuple):
-    """Milliseconds until a call returned, and until its device was done."""
+    """Milliseconds until a call returns, and until its device is done."""
 
     host: float
     device: float
 
 
 class Counts(NamedTuple):
-    """What a rank is told to do in a call: kernels; batches and all-to-alls; messages in either direction."""
+    """Counts of a rank's call: kernels; batches and all-to-alls; messages in both directions."""
 
     launches: int
     rounds: int
@@ -62,7 +62,7 @@ class Counts(NamedTuple):
 
 
 def on_host(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
-    """Where the host is the device too."""
+    """Times work for which the host is also the device."""
     start = time.perf_counter()
     result = work()
     took = (time.perf_counter() - start) * 1e3
@@ -70,7 +70,7 @@ def on_host(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
 
 
 def on_gpu(work: Callable[[], Any]) -> tuple[Any, CallTimes]:
-    """On the current GPU and stream, which are idle before and after."""
+    """Times work on the current GPU and stream, which are idle before and after."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     begin.record()
@@ -89,7 +89,7 @@ class RankTensors:
 
     @staticmethod
     def of(header: Header, rows: int, device: torch.device, drawn: bool) -> RankTensors:
-        """drawn: normal numbers; otherwise uninitialised."""
+        """Allocates the tensors. drawn: normal numbers; otherwise uninitialised."""
         make = partial(torch.randn if drawn else torch.empty, device=device, dtype=DTYPES[header.dtype])
         q = make(rows, header.q_heads, header.head_dim, requires_grad=True)
         k = make(rows, header.kv_heads, header.head_dim, requires_grad=True)
@@ -98,14 +98,14 @@ class RankTensors:
 
 
 def metered(attention: Attention, rows: RankTensors, meter: Meter) -> dict[str, Any]:
-    """What is seen of each phase."""
+    """The measurement of each phase."""
     out, forward = meter(lambda: attention(*rows.qkv))
     _, backward = meter(lambda: torch.autograd.grad(out, rows.qkv, rows.do))
     return {"forward": forward, "backward": backward}
 
 
 def best(attention: Attention, rows: RankTensors, clock: Meter, repeats: int) -> dict[str, CallTimes]:
-    """The least of each phase, after a call to warm up."""
+    """The least times of each phase, after a warm-up call."""
     metered(attention, rows, clock)
     runs = [metered(attention, rows, clock) for _ in range(repeats)]
     return {phase: CallTimes(*map(min, zip(*(run[phase] for run in runs), strict=True))) for phase in PHASES}
@@ -119,7 +119,7 @@ def planned(handle: PlanHandle) -> Attention:
 def prepared(
     piece: Slice, transport: Transport, engine: str | Engine, device: torch.device
 ) -> tuple[PlanHandle, dict[str, float]]:
-    """A handle, and the milliseconds that the work lists and tables of each phase took, when all is imported."""
+    """A handle, and the milliseconds to build the work lists and tables of each phase, without imports."""
     (kind,) = piece.header.kinds
     for _ in range(2):
         handle = PlanHandle(piece, transport, engine)
@@ -128,7 +128,7 @@ def prepared(
 
 
 def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
-    """What the stage engine does for a rank. Rounds and messages are those of every engine."""
+    """The stage engine's counts for a rank. Rounds and messages are the same for every engine."""
     recorder = RecordingDevice(piece.rank, piece.ranks)
     handle = PlanHandle(piece, recorder, recorder.engine)
 
@@ -141,7 +141,7 @@ def counted(piece: Slice, device: torch.device) -> dict[str, Counts]:
 
 # ---- plans
 
-#: products as wide as QK, and as wide as V, of each pair and query head; backward computes the scores anew
+#: matrix products of QK width, and of V width, per pair and query head; backward recomputes the scores
 PRODUCTS: Mapping[str, tuple[int, int]] = MappingProxyType({"forward": (1, 1), "backward": (3, 2)})
 
 
@@ -166,18 +166,18 @@ class AttentionRow:
     tflops: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """Plain data, four digits after the point."""
+        """The row as plain data, rounded to four decimals."""
         values = asdict(self).items()
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in values}
 
 
-#: phase -> what a row has of an engine, by the names of fields
+#: phase -> an engine's fields of a row, by name
 Times = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures plans on the ranks of a job. skip: is told what is not measured, and why."""
+    """Measures plans on the ranks of a job. skip: called with what is not measured, and the reason."""
 
     device: torch.device
     communicator: Transport
@@ -196,7 +196,7 @@ class Bench:
             rule = "the stage kernels compute in float16, bfloat16 and float32"
             raise ConfigError("model.dtype", "fp64", rule, "write bf16")
         if Op.PROJECT in plan.programs[kind, "forward"]["instructions"]["op"]:
-            self.skip(f"{recipe}: its plans project hidden states themselves, here q, k and v are measured")
+            self.skip(f"{recipe}: its plans project hidden states themselves; bench measures q, k and v")
             return []
         found = facts(plan, hardware, self.device)
         timed = {name: self._timed(plan, found["forward"].rank, name) for name in self.engines}
@@ -208,11 +208,11 @@ class Bench:
 
     @property
     def _computes(self) -> bool:
-        """Whether kernels are executed."""
+        """True if kernels are executed."""
         return self.device.type == "cuda" or device_obstacle(self.device) is None
 
     def _timed(self, plan: Plan, rank: int, engine: str) -> Times:
-        why = None if engine == "stage" else "it computes on the CPU: its calls have no own host time"
+        why = None if engine == "stage" else "it computes on the CPU: its calls have no separate host time"
         if self._computes:
             why = ENGINES[engine].obstacle(plan.header, self.device)
         if why is not None:
@@ -225,7 +225,7 @@ class Bench:
     # --- recorded
 
     def _recorded(self, piece: Slice, name: str) -> Times:
-        why = "ms, tflops, exposed_ms: there is no GPU, a rank's host alone is measured"
+        why = "ms, tflops, exposed_ms: there is no GPU, so only a rank's host is measured"
         if self._computes:
             here = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
             why = f"{here} are not: a host time and none of the device"
@@ -244,7 +244,7 @@ class Bench:
     # --- real
 
     def _real(self, plan: Plan, busiest: int, engine: str) -> Times:
-        """The busiest rank's host, and the slowest device."""
+        """The times of the busiest rank's host, and of the slowest device."""
         rank, ranks = self.communicator.rank, plan.header.ranks
         piece = plan.for_rank(rank)
         handle, prepare_ms = prepared(piece, self.communicator, engine, self.device)
@@ -263,7 +263,7 @@ class Bench:
         return found
 
     def _together(self, work: Callable[[], Any]) -> tuple[Any, CallTimes]:
-        """All ranks of the job begin at once."""
+        """Runs work on all ranks of the job, started together."""
         self.communicator.all_gather([0], "a measurement")
         return self.clock(work)
 
@@ -282,21 +282,21 @@ def facts(plan: Plan, hardware: Hardware | None, device: torch.device) -> dict[s
 
 
 def rated(row: AttentionRow, plan: Plan) -> AttentionRow:
-    """With what follows from the device's time."""
+    """Adds the fields that follow from the device's time."""
     launches = row.launches if row.engine == "stage" else None
     tflops = None if row.ms is None else flops(plan, row.phase) / row.ranks / row.ms / 1e9
     return replace(row, launches=launches, tflops=tflops)
 
 
 def flops(plan: Plan, phase: str) -> int:
-    """Of all ranks: a product and its sum count as two."""
+    """The FLOPs of all ranks: a multiply-add counts as two."""
     (kind,), model, (qk, v) = plan.header.kinds, plan.request.model, PRODUCTS[phase]
     return 2 * plan.request.batch.area(kind) * model.q_heads * (qk * model.head_dim + v * model.value_dim)
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The ranks that torchrun started, on this rank's device; a single process without it."""
+    """Sets up torchrun's ranks, or a single process; yields this rank's device."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -307,7 +307,7 @@ def process_group() -> Iterator[torch.device]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield device
-        dist.barrier()  # no rank hangs up on another one's last collective
+        dist.barrier()  # no rank leaves during another one's last collective
     finally:
         dist.destroy_process_group()
 

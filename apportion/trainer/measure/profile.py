@@ -1,5 +1,5 @@
-"""A profile on the ranks of a job: links between them, and kernels by all ranks at once, as in training, where they
-share a machine's memory and power; rank 0's figures count."""
+"""Profile on the ranks of a job: links between them, and kernels on all ranks at once, since they share a machine's
+memory and power in training; rank 0's figures are used."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def run(
     model: Model | None = None,
     tokens: int | None = None,
 ) -> Hardware | None:
-    """The hardware on rank 0, None on the others. Links, posting and contention are measured where torchrun started
-    several ranks, and stay the assumed ones where there is one. engine: as of `profile`; model, tokens: as of
-    `Effort.of`. Raises ConfigError, ExecutionError."""
+    """Measures the hardware; returns it on rank 0, None on the others. Links, posting and contention are measured if
+    torchrun started several ranks, else assumed. engine: as in `profile`; model, tokens: as in `Effort.of`. Raises
+    ConfigError, ExecutionError."""
     with process_group() as device:
         ranks = Communicator()
         links = profile_links() if ranks.ranks > 1 else None

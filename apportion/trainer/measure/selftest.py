@@ -1,10 +1,10 @@
-"""Planned against plain attention on the user's own backend and devices, with every engine that runs there.
+"""Self-test of planned against plain attention on the user's backend and devices, with every engine available there.
 
     torchrun --nproc-per-node 2 -m apportion selftest        gloo on CPUs, NCCL on GPUs
     apportion selftest                                       one process
 
 Every rank draws the same numbers, runs its rows under a plan, and compares them with plain attention in float64
-that it computes itself. The errors of plain attention in the same dtype stand beside them.
+that it computes itself. The errors of plain attention in the same dtype are shown for comparison.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ WINDOW = 300
 BLOCK = 128
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 SEED = 0
-WIDTH = 100  # of the table, in narrower terminals too: lines may wrap, figures may not
-# Planned attention may err twice as much as plain attention, and a last place where plain attention errs by luck less.
+WIDTH = 100  # of the table, even in narrower terminals: lines may wrap, figures may not
+# Planned attention may have twice the error of plain attention, plus an ulp in case plain attention's error is tiny.
 FACTOR = 2.0
 _COLUMNS = ("engine", "kind", "dtype", "error", "of plain attention", "forward", "backward", "")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def run(as_json: bool = False) -> int:
-    """Runs on all ranks and prints on rank 0; 0 if all errors of all engines are within their bounds."""
+    """Runs on all ranks and prints on rank 0; returns 0 if all errors of all engines are within their bounds."""
     skipped: dict[str, None] = {}
     with process_group() as device:
         ranks = Communicator()
@@ -64,8 +64,8 @@ def run(as_json: bool = False) -> int:
 def _rows(
     kind: str, dtype: str, ranks: Communicator, device: torch.device, skipped: dict[str, None]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each engine that runs here, of one kind and dtype: norms of the errors relative to the exact result,
-    largest over out, dq, dk and dv; milliseconds. skipped: is told which engines do not run, and why."""
+    """A row for each engine that runs here, for one kind and dtype: relative norms of the errors, the largest of out,
+    dq, dk and dv; milliseconds. skipped: collects the engines that do not run, and the reasons."""
     batch = Batch.from_lengths(LENGTHS, {"causal": masks.causal(), "window": masks.sliding_window(WINDOW)})
     piece = _piece(batch, dtype, ranks)
     mine = torch.from_numpy(piece.layout(piece.header.home_layout).tokens(0)).to(device)
@@ -83,7 +83,7 @@ def _rows(
             continue
         planned = partial(planned_attention, handle=PlanHandle(piece, ranks, name), kind=kind)
         rows = [tensor[mine] for tensor in inputs]
-        _run(planned, rows)  # compares ids, makes tables, compiles, connects the ranks
+        _run(planned, rows)  # warm-up: compares ids, builds tables, compiles, connects the ranks
         got, forward_ms, backward_ms = _run(planned, rows)
         error = _error(got, exact, device)
         row = {"engine": name, "kind": kind, "dtype": dtype, "error": error, "plain_error": plain_error}

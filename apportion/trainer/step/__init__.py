@@ -1,1 +1,1 @@
-"""What a training step calls: attention, two halves in turn, projections, the loss, sums of gradients."""
+"""Functions that training steps call: attention, ping-pong of two halves, projections, loss, sums of gradients."""

@@ -1,11 +1,11 @@
-"""The attention op of a layer, under a plan.
+"""Planned attention functions of layers.
 
 out = planned_attention(q, k, v, handle, kind="global")                     q, k, v of this rank's rows
 out, lse = planned_attention(q, k, v, handle, return_lse=True)              to merge it with other attention
-out = planned_latent_attention(q, compressed, rotated, handle, expand, params)  latent rows travel (MLA)
+out = planned_latent_attention(q, compressed, rotated, handle, expand, params)  sends latent rows (MLA)
 out = planned_attention_block(hidden, position_ids, handle, project, params)    the plan projects the heads
 
-`with check_kernels(True):` looks for NaN and an LSE of +inf after every kernel; it waits for the device each time.
+`with check_kernels(True):` checks for NaN and an LSE of +inf after every kernel; it waits for the device each time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import own_loss, wiring
 
 _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
-_DROPOUT = "attention dropout is not planned: forward and backward would draw their masks on other ranks"
+_DROPOUT = "attention dropout is not supported: forward and backward would draw masks on different ranks"
 
-# name in the attention functions people know -> what to do instead
+# argument of well-known attention functions -> what to do instead
 _ELSEWHERE = {
     **dict.fromkeys(("dropout_p", "dropout"), _DROPOUT),
     **dict.fromkeys(("attn_mask", "attention_mask", "block_mask"), _IN_PLAN),
-    "is_causal": f"{_IN_PLAN}, and causal=True here makes sure that it is causal",
-    "alibi_slopes": "ALiBi is not planned: tasks know diagonals inside a tile, not positions",
-    "attn_bias": "additive biases are not planned: their rows would have to travel with the keys",
-    "score_mod": "scores are not planned to change: there are scale, softcap and sinks",
+    "is_causal": f"{_IN_PLAN}, and pass causal=True to check that it is causal",
+    "alibi_slopes": "ALiBi is not supported: tasks have diagonals inside a tile, not positions",
+    "attn_bias": "additive biases are not supported: their rows would have to be sent with the keys",
+    "score_mod": "score modifications are not supported, except scale, softcap and sinks",
     "window_size": "the mask is part of the plan: write window=left + 1, or window=-1 for (-1, -1)",
-    "sliding_window": "the mask is part of the plan: write window=, with as many tokens",
+    "sliding_window": "the mask is part of the plan: write window= with the same number of tokens",
     **dict.fromkeys(("scaling", "softmax_scale", "sm_scale"), "write scale="),
     **dict.fromkeys(("logits_soft_cap", "logit_cap"), "write softcap="),
     **dict.fromkeys(("s_aux", "softmax_offset"), "write sinks="),
@@ -67,27 +67,25 @@ def planned_attention(
     layer: str | int | None = None,
     **refused: Any,
 ) -> Any:
-    """Attention of the whole microbatch for this rank's query rows; every rank calls it in the same way, also one
-    without tokens.
+    """Attention over the whole microbatch for this rank's query rows; a collective: ranks without tokens call it too.
 
     q [rows, Hq, D], k [rows, Hk, D], v [rows, Hk, Dv]: the rank's rows in the plan's home layout (a leading
-    batch dimension of 1 is kept). kind: attention kind, may be omitted where the plan has one. scale: D^-1/2
-    by default. softcap: c tanh(score / c). sinks [Hq]: learned logits added to each
-    row's softmax sum.
-    window and causal say what the layer's own mask is, and are held against what the plan has for the kind: window is
-    how many tokens a row sees up to itself (images apart, which see each other whole), -1 where there is no limit;
-    causal whether no row sees a later one (True) or all masks let rows see later ones (False). None says nothing; a
-    kind of more than 8 distinct diagonals passes. layer: its name in messages, not read where torch compiles.
-    Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. With return_lse a pair: out, and the
-    log-sum-exp of each row's scores, lse [rows, Hq] in float32 (float64 for float64), with the sink in it; -inf where a
-    row sees no key. Both are differentiable once in q, k, v and sinks.
+    batch dimension of 1 is kept). kind: attention kind, optional if the plan has only one. scale: D^-1/2 by default.
+    softcap: c tanh(score / c). sinks [Hq]: learned logits added to each row's softmax sum.
+    window and causal declare the layer's own mask, and are checked against the plan's mask of the kind: window is the
+    number of tokens that a row sees up to itself (except images, whose tokens all see each other), -1 for no limit;
+    causal is True if no row sees a later one, False if all masks let rows see later ones. None declares nothing; kinds
+    of more than 8 distinct diagonals are not checked. layer: its name in messages, ignored under torch.compile.
+    Returns out [rows, Hq, Dv] in q's dtype; rows that see no key are 0. With return_lse, a pair: out, and the
+    log-sum-exp of each row's scores, lse [rows, Hq] in float32 (float64 for float64), including the sink; -inf for rows
+    that see no key. Both are differentiable once in q, k, v and sinks.
 
-    Raises ConfigError for dropout, ALiBi, biases and masks as arguments, for a window or causal that is not the
+    Raises ConfigError for dropout, ALiBi, biases and masks as arguments, for a window or causal that differs from the
     plan's, and without a handle; UnknownNameError for a kind that the plan does not have, ExecutionError for wrong
     shapes or dtypes, cross-attention, and ranks that hold different plans.
 
-    Eager or compiled it is one op, `torch.ops.apportion.attend`. Selective activation checkpointing can keep its
-    result, so that recomputation does not communicate:
+    It is a single op, `torch.ops.apportion.attend`, eager or compiled, so selective activation checkpointing can save
+    its output and skip the communication on recompute:
 
         def keep_attention(ctx, op, *args, **kwargs):
             attends = op == torch.ops.apportion.attend.default
@@ -102,7 +100,7 @@ def planned_attention(
     if batched:
         q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
     score = score_of(q.shape[-1], scale, softcap)
-    named = None if layer is None or is_compiling() else str(layer)  # a name would be a graph for each layer
+    named = None if layer is None or is_compiling() else str(layer)  # avoids one graph for each layer
 
     def run() -> tuple[Tensor, ...]:
         return attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
@@ -132,14 +130,14 @@ def planned_latent_attention(
     layer: str | int | None = None,
     **refused: Any,
 ) -> Tensor:
-    """Multi-head latent attention: what travels is the latent row of a token, and the layer's own projection runs where
-    attention is computed, for rows of other ranks too.
+    """Multi-head latent attention: ranks exchange tokens' latent rows, and the layer's own projection runs where
+    attention is computed, also for other ranks' rows.
 
     q [rows, Hq, D], compressed [rows, rank] (normed), rotated [rows, rope] (with its positions), under a plan whose
     model has `latent`. expand(compressed [n, rank], rotated [n, rope], heads) returns k [n, len(heads), D] and v [n,
-    len(heads), Dv] of query heads, in the order given: row by row, as it is given rows of any rank and any part of
-    them. params: the tensors it uses that need gradients: those of rows of other ranks too, so their gradients are
-    summed over ranks as those of all weights are. Backward calls it again. All else as in `planned_attention`.
+    len(heads), Dv] of query heads, in the order given; it must be row-wise, since it gets any part of any rank's rows.
+    params: the tensors it uses that need gradients; these include contributions of other ranks' rows, and are summed
+    over ranks like those of all weights. Backward calls it again. Otherwise as `planned_attention`.
     Returns out [rows, Hq, Dv].
     """
     _refuse(refused)
@@ -166,12 +164,12 @@ def planned_attention_block(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Projection and attention in one, so that a plan may project a few heads at a time.
+    """Projection and attention in one call, so that a plan may project a few heads at a time.
 
     hidden [rows, E] and position_ids [rows] of the rank's rows. project(hidden, position_ids, q_heads,
     kv_heads) returns q [n, len(q_heads), D], k [n, len(kv_heads), D], v [n, len(kv_heads), Dv] for the heads
     in the order given (bias, norm, RoPE, LoRA inside; either list may be empty); params: the tensors it uses
-    that need gradients. With a plan that does not project, all heads are projected here. Returns out [rows,
+    that need gradients. If the plan does not project, all heads are projected at once. Returns out [rows,
     Hq, Dv]. Raises as `planned_attention`.
     """
     name = handle.kind(kind)
@@ -190,7 +188,7 @@ def planned_attention_block(
 
 
 def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
-    """What `run` gives, in the first forward seen by the trial of the model that calls it, which may run it again."""
+    """The result of `run`, recorded in the first forward for the trial of the calling model, which may rerun it."""
     watch, trial = wiring.watch, wiring.watch.trial
     if trial is None or handle.feeds:
         watch.require_all_rows("an encoder")
@@ -207,7 +205,7 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Ten
 
 
 def _as_now(expand: Expansion, q: Tensor) -> Expansion:
-    """Under the autocast of this call in backward too."""
+    """Wraps `expand` to use this call's autocast in backward too."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):
         return expand
@@ -227,15 +225,15 @@ def _tensors(handle: PlanHandle) -> list[Tensor]:
 def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
     """Rows of layout `source` moved to layout `target`, for layers that want another layout than attention.
 
-    x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError
-    where the plan has no move between the two, ExecutionError for another number of rows.
+    x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError if
+    the plan has no move between the two, ExecutionError for another number of rows.
     """
     wiring.watch.require_all_rows("planned_remap")
     return remapped(x, handle, *find_move(handle, source, target))
 
 
 def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
-    """Scale and softcap of a head of that width. Raises ConfigError."""
+    """Scale and softcap for heads of that width. Raises ConfigError."""
     if softcap is not None and not softcap > 0:
         raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
     return Score(width**-0.5 if scale is None else scale, softcap)
@@ -245,10 +243,10 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in _ELSEWHERE:
             unknown = f"planned_attention() got an unexpected keyword argument {name!r}"
-            raise TypeError(f"{unknown}; there are {_THERE_ARE}")
+            raise TypeError(f"{unknown}; options are {_THERE_ARE}")
         nothing = value is None or value is False or (name in ("dropout_p", "dropout") and not value)
         if not nothing:
-            raise ConfigError(name, value, "is no argument here", _ELSEWHERE[name])
+            raise ConfigError(name, value, "is not an argument here", _ELSEWHERE[name])
 
 
 def _check_arguments(handle: object, window: object) -> None:
@@ -256,12 +254,12 @@ def _check_arguments(handle: object, window: object) -> None:
         rule = "planned attention runs under a plan"
         raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer)):
-        remedy = "write how many tokens a row sees up to itself"
+        remedy = "give the number of tokens that a row sees up to itself"
         raise ConfigError("window", window, "must be an integer", remedy)
 
 
 def _without_batch(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() != 4 or tensor.shape[0] != 1:
-        rule = "a batch dimension must be 1, sequences lie end to end"
+        rule = "a batch dimension must be 1, with sequences concatenated"
         raise ExecutionError(f"{name} has shape {tuple(tensor.shape)}: {rule}")
     return tensor[0]

@@ -1,6 +1,6 @@
-"""Gradients that are summed: every rank's loss is its share of one mean (`normalised_loss`), and the shares add up.
+"""Sums of gradients over ranks: every rank's loss is its share of one mean (`normalised_loss`), and shares add up.
 
-DDP and FSDP average instead, which makes every gradient too small by the number of ranks.
+DDP and FSDP average instead, which divides every gradient by the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from apportion.trainer.step.reduction import Reduction, check_reduction
 def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
     """Makes the gradients of `model` sums over the ranks; returns it.
 
-    DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward, and gradients are summed
-    where they were averaged, with and without `no_sync`. Any other module: call it on every rank after the last
-    backward of each optimizer step; it adds up `.grad` over the ranks of `group` (None: all), with zeros for a rank
-    that has none, and leaves parameters alone that have an attribute `rank_local`, such as experts that other ranks do
-    not have. Raises ConfigError for FSDP1, which can only average, and for gradients that are sums already.
+    DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward; gradients are then summed
+    instead of averaged, with and without `no_sync`. Any other module: call it on every rank after the last backward of
+    each optimizer step; it sums `.grad` over the ranks of `group` (None: all), with zeros for a rank that has none, and
+    skips parameters with an attribute `rank_local`, such as experts that other ranks do not have. Raises ConfigError
+    for FSDP1, which can only average, and for gradients that are sums already.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile
     sharded = [module for module in inner.modules() if isinstance(module, FSDPModule)]
@@ -45,9 +45,9 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
 
 
 def _multiply(model: nn.Module, ranks: int) -> None:
-    """What DDP averages is times the ranks, microbatch by microbatch: what was reduced before is left alone."""
+    """Multiplies DDP's averages by the ranks, for each microbatch; earlier reduced gradients are unchanged."""
     if hasattr(model, "_summed"):
-        rule = "sums its gradients already, and would multiply them by the ranks once more"
+        rule = "sums its gradients already, and would multiply them by the ranks again"
         raise ConfigError("model", type(model).__name__, rule, "call sum_gradients once, after wrapping")
     model._summed = True  # type: ignore[assignment]
     for param in model.parameters():
@@ -56,14 +56,14 @@ def _multiply(model: nn.Module, ranks: int) -> None:
 
 
 def _sum_shards(modules: list[FSDPModule]) -> None:
-    """gloo has no sum that multiplies first: the factor is applied apart."""
+    """Sets FSDP2 to sum; gloo has no pre-multiplied sum, so the factor is applied separately."""
     for module in modules:
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
 
 
 def _add_up(model: nn.Module, group: Any) -> None:
-    """A parameter without a gradient on all ranks keeps none."""
+    """Sums gradients over the ranks; a parameter without a gradient on any rank keeps none."""
     trained = (one for one in model.parameters() if one.requires_grad)
     params = [one for one in trained if not getattr(one, "rank_local", False)]
     if not params:
@@ -82,10 +82,10 @@ def _add_up(model: nn.Module, group: Any) -> None:
 
 
 def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> None:
-    """Raises ConfigError where all gradients are what the last call left, with or without what one backward added:
-    zero_grad makes others, or changes versions once more; and where the loss was multiplied by the ranks."""
+    """Raises ConfigError if all gradients are still the last call's sums, with or without one further backward
+    (zero_grad replaces them, or changes versions once more), or if the loss was multiplied by the ranks."""
     grads = [param.grad for param in params if param.grad is not None]
-    once = "call sum_gradients once, after the last backward of a step, and zero_grad behind it"
+    once = "call sum_gradients once, after the last backward of a step, and zero_grad after the step"
     if grads and all(grad._version - getattr(grad, "_summed_at", -2) <= 1 for grad in grads):
         raise ConfigError("model", type(model).__name__, "has gradients that are sums already", once)
     own = Reduction(type(model).__name__, dist.get_world_size(group), True)
@@ -93,11 +93,11 @@ def _refuse_sums(model: nn.Module, params: list[nn.Parameter], group: Any) -> No
 
 
 def _refuse_changed(model: nn.Module, params: list[nn.Parameter]) -> None:
-    """Raises ConfigError where all gradients were changed since their backward, from the second call on."""
+    """Raises ConfigError if all gradients were changed since their backward, from the second call on."""
     held = [param.grad for param in params if hasattr(param.grad, "_left_at")]
     if held and all(grad._version != grad._left_at for grad in held if grad is not None):
-        rule = "has gradients that were clipped or scaled by what this rank alone has"
-        remedy = "call sum_gradients behind the last backward, and clip or unscale behind it"
+        rule = "has gradients that were clipped or scaled by this rank's own values"
+        remedy = "call sum_gradients after the last backward, and clip or unscale after it"
         raise ConfigError("model", type(model).__name__, rule, remedy)
     for param in params:
         if not hasattr(param, "_tells_version"):

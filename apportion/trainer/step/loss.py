@@ -1,5 +1,5 @@
-"""The loss seam: local sum over global valid tokens, once per optimizer step; and checks of a loss that is a rank's
-share of the step's mean: what it is of, what it goes through, what reduces it."""
+"""Normalised loss: local sum over global valid tokens, once per optimizer step; and checks of a rank's share of the
+step's mean: its labels, its autograd graph, its reduction."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def normalised_loss(
 ) -> Tensor:
     """This rank's share of the step's mean token loss: the shares of all ranks and microbatches sum to it.
 
-    logits [rows, vocabulary], labels [rows] (IGNORED where there is nothing to predict), both already in this
-    rank's row order; weights [rows]: what each row's loss is multiplied by, None for 1. Each may have a leading batch
-    dimension of 1. The loss is in float32, of float64 logits in float64. valid_tokens: `PlannedBatch.valid_tokens`, of
-    all ranks and all microbatches of the optimizer step; with weights, batch.total_weight or what else these sum to.
-    averaged_over: the ranks over which the trainer averages gradients (DDP and FSDP do); 1 where it sums them. A rank
-    without tokens gets 0 with a gradient path, and runs backward like the others.
+    logits [rows, vocabulary], labels [rows] (IGNORED for rows without a label), both already in this rank's row order;
+    weights [rows]: factor of each row's loss, None for 1. Each may have a leading batch dimension of 1. The loss is in
+    float32, for float64 logits in float64. valid_tokens: `PlannedBatch.valid_tokens`, over all ranks and all
+    microbatches of the optimizer step; with weights, batch.total_weight or their sum. averaged_over: the ranks over
+    which the trainer averages gradients (DDP and FSDP do); 1 if it sums them. A rank without tokens gets 0 with a
+    gradient path, and runs backward like the others.
 
-    Raises ConfigError for other shapes and a negative number, and where the labels are a batch's, for another number
-    than the batch has, and weights of its samples that are left out or not shifted; ExecutionError where no attention
-    has used the batch's plan, and as `check_share`.
+    Raises ConfigError for other shapes and a negative number, and for a batch's labels with another number than the
+    batch's, or with sample weights that are missing or not shifted; ExecutionError if no attention has used the
+    batch's plan, and as `check_share`.
     """
     logits = _rows("logits", logits)
     batch, labels, weights = checked_labels(logits, labels, valid_tokens, weights)
@@ -51,11 +51,11 @@ def normalised_loss(
 def checked_labels(
     rows: Tensor, labels: Tensor, valid_tokens: float, weights: Tensor | None
 ) -> tuple[Microbatch | None, Tensor, Tensor | None]:
-    """Labels and weights of a loss over `rows`, [rows] each, and the batch that they are of, where they are one's.
-    Errors: as in `normalised_loss`."""
+    """Labels and weights of a loss over `rows`, [rows] each, and the batch that the labels belong to, if any. Errors:
+    as in `normalised_loss`."""
     batch, watch = batch_of(labels), wiring.watch
     if valid_tokens < 0:
-        rule, remedy = "is what the sum is divided by", "give batch.valid_tokens, or batch.total_weight"
+        rule, remedy = "is the divisor of the sum", "give batch.valid_tokens, or batch.total_weight"
         raise ConfigError("valid_tokens", valid_tokens, rule, remedy)
     if batch is not None:
         batch.check_loss(float(valid_tokens), weighted=weights is not None)
@@ -69,19 +69,19 @@ def checked_labels(
 
 
 def share_of(total: Tensor, batch: Microbatch | None, valid_tokens: float, averaged_over: int) -> Tensor:
-    """This rank's share of the step's mean, of the sum over its rows. Errors: as in `normalised_loss`."""
+    """This rank's share of the step's mean, from the sum over its rows. Errors: as in `normalised_loss`."""
     share = total * (averaged_over / (valid_tokens or 1))
     check_share(share, batch, averaged_over)
     return share
 
 
 def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
-    """The tensor without its batch dimension of 1, if it has one: logits, or what has an entry for each row."""
+    """The tensor without its batch dimension of 1, if it has one: logits, or a tensor with an entry for each row."""
     dims, shape = (2, "[rows, vocabulary]") if logits is None else (1, "[rows]")
     found = tensor[0] if tensor.dim() == dims + 1 and len(tensor) == 1 else tensor
     if found.dim() != dims:
-        rule = f"must be {shape}, or that in a batch of 1"
-        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "give this rank's rows end to end")
+        rule = f"must be {shape}, optionally in a batch of 1"
+        raise ConfigError(f"{name}.shape", tuple(tensor.shape), rule, "give this rank's rows, concatenated")
     if logits is not None and len(found) != len(logits):
         remedy = "give both for the rows that this rank holds, unshifted"
         raise ConfigError(f"{name}.shape", tuple(tensor.shape), f"logits have {len(logits)} rows", remedy)
@@ -89,11 +89,11 @@ def _rows(name: str, tensor: Tensor, logits: Tensor | None = None) -> Tensor:
 
 
 def batch_of(labels: Tensor) -> Microbatch | None:
-    """The batch whose labels these are, or a view or, until ranks were compared, a copy of them. Raises ConfigError for
-    its tokens, and for labels that are shifted once more."""
+    """The batch to which these labels, a view of them or (until ranks were compared) a copy belong. Raises ConfigError
+    for its tokens, and for labels that are shifted twice."""
     for batch in wiring.watch.batches if labels.numel() and not is_compiling() else ():
         if _within(labels, batch.tokens):
-            rule = "are what rows are given, not what they predict"
+            rule = "are the rows' inputs, not the tokens that they predict"
             raise ConfigError("labels", "the batch's tokens", rule, "give batch.labels")
         copied = not wiring.watch.settled and labels.numel() == batch.labels.numel()
         if (viewed := _within(labels, batch.labels)) or (
@@ -101,7 +101,7 @@ def batch_of(labels: Tensor) -> Microbatch | None:
         ):
             behind = batch.labels[1:]
             if viewed and 1 < labels.numel() == behind.numel() and labels.data_ptr() == behind.data_ptr():
-                rule = "are those of the next token already, and would be shifted once more"
+                rule = "belong to the next token already, and would be shifted again"
                 raise ConfigError("labels", "batch.labels[1:]", rule, "give batch.labels, and all logits")
             found: Microbatch = batch
             return found
@@ -109,16 +109,15 @@ def batch_of(labels: Tensor) -> Microbatch | None:
 
 
 def _within(one: Tensor, whole: Tensor) -> bool:
-    """Whether it is the other tensor, or a part of it."""
+    """True if a tensor is the other one, or a part of it."""
     return one.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1.0) -> None:
-    """Checks a share of the step's mean, loss / factor, or with None what a loss is made of, and what reduces it.
+    """Checks a share of the step's mean, loss / factor, or with None a term of a loss, and its reduction.
 
-    batch: its own, where that is known. Raises ExecutionError where attention looked at a rank's rows alone. Its
-    backward raises ConfigError where DDP or FSDP2 average gradients and nothing makes up for it, or where something
-    does and they sum."""
+    batch: of the loss, if known. Raises ExecutionError if attention looked only at a rank's rows. Backward raises
+    ConfigError if DDP or FSDP2 average gradients without compensation by the loss, or sum them with it."""
     if is_compiling() or not loss.requires_grad:
         return
     watch = wiring.watch
@@ -143,8 +142,8 @@ def _check_attention(node: Any, rows: int) -> None:
         return
     shape = tuple(node._input_metadata[0].shape)
     if len(shape) > 2 and (shape[-2:] == (rows, rows) if "Softmax" in node.name() else rows in shape[1:-1]):
-        what = f"attention ({node.name()}) looked at the {rows} rows of this rank alone, and not by the plan"
-        remedy = "hand batch.handle on to every layer, and call ap.planned_attention there"
+        what = f"attention ({node.name()}) looked only at the {rows} rows of this rank, without the plan"
+        remedy = "pass batch.handle to every layer, and call ap.planned_attention there"
         raise ExecutionError(f"{what}: {remedy}")
 
 
@@ -152,22 +151,22 @@ def check_scale(
     reduction: Reduction | None, factor: float, microbatches: int, grad: Tensor | None, known: str = SHARE
 ) -> None:
     """Raises as `check_reduction`, here or before the step of a GradScaler. Warns of a division by microbatches, since
-    a share may be half of a loss on purpose, and of terms beside what is known."""
+    a share may be part of a loss on purpose, and of unknown terms."""
     if grad is None:
         return
     watch = wiring.watch
     watch.accounted, watch.unknown, watch.scale = True, False, float(grad) * factor
     if passes_by(known):
-        warn(f"the loss has a term beside its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
+        warn(f"the loss has a term besides its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
     watch.check_scaled(partial(_check_scale, reduction, factor, microbatches))
 
 
 def _check_scale(reduction: Reduction | None, factor: float, microbatches: int, scale: float) -> None:
     if microbatches > 1 and abs(scale * microbatches - 1) < 1e-6:
         warn(
-            f"the loss is divided by {microbatches}, as many as the iteration has microbatches, and is a share of the "
-            "mean of all of them already: leave that out (with accelerate, gradient_accumulation_steps=1), unless it "
-            "weighs a term of the loss",
+            f"the loss is divided by {microbatches}, the iteration's number of microbatches, but is already a share of "
+            "the mean over all of them: remove that (with accelerate, gradient_accumulation_steps=1), unless it "
+            "weights a term of the loss",
             stacklevel=1,
         )
     if reduction is not None:

@@ -1,4 +1,4 @@
-"""The fields of a microbatch that losses use, and checks of a loss against them."""
+"""The fields of a microbatch for losses, and checks of a loss against them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError, ExecutionError
 
-#: the label of tokens that predict nothing, as torch has it
+#: the label of tokens without a prediction, as in torch
 IGNORED = -100
 WEIGHTS = "loss_weights"  # the field of samples
 _COUNTED = (
-    "batch.valid_tokens counts those that the samples have",
-    "give loss_mask in the samples, or weights= of 0; hf.inputs and normalised_loss take batch.labels as they are",
+    "batch.valid_tokens counts the labels of the samples",
+    "give loss_mask in the samples, or weights= of 0; hf.inputs and normalised_loss take batch.labels unchanged",
 )
-_VALUES = 3  # beyond one a sample: these are weights by chance no more
+_VALUES = 3  # values beyond one per sample, from which a match with weights is not by chance
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Microbatch:
-    """One rank's rows of a planned microbatch, and where that stands in its iteration."""
+    """One rank's rows of a planned microbatch, and its place in the iteration."""
 
     tokens: Tensor  # [rows] int64 token ids
-    labels: Tensor  # [rows] int64, of the token to predict; IGNORED where there is nothing to
+    labels: Tensor  # [rows] int64, of the token to predict; IGNORED for none
     sample_ids: Tensor  # [rows] int64, sample of the dataset; -1 for padding
     local_to_sample: Tensor  # [rows] int64, token of the sample; -1 for padding
     handle: PlanHandle
     iteration: int
     microbatch: int
-    is_last: bool  # of its iteration: step the optimizer after it
+    is_last: bool  # of its iteration; the optimizer steps after it
     valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
     total_weight: float  # their loss weights; as many where samples have none
     fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
@@ -56,19 +56,19 @@ class Microbatch:
         return [one for one in held if isinstance(one, Tensor)]
 
     def check_unweighted(self, loss: str) -> None:
-        """Raises ConfigError where the samples have loss weights, which `loss` would ignore, and for changed labels."""
+        """Raises ConfigError if the samples have loss weights, which `loss` would ignore, and for changed labels."""
         self.check_unchanged()
         if WEIGHTS in self.fields:
             remedy = "use normalised_loss(..., weights=) in a loop of your own"
             raise ConfigError(WEIGHTS, "a field of the samples", f"{loss} has no weights", remedy)
 
     def check_loss(self, divisor: float, weighted: bool) -> None:
-        """Holds what a loss over these labels is divided by, and whether it has weights, against the iteration's.
-        Warns where a kind is not called: its layers may be on another stage. Raises ConfigError, ExecutionError."""
+        """Checks the divisor of a loss over these labels, and whether it has weights, against the iteration's. Warns if
+        a kind is not called: its layers may be on another stage. Raises ConfigError, ExecutionError."""
         self.check_unchanged()
-        require_calls(self.handle, 0, 1, "hand batch.handle on to every layer of the model")
+        require_calls(self.handle, 0, 1, "pass batch.handle to every layer of the model")
         if WEIGHTS in self.fields and not weighted:
-            remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or leave the field out"
+            remedy = f"give weights=batch.fields[{WEIGHTS!r}] and batch.total_weight, or remove the field"
             raise ConfigError("weights", None, f"samples have {WEIGHTS}", remedy)
         if unused := sorted({*self.handle.kinds} - self.handle.called.keys()):
             warn(f"no layer has called attention of the kinds {unused}: give each its kind=", stacklevel=3)
@@ -80,13 +80,13 @@ class Microbatch:
             raise ConfigError("valid_tokens", divisor, rule, remedy)
 
     def check_unchanged(self) -> None:
-        """Raises ConfigError for labels that were written to."""
+        """Raises ConfigError for labels that were modified."""
         if not self.labels.is_inference() and self.labels._version:
             raise ConfigError("labels", "changed", *_COUNTED)
 
     def check_others(self, labels: Tensor, divisor: float) -> None:
-        """Raises ConfigError for labels [rows], or [rows - 1], that are what the next row has, of another text or rank,
-        and for those of the batch of which some are left out, divided by the number of all."""
+        """Raises ConfigError for labels [rows], or [rows - 1], that belong to the next row, of another text or rank,
+        and for a part of the batch's labels that is divided by the number of all."""
         if len(self.labels) - labels.numel() not in (0, 1):
             return
         columns = self.labels, self.tokens, self.sample_ids, self.local_to_sample
@@ -97,12 +97,12 @@ class Microbatch:
             if divisor in (self.valid_tokens, self.total_weight) and kept.sum() < (own[:-1] != IGNORED).sum():
                 raise ConfigError("labels", "fewer than the batch's", *_COUNTED)
         elif (kept & ends).any() and any(torch.equal(given[kept], one[1:][kept]) for one in (own, tokens)):
-            rule = "are those of the rows behind, which are of other texts and ranks"
+            rule = "are the labels of the next rows, which may belong to other texts and ranks"
             raise ConfigError("labels", "shifted by a row", rule, "give batch.labels, or batch.roll of them")
 
     def check_kinds(self) -> None:
-        """Holds how often layers called attention of each kind against the planned model. Raises ConfigError where
-        kinds are swapped; warns where that would not be seen."""
+        """Checks the numbers of attention calls per kind against the planned model. Raises ConfigError if kinds are
+        swapped; warns if that could not be detected."""
         kinds = self.handle.kinds
         planned, called = ([own.get(kind, 0) for kind in kinds] for own in (self._layers, self.handle.called))
         wanted, found = (
@@ -110,16 +110,18 @@ class Microbatch:
         )
         if found != wanted and sorted(found) == sorted(wanted):
             given = dict(zip(kinds, called, strict=True))
-            rule = f"calls of layers are of other kinds than the layers of the planned model, {dict(self._layers)}"
+            rule = (
+                f"the layers call other kinds than those of the planned model's layers, {dict(self._layers)}"
+            )
             raise ConfigError("kind", given, rule, "give each layer its own kind=")
         if len({*planned}) < len(kinds) and {*kinds} - self.handle.declared:
-            told = "would not be seen if they were swapped: give planned_attention each layer's window= (-1: no limit)"
+            told = "could be swapped unnoticed: give planned_attention each layer's window= (-1: no limit)"
             warn(f"the attention kinds {[*kinds]} {told}", stacklevel=1)
 
     def check_weights(self, weights: Tensor, rows: Tensor | None = None) -> float:
-        """Raises ConfigError for weights [rows] that are a field beside its own tokens, or in proportion to one, where
-        tokens of a sample differ in it. rows: which they are of, by default all. Gives by what they are a multiple of a
-        shifted field, 0.0 where they are none, or of few samples, which may have factors of their own."""
+        """Raises ConfigError for weights [rows] that are a multiple of an unshifted field with different values within
+        a sample. rows: the rows of the weights, by default all. Returns the factor by which the weights are a multiple
+        of a shifted field, 0.0 if they are not, or for few samples, which may have their own factors."""
         rows = torch.arange(len(self.labels)) if rows is None else rows.cpu()
         given, samples = weights.detach().double().flatten().cpu(), self.sample_ids.cpu()[rows]
         for name, values in self.fields.items():
@@ -137,14 +139,14 @@ class Microbatch:
             if kinds >= (1 if itself else _VALUES) and torch.allclose(
                 own * given.norm(), given * own.norm(), 1e-2
             ):
-                rule = "weighs a row by the row's own token, and its loss is of the token that it predicts"
+                rule = "weights a row by its own token, but its loss belongs to the token that it predicts"
                 remedy = f"give the loader shifted=(..., {name!r}), or name the field {WEIGHTS}"
                 raise ConfigError(f"weights = fields[{name!r}]", "not shifted", rule, remedy)
         return 0.0
 
 
 def require_calls(handle: PlanHandle, before: int, layers: int, remedy: str) -> None:
-    """Raises ExecutionError where fewer layers than these have run attention under the handle since it had `before`
+    """Raises ExecutionError if fewer than `layers` layers have run attention under the handle since it had `before`
     calls."""
     if (calls := handle.calls - before) < layers:
-        raise ExecutionError(f"attention used the plan {calls} times in {layers} layers or more: {remedy}")
+        raise ExecutionError(f"attention used the plan {calls} times in at least {layers} layers: {remedy}")

@@ -1,6 +1,6 @@
-"""A loss that nothing here has computed: what it was divided by, read off the gradient of the logits.
+"""Checks a loss of the user's own code: infers its divisor from the gradient of the logits.
 
-A cross entropy's gradient in a row is s · (softmax - one-hot of the label), whatever code it is: s tells the divisor.
+A cross entropy's gradient in a row is s · (softmax - one-hot of the label) in any implementation; s gives the divisor.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from apportion.trainer.step.microbatch import IGNORED, Microbatch
 from apportion.trainer.step.reduction import Reduction, reduction_of
 from apportion.trainer.step.terms import LOGITS, mark
 
-_ROWS = 64  # that are looked at
-_FITS = 0.02  # of a gradient's norm, of 16 bits
-_CLOSE = 5e-3  # of a scale
+_ROWS = 64  # rows to check
+_FITS = 0.02  # tolerance relative to a gradient's norm, in 16 bits
+_CLOSE = 5e-3  # relative tolerance of a scale
 _TRIES = 8
-_SCALED = 65536  # by torch's GradScaler, to begin with
+_SCALED = 65536  # initial scale of torch's GradScaler
 
 
 def follow(module: nn.Module, tries: int = _TRIES) -> None:
-    """Looks at the logits of one of the module's next forwards; of another, where ranks have equally many labels."""
+    """Checks the logits of one of the module's next forwards; of a later one if ranks have equal numbers of labels."""
     hook: list[Any] = []
     hook.append(module.register_forward_hook(partial(_look, hook, tries)))
 
@@ -57,11 +57,11 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
 def _check(
     batch: Microbatch, rows: Tensor, wanted: Tensor, module: nn.Module, tries: int, grad: Tensor
 ) -> None:
-    """Raises ConfigError for a mean over a rank's own rows, weights that are not shifted, and as `check_scale`."""
+    """Raises ConfigError for a mean over a rank's own rows, for unshifted weights, and as `check_scale`."""
     own = grad.view(-1, grad.shape[-1])[rows].float()
     scales = (own * wanted).sum(1) / wanted.square().sum(1)
     if ((own - scales[:, None] * wanted).norm(dim=1) > _FITS * own.norm(dim=1)).any():
-        return  # another loss
+        return  # not a cross entropy
     scale = float(scales.mean())
     if not (scales / scale - 1).abs().max() < _CLOSE:
         batch.check_weights(scales, rows)
@@ -73,7 +73,7 @@ def _check(
 
 
 def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: Reduction | None) -> bool:
-    """Whether it is another one than the labels of this rank would be. exact: how well a scale is known."""
+    """True if the divisor is known not to be this rank's number of labels. exact: relative precision of the scale."""
     ranks = batch.handle.communicator.ranks if reduction is None else reduction.ranks
     here, share = int((batch.labels != IGNORED).sum()), scale * batch.valid_tokens
     scaled = _SCALED if share > _SCALED / 2 else 1
@@ -83,7 +83,7 @@ def _knows_divisor(batch: Microbatch, scale: float, exact: float, reduction: Red
     factors = product((1, batch.microbatch + 1), (1, ranks))
     alone = min(abs(scale * here * count / times - 1) for count, times in factors)
     if alone < _CLOSE and 4 * alone + exact < apart:
-        rule = f"is a mean over the {here} labels of this rank, whose tokens would weigh other than those of others"
+        rule = f"is a mean over the {here} labels of this rank, so tokens of different ranks have different weights"
         remedy = "give ap.normalised_loss(logits, batch.labels, batch.valid_tokens), or its sum over batch.valid_tokens"
         raise ConfigError("loss", "cross entropy", rule, remedy)
     if apart < _CLOSE:

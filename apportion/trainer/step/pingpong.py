@@ -1,10 +1,10 @@
 """Two halves of a microbatch through the same layers, so that one computes while the other communicates.
 
     layer = PingPongLayer(pre, post, params=block.parameters())
-    for ping, pong in loader.pairs():                            each planned by itself, for the same ranks
+    for ping, pong in loader.pairs():                            each planned separately, for the same ranks
         hidden_a, hidden_b = ping_pong([layer, ...], hidden_a, hidden_b, ping.handle, pong.handle)
 
-Results and gradients are those of the halves one after the other; backward takes turns too.
+Results and gradients equal those of running the halves in sequence; backward takes turns too.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class PingPongLayer:
-    """A layer around its attention, as DistCA draws it (section 4.1, figure 7).
+    """A layer split at its attention, as in DistCA (section 4.1, figure 7).
 
     pre(hidden [n, E], position_ids [n]) -> q [n, Hq, D], k [n, Hk, D], v [n, Hk, Dv]: norm, projections, RoPE.
     post(hidden [n, E], out [n, Hq, Dv]) -> hidden [n, E]: projection, residuals, FFN; its first argument is the layer's
-    own input. Both are called once a half, on a rank's rows of that half, which may be none. params: every tensor that
-    the two use and that wants a gradient, e.g. `block.parameters()`; one that is missing is an error, not a lost
-    gradient. kind, scale, softcap, sinks: as in `planned_attention`.
+    own input. Both are called once per half, on a rank's rows of that half, possibly none. params: every tensor that
+    they use and that requires a gradient, e.g. `block.parameters()`; a missing one is an error, not a lost gradient.
+    kind, scale, softcap, sinks: as in `planned_attention`.
 
-    project(hidden, position_ids, q_heads, kv_heads) -> q, k, v of these heads: instead of `pre`, as in
+    project(hidden, position_ids, q_heads, kv_heads) -> q, k, v of these heads: replaces `pre`, as in
     `planned_attention_block`; with it the halves' plans may project heads themselves, or not.
 
-    Called with one layer it is `ping_pong`; a stack of layers in one `ping_pong` hides more, since between layers
-    nobody waits for the other half. Under torch.compile make layers outside of what is compiled; `pre` and `post` may
-    be compiled functions.
+    Calling it runs `ping_pong` on this layer; a stack of layers in one `ping_pong` hides more communication, since
+    halves do not wait for each other between layers. With torch.compile, create layers outside the compiled region;
+    `pre` and `post` may be compiled functions.
     """
 
     pre: Pre | None
@@ -60,7 +60,9 @@ class PingPongLayer:
 
     def __post_init__(self) -> None:
         if (self.pre is None) == (self.project is None):
-            raise ConfigError("pre", self.pre, "stands beside `project` or without it", "give one of the two")
+            raise ConfigError(
+                "pre", self.pre, "must be the only one of pre and project", "give one of the two"
+            )
         object.__setattr__(self, "params", tuple(self.params))  # may be a generator
 
     def __call__(
@@ -78,16 +80,16 @@ def ping_pong(
     handle_a: PlanHandle,
     handle_b: PlanHandle,
 ) -> tuple[Tensor, Tensor]:
-    """Both halves through the layers; every rank calls it, also without tokens.
+    """Runs both halves through the layers; every rank calls it, even without tokens.
 
     hidden_a, hidden_b [rows of that half, E], each in its plan's home layout, with its padding. Returns their hidden
     states after the last layer. Differentiable once in both, and in the layers' params and sinks: one autograd
-    function, whose backward frees what forward kept. It holds the gradients of all params until its end; where that is
-    too much, or where layers are checkpointed, call it for a few layers at a time. Under data parallel wrappers (DDP,
-    FSDP2) wrap the module that makes this call.
+    function, whose backward frees the tensors that forward saved. It holds the gradients of all params until its end;
+    if that is too much, or layers are checkpointed, call it for a few layers at a time. With data parallel wrappers
+    (DDP, FSDP2) wrap the module that makes this call.
 
     Raises ExecutionError for wrong shapes or dtypes and for halves of other ranks, ConfigError for a parameter that is
-    not listed and for plans that project heads where a layer has no `project`, UnknownNameError for a kind that a plan
+    not listed and for plans that project heads if a layer has no `project`, UnknownNameError for a kind that a plan
     does not have.
     """
     handles = _same_ranks(handle_a, handle_b)
@@ -118,17 +120,17 @@ def ping_pong_attention(
 
 
 def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle]) -> backend.Piece:
-    """The layer under plans that have its kind."""
+    """The backend's piece of a layer, for plans that have its kind."""
     kind, header = _kind(handles, layer.kind), handles[0].slice.header
     if layer.project is None and any(handle.projects(kind) for handle in handles):
         rule = "the plan of a half projects a few heads at a time, which `pre` cannot"
-        raise ConfigError("pre", layer.pre, rule, "give `project` instead, as to planned_attention_block")
+        raise ConfigError("pre", layer.pre, rule, "give `project` instead, as in planned_attention_block")
     score, pre = score_of(header.head_dim, layer.scale, layer.softcap), _pre(layer, header)
     return backend.Piece(pre, layer.post, tuple(layer.params), kind, score, layer.sinks, layer.project)
 
 
 def _pre(layer: PingPongLayer, header: Header) -> Pre:
-    """`pre`, or the projection of all heads at once, for plans that do not project."""
+    """`pre` for plans that do not project: the layer's own, or the projection of all heads at once."""
     if layer.project is None:
         return cast("Pre", layer.pre)
     heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))

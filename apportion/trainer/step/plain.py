@@ -1,4 +1,4 @@
-"""Plain attention in one process, sequence by sequence: what planned attention is compared with."""
+"""Plain attention in one process, sequence by sequence: the reference for planned attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch, kind: str) ->
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     alive = allowed.any(-1)
-    # a row without keys would be NaN: it sees all here, and is 0 in the end
+    # a row without keys would be NaN: it sees all keys here, and is set to 0 at the end
     mask = allowed | ~alive[:, None]
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)

@@ -1,5 +1,5 @@
-"""Projections for `planned_attention_block` and `planned_latent_attention` from a layer's own modules: any weights, any
-heads, no permutation.
+"""Projections for `planned_attention_block` and `planned_latent_attention` from a layer's own modules, for any weights
+and subset of heads, without permutation.
 
 hidden [n, E] ──rows of the weights of some heads──► q [n, heads, D] ──norm, rotary──► q; k and v alike
 """
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from torch import Tensor, cat, nn, split
 from torch.nn import functional
 
-#: (x [n, heads, D], position_ids [n]) -> x with its positions
+#: (x [n, heads, D], position_ids [n]) -> x with rotary positions applied
 Rotary = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """The projection of some heads, from the linear layers of all.
+    """Projection of a subset of heads, from linear layers of all heads.
 
-    q, k, v: linear layers with or without bias whose outputs lie head after head, `head_dim` (`v_head_dim`) each.
+    q, k, v: linear layers with or without bias whose outputs are ordered by head, `head_dim` (`v_head_dim`) each.
     q_norm, k_norm: applied to each head's row (QK-norm); rotary: applied to q and k after that. Weights are read at
-    every call and never kept, so the layers may be wrapped by FSDP2 as parts of the module whose forward calls
-    `planned_attention_block`: shard that module, not the layers one by one.
+    every call and never cached, so FSDP2 may wrap the layers as parts of the module whose forward calls
+    `planned_attention_block`: shard that module, not the individual layers.
     """
 
     q: nn.Linear
@@ -48,7 +48,7 @@ class HeadProjection:
     def __call__(
         self, hidden: Tensor, position_ids: Tensor, q_heads: tuple[int, ...], kv_heads: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of hidden [n, E]: [n, heads, D], of the heads and in the order given; a list may be empty."""
+        """q, k and v of hidden [n, E]: [n, heads, D], for the given heads in order; a list may be empty."""
         q = self._placed(heads_of(self.q, hidden, q_heads, self.head_dim), self.q_norm, position_ids)
         k = self._placed(heads_of(self.k, hidden, kv_heads, self.head_dim), self.k_norm, position_ids)
         return q, k, heads_of(self.v, hidden, kv_heads, self.v_head_dim or self.head_dim)
@@ -60,11 +60,11 @@ class HeadProjection:
 
 @dataclass(frozen=True)
 class LatentExpansion:
-    """The expansion of latent rows for `planned_latent_attention` from a layer's linear layer of all heads.
+    """Expansion of latent rows for `planned_latent_attention`, from a layer's linear layer of all heads.
 
-    linear: from rank to the heads, one after another, each with its own part of k and then v. own: width of that part.
-    width: of v. Weights are read at every call and never kept; only a `Linear` of another kind (LoRA, quantized) makes
-    all heads where some are wanted.
+    linear: from rank to all heads in order, each with its own part of k followed by v. own: width of that part. width:
+    of v. Weights are read at every call and never cached; only other kinds of `Linear` (LoRA, quantized) compute all
+    heads when some are needed.
     """
 
     linear: nn.Module
@@ -89,7 +89,7 @@ class LatentExpansion:
 
 
 def heads_of(linear: nn.Linear, hidden: Tensor, heads: tuple[int, ...], width: int) -> Tensor:
-    """[n, len(heads), width]: the layer's outputs of some of its heads, computed alone."""
+    """[n, len(heads), width]: the layer's outputs for some of its heads, computed without the others."""
     chosen = list(heads)
     weight = linear.weight.view(-1, width, linear.in_features)[chosen].flatten(0, 1)
     bias = None if linear.bias is None else linear.bias.view(-1, width)[chosen].flatten()

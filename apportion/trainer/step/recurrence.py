@@ -1,4 +1,4 @@
-"""Recurrent layers of a model, under a plan.
+"""Planned recurrences and convolutions of recurrent layers.
 
 x = planned_conv(x, weight, handle)                         causal depthwise convolution of this rank's rows
 o = planned_scan(None, q, k, v, g, beta, handle)            gated delta rule, Kimi Delta Attention
@@ -35,26 +35,26 @@ def planned_scan(
     kind: str | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """A linear recurrence along every document and branch, for this rank's rows; every rank calls it in the same way,
-    also one without tokens.
+    """A linear recurrence along every document and branch, for this rank's rows; a collective: ranks without tokens
+    call it too.
 
         h = exp(g) h + k ⊗ β (v − kᵀ exp(g) h)    with the delta rule       o = scale · qᵀ h
         h = exp(g) h + k ⊗ v                       without
 
     q, k [rows, key heads, K], v [rows, heads, V]: the rank's rows in the plan's home layout (a leading batch dimension
-    of 1 is kept); q and k may have fewer heads, each for as many of v one after another. g: the log of the decay,
-    [rows, heads], or [rows, heads, K] for a diagonal gate. beta [rows, heads], None without the delta rule. kind: of
-    the model's recurrent kinds, may be omitted where there is one. scale: K^-1/2 by default.
-    kernel: as flash-linear-attention's `chunk_gated_delta_rule` and the like are called, for runs of tokens end to end;
-    it must be linear in v and its initial state together. None: flash-linear-attention's where it is installed and the
-    rows are on a GPU, else plain torch.
-    Returns o [rows, heads, V]; 0 for padding. Differentiable once in all tensors. torch.compile goes around it.
+    of 1 is kept); q and k may have fewer heads, each serving consecutive heads of v. g: the log of the decay, [rows,
+    heads], or [rows, heads, K] for a diagonal gate. beta [rows, heads], None without the delta rule. kind: of the
+    model's recurrent kinds, optional if there is only one. scale: K^-1/2 by default. kernel: with the signature of
+    flash-linear-attention's `chunk_gated_delta_rule` and the like, for concatenated runs of tokens; it must be jointly
+    linear in v and its initial state. None: flash-linear-attention's if it is installed and the rows are on a GPU, else
+    plain torch. Returns o [rows, heads, V]; 0 for padding. Differentiable once in all tensors. torch.compile breaks the
+    graph there.
 
     Raises ConfigError without a handle and for a plan without recurrent layers, UnknownNameError for a kind that the
-    plan does not have, ExecutionError for other shapes than the plan's and where ranks hold different plans.
+    plan does not have, ExecutionError for shapes that differ from the plan's and if ranks hold different plans.
 
-    What comes from other ranks are the results of `torch.ops.apportion.fold`: selective activation checkpointing can
-    keep them, so that recomputation does not communicate.
+    Data of other ranks comes from `torch.ops.apportion.fold`: selective activation checkpointing can save its results,
+    so that recomputation does not communicate.
     """
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
@@ -73,14 +73,14 @@ def planned_scan(
 def planned_conv(
     x: Tensor, weight: Tensor, handle: PlanHandle, kind: str | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Causal depthwise convolution along every document and branch, for this rank's rows: rows before a run come from
-    where they are. Every rank calls it in the same way, also one without tokens.
+    """Causal depthwise convolution along every document and branch, for this rank's rows: fetches the rows before each
+    run from their ranks. A collective: ranks without tokens call it too.
 
     x [rows, channels] in the plan's home layout (a leading batch dimension of 1 is kept), weight [channels, width], the
-    last of which is for the row itself, bias [channels]. kind: as of `planned_scan`. Returns what x is like; 0 for
-    padding. Differentiable once. torch.compile goes around it. `torch.ops.apportion.halo` is what communicates.
+    last of which is for the row itself, bias [channels]. kind: as in `planned_scan`. Returns a tensor like x; 0 for
+    padding. Differentiable once. torch.compile breaks the graph there. `torch.ops.apportion.halo` communicates.
 
-    Raises as `planned_scan`; ExecutionError where the width is not the plan's.
+    Raises as `planned_scan`; ExecutionError if the width differs from the plan's.
     """
     name, layer = _kind(handle, kind)
     batched = x.dim() == 3
@@ -108,7 +108,7 @@ def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
         raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
     kinds = handle.slice.header.recurrent
     if not kinds:
-        remedy = "give the model that you plan for its recurrent kinds: Model(recurrent={...})"
+        remedy = "give the planned model its recurrent kinds: Model(recurrent={...})"
         raise ConfigError("handle", f"plan {handle.name}", "its model has no recurrent layers", remedy)
     if kind is None and len(kinds) > 1:
         raise ConfigError("kind", None, "the plan has several recurrent kinds", f"name one of {(*kinds,)}")
@@ -123,7 +123,7 @@ def _unbatched(name: str, x: Tensor | None, batched: bool) -> Tensor:
     if x is None or not batched:
         return x  # type: ignore[return-value]
     if x.shape[0] != 1:
-        rule = "a batch dimension must be 1, sequences lie end to end"
+        rule = "a batch dimension must be 1, with sequences concatenated"
         raise ExecutionError(f"{name} has shape {tuple(x.shape)}: {rule}")
     return x[0]
 

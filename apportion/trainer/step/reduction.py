@@ -1,4 +1,4 @@
-"""Reductions of gradients: over how many ranks, to sums or to averages, checked against the factor of a loss."""
+"""Checks the reduction of gradients (number of ranks, sum or average) against the factor of a loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.ir.errors import ConfigError
 
-_CLOSE = 1e-6  # of a scale
+_CLOSE = 1e-6  # relative tolerance of a scale
 SUMS = "call ap.sum_gradients(model): once after wrapping it in DDP or FSDP2, else before each optimizer step"
 
 
 class Reduction(NamedTuple):
-    """A reduction of gradients. name: of the wrapper; sums: whether it sums, or averages."""
+    """A reduction of gradients. name: of the wrapper; sums: whether it sums instead of averaging."""
 
     name: str
     ranks: int
@@ -27,8 +27,8 @@ class Reduction(NamedTuple):
 def reduction_of(
     wrapper: DistributedDataParallel | FullyShardedDataParallel | None, params: set[int]
 ) -> Reduction | None:
-    """DDP's, FSDP1's, or FSDP2's of the parameters of these ids, whole or sharded: averages where one does. None for
-    communication hooks but torch's own, which average, and for other factors than those of an average and a sum."""
+    """The reduction of DDP, FSDP1, or FSDP2 for the parameters of these ids, whole or sharded; an average if any
+    averages. None for communication hooks other than torch's own, and for factors of neither an average nor a sum."""
     if isinstance(wrapper, FullyShardedDataParallel):
         return Reduction("FSDP1", dist.get_world_size(wrapper.process_group), False)
     if wrapper is not None:
@@ -45,41 +45,41 @@ def reduction_of(
 
 
 def _sharded() -> Iterator[tuple[Any, list[tuple[Any, Any]]]]:
-    """FSDP2's groups of parameters, and of each parameter what is whole in forward and backward (None before), and the
-    shard."""
+    """FSDP2's parameter groups, with for each parameter the unsharded tensor of forward and backward (None before), and
+    the shard."""
     states: Any = (state() for state in [*_module_state_mapping.values()])
     for group in (group for state in states for group in getattr(state, "_fsdp_param_groups", ())):
         yield group, [(vars(one).get("_unsharded_param"), one.sharded_param) for one in group.fsdp_params]
 
 
 def shards_of(whole: Container[Any]) -> Iterator[Any]:
-    """FSDP2's shards of the parameters that are whole in forward and backward."""
+    """FSDP2's shards of parameters that are unsharded in forward and backward."""
     forms = (form for _, forms in _sharded() for form in forms)
     return (shard for one, shard in forms if one is not None and one in whole)
 
 
 def averaged(reduction: Reduction) -> ConfigError:
-    """Why gradients are too small."""
+    """The error for averaged gradients, which are too small."""
     name, ranks, _ = reduction
-    rule = f"averages gradients, and losses are shares of one mean: they would be {ranks} times too small"
+    rule = f"averages gradients, but losses are shares of one mean: they would be {ranks} times too small"
     return ConfigError("model", name, rule, f"{SUMS}; or give normalised_loss(..., averaged_over={ranks})")
 
 
 def check_reduction(reduction: Reduction, scale: float, counted: int, factor: float = 1.0) -> None:
-    """Holds a share of a mean that is multiplied by `scale`, by its own loss by `factor` of these, against what adds
-    shares up. counted: ranks whose tokens the mean is over. Raises ConfigError."""
+    """Checks a share of a mean, multiplied by `scale` in all and by `factor` in the loss itself, against the reduction.
+    counted: number of ranks whose tokens the mean is over. Raises ConfigError."""
     name, ranks, sums = reduction
     if ranks == 1:
         return
     if not sums and 0 < scale < 1 + _CLOSE and abs(1 / scale - round(1 / scale)) < _CLOSE:
         raise averaged(reduction)
     if sums and scale == ranks:
-        rule = f"sums gradients, and the loss is multiplied by the {ranks} ranks as well"
+        rule = f"sums gradients, but the loss is multiplied by the {ranks} ranks too"
         raise ConfigError("model", name, rule, "leave out sum_gradients, or averaged_over")
     total = scale / (1 if sums else ranks)
     if ranks > counted and abs(total - 1) < _CLOSE:
-        rule = f"adds gradients up over {ranks} ranks, and losses are shares of a mean over the tokens of {counted}"
-        remedy = "give the loader the other groups, replicas=, or reduce over the ranks of its plans alone"
+        rule = f"sums gradients over {ranks} ranks, but losses are shares of a mean over tokens of {counted}"
+        remedy = "give the loader the other groups, replicas=, or reduce only over the ranks of its plans"
         raise ConfigError("model", name, rule, remedy)
     if not sums and factor not in (1, ranks, counted):
         rule = f"is not the number of ranks over which {name} averages gradients"

@@ -1,5 +1,5 @@
-"""Terms of a loss beside shares of a mean, and the scale of a GradScaler, read from autograd's graph and the
-callers."""
+"""Detects terms of a loss besides shares of a mean, and the scale of a GradScaler, from autograd's graph and the call
+stack."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SHARE, LOGITS, MULTIPLIED = "apportion.share", "apportion.logits", "apportion.mu
 
 
 def mark(known: Tensor, kind: str = SHARE) -> None:
-    """What a loss is made of is known."""
+    """Marks a known term of losses."""
     node: Any = known.grad_fn
     if node is not None:
         node.metadata[kind] = True
 
 
 def holds(loss: Tensor, kind: str) -> bool:
-    """Whether a loss is made of something marked, or compiled, of which nothing is known."""
+    """True if a loss has a marked term, or is compiled, so that its terms are unknown."""
     return any(
         kind in one.metadata or one.name() == "CompiledFunctionBackward" for one in nodes([loss.grad_fn])
     )
 
 
 def scaled_by() -> float:
-    """What the GradScaler has multiplied a loss by whose step this is in; 1.0 without."""
+    """The loss scale of the GradScaler whose step is running; 1.0 without one."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back  # type: ignore[assignment]
@@ -41,14 +41,14 @@ def scaled_by() -> float:
 
 
 def passes_by(kind: str) -> bool:
-    """Whether the loss whose backward this is reaches parameters otherwise too than through what is marked."""
+    """True if the loss of the running backward reaches parameters on a path without a marked term."""
     found = [*nodes(_roots(), lambda node: kind in node.metadata)]
     return any(kind in node.metadata for node in found) and any(hasattr(node, "variable") for node in found)
 
 
 def _roots() -> Iterator[Any]:
-    """Of the innermost backward of this thread, or of those that others wait for: hooks on other devices run in threads
-    of their own."""
+    """The roots of this thread's innermost backward, or of other threads' backwards: hooks on other devices run in
+    separate threads."""
     frames = sys._current_frames()
     here = [*_nodes(frames.pop(get_ident()))]
     yield from here or (node for frame in frames.values() for node in _nodes(frame))

@@ -1,7 +1,7 @@
 """Checks that plans reach attention and that ranks train one model.
 
 PlannedBatch ──► Watch ◄── losses (`shares`), queries, kwargs of models
-                   └──optimizer's step──► what was forgotten; parameters and gradients, compared between ranks
+                   └──optimizer's step──► missing calls; parameters and gradients, compared between ranks
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from apportion.trainer.step.microbatch import Microbatch
 from apportion.trainer.step.reduction import SUMS, averaged, reduction_of, shards_of
 from apportion.trainer.step.terms import scaled_by
 
-_CLOSE = 1e-5  # of a norm: ranks that hold the same values compute the same one
-_FACTORS = "shares of one mean are multiplied and divided by the same on all ranks"
-_LINEAR = ("apportion", "torch")  # whose hooks of gradients are
+_CLOSE = 1e-5  # relative tolerance of norms of equal values on different ranks
+_FACTORS = "shares of one mean must have the same factors and divisors on all ranks"
+_LINEAR = ("apportion", "torch")  # packages whose gradient hooks are linear
 _HOOKED = (
-    "they are given what a rank adds to a gradient, not the sum over ranks; right are those which multiply, as masks "
-    "do; clip behind ap.sum_gradients"
+    "they get a rank's contribution to a gradient, not the sum over ranks; only multiplications, such as masks, are "
+    "correct; clip after ap.sum_gradients"
 )
 UNKNOWN = (
-    "nothing is known of it, and on each rank it must be a share of one sum over all, so divide by batch.valid_tokens, "
-    "not by what a rank has, or by the ranks where all have the same, and sum gradients; ap.normalised_loss is checked"
+    "on each rank it must be a share of one sum over all ranks, so divide by batch.valid_tokens, "
+    "not by a rank's own number (if ranks are equal, by the ranks), and sum gradients; ap.normalised_loss is checked"
 )
 
 
 class Watch:
-    """What this process has been given and has computed.
+    """Tracks the batches, models and losses of this process.
 
-    batches: those in use. models: those that `hf.enable` has changed. summed: those whose gradients were added up; of
-    these and those frozen parameters are compared too. Optimizers are watched that step on parameters of
-    a planned loss; which these are is read off its graph once. What was found to be right is checked anew in each pass
-    over a loader, and for each model. trusted: loaders of trainers' adapters."""
+    batches: in use. models: changed by `hf.enable`. summed: models whose gradients were summed; frozen parameters of
+    both are compared too. Watches optimizers that step on parameters of a planned loss, which are found once from its
+    graph. Passed checks are repeated in each pass over a loader, and for each model. trusted: loaders of trainers'
+    adapters."""
 
     def __init__(self) -> None:
         self.batches = WeakSet[Any]()
         self.models, self.summed, self.trusted = WeakSet[Any](), WeakSet[Any](), WeakSet[Any]()
-        self.trial: ModelTrial | None = ModelTrial()  # None where a trainer's adapter knows its models
-        self.shared: PlanHandle | None = None  # losses under it are shares of a sum
-        self.divided: Microbatch | None = None  # of a loss that all ranks compute, and share
-        self.settled = False  # a step was found to be right, in this pass and of these parameters
-        self.behind: Microbatch | None = None  # the loss that was computed last is of
-        self.accounted = False  # what losses are multiplied by is seen, or a trainer's affair
-        self.own_loss = False  # of an enabled model, perhaps: its forward ran eagerly
-        self.unknown = False  # a trainer's loss is made of no share
-        self.scale = 0.0  # by which the share of a loss was multiplied, in the last backward
-        self.divisor = self.multiple = 0.0  # of the last loss; of a field of the samples that its weights are
+        self.trial: ModelTrial | None = ModelTrial()  # None if a trainer's adapter checks its models
+        self.shared: PlanHandle | None = None  # a handle whose losses are shares of a sum
+        self.divided: Microbatch | None = None  # of a loss that all ranks compute and divide
+        self.settled = False  # a step passed the checks, in this pass and for these parameters
+        self.behind: Microbatch | None = None  # the microbatch of the latest loss
+        self.accounted = False  # factors of losses are known, or the trainer's responsibility
+        self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
+        self.unknown = False  # a trainer's loss has no known share
+        self.scale = 0.0  # factor of a loss' share in the last backward
+        self.divisor = self.multiple = 0.0  # of the last loss; of its weights over a field of the samples
         self._scaled: list[Callable[[float], None]] = []  # checks of `scale`
         self._given: list[PlanHandle] = []
-        self._unused = False  # kwargs were given since the last step
+        self._unused = False  # kwargs were given out since the last step, and not used yet
         self._reached = False
         self._hook: Any = None
-        self.ranks = 1  # over whose tokens means are: of a plan, times groups
+        self.ranks = 1  # number of ranks whose tokens means are over: of a plan, times groups
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
-        self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to what steps on it, None before
-        self.scanned: Any = WeakIdKeyDictionary()  # parameters behind a loss whose graph was read
+        self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
+        self.scanned: Any = WeakIdKeyDictionary()  # parameters of losses whose graphs were read
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def add(self, batch: Microbatch) -> None:
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
             register_optimizer_step_post_hook(self._after_step)
-        if not batch._staged:  # of a tick: `TickPipeline` adds those of microbatches
+        if not batch._staged:  # for ticks `TickPipeline` adds the microbatches
             self.batches.add(batch)
         of_plan, groups = batch.handle.communicator, batch._replicas
         self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
@@ -84,17 +84,17 @@ class Watch:
         self._transports = [one for one in transports if one is not None and one.ranks > 1]
 
     def expect(self, handle: PlanHandle) -> None:
-        """The handle is about to be given to a model."""
+        """Records that the handle is about to be passed to a model."""
         self._unused, self.shared = True, handle
         if not self._seen():
             self._given.append(handle)
 
     def trust(self) -> None:
-        """A trainer's adapter knows its models and what it divides losses by."""
+        """Records that a trainer's adapter checks its models and divides losses correctly."""
         self.trial, self.accounted = None, True
 
     def begin(self, loader: Any) -> None:
-        """A pass over a loader, perhaps with another model or loss than the last."""
+        """Starts a pass over a loader, possibly with another model or loss."""
         self.settled, self._reached, self.behind = False, False, None
         self.scale = self.divisor = self.multiple = 0.0
         self.owners.update(dict.fromkeys([*self.owners]))
@@ -106,18 +106,18 @@ class Watch:
             self.trial.begin()
 
     def meet(self, parameters: Iterable[Tensor]) -> None:
-        """Marks those of a model whose loss is not known yet, where they are new."""
+        """Marks the new parameters of a model whose loss is not known yet."""
         if new := [one for one in parameters if one not in self.owners]:
             self.accounted = False
             self.own(new)
 
     def require_all_rows(self, verb: str) -> None:
-        """Raises ExecutionError where a model is tried on some of its rows: ranks would exchange others."""
+        """Raises ExecutionError during a trial on some of a rank's rows, since ranks would exchange others."""
         if self.trial is not None and self.trial.part is not None:
             raise ExecutionError(f"{verb} needs all rows of a rank")
 
     def check_scaled(self, check: Callable[[float], None]) -> None:
-        """Has `scale` checked: now, and before the step of a GradScaler, which is known then, without what it is."""
+        """Has `scale` checked now, and before the step of a GradScaler, whose scale is then known, without that."""
         check(self.scale)
         if not self.settled:
             self._scaled.append(check)
@@ -133,7 +133,7 @@ class Watch:
                 self.owners[one], self.settled = None, False
 
     def graph(self, loss: Tensor) -> Iterator[Any]:
-        """The nodes of its graph, up to the first parameter that is known from another loss; marks parameters."""
+        """Yields the nodes of a loss' graph, up to the first parameter known from another loss; marks parameters."""
         for node in nodes([loss.grad_fn]):
             if (leaf := getattr(node, "variable", None)) is not None:
                 if leaf in self.scanned:
@@ -151,10 +151,10 @@ class Watch:
         return self._reached
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        """Raises ExecutionError."""
+        """Runs the checks before a step. Raises ExecutionError."""
         if self is watch and not self._seen() and self._given:
-            what = "a batch was given to a model, and no attention has used its plan: hand its handle on to every layer"
-            hf = "with models of transformers it is the argument 'apportion' of hf.inputs(batch)"
+            what = "a batch was passed to a model, but no attention has used its plan: pass its handle to every layer"
+            hf = "for transformers models it is the argument 'apportion' of hf.inputs(batch)"
             raise ExecutionError(f"{what}; {hf}")
         for batch in self.batches:
             if batch.feed is not None and batch.handle.calls and not batch.handle.fed:
@@ -173,11 +173,11 @@ class Watch:
                 batch.check_kinds()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Compares ranks: behind a step, since its closure may run backward. Raises ExecutionError."""
-        if self is not watch:  # of an earlier loop in this process
+        """Compares ranks, after the step, since its closure may run backward. Raises ExecutionError."""
+        if self is not watch:  # left over from an earlier loop in this process
             return
         params = _parameters(optimizer)
-        # a loss that nothing here has seen
+        # a loss that was not checked
         if self.shared is not None and self.shared.calls and not self.accounted:
             reduction = reduction_of(self.shared.wrapper, {*map(id, params)})
             if reduction is not None and reduction.ranks > 1 and not reduction.sums:
@@ -186,13 +186,13 @@ class Watch:
             self.own([*shards_of(self.owners)])
         known = [one for one in params if one in self.owners]
         owner = self.owners[known[0]] if known else None
-        if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's own steps on parts
+        if not known or (owner is not None and owner() not in (None, optimizer)):  # ZeRO's inner optimizers
             return
         self._check_place()
         if self._transports:
             self.owners.update(dict.fromkeys(known, ref(optimizer)))
             steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-            if steps & (steps - 1) == 0:  # ever less often
+            if steps & (steps - 1) == 0:  # at exponentially growing intervals
                 self._compare(params)
             hooks = (hook for one in known for hook in (one._backward_hooks or {}).values())
             if steps == 1 and any(str(hook.__module__).partition(".")[0] not in _LINEAR for hook in hooks):
@@ -201,42 +201,42 @@ class Watch:
             if steps == 2 and (
                 self.unknown or (not self.accounted and (self.shared is None or self.own_loss))
             ):
-                warn(f"the loss is none that is checked: {UNKNOWN}", stacklevel=1)
+                warn(f"the loss is not one that is checked: {UNKNOWN}", stacklevel=1)
 
     def _check_place(self) -> None:
-        """Raises ExecutionError where the loss was not the last of an iteration."""
+        """Raises ExecutionError if the loss was not the last of an iteration."""
         if self.behind is not None and not self.behind.is_last:
             place = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
-            rule = "which has more, and losses are shares of the mean of all: step where batch.is_last"
-            raise ExecutionError(f"an optimizer stepped behind {place}, {rule}")
+            rule = "which has more, and losses are shares of the mean over all: step if batch.is_last"
+            raise ExecutionError(f"an optimizer stepped after {place}, {rule}")
 
     def _check_models(self, params: list[Tensor]) -> None:
-        """Raises ExecutionError for an enabled model that trains without plans, while plans are given out."""
+        """Raises ExecutionError for an enabled model that trains without plans while batches are yielded."""
         held = {*map(id, params)}
         for model in self.models:
             ran = model.base_model._ran
             if ran and held & {*map(id, model.parameters())}:
                 if ran == {False} and self._unused:
-                    what = f"{type(model).__name__} ran without a plan, while batches were given out"
-                    remedy = "what wraps it must hand the argument 'apportion' of hf.inputs(batch) on"
+                    what = f"{type(model).__name__} ran without a plan while the loader yielded batches"
+                    remedy = "its wrapper must pass on the argument 'apportion' of hf.inputs(batch)"
                     raise ExecutionError(f"{what}: {remedy}, with the others")
                 ran.clear()
         self._unused = False
 
     def _compare(self, params: list[Tensor]) -> None:
-        """A collective. Raises ExecutionError where values of parameters or gradients differ between ranks."""
+        """Raises ExecutionError if values of parameters or gradients differ between ranks. A collective."""
         held = {id(one): one for one in params}
         for model in {*self.models, *self.summed}:
             own = {id(one): one for one in model.parameters()}
             held |= own if own.keys() & held.keys() else {}  # frozen ones too
-        remedies = {"gradients": SUMS, "parameters": "give all ranks the same ones, before the first step"}
+        remedies = {"gradients": SUMS, "parameters": "give all ranks the same, before the first step"}
         for transport in self._transports:
             rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")
             for number, factors in enumerate(zip(*rows, strict=True)):
                 if max(factors) <= min(filter(None, factors), default=0.0) * (1 + _CLOSE):
                     continue
                 if number == 2:
-                    what = f"weights of losses are other multiples of a field on each rank, {factors}"
+                    what = f"weights of losses are different multiples of a field on each rank, {factors}"
                     warn(f"{what}: {_FACTORS}", stacklevel=1)
                 else:
                     raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
@@ -253,7 +253,7 @@ class Watch:
                 raise ExecutionError(
                     f"{what} differ between ranks, {int(apart.sum())} of {len(apart)}, first of shape "
                     f"{tuple(compared[first].shape)}: norms {norms[:, first].tolist()}. Remedy: {remedy}; "
-                    "where a parameter is another one on each rank, as an expert's, set its attribute `rank_local`"
+                    "if a parameter differs between ranks on purpose, like an expert's, set its attribute `rank_local`"
                 )
 
 
@@ -265,17 +265,17 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
-    """Whether these ranks hold the same of the parameter: a shard, where others than they share it out."""
+    """True if these ranks hold the same values of the parameter, possibly a shard that other ranks divide."""
     elsewhere = hasattr(param, "_fsdp_flattened") or param.is_meta
     if isinstance(param, DTensor):
         others = {*dist.get_process_group_ranks(transport._base)} - {dist.get_rank()}
         elsewhere |= not others.isdisjoint(param.device_mesh.mesh.flatten().tolist())
-    expert = getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's word
+    expert = getattr(param, "rank_local", False) or not getattr(param, "allreduce", True)  # Megatron's name
     return param.is_floating_point() and not elsewhere and not expert
 
 
 def _norms(values: list[Tensor | None]) -> list[float]:
-    """Of each the norm; -1.0 for None."""
+    """The norm of each value; -1.0 for None."""
     with torch.no_grad():
         held = [one.to_local() if isinstance(one, DTensor) else one for one in values]
         return [-1.0 if one is None else float(one.float().norm()) for one in held]
