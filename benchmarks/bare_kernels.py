@@ -1,4 +1,4 @@
-"""Attention kernels without a plan, on the pairs of causal documents: what there is to reach on one GPU.
+"""Attention kernels without a plan, on causal documents: the upper bound for planned attention on one GPU.
 
     sdpa    scaled_dot_product_attention, document by document
     varlen  flash attention, all documents in one call
@@ -6,8 +6,8 @@
 
 Run: python -m benchmarks.bare_kernels [--tokens 32768] [--repeats 30] [--seed 0]
 
-Prints milliseconds of the device, beside which those of `apportion bench attention --ranks 1` stand. Each kernel is
-made for the lengths of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
+Prints device milliseconds, to compare with `apportion bench attention --ranks 1`. Each kernel is built for the lengths
+of a batch and takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] in token order.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
     python -m benchmarks.chain [--recipes fcp,ring] [--batches 3] [--rounds 12] [--hardware mine.json] [--json]
 
-`apportion profile` runs under torchrun, a process a rank, in the sizes of the demo's model; every recipe's step of
-every batch is forecast on what it wrote; then as many processes train the model under the same plans: all steps in
-turn, round after round, so that whatever else the machine does hits all alike; the best round counts, as in the
-profile. Three clocks of a step, each of its slowest rank:
+`apportion profile` runs under torchrun, one process per rank, in the sizes of the demo's model; every recipe's step of
+every batch is forecast from that profile; then the same number of processes train the model under the same plans: all
+steps in turn, round after round, so that other load affects all equally; the best round counts, as in the profile.
+Three clocks of a step, each of its slowest rank:
 
-    wall_s      nothing taken off
-    measured_s  less what the rank itself waited for a processor that other programs had (the run queue's delay, which
-                Linux counts for each thread): what its peers waited is still in it, once for every round of messages
-    cpu_s       what the rank computed: without any waiting, also for messages
+    wall_s      wall time
+    measured_s  wall time less the rank's own wait for a processor (the run queue's delay, which Linux counts per
+                thread); still contains its peers' waits, once for every round of messages
+    cpu_s       processor time of the rank, without any waiting, also for messages
 
-On a machine with nothing else to do the first two are one, and the third is less by what communication shows. On a busy
-one the step of a quiet machine lies between `cpu_s` and `measured_s`. The ranks need a core each. The verdict counts
-forecasts within `WITHIN` of either; exit code 1 unless all are within it of what was measured. The load average, which
-counts this benchmark's two ranks, is told beside it.
+On an idle machine the first two are equal, and the third is less by the exposed communication. On a busy one the step
+of an idle machine lies between `cpu_s` and `measured_s`. The ranks need a core each. The verdict counts forecasts
+within `WITHIN` of either; exit code 1 unless all are within it of the measured time. The output includes the load
+average, which counts this benchmark's two ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BATCHES = 3
 ROUNDS = 12
 WITHIN = 0.25
 RECIPES = ("fcp", "ring", "allgather", "ulysses", "hybrid_dp", "wlb")
-#: as the demo trains: gradients are summed once a step while nothing else runs, nothing is recomputed
+#: the demo's training: gradients are summed once per step without overlap, nothing is recomputed
 TRAINING = ap.Training(
     vocab=VOCABULARY,
     sharding="ddp",
@@ -72,7 +72,7 @@ TRAINING = ap.Training(
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe's step of one batch: its plan, and what the forecast says, seconds by part."""
+    """A recipe's step of one batch: its plan, and the forecast's seconds by part."""
 
     recipe: str
     batch: int
@@ -94,7 +94,7 @@ class Rows(NamedTuple):
 
 
 def profiled(folder: Path) -> Hardware:
-    """This machine's, by the command, with a rank a process."""
+    """Profiles this machine by the command, with one process per rank."""
     model, output = folder / "model.json", folder / "hardware.json"
     model.write_text(json.dumps(workload.MODEL.to_data()))
     command = [
@@ -133,7 +133,7 @@ def _case(row: ForecastRow, number: int, batch: ap.Batch, hardware: Hardware) ->
 
 
 def trained(held: Sequence[Case], rounds: int) -> Floats:
-    """float64 [rounds, cases, ranks, 3]: of a step, see `_step`."""
+    """float64 [rounds, cases, ranks, 3]: the times of steps, see `_step`."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save([case.plan.encode() for case in held], Path(folder) / "plans")
         spawn(_work, (folder, rounds), RANKS)
@@ -166,8 +166,8 @@ def _rows(plan: Plan, text: NDArray[np.uint8], communicator: Communicator) -> Ro
 
 
 def _step(trainer: Trainer, rows: Rows) -> tuple[float, ...]:
-    """Seconds, those in which the thread waited for a processor, and those in which it had one. All ranks begin
-    together."""
+    """Runs a step, which all ranks start together; returns its seconds, and the seconds in which the thread waited for
+    a processor and in which it had one."""
     dist.barrier()
     start = time.perf_counter(), _delay_s(), time.thread_time()
     trainer.optimizer.zero_grad()
@@ -181,7 +181,7 @@ def _step(trainer: Trainer, rows: Rows) -> tuple[float, ...]:
 
 
 def _sum_gradients(model: torch.nn.Module) -> None:
-    """In one message, as forecasts count them."""
+    """Sums gradients in one message, as forecasts assume."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
@@ -190,7 +190,7 @@ def _sum_gradients(model: torch.nn.Module) -> None:
 
 
 def _delay_s() -> float:
-    """Seconds that this thread was ready to run and another had its processor; 0 where the system keeps no count."""
+    """The seconds that this thread was runnable without a processor; 0 if the system keeps no count."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -226,8 +226,8 @@ def compared(held: Sequence[Case], times: Floats) -> list[dict[str, Any]]:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many forecasts are within `WITHIN` of what was measured and of what was computed. `ok` where all are of the
-    first; `busy` where all are of the second only: the machine was too busy to tell; or `missed`."""
+    """The number of forecasts within `WITHIN` of the measured and of the processor time. `ok` if all are within the
+    first; `busy` if all are only within the second, on a machine too busy to decide; else `missed`."""
     measured, computed = (
         sum(abs(row[ratio] - 1) <= WITHIN for row in rows) for ratio in ("ratio", "ratio_cpu")
     )
@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--batches", type=int, default=BATCHES, choices=range(1, BATCHES + 1))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--hardware", type=Path, help="a profile; default: taken first")
+    parser.add_argument("--hardware", type=Path, help="a profile; default: measured first")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

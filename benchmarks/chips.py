@@ -1,8 +1,8 @@
-"""Writes the files of built-in hardware: data sheets, what papers say of their clusters, and a small model of a flash
-kernel.
+"""Writes the files of built-in hardware, from data sheets, papers' descriptions of their clusters, and a small model of
+a flash kernel.
 
-Run: python benchmarks/chips.py [--check]. The files lie in apportion/ir/request/chips; a plan names the digest of its
-hardware, so new figures are new hardware to plans of before.
+Run: python benchmarks/chips.py [--check]. The files are in apportion/ir/request/chips; a plan has the digest of its
+hardware, so changed figures are different hardware to earlier plans.
 
 The kernel model. A flash kernel gives a tile of 128 query rows of one head to a multiprocessor, which walks over
 the tiles of 128 keys that the tile sees (backward: a tile of keys, walking over queries):
@@ -16,13 +16,13 @@ few keys pay for their start: a fixed-length FlashAttention-3 kernel without mas
 of its best at 512, 1024, 2048 and 4096 tokens (430, 517, 566, 590 of 621 TFLOP/s: pytorch/benchmark pull request
 2391), where this start without latency gives 0.71, 0.83, 0.91 and 0.95. `latency` is set such that causal
 documents of 512 tokens reach a quarter of peak on the H100, as varlen kernels do in FCP, section 3.1 and Figure 3
-(which Hopper chip that was is not said; the H20, with more bandwidth for its FLOPs, reaches 46 % by this model).
+(the Hopper chip is not named there; the H20, with more bandwidth for its FLOPs, reaches 46 % by this model).
 
 Chips come with two engines: the flash kernels of the model above, and as NAME-stage the kernels in Triton of the engine
-that runs an instruction at once, which reach a part of them.
+that runs an instruction at once, which reach a fraction of their speed.
 
-Tasks of an instruction are one launch, so waves over multiprocessors are no part of a task's time: an
-instruction's launch and its longest chain of steps (`Grid.tile_us`) are.
+Tasks of an instruction are one launch, so a task's time excludes waves over multiprocessors; an instruction's time
+includes its launch and its longest chain of steps (`Grid.tile_us`).
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ _HOST_4 = Figure(
 
 @dataclass(frozen=True)
 class Chip:
-    """What the kernel model and the links are made from. peak_tflops: dense bf16; forward, backward: the fraction
-    of it that long attention reaches by kernels of the engine; linear: that linear layers reach; inter_gbs: of one
-    NIC."""
+    """Inputs of the kernel model and the links. peak_tflops: dense bf16; forward, backward: the fraction of it that the
+    engine's kernels reach on long attention; linear: the fraction of linear layers; inter_gbs: of one NIC."""
 
     name: str
     device: str
@@ -228,7 +227,7 @@ _FLASH: Mapping[str, Chip] = MappingProxyType(
 
 
 _HOPPER, _AMPERE = ("h100", "h200", "h20"), ("a100", "a800")
-#: chip -> what Triton reaches there of the flash kernel that the chip is listed with, forward and backward
+#: chip -> Triton's fraction of the speed of the chip's flash kernel, forward and backward
 _TRITON = {
     **dict.fromkeys(_HOPPER, (0.65, 0.55, "Triton on Hopper, assumed to reach {:g} of FlashAttention-3")),
     "b200": (
@@ -253,7 +252,7 @@ def _stage(chip: Chip) -> Chip:
 
 
 def _part(share: float, figure: Figure, why: str) -> Figure:
-    """A part of a figure, assumed."""
+    """A share of a figure, assumed."""
     return Figure(round(share * figure.value, 4), f"{why.format(share)}: {figure.value:g}", True)
 
 
@@ -264,7 +263,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the files of built-in hardware.")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a file is another")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file differs")
     check = parser.parse_args().check
     texts = {FILES / f"{name}.json": text_of(hardware_of(chip).to_data()) for name, chip in CHIPS.items()}
     others = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
@@ -313,7 +312,7 @@ class Side:
 
 
 def linear_of(chip: Chip) -> Figure:
-    """What linear layers reach, in TFLOP/s."""
+    """The rate of linear layers, in TFLOP/s."""
     return Figure(
         round(chip.peak_tflops.value * chip.linear.value, 4),
         f"{chip.linear.value:g} of {chip.peak_tflops.value:g} TFLOP/s ({chip.peak_tflops.source}): "
@@ -352,7 +351,7 @@ def _step_us(chip: Chip, achieved: Figure, products: int) -> float:
 
 
 def _moved_us(chip: Chip, rows: Ints | int) -> Floats:
-    """Rows of a head, in bf16, at the memory's bandwidth."""
+    """The microseconds to move rows of a head, in bf16, at the memory's bandwidth."""
     return np.asarray(rows) * (DIM * BYTES) / (chip.memory_gbs.value * 1e3)
 
 

@@ -1,4 +1,4 @@
-"""The comparison: recipes on the shipped workloads and in the papers' settings, planned, verified and simulated.
+"""Compares recipes on the shipped workloads and in the papers' settings: planned, verified and simulated.
 
 Run: python benchmarks/comparison.py (half an hour on one core). Writes all rows to benchmarks/results/comparison.json
 and the tables between the markers of docs/benchmarks.md and docs/papers.md. `--only NAME,...` measures some cases anew
@@ -38,7 +38,7 @@ RESULTS = ROOT / "benchmarks/results/comparison.json"
 
 LLAMA_8B = Model(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, ffn=14336, layers=32)
 LLAMA_70B = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, layers=80)
-#: multi-head, as the paper says; the sizes are those of 3B models of that family (assumed)
+#: multi-head, as in the paper; the sizes of 3B models of that family (assumed)
 LLAMA_3B = Model(q_heads=32, kv_heads=32, head_dim=100, hidden=3200, ffn=8640, layers=26)
 
 Draw = Callable[[int, int], Batch]  # (tokens, seed) -> batch
@@ -86,7 +86,7 @@ def lognormal(tokens: int, seed: int) -> Batch:
 
 
 def window(tokens: int, seed: int) -> Batch:
-    """The same, each token sees the 4096 up to itself."""
+    """Log-normal documents with a window of 4096 tokens."""
     return Source(mask=masks.sliding_window(4096)).batch(tokens, seed)[0]
 
 
@@ -128,10 +128,10 @@ ZEPPELIN = {
 
 
 def zeppelin(data: str) -> Draw:
-    """Lengths of one of Zeppelin's data sets: log-uniform inside the bins (assumed), those that do not fit skipped, the
-    last one cut."""
+    """Draws lengths of one of Zeppelin's data sets: log-uniform inside the bins (assumed), skipping those that do not
+    fit, with the last one cut."""
     shares = np.array(ZEPPELIN[data]) / sum(ZEPPELIN[data])
-    edges = 1024 * 2.0 ** np.arange(-1, 9)  # the first bin from 512: shorter ones weigh nothing
+    edges = 1024 * 2.0 ** np.arange(-1, 9)  # the first bin from 512: shorter ones are negligible
 
     def draw(tokens: int, seed: int) -> Batch:
         rng = np.random.Generator(np.random.PCG64(seed))
@@ -154,7 +154,7 @@ def with_steps(name: str, recipe: str, **steps: Any) -> Recipe:
 
 
 def ulysses(name: str) -> Recipe:
-    """The recipe between nodes of eight, with heads split inside a node, as FCP's evaluation has it."""
+    """The recipe between nodes of eight, with heads split inside a node, as in FCP's evaluation."""
     return with_steps(name, name, inner={"ulysses": {"degree": 8}})
 
 
@@ -252,7 +252,7 @@ CASES: tuple[Case | Published | Sensitivity, ...] = (
 
 
 def measure(case: Case | Published | Sensitivity) -> dict[str, Any]:
-    """The rows of a case, with what it takes to read them."""
+    """The rows of a case, with their setting."""
     start = time.perf_counter()
     if isinstance(case, Case):
         found = _compared(case)
@@ -287,7 +287,7 @@ def _compared(case: Case) -> dict[str, Any]:
 
 
 def _throughput(case: Case, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Thousand tokens a second of whole layers, forward and backward: attention as simulated, then linear layers as
+    """Thousand tokens per second of whole layers, forward and backward: attention as simulated, then linear layers as
     long as the rank with most tokens takes, their backward twice their forward."""
     if row["status"] != "ok":
         return {"ktokens_per_s": None}

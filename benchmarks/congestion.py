@@ -1,9 +1,9 @@
-"""What congestion between nodes explains of three papers' figures: FCP's Table 2, Zeppelin's Figure 11 and
-MagiAttention's benchmark on H100s, with today's figures and with those that fit best.
+"""Fits congestion between nodes to three papers' figures: FCP's Table 2, Zeppelin's Figure 11 and MagiAttention's
+benchmark on H100s, compared with the current figures.
 
 Run: python -m benchmarks.congestion (a few minutes on one core). Writes all rows to benchmarks/results/congestion.json
-and the tables between the markers of docs/papers.md; `--only NAME,...` measures some anew, `--only none` writes the
-tables alone.
+and the tables between the markers of docs/papers.md; `--only NAME,...` measures some again, `--only none` writes only
+the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks/results/congestion.json"
 
 @dataclass(frozen=True)
 class Figures:
-    """What is assumed of the network between nodes. rate: share of the hardware's bandwidth of a NIC."""
+    """Assumed figures of the network between nodes. rate: share of the hardware's bandwidth per NIC."""
 
     rate: float = 1.0
     incast: float = 0.0
@@ -55,13 +55,13 @@ class Figures:
 TODAY = Figures()
 TRIED = [Figures(*one) for one in product((1.0, 0.5, 0.32, 0.16), (0.0, 0.085, 0.17, 0.34), (1.0, 0.65))]
 
-#: step -> figures that were published, and the same as they are simulated under some figures
+#: step -> published results, and a function that simulates them under some figures
 Pairs = dict[str, tuple[tuple[float, ...], Callable[[Figures], tuple[float, ...]]]]
 
 
 @dataclass(frozen=True)
 class Paper:
-    """name: of the marker; figures: what the columns are; steps: see `Pairs`."""
+    """A paper. name: of the marker; figures: meaning of the columns; steps: see `Pairs`."""
 
     name: str
     title: str
@@ -78,7 +78,7 @@ COALESCED = {"matchings": {"coalesce": 16, "buffers": 3}}
 
 
 def _pulled(self: Matchings, src: Ints, dst: Ints, ranks: int) -> Ints:
-    """Slots without matchings: every receiver pulls its tiles one after another, in an order of its own."""
+    """Slots without matchings: every receiver pulls its tiles one after another, in its own order."""
     order = np.random.default_rng(1).permutation(len(dst))
     order = order[np.argsort(dst[order], kind="stable")]
     first = np.searchsorted(dst[order], np.arange(ranks))
@@ -104,7 +104,7 @@ def fcp() -> Pairs:
         known = figures.hardware(hardware)
         links = replace(cluster, inter_gbs=known.inter_gbs.value)
         recipe = Recipe("fcp", {"shard": FCP_BLOCKS, "place": {"lpt": {}}, "schedule": schedule})
-        # only what is coalesced keeps the order of the matchings: a gather is posted as a whole
+        # only coalesced slots keep the order of the matchings: a gather is posted as a whole
         planned_for = known if schedule is COALESCED else hardware
         with how:
             plan = _planned(batch, links, LLAMA_70B, recipe, planned_for)
@@ -167,7 +167,7 @@ def zeppelin_ablation() -> Pairs:
 
 
 def magi() -> Pairs:
-    """TFLOP/s a GPU, forward and backward, of its native collective and of its all-to-all-v, 3 packs."""
+    """TFLOP/s per GPU, forward and backward, of its native collective and of its all-to-all-v, 3 packs."""
     (case,) = (one for one in PUBLISHED if one.name == "magi-h100")
     hardware = Hardware.load(case.hardware)
 
@@ -199,7 +199,7 @@ _PLANS: dict[str, Plan] = {}
 
 
 def _planned(batch: Any, cluster: Any, model: Any, recipe: Recipe, hardware: Hardware) -> Plan:
-    """The plan, which is made once: links change no plan of these recipes but by `Figures.incast`."""
+    """The plan, cached: links affect plans of these recipes only through `Figures.incast`."""
     told = hardware.digest() if hardware.incast is not None else hardware.name
     colour = Matchings._colour.__name__
     key = repr((batch.lengths.tolist(), cluster.ranks, recipe.to_data(), told, colour))
@@ -219,7 +219,7 @@ PAPERS = (
 
 
 def measure(paper: Paper) -> dict[str, Any]:
-    """Every step under all figures that are tried, and the mean error of each."""
+    """Simulates every step under all candidate figures, and the mean error of each."""
     steps = paper.steps()
     published = {name: list(theirs) for name, (theirs, _) in steps.items()}
     tried = []
@@ -230,7 +230,7 @@ def measure(paper: Paper) -> dict[str, Any]:
 
 
 def _error(published: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence[float]]) -> float:
-    """The mean of |ours / theirs - 1|, where larger ones count as their inverse does."""
+    """The mean of |ours / theirs - 1|, with ratios above 1 replaced by their inverse."""
     ratios = np.concatenate([np.log(np.array(ours[name]) / np.array(published[name])) for name in published])
     return round(float(np.exp(np.abs(ratios).mean()) - 1), 4)
 
@@ -239,8 +239,8 @@ def _error(published: Mapping[str, Sequence[float]], ours: Mapping[str, Sequence
 
 
 def table(paper: Mapping[str, Any]) -> str:
-    """A step a row: theirs, and ours with its error under today's figures and under the best of those that were tried,
-    and of the best at today's rate."""
+    """A row per step: theirs, and ours with its error under the current figures, under the best candidate, and under
+    the best at the current rate."""
     tried = paper["tried"]
     today = next(one for one in tried if one["figures"] == TODAY.__dict__)
     rated = min((one for one in tried if one["figures"]["rate"] == 1.0), key=lambda one: one["error"])

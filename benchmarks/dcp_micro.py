@@ -1,10 +1,10 @@
-"""DCP's micro-benchmark (its Figures 13 and 14): attention of one layer on 32 A100s under four masks and four scales of
-lengths, simulated forward and backward.
+"""Simulates DCP's micro-benchmark (its Figures 13 and 14): attention of one layer on 32 A100s under four masks and four
+scales of lengths, forward and backward.
 
     python -m benchmarks.dcp_micro --seeds 8 --json benchmarks/results/dcp_micro.json
 
 Batches are the same for all systems: 131,072 tokens of log-normal documents, median 2K and sigma 1.5 (assumed: the
-paper's lengths are in a figure only), times the scale.
+paper shows its lengths only in a figure), times the scale.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def draw(scale: float, mask: str, seed: int) -> Batch:
 
 
 def measure(seeds: int) -> Iterator[dict[str, Any]]:
-    """A row a mask, scale and system: milliseconds and bytes, means over batches; `most` of dcp over ring, the largest
-    ratio of any batch."""
+    """Yields a row per mask, scale and system: milliseconds and bytes, means over batches, and `most_of_ring`, the
+    largest ratio to ring of any batch."""
     hardware = Hardware.load("a100")
     cluster = hardware.cluster(NODES, GPUS)
     for mask in DCP_MASKS:

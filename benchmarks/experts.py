@@ -1,8 +1,7 @@
 """Steps of models with experts beside published ones: writes a table of docs/benchmarks.md.
 
-Every publication is of sequences of 4,096 tokens, whole on one rank, with routers that are forced to be even. Layers
-that Megatron places beside those of the model (embedding, loss, one that predicts a token more) count as layers, so
-that stages divide them.
+All publications use sequences of 4,096 tokens, each on one rank, with routers forced to be even. Layers that Megatron
+adds to the model's (embedding, loss, multi-token prediction) count as layers, so that stages divide them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ DEEPSEEK: Config = json.loads("""{"model_type": "deepseek_v3", "hidden_size": 71
 
 @dataclass(frozen=True)
 class Published:
-    """A step of so many sequences. seconds: as published; training: beside the config, with ZeRO-1."""
+    """A published step with its number of sequences. seconds: as published; training: besides the config, with
+    ZeRO-1."""
 
     name: str
     source: str
@@ -77,7 +77,7 @@ CASES = (
 
 
 def row(case: Published) -> dict[str, Any]:
-    """The forecast's row, and what was published."""
+    """The row of forecast and published figures."""
     experts = {"imbalance": 1.0, "dispatch": case.dispatch}
     training = Training.from_data({"sharding": "zero1", **case.training, "experts": experts}, case.config)
     batch = Batch.from_lengths([TOKENS] * case.sequences, masks_of(case.config))

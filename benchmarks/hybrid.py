@@ -1,7 +1,7 @@
-"""A group of three recurrent layers and one of softmax, simulated: ours beside two ways in use.
+"""Simulates a group of three recurrent layers and one softmax layer: `auto` against two common methods.
 
 Run: python -m benchmarks.hybrid [WORKLOAD ...] [--ranks 8,64,256] [--json]. Gated DeltaNet as in Qwen3-Next-80B (32
-heads of 128 x 128, convolution of 4) and softmax of its sizes, 32K tokens a rank, H100s, eight a node; forward and
+heads of 128 x 128, convolution of 4) and softmax of its sizes, 32K tokens per rank, H100s, eight per node; forward and
 backward. Without files of lengths: those of benchmarks and examples.
 
     auto           one layout for all four layers; states of cut documents travel
@@ -44,7 +44,7 @@ Draw = Callable[[int], Batch]
 
 
 def loads() -> Iterator[tuple[str, Draw]]:
-    """(name, batch of so many tokens)."""
+    """Yields (name, function from tokens to a batch)."""
     yield "log-normal", lambda tokens: Batch.from_lengths(lognormal_lengths(0, tokens))
     for name, file in (("source files", "code_lengths.json"), ("documents", "doc_lengths.json")):
         yield name, of_file(ROOT / "examples" / file)
@@ -68,7 +68,7 @@ def softmax_ms(found: Simulation) -> float:
 
 
 def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[str, Any]:
-    """Milliseconds of a group, forward and backward."""
+    """The milliseconds of a group, forward and backward."""
     ours, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
     prices.EARLY_SHARE, early = 1.0, prices.EARLY_SHARE
     waiting, prices.EARLY_SHARE = simulate(contiguous.plan, hardware), early
@@ -103,7 +103,7 @@ def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[s
 
 
 def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel) -> float:
-    """Of rows of so many bf16 numbers, spread evenly over the ranks: every rank sends to every other."""
+    """The milliseconds of an all-to-all of rows of `numbers` bf16 numbers, spread evenly over the ranks."""
     size = 2 * numbers * tokens / cluster.ranks
     peers, node = cluster.ranks - 1, cluster.ranks_per_node
     between = size * (cluster.ranks - node) / cluster.ranks / (cluster.inter_gbs_per_rank * 1e3)

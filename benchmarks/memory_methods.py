@@ -1,6 +1,6 @@
 """Memory of published methods, beside UPipe's measurements: a section of docs/papers.md.
 
-Run: python benchmarks/memory_methods.py (at once). A test holds the page to it.
+Run: python benchmarks/memory_methods.py (at once). A test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.tables import write_tables
 
 GIB, M = 2**30, 2**20
 H100 = Hardware.load("h100")
-#: tokens of a chunk of FPDT: the default of its implementation; UPipe does not say which it used
+#: tokens of a chunk of FPDT: its implementation's default; UPipe does not state its own
 CHUNK_TOKENS = 65536
 #: bytes in float32 of a tile of logits and their log-softmax (ALST)
 LOGITS_TILE = 2**30
@@ -33,8 +33,8 @@ OF_NODES = {"ulysses": "usp", "upipe": "upipe_ring"}
 
 @dataclass(frozen=True)
 class Run:
-    """A model as UPipe ran it (sections 5.1 and 5.2): on so many GPUs, of which `stages` make a group's head stages.
-    memory: method -> GiB at so many M tokens (Table 4); throughput: tokens a second and GPU (Table 3)."""
+    """A model as UPipe ran it (sections 5.1 and 5.2): its number of GPUs, of which `stages` form a group's head stages.
+    memory: method -> GiB by M tokens (Table 4); throughput: tokens per second and GPU (Table 3)."""
 
     name: str
     model: Model
@@ -45,8 +45,8 @@ class Run:
     throughput: Mapping[str, Mapping[int, float]]
 
     def training(self, method: str, tokens: int) -> Training:
-        """How the method trains a sequence of so many tokens: all recompute layers, all but plain have their inputs on
-        the host, alst and upipe the FFN in tiles of the hidden size (UPipe, section 4), fpdt and both chunks."""
+        """The method's training of a sequence of `tokens` tokens: all recompute layers, all but plain offload their
+        inputs, alst and upipe tile the FFN by the hidden size (UPipe, section 4), fpdt and both use chunks."""
         plain = Training(vocab=self.vocabulary, recompute="full", loss_tokens=tokens)
         if method == "plain":
             return plain
@@ -59,14 +59,14 @@ class Run:
         return Layers(H100, self.model, self.training(method, tokens))
 
     def of(self, method: str, tokens: int, planned: bool = False) -> Activations:
-        """What a rank holds of a sequence of so many tokens: attention as the papers count it, or as our plans of the
-        same kind need it."""
+        """The activations of a rank for a sequence of `tokens` tokens: attention as the papers count it, or as our
+        plans of the same kind need it."""
         layers, own = self.layers(method, tokens), tokens // self.gpus
         rows = self._planned(method, tokens) if planned else self.attention(method, tokens) * own
         return activations(layers, self.model.layers_of(""), own, rows, RECIPES[method] == "upipe")
 
     def attention(self, method: str, tokens: int) -> float:
-        """Bytes of a token in the kernel of the backward (UPipe, Table 6): Q, K, V, O and their gradients; in UPipe's
+        """The bytes per token of the backward kernel (UPipe, Table 6): Q, K, V, O and their gradients; in UPipe's
         stages a part of these, and of another Q."""
         layers, m = self.layers(method, tokens), self.model
         every = 2 * (attention_row(layers) + output_row(layers) - 4 * m.q_heads)
@@ -78,7 +78,7 @@ class Run:
         return planned_bytes(self.model, self.gpus, recipe, tokens)
 
     def seconds(self, method: str, tokens: int) -> tuple[float, float]:
-        """A step by the forecast, and what of it are copies that nothing hides."""
+        """The seconds of a step by the forecast, and of these the exposed copies."""
         found = ap.forecast(
             [ap.Batch.from_lengths([tokens])],
             ap.Cluster(self.gpus // 8, 8),
@@ -91,7 +91,7 @@ class Run:
 
 @cache
 def planned_bytes(model: Model, gpus: int, recipe: str, tokens: int) -> int:
-    """Home and work rows of an attention call of a plan for one sequence."""
+    """The bytes of home and work rows of an attention call, under a plan for one sequence."""
     cluster = ap.Cluster(gpus // 8, 8)
     return attention_bytes(
         ap.plan(ap.Batch.from_lengths([tokens]), cluster, model, recipe=recipe, verify=False)
@@ -126,7 +126,7 @@ RUNS = (
         {"alst": {1: 117.02, 2: 59.98}, "fpdt": {1: 95.88, 2: 55.41}},
     ),
 )
-#: method -> as the tables call it
+#: method -> its name in the tables
 TOLD = {
     "plain": "Ulysses, plain",
     "alst": "ALST: Ulysses, tiles, offload",
@@ -137,7 +137,7 @@ TOLD = {
 
 
 def parts() -> Iterator[str]:
-    """What a rank holds, by the formulas."""
+    """Yields the table of a rank's memory by the formulas."""
     yield "| GiB a rank, 1M tokens | kept | attention | feed-forward | cross-entropy | peak | on the host |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for run in RUNS:
@@ -150,7 +150,7 @@ def parts() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Growth:
-    """GiB for each M tokens more: as UPipe measured it from 1M to `most` M tokens; by the formulas, with attention as
+    """GiB per additional M tokens: measured by UPipe from 1M to `most` M tokens; by the formulas, with attention as the
     papers count it, and as our plans need it."""
 
     run: Run
@@ -162,7 +162,7 @@ class Growth:
 
     @property
     def rest(self) -> float:
-        """What the formulas do not count, in tensors of the hidden size."""
+        """The memory missing in the formulas, in tensors of the hidden size."""
         row = self.run.model.hidden * self.run.model.element_bytes * M / self.run.gpus / GIB
         return (self.measured - self.ours) / row
 
@@ -181,7 +181,7 @@ def growths() -> Iterator[Growth]:
 
 
 def growth() -> Iterator[str]:
-    """Measured and by the formulas, for each M tokens more."""
+    """Yields the table of growth per additional M tokens, measured and by the formulas."""
     yield (
         "| GiB more for 1M tokens more | from 1M to | measured | formulas | rest | in tensors of the hidden size | "
         "formulas with our plans' rows |"
@@ -194,7 +194,7 @@ def growth() -> Iterator[str]:
 
 
 def times() -> Iterator[str]:
-    """Steps of Ulysses with ALST and of FPDT, measured and forecast, and what FPDT moves in them."""
+    """Yields the table of steps of Ulysses with ALST and of FPDT, measured and forecast, with FPDT's copies."""
     moved = f"moved a rank, GiB out, in | at {H100.host_gbs.value:.0f} GB/s, s | not hidden, s"
     yield f"| | tokens | Ulysses, measured, s | forecast | FPDT, measured, s | forecast | {moved} |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"

@@ -1,11 +1,11 @@
-"""DistCA beside Megatron-LM, FlexSP+ and WLB-ideal (its section 6), forecast: rows of `benchmarks/papers.py`.
+"""Forecasts DistCA against Megatron-LM, FlexSP+ and WLB-ideal (its section 6): rows of `benchmarks/papers.py`.
 
 batch       ⎡ sequence 0 ⎤⎡ sequence 1 ⎤...      packed with documents in the order of the data, cut at their ends
-Megatron    a sequence is a microbatch, cut zig-zag over CP ranks whatever its documents are; DP groups get as many
-            sequences each, the heaviest to the one with the least work: the best DP x CP
+Megatron    a sequence is a microbatch, cut zig-zag over CP ranks regardless of its documents; DP groups get
+            equally many sequences, the heaviest to the one with the least work: the best DP x CP
 WLB-ideal   documents to DP groups, cut by document or by sequence, whichever is faster: the best DP x CP
 FlexSP+     groups of unequal size, even in whole layers, as many tokens on a rank as its memory holds
-DistCA      equal tokens in order, attention wherever it is even
+DistCA      equal tokens in order, attention balanced over all ranks
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
 TENSOR = 8
 FLAT = Degrees(tensor=TENSOR)
 TRAINING = Training(sharding="zero1", recompute="none")
-#: section 6.2, without pipeline: the most over each baseline, of all models, data sets and sizes
+#: section 6.2, without pipeline: the largest gain over each baseline, of all models, data sets and sizes
 MOST = {"Megatron-LM": 1.92, "WLB-ideal": 1.20, "FlexSP+": 1.35}
-#: with pipeline, of each model
+#: the same with pipeline, for each model
 MOST_4D = {
     "8B": {"Megatron-LM": 1.83, "WLB-ideal": 1.35},
     "34B": {"Megatron-LM": 1.72, "WLB-ideal": 1.25},
@@ -75,7 +75,7 @@ MOST_4D = {
 STAGES = (2, 4)
 #: per-sequence sharding: the whole sequence zig-zag, keys and values gathered
 PER_SEQUENCE = with_steps("per-sequence", "allgather", place={"zigzag": {"over": "batch"}})
-#: tokens of a rank over the mean that FlexSP+ may be given, the most that fits is taken
+#: candidate caps of a rank's tokens over the mean for FlexSP+; the largest that fits is used
 ROOMS = (2.0, 1.75, 1.5, 1.25, 1.0)
 ASSUMED = (
     "documents even in the bins of its list, longer ones in proportion, packed into sequences of the longest, two "
@@ -85,15 +85,15 @@ ASSUMED = (
 
 @dataclass(frozen=True, order=True)
 class Found:
-    """What a system takes, and what stands for it."""
+    """A system's time, and the name of the form that stands for it."""
 
     seconds: float
     name: str
 
 
 def packed(sequences: int, longest: int, seed: int) -> Packed:
-    """Documents of "Pretrain", even inside the bins, longer in proportion, into sequences of the longest, which cut
-    them."""
+    """Packs documents of "Pretrain", uniform inside the bins, with lengths scaled in proportion, into sequences of
+    `longest` tokens, which cut them."""
     edges, counts = np.array([0, *PRETRAIN], np.float64), np.array(list(PRETRAIN.values()))
     rng = np.random.Generator(np.random.PCG64(seed))
     bins = rng.choice(len(counts), 1024 * sequences, p=counts / counts.sum())
@@ -109,8 +109,8 @@ def joined(sequences: Packed) -> Batch:
 
 
 def dealt(sequences: Packed, groups: int) -> Packed:
-    """The sequences such that number i · groups + g is microbatch i of group g: as many for each, the heaviest first to
-    the group with the least work."""
+    """The sequences ordered so that number i · groups + g is microbatch i of group g: equally many for each group, the
+    heaviest first to the group with the least work."""
     work = [sum(length**2 for length in one) for one in sequences]
     most = len(sequences) // groups
     held: list[list[int]] = [[] for _ in range(groups)]
@@ -151,7 +151,7 @@ class Setting:
 
 
 def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Found]:
-    """Every DP x CP that fits, under so many pipeline stages."""
+    """Every DP x CP that fits, with `stages` pipeline stages."""
     found, ranks, sequences = [], setting.ranks // stages, setting.sequences
     for groups in _divisors(ranks):
         if sequences % (groups * stages):
@@ -170,7 +170,7 @@ def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list
 
 
 def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Found]:
-    """Its best DP x CP, with as few microbatches as fit."""
+    """WLB-ideal's DP x CP grids, with the fewest microbatches that fit."""
     for microbatches in _divisors(setting.sequences // stages):
         run = setting.run(drawn, Degrees(TENSOR, stages, microbatches=microbatches))
         try:
@@ -182,7 +182,7 @@ def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Foun
 
 
 def flexsp(setting: Setting, drawn: Sequence[Packed]) -> list[Found]:
-    """With as many tokens on a rank as fit."""
+    """FlexSP+ with the most tokens per rank that fit."""
     run = setting.run(drawn)
     mean = run.batches[0].tokens / setting.ranks
     for room in ROOMS:
@@ -206,9 +206,9 @@ def _divisors(number: int) -> list[int]:
 def distca(
     setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
 ) -> list[Found]:
-    """Under pipeline ticks, attention of a tick over the ranks of all stages, for every number of microbatches that
-    fits. All other work of a tick is that of one microbatch. hidden: as of `Run`; ping_pong: whether microbatches are
-    halves that take turns, in each tick."""
+    """DistCA under pipeline ticks, with a tick's attention over the ranks of all stages, for every number of
+    microbatches that fits. Other work of a tick is one microbatch's. hidden: as in `Run`; ping_pong: whether
+    microbatches are halves that take turns in each tick."""
     found = []
     for count in _divisors(setting.sequences):
         if count < stages:
@@ -221,7 +221,7 @@ def distca(
             attention = [_ticks_seconds(run, table, one, ping_pong) for one in drawn]
         except ApportionError:
             continue
-        held = min(count, 2 * stages - 1) / min(count, stages)  # in flight, beside 1F1B
+        held = min(count, 2 * stages - 1) / min(count, stages)  # microbatches in flight, relative to 1F1B
         memory = max(one.memory.total + (held - 1) * one.memory.activations.kept for one in steps)
         if memory <= run.memory_gib * 2**30:
             work = ("head",) if ping_pong else ("linear", "rows", "head", "tensor_parallel")
@@ -234,7 +234,7 @@ def distca(
 
 
 def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: bool) -> float:
-    """Attention of all ticks of a step; with ping_pong, all of their layers."""
+    """The seconds of attention in all ticks of a step; with ping_pong, of whole layers."""
     each = len(sequences) // table.microbatches
     microbatches = [joined(sequences[i * each : (i + 1) * each]) for i in range(table.microbatches)]
     form = Parallelism(PER_SEQUENCE, FLAT)
@@ -264,7 +264,7 @@ def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: boo
 
 
 def rows() -> Iterator[Row]:
-    """Of every setting the gain over each baseline, and the most of all."""
+    """Yields rows of the gain over each baseline in every setting, and of the largest."""
     yield from _flat()
     yield from _pipelined()
 
@@ -276,7 +276,7 @@ def _flat() -> Iterator[Row]:
         drawn = setting.drawn()
         run = setting.run(drawn)
         mine = run.whole("distca")
-        if not run.fits(mine):  # as it did there, for a reason not told: memory is enough for all
+        if not run.fits(mine):  # as published, without a reason: memory suffices for all
             setting = replace(setting, memory_gib=ENOUGH)
         others = {"Megatron-LM": megatron, "WLB-ideal": wlb, "FlexSP+": flexsp}
         best = {name: min(found) for name, of in others.items() if (found := of(setting, drawn))}

@@ -1,4 +1,4 @@
-"""A paper's setting as runs of the forecast, and rows that hold its figures against ours (`benchmarks/papers.py`)."""
+"""Forecast runs of a paper's setting, and rows that compare its figures with ours (`benchmarks/papers.py`)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ from apportion.planner.recipe.recipes import find_recipe
 
 K = 1024
 GROUP = 8  # GPUs of a node, in all papers
-#: GiB a rank where the paper offloads, tiles or caches what the forecast keeps on the device: times alone are compared
+#: GiB per rank if the paper offloads, tiles or caches data that the forecast keeps on the device: compares only times
 ENOUGH = 2048.0
 PLAIN = Degrees()
 
 Row = dict[str, Any]
-Theirs = float | tuple[float, float]  # a figure, or the least and the most of what is printed
+Theirs = float | tuple[float, float]  # a figure, or the least and the most of the published ones
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a paper trains, and on what. batches: one for each step; degrees: of all systems in it; memory_gib: of a
-    rank, where grids must fit; hidden: whether plans, made for links as they are, are priced as if these took
-    next to no time."""
+    """A paper's training and its cluster. batches: one per step; degrees: of all its systems; memory_gib: per rank, if
+    grids must fit; hidden: whether plans for the actual links are priced as if communication were nearly free."""
 
     hardware_name: str
     nodes: int
@@ -77,17 +76,17 @@ class Run:
 
     @cache  # noqa: B019 - runs live as long as the process
     def steps(self, form: Parallelism) -> tuple[StepForecast, ...]:
-        """By the figures as they are. Raises CapacityError, ConfigError."""
+        """Forecasts steps with nominal figures. Raises CapacityError, ConfigError."""
         return steps_of(
             [self.setting(form, self.cluster), self.setting(form, self.links)], self.batches, 0, []
         )[1]
 
     def whole(self, recipe: Recipe | str, ping_pong: bool = False) -> tuple[StepForecast, ...]:
-        """One plan over all ranks, or of each half one."""
+        """Forecasts steps of one plan over all ranks, or of one per half."""
         return self.steps(Parallelism(find_recipe(recipe), self.degrees, ping_pong=ping_pong))
 
     def best_grid(self, recipe: str) -> tuple[str, tuple[StepForecast, ...]]:
-        """The fastest static grid of a recipe that fits and cuts next to nothing, and its name."""
+        """The fastest static grid of a recipe that fits and drops almost no tokens, and its name."""
         found = []
         for form in static_grids(self.cluster, [recipe], self.degrees):
             try:
@@ -104,19 +103,19 @@ class Run:
 
 
 def seconds(steps: Sequence[StepForecast]) -> float:
-    """Of a step, mean over batches."""
+    """The seconds of a step, mean over batches."""
     return float(np.mean([one.seconds for one in steps]))
 
 
 def part(steps: Sequence[StepForecast], name: str) -> float:
-    """Seconds of one part of a step, mean over batches."""
+    """The seconds of one part of a step, mean over batches."""
     return float(np.mean([one.parts[name] for one in steps]))
 
 
 def row(
     case: str, system: str, baseline: str, figure: str, theirs: Theirs, ours: float, assumed: str = ""
 ) -> Row:
-    """A row of a table. system, baseline: what stands for them."""
+    """A row of a table. system, baseline: the forms that stand for them."""
     low, high = theirs if isinstance(theirs, tuple) else (theirs, theirs)
     nearest = min(max(ours, low), high)
     return {

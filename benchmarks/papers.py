@@ -1,4 +1,4 @@
-"""Whole steps beside the papers: what the forecast says of the end-to-end figures of five of them.
+"""Compares forecasts of whole steps with the end-to-end figures of five papers.
 
 Run: python -m benchmarks.papers (ten minutes on one core). Writes all rows to benchmarks/results/papers.json and the
 tables between the markers of docs/papers.md. `--only NAME,...` measures some papers anew and keeps the rows of the
@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks/results/papers.json"
 
 # --- UPipe
 
-#: tokens / 1024 -> tokens/s a GPU: UPipe, Table 3
+#: tokens / 1024 -> tokens/s per GPU: UPipe, Table 3
 UPIPE_8B = {
     "ulysses": {128: 2320.47, 256: 1503.80, 512: 878.63, 1024: 475.33, 2048: 246.05, 3072: 162.41},
     "upipe": {128: 2281.05, 256: 1487.29, 512: 867.17, 1024: 472.53, 2048: 246.07, 3072: 166.32},
@@ -91,9 +91,9 @@ def _upipe_8b(assumed: str) -> Iterator[Row]:
 
 # --- Zeppelin
 
-#: what runs it: Megatron with a distributed optimizer; it says nothing of recomputation
+#: Megatron with a distributed optimizer; recomputation is not stated
 MEGATRON = Training(vocab=32000, sharding="zero1", recompute="none")
-#: sizes of LLaMA (the first, from its paper), multi-head; of 3B, of that family
+#: sizes of the first LLaMA (from its paper), multi-head; 3B from that family
 ZEPPELIN_MODELS = {
     "3B": Model(32, 32, 100, hidden=3200, ffn=8640, layers=26, sent_gradients="model"),
     "7B": Model(32, 32, 128, hidden=4096, ffn=11008, layers=32, sent_gradients="model"),
@@ -110,7 +110,7 @@ def _zeppelin(size: str, hardware: str, tensor: int, data: str, ranks: int, batc
 
 
 def routed(parts: int) -> Recipe:
-    """Its three steps of routing: hops between nodes in parts, each through another rank of the node."""
+    """Zeppelin's three routing steps: hops between nodes in parts, each through a different rank of the node."""
     return with_steps(
         f"zeppelin-{parts}",
         "zeppelin",
@@ -164,7 +164,7 @@ def of_zeppelin() -> Iterator[Row]:
             yield row(f"7B, h200, 32 GPUs, {name}", "zeppelin-8", "", figure, published, ours, LENGTHS)
 
 
-#: one from the middle of every bin up to 64K, the last again cut to what is left of 128K; and one long sequence
+#: one from the middle of every bin up to 64K, the last cut to the rest of 128K; and one long sequence
 BALANCED = (48 * K, 24 * K, 12 * K, 6 * K, 3 * K, 3 * K // 2, 768, 128 * K - 97536)
 SKEWED = (112 * K, *(4 * K,) * 4)
 LENGTHS = "lengths: one of every bin, or one of 112K and four of 4K"
@@ -176,9 +176,9 @@ TE = Recipe(
     "ring-heads-2",
     {**find_recipe("ring").to_data()["steps"], "inner": {"ulysses": {"degree": 2}}},
 )
-#: data set -> median and sigma of a log-normal: its lengths are in a figure only
+#: data set -> median and sigma of a log-normal: the paper shows its lengths only in a figure
 DCP_DATA = {"LongDataCollections": (2048, 1.5), "LongAlign": (10240, 0.8)}
-#: its programs with every tile there before anything is computed
+#: DCP's programs with all tiles received before any computation
 NOTHING_HIDDEN = with_steps(
     "dcp-nothing-hidden", "dcp", place={"dcp": {"divisions": 1}}, schedule={"gather": {"whole": True}}
 )
@@ -186,7 +186,7 @@ DCP_MASKS = ("causal", "lambda", "causal blockwise", "shared question")
 
 
 def masked(lengths: Sequence[int], name: str) -> Batch:
-    """The masks of its section 7.1."""
+    """A batch with the masks of DCP's section 7.1."""
     if name == "shared question":
         return Batch.from_sequences(
             [
@@ -259,7 +259,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Paper:
-    """rows: of its table, made when it is measured."""
+    """A paper. rows: of its table, computed on measurement."""
 
     name: str
     rows: Callable[[], Iterator[Row]]

@@ -1,7 +1,7 @@
 """The pictures of docs/reference/recipes.md: each recipe plans one small batch, drawn as by `apportion show --svg`.
 
-Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg for every recipe that the page has markers
-for, and between these the picture, where the recipe comes from, its steps and what it needs.
+Run: python benchmarks/pictures.py (seconds). Writes docs/pictures/RECIPE.svg for every recipe with markers in the page,
+and between the markers the picture, the recipe's source, its steps and its requirements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = ROOT / "docs/pictures"
 PAGE = ROOT / "docs/reference/recipes.md"
 MARKED = re.compile(r"<!-- recipe: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
-#: long, middling and short documents, 8K tokens a rank, in the order in which a loader might bring them
+#: long, medium and short documents, 8K tokens per rank, in a loader's order
 LENGTHS = (3000, 24000, 900, 12000, 1600, 7000, 5000, 4000, 2800, 2200, 1300, 1736)
 CLUSTER = Cluster(nodes=2, ranks_per_node=4)
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, dtype="bf16", layers=32)
@@ -40,7 +40,7 @@ def picture(name: str) -> str:
 
 
 def facts(name: str) -> str:
-    """What stands between the markers of a recipe."""
+    """The text between the markers of a recipe."""
     entry = entries()[name]
     section = (
         f", section {entry.section}"
@@ -67,7 +67,7 @@ def _told(params: Any) -> str:
 
 
 def main() -> None:
-    """Draws all of them, and writes the page."""
+    """Draws all pictures, and writes the page."""
     FOLDER.mkdir(exist_ok=True)
     page = PAGE.read_text(encoding="utf-8")
     for name, _ in MARKED.findall(page):

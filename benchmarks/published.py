@@ -1,4 +1,4 @@
-"""Settings of other systems with their published figures, and ours simulated in the same setting.
+"""Settings of other systems with their published figures, and simulations of ours in the same setting.
 
 `measure` plans the batches of a setting once for nominal figures and prices the plans under every scenario; tables are
 those of docs/papers.md. The settings are cases of `benchmarks/comparison.py`, which runs them.
@@ -24,7 +24,7 @@ from apportion.planner.simulate.scenarios import SCENARIOS, applied
 from benchmarks.tables import head, line
 
 FORM = "published"
-#: FLOPs of a pair, query head and number of the head dim: QK and PV; backward QK again, dP, dV, dQ and dK
+#: FLOPs per pair, query head and column of the head dim: QK and PV; backward QK again, dP, dV, dQ and dK
 FLOPS = {"forward": 4, "backward": 10}
 
 Pair = tuple[float, float]  # forward, backward
@@ -32,7 +32,7 @@ Pair = tuple[float, float]  # forward, backward
 
 @dataclass(frozen=True)
 class System:
-    """What was published, TFLOP/s a GPU by the number of GPUs (none: ours alone), and the recipe that stands for it."""
+    """Published TFLOP/s per GPU by number of GPUs (empty: ours only), and the recipe that stands for the system."""
 
     name: str
     recipe: Recipe
@@ -58,8 +58,8 @@ class Published:
 
 # --- MagiAttention's benchmark
 
-#: documents of the benchmark's default data set by the middle of their bin of its histogram, which the benchmark takes
-#: for their length (SandAI-org/MagiAttention, exps/dist_attn, Apache-2.0): tokens -> how many
+#: documents of the benchmark's default data set by the middle of their histogram bin, which the benchmark uses as their
+#: length (SandAI-org/MagiAttention, exps/dist_attn, Apache-2.0): tokens -> count
 MAGI_DOCUMENTS = {
     5: 30_254,
     30: 391_188,
@@ -76,11 +76,11 @@ MAGI_DOCUMENTS = {
     98304: 22_513,
     163840: 18_284,
 }
-SHARE = 4  # of a pack: no document is longer, longer ones are cut
+SHARE = 4  # documents are cut to this fraction of a pack
 
 
 def magi_documents(tokens: int, seed: int) -> Batch:
-    """A pack: documents at random, those longer than a quarter of it in pieces, the last one cut to what is left."""
+    """Draws a pack: random documents, those longer than a quarter of it in pieces, the last one cut to the rest."""
     lengths = np.array(list(MAGI_DOCUMENTS), np.int64)
     counts, most = np.array(list(MAGI_DOCUMENTS.values()), np.int64), tokens // SHARE
     pieces = np.append(lengths % most, most)
@@ -99,7 +99,7 @@ def _with(name: str, recipe: str, **steps: Any) -> Recipe:
 _CHUNKS = {"chunks": {"size": 2048}}
 _NATIVE = _with("magi-2k", "magi", shard=_CHUNKS)
 _STAR = _with("magi-2k-star", "magi", shard=_CHUNKS, route={"star": {}})
-#: partial gradients of keys and values travel in bf16, as by MagiAttention's default
+#: partial gradients of keys and values are sent in bf16, MagiAttention's default
 _MODEL = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, sent_gradients="model")
 _OURS = tuple(System("", find_recipe(name), {}) for name in ("fcp", "auto"))
 
@@ -147,7 +147,7 @@ PUBLISHED = (
 
 
 def measure(case: Published) -> dict[str, Any]:
-    """The rows of a setting: means over its batches of TFLOP/s a GPU, forward and backward, under each scenario."""
+    """The rows of a setting: means over its batches of TFLOP/s per GPU, forward and backward, under each scenario."""
     return {
         "form": FORM,
         "name": case.name,
@@ -216,8 +216,8 @@ HEAD = (
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """A setting as a Markdown table: TFLOP/s a GPU, ours as the mean and its standard deviation over batches, and ours
-    over theirs; under scenarios forward and backward."""
+    """A setting as a Markdown table: TFLOP/s per GPU, ours with mean and standard deviation over batches, and ours over
+    theirs; under scenarios forward and backward."""
     lines = [
         f"{case['tokens_per_rank']:,} tokens a GPU, {case['hardware']}, batches: {case['batches']}; TFLOP/s a GPU",
         "",

@@ -1,4 +1,4 @@
-"""The order of recipes if figures are not as the hardware file has them: cases of `benchmarks/comparison.py`.
+"""Ranking of recipes if figures differ from the hardware file: cases of `benchmarks/comparison.py`.
 
 Plans are made for nominal figures and priced under every scenario. `auto, told` is planned for the scenario itself;
 under `incast, told` every recipe is, as rounds are split there (`docs/decisions/0027`).
@@ -24,13 +24,13 @@ from benchmarks.tables import head, line
 
 FORM = "sensitivity"
 BASE, TOLD = "auto", "auto, told"
-#: the scenario that plans of all recipes are made for too
+#: the scenario for which all recipes are also planned
 KNOWN = "incast"
 RECIPES = (
     *(BASE, "mixed", "blend", "fcp", "fcp_paper", "distca", "dcp", "zeppelin", "flexsp", "magi"),
     *("usp", "ulysses", "megatron_hybrid", "hybrid_dp", "allgather", "ring"),
 )
-#: whose verification takes a minute and 10 GB for each plan
+#: recipes whose verification takes a minute and 10 GB per plan
 UNVERIFIED = ("allgather", "ring")
 
 
@@ -50,7 +50,7 @@ class Sensitivity:
 
 
 def measure(case: Sensitivity) -> dict[str, Any]:
-    """Milliseconds, forward and backward, of each recipe under each scenario: means over the batches."""
+    """The milliseconds, forward and backward, of each recipe under each scenario: means over the batches."""
     hardware = Hardware.load(case.hardware)
     cluster = cluster_of(case.ranks, None, hardware)
     settings = {scenario.name: applied(scenario, hardware, cluster) for scenario in SCENARIOS}
@@ -100,8 +100,8 @@ def _ms(found: Any) -> float:
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """Times over those of `auto` and places among the recipes, fastest first; and how many pairs of recipes stand in
-    another order than under nominal figures."""
+    """Times over those of `auto` and ranks among the recipes, fastest first; and the number of pairs of recipes whose
+    order differs from nominal figures."""
     names = _columns()
     times = {row["recipe"]: row["ms"] for row in case["rows"]}
     order = sorted(

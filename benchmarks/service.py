@@ -1,11 +1,11 @@
-"""The planning service under load, attacks and kills.
+"""Benchmarks of the planning service under load, attacks and kills.
 
     python -m benchmarks.service                       every case; kills half a minute each
     python -m benchmarks.service --minutes 30 kills    half an hour of them
     python -m benchmarks.service hot streams --json    some cases, one JSON object each
     python -m benchmarks.service --list
 
-The exit status is 1 where a promise does not hold. Servers run on loopback and end with this process.
+The exit status is 1 if a promise is broken. Servers run on loopback and end with this process.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from benchmarks.serving import attacks, kills, load
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the cases; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "cases", nargs="*", help="names of cases, or beginnings of names; default: all but memory"
+        "cases", nargs="*", help="names of cases, or prefixes of names; default: all but memory"
     )
     parser.add_argument("--minutes", type=float, default=0.5, help="of each case that kills")
-    parser.add_argument("--json", action="store_true", help="one JSON object a case")
+    parser.add_argument("--json", action="store_true", help="one JSON object per case")
     parser.add_argument("--list", action="store_true", help="print the names of cases")
     asked = parser.parse_args()
     faulthandler.enable()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers too
     cases = dict([*load.cases(), *attacks.cases(), *kills.cases(60 * asked.minutes)])
     if asked.list:
         print("\n".join(cases))
         return 0
     wanted = [name for name in cases if any(name.startswith(one) for one in asked.cases)]
     if asked.cases and not wanted:
-        parser.error(f"no case of that name; there are {', '.join(cases)}")
+        parser.error(f"no case of that name; cases are {', '.join(cases)}")
     failed = 0
     for name in wanted or [name for name in cases if name != "memory"]:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`auto` beside every single recipe and beside what is attainable, in situations of all kinds.
+"""Compares `auto` with every single recipe and with the attainable efficiency, in situations of all kinds.
 
 Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--scenario NAME]
 [--json]. Hardware is the built-in h100; forward and backward, all layers. The README's model, 64 ranks of 8 a node,
@@ -44,13 +44,13 @@ RESULTS = ROOT / "benchmarks/results/situations.json"
 HARDWARE = Hardware.load("h100")
 RANKS, TOKENS = 64, 32768
 MODEL = Model(q_heads=32, kv_heads=8, head_dim=128, layers=32)
-#: recipes that cannot be held against others: hidden states instead of q, k and v
+#: recipes that cannot be compared with others: they take hidden states instead of q, k and v
 PROJECTING = ("upipe", "upipe_ring")
 
 
 @dataclass(frozen=True)
 class Situation:
-    """name: what is unusual. batch: draws the batch of a seed."""
+    """A situation. name: its peculiarity. batch: draws the batch of a seed."""
 
     name: str
     batch: Callable[[int], Batch]
@@ -59,7 +59,7 @@ class Situation:
     hardware: Hardware = HARDWARE
 
     def under(self, scenario: Scenario) -> Situation:
-        """The same, planned and simulated with figures of a scenario."""
+        """The situation planned and simulated with the figures of a scenario."""
         hardware, cluster = applied(scenario, self.hardware, self.cluster)
         return replace(self, hardware=hardware, cluster=cluster)
 
@@ -92,7 +92,7 @@ def read(name: str, ranks: int = RANKS) -> Callable[[int], Batch]:
 
 
 def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
-    """Groups of answers to one question, lengths log-normal around `mean`: as sixteen models answer a chat."""
+    """Groups of answers to one question, with log-normal lengths around `mean`, as from sixteen models in a chat."""
 
     def draw(seed: int) -> Batch:
         lengths = lognormal_lengths(seed, RANKS * TOKENS, median=mean, sigma=0.7)
@@ -107,7 +107,7 @@ def chats(prompt: int, answers: int, mean: int) -> Callable[[int], Batch]:
 
 
 def mla(heads: int = 128) -> Model:
-    """DeepSeek-V3's attention, whose latent rows travel."""
+    """DeepSeek-V3's attention, which sends latent rows."""
     return Model(q_heads=heads, kv_heads=1, head_dim=192, v_head_dim=128, latent=Latent(rank=512, rope=64))
 
 
@@ -168,7 +168,7 @@ def a100s() -> Cluster:
 
 
 def figures(plan: Plan, found: Simulation) -> dict[str, float]:
-    """Over all layers: efficiency, what is attainable, and the share."""
+    """Efficiency over all layers, attainable efficiency, and their ratio."""
     layers = plan.request.model.layers_of
     sums = [
         (layers(kind) * lost.ideal, layers(kind) * lost.attainable, layers(kind) * sum(lost))
@@ -179,7 +179,7 @@ def figures(plan: Plan, found: Simulation) -> dict[str, float]:
 
 
 def attempt(situation: Situation, batch: Batch, recipe: str, seconds: float) -> dict[str, Any]:
-    """Figures of one recipe, or why there are none; in a child process, which is killed when its time is up."""
+    """Figures of one recipe, or the reason for having none; in a child process with a time limit."""
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_send, args=(theirs, situation, batch, recipe))
@@ -259,7 +259,7 @@ def best_of(single: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line a situation; bold where `auto` is below 0.99 of the best single recipe, or below 0.85 of attainable."""
+    """One line per situation; bold if `auto` is below 0.99 of the best single recipe, or below 0.85 of attainable."""
     heads = ("situation", "attainable", "`auto`", "share", "its recipe", "best single", "ratio")
     lines = [line(heads), line(["---", *["--:"] * 3, "---", "---", "--:"])]
     for one in rows:
@@ -291,13 +291,13 @@ def _marked(value: float, least: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="parts of names, separated by commas")
-    parser.add_argument("--singles", default="all", help="recipes to hold it against: all, none, or names")
-    parser.add_argument("--seconds", type=float, default=60.0, help="most for a single recipe")
+    parser.add_argument("--only", default="", help="substrings of names, separated by commas")
+    parser.add_argument("--singles", default="all", help="recipes to compare with: all, none, or names")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of a single recipe")
     parser.add_argument("--json", action="store_true", help="print all rows")
     known_scenarios = {scenario.name: scenario for scenario in SCENARIOS}
     parser.add_argument(
-        "--scenario", default="nominal", choices=known_scenarios, help="rows of others are not kept"
+        "--scenario", default="nominal", choices=known_scenarios, help="rows of others are not stored"
     )
     told = parser.parse_args()
     every = [name for name in entries() if name != "auto" and name not in PROJECTING]
@@ -313,7 +313,7 @@ def main() -> None:
             continue
         made = row(situation, singles, told.seconds)
         known = rows.get(situation.name)
-        if known:  # what was measured of other recipes is kept
+        if known:  # keeps the measurements of other recipes
             made["single"] = {**known["single"], **made["single"]}
             made["best"] = best_of(made["single"])
         rows[situation.name] = made

@@ -1,4 +1,4 @@
-"""Rows of a benchmark in a JSON file, and Markdown tables of them between markers of a page."""
+"""Writes rows of a benchmark to a JSON file, and Markdown tables between markers of a page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(
     only = parser.parse_args().only
     names = list(cases) if only is None else [] if only == "none" else only.split(",")
     if unknown := [name for name in names if name not in cases]:
-        parser.error(f"no case {', '.join(unknown)}: there is {', '.join(cases)}")
+        parser.error(f"no case {', '.join(unknown)}: cases are {', '.join(cases)}")
     rows: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     for name in names:
         rows[name] = cases[name]() | {"versions": versions()}

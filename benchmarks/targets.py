@@ -1,4 +1,4 @@
-"""What was promised and what is reached: planning times and quality of the recipes, 32K tokens a rank, one core.
+"""Measures planning times and quality of the recipes against their targets: 32K tokens per rank, one core.
 
 Run: python benchmarks/targets.py [--only NAME,...] [--ranks 8,64,256,1024] [--large] [--seeds 0,1,2] [--repeats 5]
 
@@ -32,19 +32,19 @@ RESULTS = ROOT / "benchmarks/results/targets.json"
 RANKS, LARGE = (8, 64, 256, 1024), 4096
 TOKENS = 32768
 KB = 1024
-#: the largest part that is promised
+#: the promised size of the largest part
 PART_KB, AUTO_PART_KB = 16, 64
-#: a 95th percentile may be so many times the median that is promised
+#: limit of a 95th percentile over the promised median
 P95 = 2.0
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A row of the tables; what is None or empty is measured and not promised.
+    """A row of the tables; None or empty: measured without a promise.
 
-    ms: ranks -> planning time, median. compute, kv: from so many ranks on -> max/mean - 1 of compute, and bytes of KV
+    ms: ranks -> planning time, median. compute, kv: least number of ranks -> max/mean - 1 of compute, and bytes of KV
     over their bound. over_bound: max/mean over `imbalance_bound`. tokens: max/mean - 1. slots: whether they must equal
-    the largest degree. node: how many times fewer bytes go between nodes when ranks of a node share tiles, at 1,024.
+    the largest degree. node: reduction factor of bytes between nodes when ranks of a node share tiles, at 1,024.
     """
 
     name: str
@@ -100,7 +100,7 @@ PROMISES = {row.name: row for row in _ROWS}
 
 
 def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
-    """What holds from some number of ranks on, at `ranks`."""
+    """The promise for `ranks` ranks, each valid from some number of ranks on."""
     held = [least for least in by_ranks if least <= ranks]
     return by_ranks[max(held)] if held else None
 
@@ -110,7 +110,7 @@ def promised(by_ranks: Mapping[int, float], ranks: int) -> float | None:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. patience: seconds a plan may take for more ranks to be tried."""
+    """Extent of the measurement. patience: longest seconds per plan before trying more ranks."""
 
     ranks: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -119,7 +119,7 @@ class Effort:
 
 
 def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[str, Any]]:
-    """A row for each rank count and seed, as each is measured."""
+    """Yields a row for each rank count and seed."""
     for ranks in promise.ranks or effort.ranks:
         for seed in effort.seeds:
             batch, _ = Source().batch(ranks * promise.tokens_per_rank, seed)
@@ -137,7 +137,7 @@ def measure(promise: Promise, recipe: Recipe, effort: Effort) -> Iterator[dict[s
 
 
 def _row(promise: Promise, job: BenchJob, effort: Effort) -> dict[str, Any]:
-    plan, first, _ = timed_plan(job)  # caches are warm in the runs that count
+    plan, first, _ = timed_plan(job)  # warms the caches
     timed_verify(plan)
     repeats = effort.repeats if first < effort.patience * 1e3 else 1
     runs = [timed_plan(job) for _ in range(repeats)]
@@ -163,7 +163,7 @@ def _tasks(plan: Plan) -> int:
 
 
 def _node_ratio(job: BenchJob) -> float | None:
-    """How many times more bytes go between nodes when tiles go straight to all ranks that need them."""
+    """The factor of bytes between nodes if tiles are sent directly to all ranks that need them."""
     recipe, between = find_recipe(job.recipe), []
     for route in ("star", "node"):
         steps = [step for step in recipe if step.step != "route"]
@@ -176,12 +176,12 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-# --- what is met
+# --- figures and promises
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and what is promised of it: no more, or (`least`) no less; None: nothing."""
+    """A number and its promise: at most, or (`least`) at least; None: no promise."""
 
     value: float | None
     promise: float | None
@@ -196,7 +196,7 @@ class Figure:
         return (-over if self.least else over) <= 1e-9
 
     def __str__(self) -> str:
-        """Bold where the promise is not met."""
+        """Formats the number, bold if the promise is broken."""
         shown = "-" if self.value is None else f"{self.value:.{self.digits}f}"
         return shown if self.met else f"**{shown}**"
 
@@ -205,7 +205,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
-    """The worst of the seeds of one rank count."""
+    """The worst figures over the seeds of one rank count."""
     ranks = rows[0]["ranks"]
     compute = max(row["imbalance"]["compute"] for row in rows)
     tokens = max(row["imbalance"]["tokens"] for row in rows)
@@ -261,7 +261,7 @@ def _times_table(rows: Rows) -> str:
 
 
 def _times_cell(promise: Promise, ranks: int, rows: Rows) -> str:
-    """Median and 95th percentile, each the median of the seeds, and what is promised."""
+    """Median and 95th percentile, each the median over seeds, and the promise."""
     wanted = promise.ms.get(ranks)
     aim = "" if wanted is None else f" ({wanted:g})"
     if not rows:
@@ -291,22 +291,22 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="names of rows, separated by commas; none writes the tables alone")
+    parser.add_argument("--only", help="names of rows, separated by commas; none writes only the tables")
     parser.add_argument("--ranks", type=_numbers, default=RANKS)
     parser.add_argument("--large", action="store_true", help=f"{LARGE} ranks too")
     parser.add_argument("--seeds", type=_numbers, default=(0, 1, 2))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=2.0, help="seconds a plan may take")
+    parser.add_argument("--patience", type=float, default=2.0, help="longest seconds per plan")
     parser.add_argument("--json", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     given.names = [name for name in (given.only or ",".join(PROMISES)).split(",") if name != "none"]
     if unknown := [name for name in given.names if name not in PROMISES]:
-        parser.error(f"no row {', '.join(unknown)}: there is {', '.join(PROMISES)}")
+        parser.error(f"no row {', '.join(unknown)}: rows are {', '.join(PROMISES)}")
     return given
 
 
 def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
-    """The rows of the recipes that are there; progress goes to stderr."""
+    """Yields the rows of the known recipes; progress goes to stderr."""
     for name in names:
         try:
             recipe = PROMISES[name].recipe()
@@ -320,7 +320,7 @@ def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
 
 
 def merged(held: Rows, fresh: Rows) -> list[Mapping[str, Any]]:
-    """All rows, the fresh ones in the place of older ones, in the order of the tables."""
+    """All rows in the order of the tables, with fresh rows replacing older ones."""
     names = list(PROMISES)
     rows = {(names.index(row["name"]), row["ranks"], row["seed"]): row for row in (*held, *fresh)}
     return [rows[key] for key in sorted(rows)]

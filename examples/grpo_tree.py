@@ -1,6 +1,6 @@
-"""GRPO on rollouts that begin alike, folded into trees and not: equal losses and gradients, of fewer tokens and pairs.
+"""GRPO on rollouts with shared prefixes, with and without folding: equal losses and gradients, fewer tokens and pairs.
 
-Prints what folding saves on published rollouts, then trains a tiny policy twice on four processes of this machine.
+Prints the savings of folding on published rollouts, then trains a tiny policy twice on four local processes.
 Run: python examples/grpo_tree.py
 """
 
@@ -23,14 +23,14 @@ PROMPTS, PROMPT, VOCABULARY, STOP = 4, 20, 16, 0
 BRANCHES = (
     (2, 8),
     (4, 24),
-)  # as a tree search: of each prompt 2 beginnings of 8 tokens, of each of these 4 ends
+)  # like a tree search: 2 prefixes of 8 tokens per prompt, with 4 endings each
 GROUP, ANSWER = 8, 32
-TOLERANCE = 1e-6  # of the largest gradient
-# fp64: rounding hides no mistake
+TOLERANCE = 1e-6  # relative to the largest gradient
+# fp64, so that rounding hides no mistake
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="fp64", hidden=32, ffn=64, layers=2)
 
 
-# ---- what folding saves: of published rollouts there are the lengths, so prompts are what is shared
+# ---- savings of folding: published rollouts have only lengths, so only prompts are shared
 
 
 def print_savings():
@@ -44,11 +44,11 @@ def print_savings():
 
 
 def group_of(prompt, answers):
-    """Samples of these lengths that part where the prompt ends."""
+    """Samples of these lengths that diverge after the prompt."""
     return [np.repeat([0, i], [prompt, answer]) for i, answer in enumerate(answers, 1)]
 
 
-# ---- rollouts: what the policy samples, how likely that was, and what it is worth
+# ---- rollouts: samples of the policy, their log-probabilities and advantages
 
 
 def new_policy():
@@ -87,7 +87,7 @@ def log_probs_of(policy, tokens):
     return policy(tokens.flatten(), positions, attention).log_softmax(-1).view(*tokens.shape, -1)
 
 
-# ---- the loss, on whatever tokens a rank has
+# ---- the loss, on the tokens of a rank
 
 
 def grpo(log_probs, old, advantages, weights):
@@ -106,7 +106,7 @@ def logits_of(policy, batch):
 
 
 class Folded:
-    """A microbatch of trees; what samples have is taken to where their tokens are."""
+    """A microbatch of trees; values of samples are mapped to the places of their tokens."""
 
     def __init__(self, samples, old, advantages, weights):
         groups = np.repeat(np.arange(PROMPTS), GROUP)
@@ -121,7 +121,7 @@ class Folded:
 
 
 class Independent:
-    """A microbatch of samples; what tokens have are fields of the dataset."""
+    """A microbatch of samples; values of tokens are fields of the dataset."""
 
     FIELDS = ("old", "advantages", "shares")
 
@@ -149,7 +149,7 @@ class Independent:
 
 
 def train(task):
-    """(loss, gradient) of each step; all samples are in each."""
+    """(loss, gradient) of each step; each step has all samples."""
     policy, told = new_policy(), []
     lengths = [int(length) for length in task.dataset.lengths]
     per_rank = -(-sum(lengths) // RANKS)
@@ -173,7 +173,7 @@ def train(task):
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS)
-    samples, old, advantages = rollouts(new_policy())  # the same in every process
+    samples, old, advantages = rollouts(new_policy())  # identical in every process
     weights = torch.tensor([1 / (len(samples) * (len(ids) - PROMPT)) for ids in samples])
     tasks = [task(samples, old, advantages, weights) for task in (Folded, Independent)]
     folded, independent = (train(task) for task in tasks)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/hf_train.py
 
-With --resume it goes on where a run that was killed was.
+With --resume it continues a run that was killed.
 """
 
 import sys
@@ -18,7 +18,7 @@ from apportion.trainer.hf_trainer import PlannedTrainer
 
 
 class Documents:
-    """Counting up, from anywhere: a document's next token can be learnt."""
+    """Documents that count up from a random start, so that the next token can be learnt."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.lengths = np.random.default_rng(seed).geometric(0.01, count).clip(2, 500)
@@ -65,6 +65,6 @@ def main(folder: str = "hf-checkpoints") -> None:
 
 if __name__ == "__main__":
     main()
-    # gloo's thread may still hold the last tensors, and aborts where Python ends before it lets go
+    # gloo's thread may still hold the last tensors, and aborts if Python ends before it releases them
     time.sleep(1)
     dist.destroy_process_group()

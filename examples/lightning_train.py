@@ -15,7 +15,7 @@ RANKS, MICROBATCHES, HEADS, DIM = 2, 2, 4, 16
 
 
 class Documents:
-    """Counting up, from anywhere: a document's next token can be learnt."""
+    """Documents that count up from a random start, so that the next token can be learnt."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.lengths = np.random.default_rng(seed).geometric(0.01, count).clip(2, 500)

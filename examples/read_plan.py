@@ -1,8 +1,8 @@
-"""Reads plans and slices, on msgpack alone, and checks their bytes as apportion/schemas/FORMAT.md asks of a reader.
+"""Reads plans and slices with msgpack only, and checks their bytes as apportion/schemas/FORMAT.md requires of a reader.
 
     python read_plan.py P.plan [rank]      prints a rank's layouts and programs
     python read_plan.py read P.plan        prints everything as JSON, for the conformance suite
-    python read_plan.py check P.plan       exits with 1 where the plan must be refused
+    python read_plan.py check P.plan       exits with 1 if the plan must be refused
 
 Written from the prose; it shares no code with the package."""
 
@@ -33,7 +33,7 @@ TABLES = {
     "states": "kind head heads peer run",
     "halo": "send peer row rows",
 }
-#: what a column is at least, and at most: else 0, and 2**48
+#: least and greatest values of columns; default 0, and 2**48
 LEAST = dict.fromkeys(["arenas.tensor", "arenas.rows", "instructions.op", "spans.length", "moves.rows"], 1)
 LEAST |= dict.fromkeys(["runs.rows", "halo.rows", "folds.heads", "states.heads"], 1)
 LEAST |= dict.fromkeys(["runs.past", "folds.parent"], -1)
@@ -50,7 +50,7 @@ PROGRAM = ("arenas", "operands", "instructions", "transfers", "tasks", "grads", 
 
 
 class Refused(Exception):
-    """What a reader must refuse: FORMAT.md lists it."""
+    """An input that a reader must refuse, as listed in FORMAT.md."""
 
 
 def require(holds, what):
@@ -127,7 +127,7 @@ def read_part(data, rank, header, moves):
 
 
 def slice_id(held):
-    """The id that a slice proves to belong to: up the tree from its part, and beside the other sections."""
+    """The id of the plan that a slice belongs to, computed up the tree from its part and the other sections."""
     node, i, n, path = digest(b"\0" + held["part"]), held["rank"], held["ranks"], list(held["path"])
     require(
         0 <= i < n <= 65535 and len(held["digests"]) == 2, "parts: a slice of no rank, or without digests"
@@ -150,7 +150,7 @@ def slice_id(held):
 
 
 def read_plan(data):
-    """A plan, or a slice, with sections and parts as plain data, rows in place of cells. Raises Refused."""
+    """Reads a plan or a slice, with sections and parts as plain data, rows in place of cells. Raises Refused."""
     held = msgpack.unpackb(data)
     known = isinstance(held, dict) and held["format"] in ("apportion.plan", "apportion.slice")
     require(known, "envelope: neither a plan nor a slice")
@@ -229,7 +229,7 @@ def check_recurrent(header):
 
 
 def check_part(part, found):
-    """Numbers are in their ranges, and lists are used up."""
+    """Checks that numbers are in range, and lists are fully used."""
     header, tokens = found["header"], found["layouts"][found["header"]["home_layout"]]["tokens"]
     for spans in part["layouts"]:
         check_rows("spans", spans, {})
@@ -247,7 +247,7 @@ def check_part(part, found):
 
 
 def check_tables(tables, kinds, limits):
-    """Of recurrent layers: what is named is there."""
+    """Checks that the tables of recurrent layers refer to existing rows."""
     for name, rows in tables.items():
         check_rows(name, rows, limits | {"kind": len(kinds) - 1})
     runs, end = tables["runs"], 0
@@ -298,7 +298,7 @@ def check_program(program, header):
 
 
 def plain(plan):
-    """With lists in place of rows."""
+    """A plan with lists in place of rows."""
 
     def rows_of(rows):
         return [[*row.values()] for row in rows]
@@ -352,7 +352,7 @@ def main(*words):
     except Refused as error:
         sys.exit(str(error))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        # of msgpack, or where something else was expected
+        # from msgpack, or from an unexpected type
         sys.exit(f"envelope: {type(error).__name__}: {error}")
     if verb == "read":
         print(json.dumps(plain(plan)))

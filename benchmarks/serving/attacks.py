@@ -21,8 +21,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Attack:
-    """run: what each of `count` connections does for `seconds` at most. open: the server has no token, so that the
-    attack reaches what parses bodies."""
+    """An attack. run: function of each of `count` connections, for at most `seconds`. open: the server has no token, so
+    that the attack reaches the parsing of bodies."""
 
     run: Callable[[str, float], None]
     count: int = 4
@@ -33,7 +33,7 @@ class Attack:
 def flood(
     first: bytes, chunk: bytes, url: str, seconds: float, most: int = 100 * MIB, pause_s: float = 0.0
 ) -> None:
-    """Sends `first`, then `chunk` again and again, and reads nothing."""
+    """Sends `first`, then `chunk` repeatedly, and reads nothing."""
     until, sent = time.monotonic() + seconds, 0
     with suppress(OSError), connect(url) as line:
         line.settimeout(2.0)
@@ -45,7 +45,7 @@ def flood(
 
 
 def mute(url: str, seconds: float) -> None:
-    """Many connections that say nothing."""
+    """Opens many connections that send nothing."""
     lines = list[socket.socket]()
     with suppress(OSError):
         lines += [connect(url) for _ in range(175)]
@@ -55,7 +55,7 @@ def mute(url: str, seconds: float) -> None:
 
 
 def guesses(url: str, seconds: float) -> None:
-    """Wrong tokens, one a connection, as the server ends each."""
+    """Sends wrong tokens, one per connection, since the server closes each."""
     for number in range(8000):
         with suppress(OSError), connect(url) as line:
             line.sendall(b"GET /v1/plans HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %032d\r\n\r\n" % number)
@@ -63,7 +63,7 @@ def guesses(url: str, seconds: float) -> None:
 
 
 def post(body: bytes, url: str, seconds: float) -> None:
-    """A body that is dear to parse, again and again."""
+    """Sends a body that is expensive to parse, repeatedly."""
     head = (
         b"POST /v1/plan HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     )
@@ -75,7 +75,7 @@ def post(body: bytes, url: str, seconds: float) -> None:
 
 
 def streams(url: str, seconds: float) -> None:
-    """Streams of keys that nobody submits; a token would be needed."""
+    """Opens streams of keys that are never submitted; this would need a token."""
     query = "&".join(f"key={Request(job(), number).key.hex()}" for number in range(8))
     ask = f"GET /v1/ranks/0/stream?wait_s=1&{query} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
     until = time.monotonic() + seconds
@@ -137,7 +137,7 @@ ATTACKS = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """One attack on a new server. Raises AssertionError where a promise does not hold."""
+    """Runs one attack on a new server. Raises AssertionError if a promise is broken."""
     attack = ATTACKS[name]
     with serving(None, options=["--workers", "1"], token=None if attack.open else TOKEN) as server:
         watch = Watch(server.url, server.pid)
@@ -151,5 +151,5 @@ def run(name: str) -> dict[str, Any]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(name, what runs it) of each attack."""
+    """Yields (name, function) of each attack."""
     return ((f"attack-{name}", partial(run, name)) for name in ATTACKS)

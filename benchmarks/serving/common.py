@@ -1,4 +1,4 @@
-"""What cases share: requests of one small job, raw connections, and figures of a process."""
+"""Helpers of the cases: requests of one small job, raw connections, and figures of a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job(ranks: int = 8, recipe: str = "fcp") -> Job:
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a job, told apart by its number."""
+    """One request of a job, identified by its number."""
 
     job: Job
     number: int
@@ -52,7 +52,7 @@ class Request:
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on, below those that connections get: a server comes back on it."""
+    """A free loopback port below the ephemeral range, so that a server can be restarted on it."""
     while True:
         port = random.randrange(15000, 30000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -60,13 +60,13 @@ def free_port() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of a process so far."""
+    """The processor seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process."""
+    """The resident memory of a process, MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
@@ -78,7 +78,7 @@ def connect(url: str) -> socket.socket:
 
 
 def health_s(url: str) -> float:
-    """How long `GET /healthz` takes on a new connection."""
+    """The seconds of `GET /healthz` on a new connection."""
     parts, began = urlsplit(url), time.monotonic()
     with suppress(OSError, http.client.HTTPException):
         line = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10.0)
@@ -91,7 +91,7 @@ def health_s(url: str) -> float:
 
 @dataclass
 class Watch:
-    """Looks at a server again and again: its largest memory, its slowest answer."""
+    """Polls a server for its largest memory and its slowest answer."""
 
     url: str
     pid: int
@@ -116,7 +116,7 @@ class Watch:
 
 
 def together(work: Callable[[], object], count: int) -> None:
-    """Runs it in threads of another process, until all have returned."""
+    """Runs `work` in `count` threads of another process, until all have returned."""
     process = multiprocessing.get_context("fork").Process(target=_threads, args=(work, count))
     process.start()
     process.join()

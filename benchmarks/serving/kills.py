@@ -1,9 +1,9 @@
-"""SIGKILL of server, workers and Redis at random moments, while ranks read and check every byte.
+"""Kills server, workers and Redis (SIGKILL) at random moments, while ranks read and check every byte.
 
 failover: two servers behind nginx, one of which is killed again and again.
 
-A busy machine takes longer to start a server: kills are then as much rarer, and readers as much more patient, so that
-what is killed has been there.
+A busy machine takes longer to start a server: kills are then proportionally rarer, and readers more patient, so that a
+server is up before it is killed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from apportion.service.problems import ServiceError, UnknownPlanError, Unreachab
 from benchmarks.serving.common import TOKEN, Request, free_port, job
 
 READERS, KEYS = 4, 200
-PATIENCE_S = 60.0  # of a rank for one slice, restarts and planning included, where a server starts in PAUSE_S
+PATIENCE_S = 60.0  # of a rank for one slice, with restarts and planning, if a server starts within PAUSE_S
 PAUSE_S = 6.0  # between two kills, on average
 JOB = job()
 
 
 @cache
 def expected(number: int) -> tuple[bytes, ...]:
-    """What ranks must get."""
+    """The slices that ranks must get."""
     return tuple(encode_slices(plan_job(JOB, Request(JOB, number).batches)))
 
 
 @dataclass
 class Found:
-    """slices: that were read and right; longest_s: wait for one; planning_s: the longest of one plan in this process,
-    meanwhile; start_s: the longest of a server; kills: by what was killed."""
+    """Results of a case. slices: read and correct; longest_s: longest wait for one; planning_s: longest planning of one
+    plan in this process; start_s: longest start of a server; kills: by victim."""
 
     slices: int = 0
     longest_s: float = 0.0
@@ -63,12 +63,12 @@ class Found:
 
     @property
     def slowness(self) -> float:
-        """How much longer than PAUSE_S a server takes to start here, 1 at least."""
+        """The start time of a server over PAUSE_S, at least 1."""
         return max(1.0, self.start_s / PAUSE_S)
 
 
 def read(urls: Sequence[str], seed: int, found: Found, over: threading.Event, fresh: Iterator[int]) -> None:
-    """A rank: submits and fetches requests, old ones and new ones, as a loader does."""
+    """Acts as a rank: submits and fetches old and new requests, as a loader does."""
     rng = random.Random(seed)
     with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:
         while not over.is_set():
@@ -105,14 +105,14 @@ def _fetch(client: Client, request: Request, rank: int, patience_s: float) -> by
 
 
 def children(pid: int) -> list[int]:
-    """Processes below one, all levels."""
+    """The descendants of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     direct = [int(text) for task in tasks for text in task.read_text().split()]
     return direct + [below for child in direct for below in children(child)]
 
 
 class Server:
-    """A server on a fixed port, started again whenever it was killed."""
+    """A server on a fixed port, restarted whenever it was killed."""
 
     def __init__(self, folder: str, stack: ExitStack, found: Found) -> None:
         self.port = free_port()
@@ -141,9 +141,9 @@ class Server:
 def _run(
     urls: Sequence[str], seconds: float, kill: Callable[[random.Random], str], found: Found
 ) -> dict[str, Any]:
-    """The figures."""
+    """Runs a case; returns its figures."""
     over, rng = threading.Event(), random.Random(17)
-    expected(0)  # loops are compiled before anything is killed
+    expected(0)  # warms up before the first kill
     fresh = iter(range(KEYS, 1 << 30))
     readers = [
         threading.Thread(target=read, args=(urls, seed, found, over, fresh)) for seed in range(READERS)
@@ -170,7 +170,7 @@ def kills(seconds: float) -> dict[str, Any]:
 
 
 def redis_kills(seconds: float) -> dict[str, Any]:
-    """A server with Redis, which is killed, too, and comes back empty."""
+    """A server with Redis, which is also killed, and restarts empty."""
     with ExitStack() as stack:
         redis = Redis(stack)
         server = Server(redis.url, stack, found := Found())
@@ -207,7 +207,7 @@ class Redis:
 
 
 def failover(seconds: float) -> dict[str, Any]:
-    """Two servers that share a folder behind nginx; one is killed, and started again after a while."""
+    """Two servers that share a folder behind nginx; one is killed, and restarted after a while."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         found = Found()
         servers = [Server(folder, stack, found) for _ in range(2)]
@@ -228,7 +228,7 @@ def failover(seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]:
-    """nginx before servers: the next one where one does not answer; cache_mb: keeps slices itself."""
+    """Runs nginx before servers, with failover; cache_mb: size of its own cache of slices."""
     port = free_port()
     servers = "".join(f"server {url.removeprefix('http://')} max_fails=1 fail_timeout=1s; " for url in urls)
     cached = "proxy_cache plans; proxy_cache_valid 200 1h; proxy_cache_lock on;"
@@ -268,6 +268,6 @@ def nginx(urls: Sequence[str], folder: Path, cache_mb: int = 0) -> Iterator[str]
 
 
 def cases(seconds: float) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(name, what runs it)."""
+    """Yields (name, function) of each case."""
     named = {"kills": kills, "redis-kills": redis_kills, "failover": failover}
     return ((name, partial(run, seconds)) for name, run in named.items())

@@ -1,4 +1,4 @@
-"""Figures of a healthy server: hot reads, streams, its start over many plans, its memory over many more."""
+"""Measures a healthy server: hot reads, streams, start over many stored plans, memory over many requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORED, MANY = 20_000, 100_000
 
 
 async def _gets(url: str, path: str, count: int) -> None:
-    """`count` requests over one connection."""
+    """Sends `count` requests over one connection."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     ask = f"GET {path} HTTP/1.1\r\n{HEADERS}".encode()
@@ -50,7 +50,7 @@ async def _crowd(url: str, path: str, count: int) -> float:
 
 
 def hot() -> dict[str, Any]:
-    """GET of one slice: requests a second of the server's processor time, and through nginx's cache."""
+    """GET of one slice: requests per second of the server's processor time, and through nginx's cache."""
     request = Request(JOB, 1)
     path = f"/v1/plans/{request.key.hex()}/ranks/3?wait_s=10"
     with tempfile.TemporaryDirectory() as folder, serving(None, token=TOKEN) as server:
@@ -73,7 +73,7 @@ def hot() -> dict[str, Any]:
 
 
 async def _rank(url: str, rank: int, requests: list[Request], arrived: dict[int, list[float]]) -> None:
-    """One rank's stream over all steps."""
+    """Reads one rank's stream over all steps."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
     query = "&".join(f"key={request.key.hex()}" for request in requests)
@@ -110,13 +110,13 @@ async def _streamed(url: str) -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """256 streams: from the first rank's slice of a step to every other one's."""
+    """256 streams: the time from the first rank's slice of a step to every other rank's."""
     with serving(None, token=TOKEN) as server:
         return asyncio.run(_streamed(server.url))
 
 
 def _planted(folder: Path, count: int) -> None:
-    """So many packs under keys of their own."""
+    """Writes `count` packs under different keys."""
     store, pack = Folder(folder), _pack()
     for number in range(count):
         key = number.to_bytes(32)
@@ -134,7 +134,7 @@ def _pack() -> Pack:
 
 
 def start() -> dict[str, Any]:
-    """Processor time until a server is ready, over an empty folder and over one of 20,000 plans."""
+    """Processor time until a server is ready, with an empty folder and with 20,000 plans."""
     spent = {}
     for name, count in (("empty_s", 0), ("full_s", STORED)):
         with tempfile.TemporaryDirectory() as folder:
@@ -163,10 +163,10 @@ def memory() -> dict[str, Any]:
             client.fetch(request.key, number % JOB.ranks, 30.0)
             if number % (MANY // 10) == MANY // 10 - 1:
                 found.append(round(memory_mb(server.pid), 1))
-    assert found[-1] < found[4] * 1.1, found  # what is remembered is full by then
+    assert found[-1] < found[4] * 1.1, found  # the limits of remembered requests are reached by then
     return {"memory_mb": found}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(name, what runs it)."""
+    """Yields (name, function) of each case."""
     return ((run.__name__, partial(run)) for run in (hot, streams, start, memory))

@@ -1,8 +1,8 @@
-"""Sparse attention as in DeepSeek-V3.2, on rows that a plan gathers: losses on four processes beside those of one.
+"""Sparse attention as in DeepSeek-V3.2, on rows that a plan gathers: compares losses on four processes and on one.
 
-An indexer scores the earlier tokens of each query and keeps the best TOP; attention looks at their latents alone (MLA),
-in plain torch. The indexer learns from what attention makes of its choice. The plan knows the mask, "causal, documents
-apart", and that a query counts as TOP keys; what is chosen shows as the layers run.
+An indexer scores the earlier tokens of each query and keeps the best TOP; attention sees only their latents (MLA), in
+plain torch. The indexer learns from attention's weights on its choice. The plan has the mask, "causal within
+documents", and the cost of TOP keys per query; the selection happens at run time.
 Run: python examples/sparse/train.py
 """
 
@@ -20,7 +20,7 @@ NODES, PER_NODE, RATE = 2, 2, 0.2
 WIDTH, HEADS, LATENT, ROPE, NOPE, VALUE = 32, 4, 16, 8, 8, 8
 INDEX_HEADS, INDEX, TOP, LAYERS, VOCABULARY = 2, 8, 12, 2, 64
 TOLERANCE = 1e-12
-# what travels of a token: its latent and its rotated key beside the indexer's key; fp64: rounding hides no mistake
+# sent per token: its latent, its rotated key and the indexer's key; fp64, so that rounding hides no mistake
 MODEL = ap.Model(
     HEADS, 1, LATENT + ROPE, INDEX, "fp64", WIDTH, 4 * WIDTH, LAYERS, balance={"default": {"keys": TOP}}
 )
@@ -42,7 +42,7 @@ class SparseAttention(nn.Module):
         self.value_up = nn.Parameter(torch.randn(HEADS, LATENT, VALUE) / LATENT**0.5)
 
     def forward(self, x, positions, gather):
-        """x [rows, WIDTH] -> [rows, WIDTH], and how far the indexer is from attention, summed over rows."""
+        """x [rows, WIDTH] -> [rows, WIDTH], and the indexer's divergence from attention, summed over rows."""
         q = self.maps["q"](x).view(len(x), HEADS, NOPE + ROPE)
         latent, rotated = self.maps["kv"](x).split([LATENT, ROPE], -1)
         (latent, rotated), mask = gather(rms_norm(latent, (LATENT,)), rope(rotated, positions))
@@ -59,8 +59,8 @@ class SparseAttention(nn.Module):
         return self.maps["out"](out.flatten(1)), kl_div(found, wanted, reduction="sum")
 
     def choose(self, x, gather):
-        """The indexer's scores [rows, visible], and the TOP rows of each query. Visible rows are in the order of tokens
-        however they came: a stable sort breaks ties in one way."""
+        """The indexer's scores [rows, visible], and the TOP rows of each query. Visible rows are in token order for
+        every placement, so a stable sort breaks ties the same way."""
         (key,), mask = gather(self.maps["index_k"](x))
         q = self.maps["index_q"](x).view(len(x), INDEX_HEADS, INDEX)
         scores = torch.einsum("rh,rhv->rv", self.maps["index_weight"](x), (q @ key.T).relu())
@@ -69,7 +69,7 @@ class SparseAttention(nn.Module):
 
 
 def rope(x, positions):
-    """x [..., width] with its halves turned by angles of the positions."""
+    """x [..., width] with its halves rotated by the positions' angles."""
     angles = positions[..., None] * 100.0 ** -torch.linspace(0, 1, x.shape[-1] // 2, dtype=x.dtype)
     (a, b), (cos, sin) = x.chunk(2, -1), (angles.cos(), angles.sin())
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -97,7 +97,7 @@ class Model(nn.Module):
 
 
 class Documents:
-    """Documents of some lengths, each a walk through the vocabulary."""
+    """Documents of given lengths, each a walk through the vocabulary."""
 
     lengths = torch.randint(1, 120, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -110,7 +110,7 @@ class Documents:
 
 
 def planned(batch):
-    """The gather of a batch: rows of all ranks, and which of them each query may see."""
+    """The gather of a batch: rows of all ranks, and the ranges that each query may see."""
 
     def gather(*tensors):
         found = ap.gather_visible(tensors, batch.handle)
@@ -120,15 +120,15 @@ def planned(batch):
 
 
 def alone(documents):
-    """The same of one process that has all rows."""
+    """The gather of one process that has all rows."""
     number = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor([*map(len, documents)]))
     mask = (number[:, None] == number).tril()
     return lambda *tensors: (tensors, mask)
 
 
 def step(model, loss, away, summed):
-    """One step of SGD on the loss of the model, and on what the indexer learns from, which sees none of the other.
-    summed: whether they are shares of ranks. Returns both, of all ranks."""
+    """Runs one step of SGD on the model's loss and on the indexer's, whose gradients are separate. summed: whether they
+    are shares of ranks. Returns both, over all ranks."""
     loss.backward()
     away.backward()
     losses = torch.stack([loss.detach(), away.detach()])

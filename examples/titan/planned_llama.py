@@ -1,4 +1,4 @@
-"""A config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, by Titan's own attention and planned.
+"""Config registry for TorchTitan: a tiny Llama 3 on the bytes of Python files, with Titan's own or planned attention.
 
 torchrun --nproc-per-node 2 examples/titan/train.py --module planned_llama --config planned_tiny
 torchrun --nproc-per-node 4 examples/titan/train.py --module planned_llama --config planned_ticks
@@ -21,7 +21,7 @@ from apportion.trainer.torchtitan import PlannedTrainer, planned
 
 
 class Bytes(BaseTokenizer):
-    """A token is a byte."""
+    """Tokenizer with one token per byte."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -41,7 +41,7 @@ class Bytes(BaseTokenizer):
 
 
 class Files:
-    """Map-style: a file is a document; lengths are known before one is read."""
+    """Map-style dataset: a file is a document; lengths are known before reading."""
 
     def __init__(self, tokenizer: BaseTokenizer, folder: Path) -> None:
         texts = [path.read_text()[:4000] for path in sorted(folder.rglob("*.py"))]
@@ -56,7 +56,7 @@ class Files:
 
 
 def documents(tokenizer: BaseTokenizer, folder: str | None) -> Files:
-    """What `dataset` names below."""
+    """The function that `dataset` names below."""
     return Files(tokenizer, Path(folder) if folder else Path(__file__).parents[1])
 
 
@@ -72,7 +72,7 @@ def tiny() -> Trainer.Config:
         training=TrainingConfig(
             global_batch_size=4, local_batch_size=1, seq_len=4096, steps=5, mixed_precision_param="float32"
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the other needs a torch behind 2.13
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the other needs a torch after 2.13
         metrics=MetricsProcessor.Config(log_freq=1),
         activation_checkpoint=None,
         debug=DebugConfig(seed=0),
@@ -80,7 +80,7 @@ def tiny() -> Trainer.Config:
 
 
 def planned_tiny() -> PlannedTrainer.Config:
-    """2 ranks, 2 microbatches a step: global_batch_size is 4."""
+    """2 ranks, 2 microbatches per step: global_batch_size is 4."""
     return planned(tiny(), dataset="planned_llama.documents", tokens_per_rank=4096, microbatches=2)
 
 

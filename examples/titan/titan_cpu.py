@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0 thinks of cuda where no accelerator is. What it asks of a device, on CPUs; import it first."""
+"""Lets torchtitan 0.3.0, which assumes CUDA without an accelerator, run on CPUs; import it first."""
 
 import types
 

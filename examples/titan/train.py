@@ -1,4 +1,4 @@
-"""TorchTitan's own entry point, which finds `planned_llama` beside this file; on CPUs where there is no GPU."""
+"""TorchTitan's own entry point, which finds `planned_llama` next to this file; runs on CPUs without a GPU."""
 
 import torch
 
