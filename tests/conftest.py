@@ -1,5 +1,5 @@
-"""What holds for every test: property tests draw the same examples in every run and are not timed; plans that are made
-in its process are checked after each step."""
+"""Configuration of all tests: property tests draw the same examples in every run without time limits; plans made in the
+test process are checked after each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def steps_are_checked() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The session's ranks; torch is imported where a test asks for them."""
+    """The session's rank pool; torch is imported only if a test uses it."""
     ranks = Pool()
     yield ranks
     ranks.close()

@@ -1,4 +1,4 @@
-"""Processes below another one, as the system tells them."""
+"""Descendants of a process, from /proc."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def below(pid: int) -> list[int]:
-    """Children, and theirs."""
+    """The children of a process, and their descendants."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     direct = [int(text) for task in tasks for text in task.read_text().split()]
     return direct + [deeper for child in direct for deeper in below(child)]
 
 
 def running(pids: Iterable[int], seconds: float = 0.0) -> set[int]:
-    """Those that still run after a while."""
+    """The processes that still run after some seconds."""
     until = time.monotonic() + seconds
     while (alive := {pid for pid in pids if _runs(pid)}) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The session's ranks, for tests with trainers of other packages: `make test-trainers`."""
+"""Rank pools of the session, for tests with trainers of other packages: `make test-trainers`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pool() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Any]:
-    """A process without torch.distributed's environment: the trainers' own runs."""
+    """A process without torch.distributed's environment, for the trainers' own runs."""
     process = Pool(timeout_s=240, size=1)
     yield process
     process.close()

@@ -1,4 +1,4 @@
-"""Packed documents for tests with trainers: what a loader deals out to ranks, and the same in one process."""
+"""Packed documents for tests with trainers: as a loader deals them to ranks, and in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY = 16
 
 
 class Documents:
-    """Sample i is the same random tokens in any process."""
+    """Dataset of random tokens; sample i is the same in any process."""
 
     def __init__(self, lengths: Any = LENGTHS) -> None:
         self.lengths = list(lengths)
@@ -35,7 +35,7 @@ def packed(
     dataset: Any, tokens: int, microbatches: int, seed: int, multiple: Any = 8, epochs: Any = 10
 ) -> Iterator[Any]:
     """Microbatches (tokens, positions, labels), [length] int64 each, in the order that a loader draws from the seed;
-    whole iterations only; padding behind is a document without labels."""
+    whole iterations only; padding at the end is a document without labels."""
     sampling = Sampling(dataset.lengths, tokens, microbatches, seed)
     for epoch in range(epochs):
         for iteration in sampling.epoch(epoch):

@@ -1,4 +1,4 @@
-"""What ranks of the pool do with NeMo Automodel's sharder."""
+"""Pool jobs with NeMo Automodel's sharder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.loading import job, planning
 
 
 def verbs(comm: Communicator) -> Any:
-    """What Automodel's own dispatch makes of a model with the hook: its verbs on one microbatch, as plain data."""
+    """Runs Automodel's own dispatch on a model with the hook: its operations on one microbatch, as plain data."""
     loader = PlannedLoader(documents(), **planning(job(comm.ranks, 128)), communicator=comm)
     batches = iter(loader)
     batch = next(batches)

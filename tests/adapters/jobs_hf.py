@@ -1,4 +1,4 @@
-"""What ranks of the pool do with models of transformers."""
+"""Pool jobs with models of transformers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MODELS = {
         "Phimoe",
         "sdpa",
         {"sliding_window": 24, "num_local_experts": 4},
-    ),  # a window in its mask alone
+    ),  # a window only in its mask
     "gpt_oss": (
         "GptOss",
         "eager",
@@ -84,7 +84,7 @@ MODELS = {
 }
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
-#: rotary embeddings that choose frequencies by the longest position of a call
+#: rotary embeddings that choose frequencies by the largest position of a call
 ROPES = {
     "dynamic": {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 64},
     "longrope": {
@@ -96,7 +96,7 @@ ROPES = {
         }
     },
 }
-#: models that the guard takes, tried on ranks too
+#: models that the check accepts, also run on ranks
 FURTHER = {
     "granite": ("Granite", "sdpa", {"embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
     "olmo2": ("Olmo2", "sdpa", {}),
@@ -113,7 +113,7 @@ CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 
 
 def made(name: str, **changes: Any) -> Any:
-    """A small model of that kind, the same on all ranks."""
+    """A small model of that kind, identical on all ranks."""
     kind, own, options = {**MODELS, **FURTHER}[name]
     config, model = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
     torch.manual_seed(0)
@@ -121,13 +121,13 @@ def made(name: str, **changes: Any) -> Any:
     config._attn_implementation = own
     found = getattr(transformers, model)(config).train()
     with torch.no_grad():
-        for key, value in found.named_parameters():  # some are left as memory was
+        for key, value in found.named_parameters():  # some are uninitialised
             value.normal_(std=1.0 if key.endswith("sinks") else 0.05)
     return found
 
 
 class Documents:
-    """Random tokens."""
+    """Dataset of random tokens."""
 
     def __init__(self, lengths: Any = LENGTHS) -> None:
         self.lengths = lengths
@@ -159,7 +159,7 @@ def loader(
 
 
 def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:
-    """The documents end to end as transformers takes them: its masks follow position ids that restart."""
+    """Concatenated documents in transformers' form: its masks follow position ids that restart."""
     rows = [torch.from_numpy(documents[int(i)]) for i in samples]
     nothing = torch.tensor([-100])
     labels = torch.cat([torch.cat([ids[1:], nothing]) for ids in rows])[None]
@@ -175,8 +175,8 @@ def packed(documents: Any, samples: Any, valid: Any, **kwargs: Any) -> Any:
 
 
 def alone(name: str, **changes: Any) -> Any:
-    """The model for packed documents in one process. gpt-oss makes its masks without position ids and would look into
-    other documents: it gets them from here."""
+    """The model for packed documents in one process. gpt-oss builds its masks without position ids and would look into
+    other documents, so it gets masks from here."""
     model = made(name, **changes)
     if name == "gpt_oss":
         model.model.register_forward_pre_hook(_masked, with_kwargs=True)
@@ -229,8 +229,8 @@ def agreement(
     options: Any = (),
     changes: Any = None,
 ) -> Any:
-    """Of all microbatches of an epoch: how far losses are from those of the model's own attention in one process, and
-    gradients from its, over the largest."""
+    """The largest relative differences of losses and of gradients, over all microbatches of an epoch, from the model's
+    own attention in one process."""
     model, plain = (make(name, **(changes or {})) for make in (made, alone))
     hf.enable(model)
     if checkpointed:
@@ -267,12 +267,12 @@ def in_fsdp(model: Any, comm: Communicator) -> Any:
     return ap.sum_gradients(fully_shard(model, mesh=mesh))
 
 
-#: ddp_every: reduced with every microbatch
+#: ddp_every: reduces gradients with every microbatch
 WRAPS = {"plain": lambda model, comm: model, "ddp": in_ddp, "ddp_every": in_ddp, "fsdp": in_fsdp}
 
 
 def synced(model: Any, is_last: Any) -> Any:
-    """Gradients are reduced with the last microbatch of an iteration."""
+    """Has gradients reduced only with the last microbatch of an iteration."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     if isinstance(model, FSDPModule):
@@ -281,7 +281,7 @@ def synced(model: Any, is_last: Any) -> Any:
 
 
 def trained(comm: Communicator, what: str) -> str:
-    """Why a loop with this mistake ends; "" where it does not."""
+    """The error that ends a loop with this mistake; "" for none."""
     wiring.watch = wiring.Watch()
     model = hf.enable(made("llama"))
     if what == "frozen":
@@ -308,7 +308,7 @@ def trained(comm: Communicator, what: str) -> str:
 
 
 def warned(comm: Communicator, what: str) -> list[str]:
-    """What two steps are warned of, with the model's loss, one of its logits, or a term beside it."""
+    """The warnings of two steps, with the model's loss, a loss on its logits, or an additional term."""
     wiring.watch = wiring.Watch()
     model = hf.enable(made("llama"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

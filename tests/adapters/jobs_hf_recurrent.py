@@ -1,4 +1,4 @@
-"""What ranks of the pool do with models of transformers that have recurrent layers."""
+"""Pool jobs with models of transformers that have recurrent layers."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def made(name: str, **changes: Any) -> Any:
-    """A small model of that class in float64, the same on all ranks."""
+    """A small model of that class in float64, identical on all ranks."""
     own, fields = MODELS[name]
     form = getattr(transformers, own)
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or hasattr(form(), "head_dim")}
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)  # tables of decays too
+    torch.set_default_dtype(torch.float64)  # also for tables of decays
     config = form(**{**sizes, **fields, **changes})
-    config._experts_implementation = "eager"  # grouped products of experts take no float64
+    config._experts_implementation = "eager"  # grouped products of experts do not support float64
     model = getattr(transformers, f"{name}ForCausalLM")(config).train().double()
     torch.set_default_dtype(torch.float32)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def made(name: str, **changes: Any) -> Any:
 
 
 class Wide:
-    """torch, whose float32 is float64: models compute some of their numbers in what they call float32."""
+    """torch with float64 as float32, since models compute some values in float32."""
 
     float32 = torch.float64
 
@@ -114,7 +114,7 @@ class Wide:
 
 @contextmanager
 def wide(model: Any) -> Iterator[None]:
-    """A model in float64 throughout."""
+    """Runs a model in float64 throughout."""
     homes = {sys.modules[type(one).__module__] for one in model.modules()}
     homes = {home for home in homes if home.__name__.startswith("transformers.models")}
     own = torch.Tensor.float
@@ -130,7 +130,7 @@ def wide(model: Any) -> Iterator[None]:
 
 
 def by_documents(name: str, batch: Batch, tokens: Any, grad: Any) -> tuple[Any, dict[str, Any]]:
-    """Logits of all tokens, each document and each path of a tree alone, and gradients, by the model's own code."""
+    """Logits of all tokens, with each document and tree path computed alone, and gradients, by the model's own code."""
     starts, parents, _ = batch.branches()
     ends = np.append(starts[1:], batch.tokens)
     model = made(name)
@@ -173,7 +173,7 @@ def planned(comm: Any, name: str, given: Any) -> tuple[Any, Any]:
 
 
 def step(comm: Any, name: str, under_plan: bool) -> tuple[float, list[float]]:
-    """Loss, and norms of gradients, of one microbatch of a loader; else of its documents one by one."""
+    """Loss, and norms of gradients, of a loader's microbatch under a plan, or of its documents one by one."""
     documents = [
         np.random.default_rng(n).integers(0, VOCABULARY, length) for n, length in enumerate(DOCUMENTS)
     ]

@@ -1,4 +1,4 @@
-"""What ranks of the pool do with models of transformers that choose keys as they run."""
+"""Pool jobs with models of transformers that select keys at run time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
-    "index_n_heads": 16,  # so many that no two rows score 0
+    "index_n_heads": 16,  # enough that no two rows score 0
     "index_head_dim": 8,
     "index_topk": 6,
     "pad_token_id": 0,
@@ -47,7 +47,7 @@ class Documents:
         return len(LENGTHS)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Without padding tokens, whose embeddings are 0: all keys would score alike."""
+        """Tokens other than padding, whose zero embeddings would give all keys equal scores."""
         return torch.randint(1, 64, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
 
 
@@ -55,7 +55,7 @@ def new_model(name: str, implementation: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES)
     config._attn_implementation = implementation
-    config._experts_implementation = "eager"  # the others know no float64
+    config._experts_implementation = "eager"  # the others do not support float64
     return getattr(transformers, f"{name}ForCausalLM")(config).double()
 
 
@@ -84,7 +84,7 @@ def alone(name: str, implementation: str) -> tuple[float, list[Any]]:
 def planned(
     comm: Communicator, name: str, implementation: str, shape: tuple[int, int]
 ) -> tuple[float, list[Any]]:
-    """The same of this rank, under a plan."""
+    """Loss and gradients of this rank, under a plan."""
     model = new_model(name, implementation)
     loader = ap.PlannedLoader(
         Documents(),
@@ -103,12 +103,12 @@ def planned(
 
 
 def gradients(model: Any) -> list[Any]:
-    """Of each parameter; of those without 0.0."""
+    """The gradient of each parameter, 0.0 if it has none."""
     return [0.0 if one.grad is None else one.grad.numpy() for one in model.parameters()]
 
 
 def refused(comm: Communicator) -> list[str]:
-    """Errors of what would compute something else."""
+    """Errors of arguments that would change the result."""
     model, told = new_model("DeepseekV32", "eager"), []
     loader = ap.PlannedLoader(
         Documents(),

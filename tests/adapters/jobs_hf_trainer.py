@@ -1,4 +1,4 @@
-"""What ranks of the pool do with Trainer."""
+"""Pool jobs with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arguments(folder: Path, accumulated: Any = 2, **options: Any) -> Any:
         disable_tqdm=True,
         logging_steps=1,
         learning_rate=0.5,
-        optim="sgd",  # Adam makes steps of what is rounding in a gradient
+        optim="sgd",  # Adam would amplify rounding errors of gradients
         num_train_epochs=2,
         save_strategy=options.pop("save_strategy", "no"),
         gradient_accumulation_steps=accumulated,
@@ -41,7 +41,7 @@ def arguments(folder: Path, accumulated: Any = 2, **options: Any) -> Any:
 
 
 class Dies(TrainerCallback):
-    """Ends its process after that step, as if somebody had killed it."""
+    """Ends its process after that step, as if it were killed."""
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -62,7 +62,7 @@ def train(
     name: str = "llama",
     **changes: Any,
 ) -> Any:
-    """Losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
+    """Trains; returns losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
     join(comm)
     model, options = hf.enable(made(name, **changes)), dict(options)
     common = {"shuffle": shuffle, "tokens": 60}
@@ -80,7 +80,7 @@ def train(
 
 
 class Noted:
-    """Which samples a loader's microbatches had."""
+    """Records the samples of a loader's microbatches."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.samples = loader, []
@@ -117,7 +117,7 @@ def train_alone(comm: Communicator, folder: Path, samples: Any, options: Any = (
 
 
 def evaluate(comm: Communicator, folder: Path) -> Any:
-    """Loss of a loader in Trainer, without training."""
+    """The loss of a loader in Trainer, without training."""
     join(comm)
     model = hf.enable(made("llama"))
     tested = hf_jobs.loader(model, comm.ranks, lengths=EVALUATED, tokens=40, drop_last=False)
@@ -126,7 +126,7 @@ def evaluate(comm: Communicator, folder: Path) -> Any:
 
 
 def mean_alone(comm: Communicator) -> Any:
-    """Mean over the tokens of the samples that are evaluated, one sample at a time."""
+    """The mean loss over tokens of the evaluated samples, one sample at a time."""
     model, documents = made("llama").eval(), hf_jobs.Documents(EVALUATED)
     valid = sum(length - 1 for length in EVALUATED)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def mean_alone(comm: Communicator) -> Any:
 
 
 def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
-    """Why a Trainer does not train or evaluate on a loader."""
+    """The error of a Trainer that cannot train or evaluate on a loader."""
     model = hf.enable(made("llama"))
     data = hf_jobs.loader(model, comm.ranks, comm)
     metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
@@ -149,7 +149,7 @@ def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
 
 
 def with_column(comm: Communicator, folder: Path, column: str) -> Any:
-    """Why a Trainer does not plan a dataset with that column."""
+    """The error of a Trainer for a dataset with that column."""
     data = Dataset.from_list([{"input_ids": [1, 2, 3, 4], column: [0, 0, 1, 1]}])
     options = {"cluster": Cluster(1, comm.ranks), "tokens_per_rank": 64}
     trainer = PlannedTrainer(hf.enable(made("llama")), arguments(folder), train_dataset=data, planned=options)
@@ -160,7 +160,7 @@ def with_column(comm: Communicator, folder: Path, column: str) -> Any:
 
 
 def join(comm: Communicator) -> None:
-    """accelerate looks at the environment for what torch.distributed is."""
+    """Sets the environment in which accelerate looks for torch.distributed."""
     os.environ.update(
         RANK=str(comm.rank),
         LOCAL_RANK=str(comm.rank),

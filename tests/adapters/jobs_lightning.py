@@ -1,4 +1,4 @@
-"""What ranks of the pool do with Lightning."""
+"""Pool jobs with Lightning."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Net(Planned, LightningModule):
 
 
 class Deaf(Net):
-    """Its model does not get the plan."""
+    """Net that does not pass the plan to its model."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         logits = self.net(batch.tokens[None], position_ids=batch.position_ids[None]).logits
@@ -56,21 +56,21 @@ class Deaf(Net):
 
 
 class Mean(Net):
-    """Its loss is a mean over the rank's rows."""
+    """Net whose loss is a mean over the rank's rows."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, cross_entropy(self.net(**hf.inputs(batch)).logits[0], batch.labels))
 
 
 class Twice(Net):
-    """Multiplies by the ranks once more."""
+    """Net that multiplies by the ranks twice."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.shared_loss(batch, super().training_step(batch, index))
 
 
 class Half(Net):
-    """Beside the model that has the plan, attention of its own over the rank's rows."""
+    """Net with additional attention over the rank's rows, besides the planned model."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         rows = self.net.model.embed_tokens(batch.tokens)[None, None]
@@ -81,7 +81,7 @@ class Half(Net):
 
 
 class Plain(LightningModule):
-    """The same, alone, with the model's own attention."""
+    """The model alone, with its own attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Plain(LightningModule):
 
 
 class Noting(Callback):
-    """Losses, of steps and validations, and gradient norms; ends its process after step `dies`."""
+    """Records losses of steps and validations, and gradient norms; ends its process after step `dies`."""
 
     def __init__(self, dies: Any = None) -> None:
         self.dies, self.losses, self.validated, self.norms = dies, [], [], []
@@ -144,7 +144,7 @@ def fit(
     accumulated: Any = 2,
     kind: Any = Net,
 ) -> Any:
-    """(losses, validation losses, gradient norms), samples of the microbatches, or why it does not train."""
+    """(losses, validation losses, gradient norms), samples of the microbatches, or the error."""
     os.environ.update(LOCAL_RANK=str(comm.rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     wiring.watch = wiring.Watch()
     net, noting = kind(), Noting(dies)

@@ -1,4 +1,4 @@
-"""What ranks of the pool do with Megatron-Core: a tiny GPTModel by its schedules, with plans or its own attention."""
+"""Pool jobs with Megatron-Core: a tiny GPTModel under its schedules, with plans or its own attention."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from apportion.trainer.megatron import (
 from tests.adapters.documents import VOCABULARY, documents, packed
 from tests.ranks.loading import HereSource, planning_of
 
-moe_utils.te_general_gemm = None  # Megatron looks it up where Transformer Engine is not installed, too
+moe_utils.te_general_gemm = None  # Megatron looks it up even without Transformer Engine
 TOKENS, SEED = 128, 3
-# it wants flash-linear-attention, of which its own path of torch calls this one
+# requires flash-linear-attention, of which its own torch path calls only this function
 gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, normalised
 MODELS = {
     "llama": {},
@@ -67,7 +67,7 @@ MODELS = {
         "linear_value_head_dim": 12,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "deterministic_mode": True,  # its own kernel of torch
+        "deterministic_mode": True,  # its own torch kernel
     },
     "gpt_oss": {"softmax_type": "learnable", "window_size": (6, 0), "window_attn_skip_freq": 2},
 }
@@ -83,15 +83,15 @@ class Case:
     pp: int = 1
     positions: str = "rope"
     longest: int = 256  # positions
-    divided: bool = True  # gradients, by the tokens of all ranks
+    divided: bool = True  # whether gradients are divided by the tokens of all ranks
     options: dict = field(default_factory=dict)  # of the TransformerConfig
     spec: str = (
         "layer"  # or "block", of a spec for each layer; "own" is not planned, "recurrent" has none in a layer
     )
-    deaf: bool = False  # whether a layer passes its core attention by
-    folder: str = ""  # where a run is saved, and goes on from
+    deaf: bool = False  # whether a layer bypasses its core attention
+    folder: str = ""  # for saving and resuming a run
     ping_pong: bool = False
-    ticks: bool = False  # all stages compute the attention of each
+    ticks: bool = False  # whether all stages compute the attention of each tick
 
 
 def config_of(case: Any) -> Any:
@@ -114,7 +114,7 @@ def config_of(case: Any) -> Any:
         "gradient_accumulation_fusion": False,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": case.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",  # which Megatron wants beside it, without experts too
+        "moe_token_dispatcher_type": "alltoall",  # required by Megatron here, even without experts
         "use_cpu_initialization": True,
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
@@ -123,7 +123,7 @@ def config_of(case: Any) -> Any:
 
 
 def _block_spec(config: Any) -> Any:
-    """Megatron makes specs of Gated DeltaNets for TransformerEngine alone."""
+    """A block spec with Gated DeltaNets, which Megatron builds only for TransformerEngine."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if config.experimental_attention_variant == "gated_delta_net":
         pattern = get_linear_attention_pattern(config)
@@ -143,7 +143,7 @@ SPECS = {
 
 
 def model_from(case: Any, config: Any, own: Any) -> Any:
-    """The same weights on any number of ranks."""
+    """A model with the same weights on any number of ranks."""
     spec = SPECS[case.spec](config)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -164,7 +164,7 @@ def model_from(case: Any, config: Any, own: Any) -> Any:
 
 @torch.no_grad()
 def same_weights(model: Any, case: Any) -> None:
-    """Whatever the ranks: by a parameter's name in the whole model."""
+    """Sets weights by a parameter's name in the whole model, independent of the ranks."""
     at = parallel_state.get_tensor_model_parallel_rank()
     for name, one in model.named_parameters():
         if "layernorm" in name:
@@ -188,7 +188,7 @@ def same_weights(model: Any, case: Any) -> None:
 
 
 def own_step(data_iterator: Any, model: Any) -> Any:
-    """Megatron's own attention, document by document."""
+    """A forward step with Megatron's own attention, document by document."""
     tokens, positions, labels = next(data_iterator)
     counts = torch.bincount((positions == 0).cumsum(0) - 1).tolist()
     pieces = zip(*(column.split(counts) for column in (tokens, positions, labels.clamp(min=0))), strict=True)
@@ -266,7 +266,7 @@ def _steps(case: Any, model: Any, loader: Any, saved: Any) -> Any:
         for name, one in model.named_parameters():
             one.grad = grads[name].to(one.dtype)
         optimizer.step()
-        optimizer.zero_grad()  # or backward would add to it
+        optimizer.zero_grad()  # else backward would accumulate
     if saved:
         state = {"model": model.state_dict(), "loader": loader.state_dict(), "step": case.steps}
         torch.save(state, saved)
@@ -274,7 +274,7 @@ def _steps(case: Any, model: Any, loader: Any, saved: Any) -> Any:
 
 
 def refused(comm: Communicator, case: Any) -> Any:
-    """What Apportion says of a config, at the first step at the latest."""
+    """The error for a config, at the first step at the latest."""
     with _parallel(case):
         config = config_of(case)
         try:
@@ -292,7 +292,7 @@ def refused(comm: Communicator, case: Any) -> Any:
 
 
 def _mean(reports: Any) -> Any:
-    """The mean loss of all tokens, of this rank's replica; None where a stage computes none."""
+    """The mean loss over tokens of this rank's replica; None for a stage without loss."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(0)

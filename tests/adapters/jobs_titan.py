@@ -1,4 +1,4 @@
-"""What ranks of the pool do with TorchTitan: its own trainer on a tiny model, with plans or with its own attention."""
+"""Pool jobs with TorchTitan: its own trainer on a tiny model, with plans or its own attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROPE = {"dim": 8, "max_seq_len": 1024, "theta": 10000.0}
 
 
 class NoTokenizer(BaseTokenizer):
-    """The documents are tokens already."""
+    """Tokenizer of documents that are tokens already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -62,7 +62,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class PackedDataLoader(BaseDataLoader):
-    """The same microbatches for Titan's own attention in one process."""
+    """Loader of the same microbatches for Titan's own attention in one process."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -107,7 +107,7 @@ def gptoss(backend: Any, count: int) -> Any:
         hidden_dim=32,
         num_experts=4,
         top_k=2,
-        load_balance_coeff=None,  # padding is routed too, and would be counted
+        load_balance_coeff=None,  # padding is routed too, and would count
         attn_backend=backend,
         moe_comm_backend="standard",
         rope=CosSinRoPE.Config(**{**ROPE, "dim": 64}),
@@ -152,18 +152,18 @@ class Case:
     chunked: bool = True
     tp: int = 1
     pp: int = 1
-    spmd: str = "partial_dtensor"  # spmd_types needs a torch behind 2.13
+    spmd: str = "partial_dtensor"  # spmd_types needs a torch after 2.13
     validate: bool = False
     folder: str = ""
-    killed_at: int = -1  # behind this step and its checkpoint
-    broken: str = ""  # "own": attention of a layer is not planned; "deaf": a layer passes it by
+    killed_at: int = -1  # after this step and its checkpoint
+    broken: str = ""  # "own": a layer's attention is not planned; "deaf": a layer bypasses it
     changes: dict = field(default_factory=dict)  # of fields of the config, by section
     ping_pong: bool = False
-    ticks: int = 0  # chunks of a stage; all stages compute the attention of each
+    ticks: int = 0  # chunks per stage, if all stages compute each tick's attention
 
 
 def own_config(case: Any, ranks: int) -> Any:
-    """Titan's own trainer, on the packed microbatches."""
+    """A config of Titan's own trainer, on the packed microbatches."""
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     return Trainer.Config(
         model_spec=MODELS[case.model](case.backend, case.layers),
@@ -198,7 +198,7 @@ def own_config(case: Any, ranks: int) -> Any:
 
 
 def planned_config(case: Any, ranks: int) -> Any:
-    """The same with plans."""
+    """A config of the planned trainer."""
     config = own_config(case, ranks)
     cluster = Cluster(1, ranks // case.tp // case.pp)
     held_out = "documents.documents" if case.validate else None
@@ -209,7 +209,7 @@ def planned_config(case: Any, ranks: int) -> Any:
 
 @torch.no_grad()
 def same_weights(parts: Any) -> None:
-    """On any mesh: Titan's random numbers on CPUs depend on it."""
+    """Sets equal weights on any mesh, since Titan's random numbers on CPUs depend on the mesh."""
     for name, parameter in (pair for part in parts for pair in part.named_parameters()):
         if "norm" in name:
             continue
@@ -221,10 +221,10 @@ def same_weights(parts: Any) -> None:
 
 
 def train(comm: Communicator, own: Any, case: Any) -> Any:
-    """Losses and gradient norms of each step, losses of validations, and rounds of this rank's communication."""
+    """Losses and gradient norms of each step, validation losses, and this rank's communication rounds."""
     titan_alone.own_attention()
     os.environ["LOCAL_RANK"] = "0"
-    torch.autograd.set_multithreading_enabled(False)  # as Titan does where it initialises torch.distributed
+    torch.autograd.set_multithreading_enabled(False)  # as Titan does when it initialises torch.distributed
     config = (own_config if own else planned_config)(case, comm.ranks)
     trainer, told, rounds = config.build(), [], []
     trainer.metrics_processor.log = lambda step, loss, top, norm, extra_metrics: told.append((loss, norm))
@@ -243,13 +243,13 @@ def train(comm: Communicator, own: Any, case: Any) -> Any:
 
 def _goes_on(trainer: Any, case: Any) -> Any:
     if trainer.step == case.killed_at:
-        torch.distributed.barrier()  # all have saved
+        torch.distributed.barrier()  # after all have saved
         os.kill(os.getpid(), signal.SIGKILL)
     return trainer.step < case.steps
 
 
 def refused(comm: Communicator, case: Any) -> Any:
-    """What Apportion says of a config."""
+    """The error for a config."""
     os.environ["LOCAL_RANK"] = "0"
     config = planned_config(case, comm.ranks)
     for section, changes in case.changes.items():

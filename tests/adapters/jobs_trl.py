@@ -1,4 +1,4 @@
-"""What ranks of the pool do with trl's trainers."""
+"""Pool jobs with trl's trainers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class PlannedSFT(PlannedTrainer, SFTTrainer):
 
 
 class PlannedDPO(PlannedTrainer, DPOTrainer):
-    """Refused: its loss is no sum over tokens."""
+    """A refused trainer: its loss is not a sum over tokens."""
 
 
 class Batches(SFTTrainer):
-    """trl's own Trainer, whose batches are these samples of its prepared dataset."""
+    """trl's own Trainer with these samples of its prepared dataset as batches."""
 
     groups: Any = ()
 
@@ -58,7 +58,7 @@ class Batches(SFTTrainer):
 
 
 def tokenizer() -> Any:
-    """A word is a token."""
+    """Tokenizer with one token per word."""
     words = [*SPECIAL, *(f"w{i}" for i in range(VOCABULARY - len(SPECIAL)))]
     made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = WhitespaceSplit()
@@ -74,7 +74,7 @@ def words(seed: int, count: int) -> str:
 
 
 def dataset(form: str, first: int = 0, count: int = 24) -> Any:
-    """Samples of a form that trl knows, of 8 to 60 words."""
+    """Samples of a form that trl supports, of 8 to 60 words."""
     rows = list[Any]()
     for i in range(first, first + count):
         asked, answered = words(2 * i, 4 + 7 * i % 30), words(2 * i + 1, 4 + 11 * i % 30)
@@ -115,7 +115,7 @@ def planned(comm: Communicator, model: Any, tokens: int = 150, microbatches: int
 
 
 def sft(comm: Communicator, folder: Path, form: str, options: Any) -> Any:
-    """What trl logs, and the samples of each microbatch."""
+    """trl's logs of a planned run, and the samples of each microbatch."""
     join(comm)
     model = hf.enable(made("llama"))
     trainer = PlannedSFT(
@@ -131,7 +131,7 @@ def sft(comm: Communicator, folder: Path, form: str, options: Any) -> Any:
 
 
 def sft_alone(comm: Communicator, folder: Path, form: str, options: Any, samples: Any) -> Any:
-    """trl itself on these samples."""
+    """trl's logs of its own run on these samples."""
     trainer = Batches(
         model=made("llama"),
         args=config(folder, **options),
@@ -150,7 +150,7 @@ def logged(trainer: Any) -> Any:
 
 
 def evaluation(comm: Communicator, folder: Path) -> Any:
-    """Of a planned run, and of trl on one sample at a time: mean over tokens."""
+    """Mean evaluation losses over tokens: of a planned run, and of trl on one sample at a time."""
     join(comm)
     model = hf.enable(made("llama"))
     trainer = PlannedSFT(
@@ -174,7 +174,7 @@ def one_sample(row: Any) -> Any:
 
 
 def refused(comm: Communicator, folder: Path, which: str) -> Any:
-    """Why a mixed Trainer is not made."""
+    """The error on constructing a mixed Trainer."""
     join(comm)
     model = hf.enable(made("llama"))
     common = {"model": model, "processing_class": tokenizer()}

@@ -59,7 +59,7 @@ Seen = Counter[tuple[Mask, int, int, int, int]]  # mask, query heads, KV heads, 
 
 @pytest.fixture(scope="module")
 def calls() -> Iterator[list[tuple[Any, ...]]]:
-    """What attention functions of models on the meta device are called with."""
+    """Records the arguments of attention functions of models on the meta device."""
     found: list[tuple[Any, ...]] = []
 
     def attend(
@@ -108,7 +108,7 @@ def made(config: Any, name: str) -> Any:
 
 
 def seen(config: Any, name: str, calls: list[tuple[Any, ...]]) -> Seen | int:
-    """What the model's layers do, or of a model that does not call attention functions their number."""
+    """The attention calls of the model's layers, or the number of layers if it calls no attention functions."""
     model = made(config, name)
     calls.clear()
     try:
@@ -120,7 +120,7 @@ def seen(config: Any, name: str, calls: list[tuple[Any, ...]]) -> Seen | int:
 
 
 def is_attention(module: Any) -> bool:
-    """Whether it is attention, not a wrapper of that."""
+    """True for attention itself, not for a wrapper."""
     inner = [child for child in module.children() if "Attention" in type(child).__name__]
     return "Attention" in type(module).__name__ and not inner
 

@@ -87,12 +87,12 @@ def losses_of(told: str) -> Any:
 
 
 def alone(folder: Path, trainer: Any, *options: Any) -> Any:
-    """What the example says in one process without plans."""
+    """The output of the example in one process without plans."""
     return launched(folder, "tests/adapters/example_alone.py", trainer, *options, ranks=1)
 
 
 def launched(folder: Path, script: Any, *options: Any, ranks: int = 2) -> Any:
-    """What the script prints on its processes, started in a folder."""
+    """The output of the script on its processes, started in a folder."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run_in(folder, *launch, REPOSITORY / script, *options)
 

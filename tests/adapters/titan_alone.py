@@ -1,4 +1,4 @@
-"""TorchTitan on CPUs, for tests: the example's shim, and attention without a compiler. Import it before torchtitan."""
+"""Runs TorchTitan on CPUs in tests: the example's shim, and attention without a compiler. Import before torchtitan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import titan_cpu  # noqa: F401
 def dense_flex(
     q_BNLH: Any, k_BNLH: Any, v_BNLH: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any
 ) -> Any:
-    """What flex_attention computes of Titan's masks: torch's own has no backward on CPUs. Returns (out, aux)."""
+    """Replaces flex_attention for Titan's masks, since torch's has no backward on CPUs. Returns (out, aux)."""
     repeats = q_BNLH.shape[1] // k_BNLH.shape[1]
     k_BNLH, v_BNLH = (x.repeat_interleave(repeats, 1) for x in (k_BNLH, v_BNLH))
     scores = q_BNLH @ k_BNLH.transpose(2, 3) * (q_BNLH.shape[-1] ** -0.5 if scale is None else scale)
@@ -33,7 +33,7 @@ def dense_flex(
 def causal_flex(
     q_BNLH: Any, k_BNLH: Any, v_BNLH: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any
 ) -> Any:
-    """The same of causal documents alone, one after another: for rows that are too many for a dense mask."""
+    """As `dense_flex`, for causal documents one by one: for too many rows for a dense mask."""
     rows = torch.arange(1, q_BNLH.shape[2])
     joined = block_mask.mask_mod(torch.zeros_like(rows), torch.zeros_like(rows), rows, rows - 1)
     cuts = [0, *rows[~joined].tolist(), len(rows) + 1]
@@ -45,12 +45,12 @@ def causal_flex(
 
 
 def own_attention(flex: Any = dense_flex) -> None:
-    """Titan's own, where torch.compile and GPUs are not."""
+    """Replaces Titan's own attention without torch.compile and GPUs."""
     import torchtitan.trainer
     from torchtitan.models.common.attention import FlexAttention
 
     torch.Tensor.bfloat16 = lambda self: (
         self  # type: ignore[return-value]
-    )  # its experts take that alone, and add what comes out to float32
+    )  # the only dtype of its experts, whose output is added to float32
     FlexAttention._compiled_flex_attn = staticmethod(flex)
     torchtitan.trainer.time = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)

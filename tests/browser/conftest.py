@@ -1,4 +1,4 @@
-"""A headless Chromium, and pages that the command line wrote."""
+"""Fixtures: a headless Chromium, and pages from the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def planned(folder: Path) -> Callable[..., Path]:
-    """Makes a plan file of a recipe, once."""
+    """Returns a cached maker of plan files by recipe."""
 
     def make(recipe: str = "fcp", ranks: int = 64) -> Path:
         path = folder / f"{recipe}{ranks}.plan"
@@ -40,7 +40,7 @@ def planned(folder: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def reported(planned: Callable[..., Path]) -> Callable[..., Path]:
-    """Makes the report of such a plan, once."""
+    """Returns a cached maker of reports of such plans."""
 
     def make(recipe: str = "fcp", ranks: int = 64) -> Path:
         plan = planned(recipe, ranks)
@@ -54,7 +54,7 @@ def reported(planned: Callable[..., Path]) -> Callable[..., Path]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens a page and waits until it is drawn. In the end nothing may have been said on the console or asked for."""
+    """Opens a page and waits until it is drawn. Fails if a page logged to the console or made a request."""
     wrong: list[str] = []
     contexts = []
 

@@ -1,6 +1,6 @@
-"""Debian's Chromium, without a screen, and pictures of its pages.
+"""Headless Chromium from Debian, and comparison of screenshots.
 
-SCREENSHOTS=FOLDER keeps them; each is held loosely against what is committed in `looks.json` (UPDATE=1 writes that).
+SCREENSHOTS=FOLDER keeps them; each is compared loosely with the committed `looks.json` (UPDATE=1 rewrites it).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def chromium() -> Iterator[Browser]:
 
 
 def keep(page: Page, name: str) -> None:
-    """A picture of the whole page, which looks about as it did: its height, and how light its parts are. Fonts and
-    figures may differ, a part that is missing, moved or of another colour may not."""
+    """Takes a screenshot of the whole page and compares its height and the brightness of its parts. Fonts and figures
+    may differ; a part that is missing, moved or of another colour fails."""
     data = page.screenshot(full_page=True)
     if "SCREENSHOTS" in os.environ:
         folder = Path(os.environ["SCREENSHOTS"])
@@ -65,8 +65,8 @@ def keep(page: Page, name: str) -> None:
 
 
 def violations(page: Page) -> list[Any]:
-    """What axe-core finds, [rule, how often, the first place]; run as the browser's own so that the page's policy
-    stays."""
+    """axe-core's violations, [rule, count, first place]; run in the browser's own context, so that the page's policy
+    stays in force."""
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
     session = page.context.new_cdp_session(page)
     session.send("Runtime.evaluate", {"expression": axe})

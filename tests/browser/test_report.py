@@ -30,7 +30,7 @@ PICTURE = "(canvas) => canvas.toDataURL()"
 
 
 def drawn(page: Page, name: str) -> str:
-    """What a canvas shows, when it has been drawn."""
+    """The content of a canvas, after it has been drawn."""
     page.wait_for_timeout(120)
     return str(page.locator(f"canvas.{name}").evaluate(PICTURE))
 
@@ -121,7 +121,7 @@ def test_the_mask_goes_from_the_batch_to_a_block(reported: Make, visit: Visit) -
 
 
 def test_the_mask_shows_who_computes_what(planned: Make, folder: Path, visit: Visit) -> None:
-    """What is told under the pointer is what the tasks of the plan and the mask of the batch say, token by token."""
+    """The tooltip agrees with the plan's tasks and the batch's mask, token by token."""
     plan = Plan.decode(planned("fcp", 8).read_bytes())
     path = folder / "mask.html"
     path.write_text(report_html([("p", plan)]), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Commands that check the whole product at length: `make nightly`, `make replay`, `make kernels`, `make package`."""
+"""Long-running checks of the whole product: `make nightly`, `make replay`, `make kernels`, `make package`."""

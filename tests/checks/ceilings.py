@@ -1,4 +1,4 @@
-"""What planning may cost at most, held by CI: calls of functions, rows of tables and bytes of plans.
+"""Checks ceilings of planning cost in CI: calls of functions, rows of tables and bytes of plans.
 
 Run: python -m tests.checks.ceilings [--only NAME,...] [--json] [--update]
 
@@ -29,12 +29,12 @@ from apportion.planner.recipe.recipes import find_recipe, with_block
 RESULTS = Path(__file__).resolve().parents[1] / "data/ceilings.json"
 RECIPES = ("fcp_paper", "fcp", "blend", "distca", "dcp", "zeppelin", "mixed", "ulysses", "upipe", "ring")
 RANKS, TOKENS = (8, 64), 32768
-#: of calls, as a share and in number: libraries change between patches
+#: tolerance of calls, relative and absolute, since libraries change between patch releases
 SLACK, FEW = 1.02, 10
 
 
 def versions() -> dict[str, str]:
-    """Those that calls depend on."""
+    """The versions that calls depend on."""
     return {"python": ".".join(platform.python_version_tuple()[:2]), "numpy": np.__version__}
 
 
@@ -46,7 +46,7 @@ def measured(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> It
             model = Model(q_heads=32, kv_heads=8, head_dim=128, layers=1)
             job = BenchJob(Source().batch(count * TOKENS, 0)[0], cluster_of(count), model, recipe)
             plan = planned(job)
-            verify(plan)  # what is counted below imports nothing
+            verify(plan)  # so that imports are not counted below
             tables = (table for programs in plan.programs.values() for table in programs.tables.values())
             yield {
                 "recipe": name,
@@ -58,7 +58,7 @@ def measured(names: Sequence[str] = RECIPES, ranks: Sequence[int] = RANKS) -> It
 
 
 def above(row: Mapping[str, Any], ceiling: Mapping[str, Any], same_versions: bool) -> Iterator[str]:
-    """What of a row is above its ceiling, in words."""
+    """Yields descriptions of a row's values above their ceilings."""
     for name in ("rows", "bytes"):
         if row[name] > ceiling[name]:
             yield f"{name} {row[name]:,}, at most {ceiling[name]:,}"
@@ -75,7 +75,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="only these recipes, as in fcp,ring")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
-    parser.add_argument("--update", action="store_true", help="write what is measured as the new ceilings")
+    parser.add_argument("--update", action="store_true", help="write the measurements as the new ceilings")
     asked = parser.parse_args()
     names = tuple(asked.only.split(",")) if asked.only else RECIPES
     held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": None, "rows": []}

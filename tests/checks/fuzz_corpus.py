@@ -1,4 +1,4 @@
-"""Writes the programs that the fuzzer of the core begins with (`make fuzz-core`): core/fuzz/program.cpp has their form.
+"""Writes the corpus of the core's fuzzer (`make fuzz-core`), in the form of core/fuzz/program.cpp.
 
 Run: python -m tests.checks.fuzz_corpus. Programs of golden plans and of small plans of several recipes, of four ranks
 and two head sets at most, the smallest of each form.
@@ -21,7 +21,7 @@ RANKS, HEAD_SETS, BYTES = 4, 2, 4096
 
 
 def seed(program: Program) -> bytes:
-    """A program as the target reads it."""
+    """Encodes a program for the fuzz target."""
     uses = {Op(code) for code in program.source["instructions"]["op"].tolist()}
     projects = bool(uses & {Op.PROJECT, Op.PROJECT_GRAD})
     parts = table_bytes.encode_tables([program.source[name] for name in TABLES], program.ranks)
@@ -33,7 +33,7 @@ def seed(program: Program) -> bytes:
 
 
 def form(program: Program) -> tuple[object, ...]:
-    """What tells programs apart: ranks, phase, ops, head sets."""
+    """The features that distinguish programs: ranks, phase, ops, head sets."""
     table = program.source["instructions"]
     return program.ranks, program.phase, frozenset(table["op"].tolist()), program.splits_heads
 

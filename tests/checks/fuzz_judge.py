@@ -1,12 +1,12 @@
-"""Holds the verifier against execution, over mutated plans: what it accepts must compute what the good plan does.
+"""Tests the verifier against execution on mutated plans: an accepted mutant must compute the same as the good plan.
 
     python -m tests.checks.fuzz_judge --count 100000 --json
 
-Every mutant that is accepted runs on the executor on numpy, in float64, forward and backward, and its outputs are held
-against those of the plan that it was made of. Walks from plan to plan: an accepted mutant is what the next one is made
-of. Plans of many recipes are taken in turn; of those with recurrent layers the tables of these are changed, and theirs
-are the outputs. Exit status 1 where an accepted mutant computes something else, or where
-the verifier raises. Of those refused it counts the rules named first, and those whose place is no rank.
+Every accepted mutant runs on the numpy executor, in float64, forward and backward, and its outputs are compared with
+those of its original plan. Random walk: the next mutant is derived from an accepted one. Plans of many recipes take
+turns; of plans with recurrent layers the recurrent tables are changed and their outputs compared. Exit status 1 if an
+accepted mutant computes something else, or the verifier raises. Counts the first rules of refused mutants, and those
+without a rank as place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RECIPES = (
     "loongtrain",
     "upipe_ring",
 )
-#: what a plan says of itself, which a mutant need not repeat
+#: rules about a plan's own statements, which a mutant need not keep
 _TOLD = ("report", "digests")
 _LONGEST = 30  # accepted mutants in a row, until the next plan
 _WEIGHTS = {
@@ -71,8 +71,8 @@ _WEIGHTS = {
 
 @dataclass
 class Result:
-    """What came out. refused: the rules named first; nowhere: how many of these name no rank; missed: accepted mutants
-    that compute something else, and mutants of which the verifier or an accepted program raises."""
+    """Counts of results. refused: by first rule; nowhere: refusals without a rank; missed: accepted mutants that
+    compute something else, and mutants on which the verifier or execution raises."""
 
     count: int = 0
     accepted: int = 0
@@ -91,7 +91,7 @@ class Result:
 
 
 def plans(ranks: Sequence[int] = (4, 8), names: Sequence[str] = RECIPES) -> Iterator[tuple[str, Plan]]:
-    """(recipe, plan), small ones, of all recipes."""
+    """Yields (recipe, plan): small plans of all recipes."""
     lengths = (90, 30, 210, 7, 150, 700, 70, 13)
     model = Model(q_heads=8, kv_heads=8, head_dim=2, hidden=16, layers=1, dtype="fp64")
     shapes = [(count, nodes) for count in ranks for nodes in sorted({2, count // 2})]
@@ -108,7 +108,7 @@ def plans(ranks: Sequence[int] = (4, 8), names: Sequence[str] = RECIPES) -> Iter
 
 
 def recurrent_plans(names: Sequence[str] = ("fcp", "blend", "zeppelin", "usp")) -> Iterator[tuple[str, Plan]]:
-    """(recipe, plan) of a model with recurrent layers: trees, packs, runs shorter than a halo."""
+    """Yields (recipe, plan) of a model with recurrent layers: trees, packs, runs shorter than a halo."""
     kinds = {
         "delta": Recurrent(heads=3, key_dim=2, value_dim=1, conv=4),
         "plain": Recurrent(heads=2, key_dim=1, value_dim=2, delta=False, conv=2),
@@ -128,7 +128,7 @@ def recurrent_plans(names: Sequence[str] = ("fcp", "blend", "zeppelin", "usp")) 
 
 
 def mutate(rng: random.Random, plan: Plan) -> tuple[str, Plan]:
-    """One program changed in one to three places, or the tables of recurrent layers; what was done."""
+    """Changes one program in one to three places, or recurrent tables; returns a description and the plan."""
     if plan.recurrence is not None:
         return _mutate_recurrence(rng, plan, dict(plan.recurrence.tables))
     key = rng.choice(sorted(plan.programs))
@@ -189,8 +189,8 @@ def _change(rng: random.Random, name: str, table: Table) -> tuple[str, Table]:
 
 
 def repaired(plan: Plan) -> Plan:
-    """The counts of instructions set right where one list of a rank is a row longer or shorter than they say: so that
-    dropped and added rows, and dropped instructions, get past the first rule."""
+    """Corrects the counts of instructions if a list of a rank is one row longer or shorter than they state, so that
+    dropped and added rows, and dropped instructions, pass the first rule."""
     programs = {}
     for key, program in plan.programs.items():
         table = program["instructions"]
@@ -242,7 +242,7 @@ class Weights:
 
 
 def outputs(plan: Plan) -> list[Floats]:
-    """O, LSE and all gradients of a plan's kinds, or of its recurrent ones. Raises what executing raises."""
+    """O, LSE and all gradients of a plan's kinds, or of its recurrent ones. Raises the executor's errors."""
     if plan.recurrence is not None:
         return _recurrent_outputs(plan)
     model, tokens, draw = plan.request.model, plan.request.batch.tokens, np.random.default_rng(0)
@@ -276,7 +276,7 @@ def _recurrent_outputs(plan: Plan) -> list[Floats]:
 
 
 def differs(plan: Plan, wanted: list[Floats]) -> str:
-    """What an accepted plan does otherwise than it should, in a few words; empty where it does not."""
+    """Describes an accepted plan's wrong behaviour; empty for none."""
     try:
         found = outputs(plan)
     except Exception as error:
@@ -286,7 +286,7 @@ def differs(plan: Plan, wanted: list[Floats]) -> str:
 
 
 def fuzz(begin: Sequence[tuple[str, Plan]], count: int, seed: int) -> Result:
-    """`count` mutants, from the plans in turn."""
+    """Tests `count` mutants of the plans in turn."""
     result, rng = Result(), random.Random(seed)
     at = seed
     while result.count < count:

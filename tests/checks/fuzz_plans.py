@@ -2,10 +2,10 @@
 
     python -m tests.checks.fuzz_plans --count 100000 --json
 
-Every iteration starts from a golden plan, a small one of several recipes, or one given, and either damages its bytes
-or changes what they mean: a number, a row or all of a table, a program, a mask, a value, a type, a key. Changed plans
-get the id of their new bytes, so that the checks behind it are reached; those that decode go to the verifier. Exit
-status 1 if anything but an ApportionError came out, or if an iteration took longer than `--limit-ms`.
+Every iteration starts from a golden plan, a small plan of several recipes, or a given one, and either damages its bytes
+or changes their meaning: a number, a row or all of a table, a program, a mask, a value, a type, a key. Changed plans
+get the id of their new bytes, so that later checks are reached; plans that decode go to the verifier. Exit status 1 if
+anything but an ApportionError is raised, or an iteration takes longer than `--limit-ms`.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ MASKS = (
 
 @dataclass
 class Result:
-    """What came out: `outcomes` counts class names of errors, `clean` and `violations` plans that decoded."""
+    """Counts of results: `outcomes` by class of error, `clean` and `violations` of plans that decoded."""
 
     count: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)  # rule that fired first
     slowest_ms: float = 0.0
-    escaped: Counter[str] = field(default_factory=Counter)  # anything that is no ApportionError, and where
+    escaped: Counter[str] = field(default_factory=Counter)  # other exceptions, with their places
 
     def to_data(self) -> dict[str, Any]:
         return {
@@ -143,7 +143,7 @@ RAW = (flip_bits, truncate, splice, overwrite)
 
 
 def change_value(rng: random.Random, value: Any) -> Any:
-    """Something else in place of one value."""
+    """Replaces one value by another."""
     if isinstance(value, bool) or value is None:
         return rng.choice((*NUMBERS, *VALUES))
     if isinstance(value, int):
@@ -157,7 +157,7 @@ def change_value(rng: random.Random, value: Any) -> Any:
 
 
 def change_inside(rng: random.Random, value: Any) -> Any:
-    """One change somewhere below `value`: a key or item dropped, added, moved, renamed or changed."""
+    """Makes one change below `value`: drops, adds, moves, renames or changes a key or item."""
     if isinstance(value, dict) and value:
         return _change_map(rng, dict(value))
     if isinstance(value, list) and value:
@@ -193,7 +193,7 @@ def _change_list(rng: random.Random, value: list[Any]) -> Any:
 
 
 def change_numbers(rng: random.Random, sections: Sections) -> Sections:
-    """One or a few numbers of one table: what only deep checks see."""
+    """Changes a few numbers of one table, which only deep checks detect."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     table = _some_table(rng, plan)
     for _ in range(rng.choice((1, 1, 1, 2, 4)) if len(table) else 0):
@@ -205,7 +205,7 @@ def change_numbers(rng: random.Random, sections: Sections) -> Sections:
 
 
 def change_rows(rng: random.Random, sections: Sections) -> Sections:
-    """A row of one table of a rank dropped, doubled, or exchanged with another."""
+    """Drops, doubles, or swaps a row of one table of a rank."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     table = _some_table(rng, plan)
     ranks = np.flatnonzero(np.diff(table.ptr))
@@ -221,7 +221,7 @@ def change_rows(rng: random.Random, sections: Sections) -> Sections:
 
 
 def change_programs(rng: random.Random, sections: Sections) -> Sections:
-    """One program in place of another, of all ranks or of one, or with one table of another; or without rows."""
+    """Replaces a program, for all ranks or one, by another, one of its tables by another's, or its rows by none."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     programs = {key: dict(program.tables) for key, program in plan.programs.items()}
     to, source = rng.choice(list(programs)), rng.choice(list(programs))
@@ -243,13 +243,13 @@ def change_programs(rng: random.Random, sections: Sections) -> Sections:
 
 
 def _with_rank(table: Table, rank: int, source: Table, other: int) -> Table:
-    """The table with the rows that `source` has of `other` in place of those of `rank`."""
+    """The table with the rows of `rank` replaced by `source`'s rows of `other`."""
     ranks = range(table.ranks)
     return joined([source.rank(other) if one == rank else table.rank(one) for one in ranks])
 
 
 def change_layouts(rng: random.Random, sections: Sections) -> Sections:
-    """Two layouts exchanged, or the rows of a rank in one given to another rank, or to none."""
+    """Swaps two layouts, or moves a rank's rows of a layout to another rank, or drops them."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     layouts = dict(plan.layouts)
     a, b = rng.choice(list(layouts)), rng.choice(list(layouts))
@@ -262,7 +262,7 @@ def change_layouts(rng: random.Random, sections: Sections) -> Sections:
 
 
 def change_request(rng: random.Random, sections: Sections) -> Sections:
-    """Another mask of a kind, other lengths, speeds, policy, heads or widths; the header says the same."""
+    """Changes a kind's mask, lengths, speeds, policy, heads or widths, consistently with the header."""
     plan = codec.decode(codec.encode_wire(sections), check_id=False)
     request, header = plan.request, plan.header
     what = rng.random()
@@ -315,7 +315,7 @@ def _swap(order: list[int], a: int, b: int) -> None:
 
 
 def change_part(rng: random.Random, sections: Sections) -> Sections:
-    """A byte of a part changed, dropped, or put in between."""
+    """Changes, drops, or inserts a byte of a part."""
     rank = rng.randrange(len(sections.parts))
     parts = list(sections.parts)
     part, byte = parts[rank], bytes([rng.choice((0, 1, 2, 3, 4, 8, 127, 128, 255, rng.randrange(256)))])
@@ -335,7 +335,7 @@ CHANGES = (
 
 
 def change_tables(rng: random.Random, sections: Sections) -> Sections:
-    """Sections as they are where an earlier mutation broke them."""
+    """Changes tables; returns sections unchanged if an earlier mutation broke them."""
     try:
         return rng.choice(CHANGES)(rng, sections)
     except ApportionError:
@@ -343,7 +343,7 @@ def change_tables(rng: random.Random, sections: Sections) -> Sections:
 
 
 def _edited(data: bytes, change: Callable[[Any], bytes]) -> bytes:
-    """`data` changed, or as it is where an earlier mutation broke it or no msgpack can hold the new value."""
+    """Applies a change to `data`; unchanged if an earlier mutation broke it or msgpack cannot encode the new value."""
     try:
         return change(_decode(data))
     except Exception:
@@ -366,7 +366,7 @@ def change_parts(rng: random.Random, sections: Sections) -> Sections:
 
 
 def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
-    """The bytes of a plan with something wrong, or something else."""
+    """The bytes of a mutated plan."""
     plan = rng.choice(plans)
     if rng.random() < 0.15:
         return rng.choice(RAW)(rng, plan.encode(), rng.choice(plans).encode())
@@ -386,7 +386,7 @@ def mutate(rng: random.Random, plans: Sequence[Plan]) -> bytes:
 
 
 def try_plan(data: bytes, result: Result, verify: Callable[[Plan], Sequence[Any]] = check) -> None:
-    """Decode and verify, and count what came of it."""
+    """Decodes and verifies a plan, and counts the result."""
     result.count += 1
     begin = time.perf_counter()
     try:
@@ -421,7 +421,7 @@ RECIPES = ("ring", "usp", "upipe", "fcp", "distca", "dcp", "zeppelin", "flexsp")
 
 
 def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
-    """Small plans of several recipes: kinds without a pair, ranks without a token, heads that are split, projections,
+    """Yields small plans of several recipes: kinds without a pair, ranks without a token, split heads, projections,
     moves to a second layout."""
     for name in recipes:
         for lengths in ([3], [40, 24, 9]):
@@ -441,7 +441,7 @@ def planned(recipes: Sequence[str] = RECIPES) -> Iterator[Plan]:
 
 
 def one_rank(plans: Sequence[Plan]) -> list[Plan]:
-    """Their first ranks, as plans of one rank: what all ranks must have alike is one change away."""
+    """The first ranks as plans of one rank, in which a single change suffices for facts common to all ranks."""
     found = []
     for plan in plans:
         layouts = {name: Layout(name, layout.spans.rank(0)) for name, layout in plan.layouts.items()}
@@ -455,7 +455,7 @@ def one_rank(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def fuzz(plans: Sequence[Plan], count: int, seed: int, show: bool = False) -> Result:
-    """`count` mutated plans under a seed."""
+    """Tests `count` mutated plans with a seed."""
     rng, result = random.Random(seed), Result()
     console = Console(stderr=True)
     for _ in track(range(count), "mutated plans", console=console, disable=not show):

@@ -1,6 +1,6 @@
-"""What kernels are given: enough to compile them without a device.
+"""Example arguments of kernels, to compile them without a device.
 
-Integers and floats have their types in the kernels' signatures; arrays are here.
+Integers and floats have their types in the kernels' signatures; arrays are defined here.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         **dict.fromkeys(("dq_home", "dq_work", "dkv_home", "dkv_work"), torch.float32),
     }
 )
-#: numbers of a type: an address is a multiple of 16, sizes are anything
+#: numbers by type: addresses are multiples of 16, sizes are arbitrary
 _NUMBERS: Mapping[str, int | float] = MappingProxyType({"i32": 3, "i64": 1 << 40, "fp32": 0.5})
 
 
 def examples(parameters: Mapping[str, str], dtype: torch.dtype) -> list[Any]:
-    """An argument of each parameter, by name -> type as Triton writes it ("" for arrays), for models of a dtype."""
+    """An argument for each parameter, given as name -> Triton type ("" for arrays), for models of a dtype."""
     return [_NUMBERS[kind] if kind else _array(name, dtype) for name, kind in parameters.items()]
 
 
 def _array(name: str, dtype: torch.dtype) -> Tensor:
-    """Nothing, at address 0, a multiple of 16."""
+    """An empty array at address 0, a multiple of 16."""
     return torch.empty(0, dtype=dtype if name in _MODEL else _DTYPES[name])

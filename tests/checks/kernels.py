@@ -1,16 +1,16 @@
-"""Compiles the stage kernels for GPUs that need not be there, and holds their machine code against rules.
+"""Compiles the stage kernels for GPUs, without any GPU present, and checks their machine code against rules.
 
 Run: python -m tests.checks.kernels [--kernel attend,dq] [--arch sm_90a] [--dims 128,192/128] [--dtype bf16] [--jobs 2]
-[--shape 128x64x8x3] [--json]. Kernels get the arguments and options that machines launch them with. --shape: owner and
-walked rows, warps and stages instead of those of `variants`. Exit code 1 where a rule is broken.
+[--shape 128x64x8x3] [--json]. Kernels get the arguments and options of real launches. --shape: owner and
+walked rows, warps and stages instead of those in `variants`. Exit code 1 if a rule is broken.
 
-    regs, stack   of a thread: stack is where registers spill, in bytes
-    shared        KB of a program
-    loop          of attention, without masks: instructions that a warp issues on one turn
+    regs, stack   per thread; stack holds spilled registers, in bytes
+    shared        KB per program
+    loop          of attention, without masks: instructions that a warp issues per iteration (turn)
     local         accesses to spilled registers in inner loops
-    tensor        instructions of tensor cores in that loop
-    cycles        of one turn and SM, at most: tensor cores, the issue of instructions, exponentials
-    share         of tensor cores in the time of a turn, if nothing overlaps and if all does: an estimate
+    tensor        tensor core instructions in that loop
+    cycles        per turn and SM, upper bounds: tensor cores, instruction issue, exponentials
+    share         of tensor cores in the time of a turn, without and with full overlap: an estimate
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ATTENTION = ("attend", "dq", "dkdv")
 
 
 class Arch(NamedTuple):
-    """shared: bytes that a program may have; tensor, plain: FLOP a cycle and SM of tensor cores at half precision, and
-    of float32 (NVIDIA's white papers on A100, H100 and B200)."""
+    """An architecture. shared: bytes available to a program; tensor, plain: FLOP per cycle and SM of tensor cores in
+    half precision, and of float32 (NVIDIA's white papers on A100, H100 and B200)."""
 
     target: GPUTarget
     shared: int
@@ -68,7 +68,7 @@ ARCHS: Mapping[str, Arch] = {
     "sm_100a": Arch(GPUTarget("cuda", 100, 32), 227 << 10, 8192, 256),
     "gfx942": Arch(GPUTarget("hip", "gfx942", 64), 64 << 10, 2048, 256),
 }
-SCHEDULERS, EXPONENTIALS, WARP = 4, 16, 32  # of an SM; of an SM and cycle; threads
+SCHEDULERS, EXPONENTIALS, WARP = 4, 16, 32  # per SM; per SM and cycle; threads
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 MODELS = {"bf16": WIDTHS, "fp16": ((128, 128),), "fp32": ((64, 64), (128, 128))}
 CAPPED = {("bf16", 128), ("bf16", 256)}
@@ -100,7 +100,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Turn:
-    """The mask-free loop of an attention kernel; the cycles are of one turn and SM."""
+    """The mask-free loop of an attention kernel; cycles are per turn and SM."""
 
     instructions: int
     mix: Mapping[str, int]
@@ -114,7 +114,7 @@ class Turn:
 
     @property
     def share(self) -> tuple[float, float]:
-        """Of tensor cores in the time of a turn: if nothing overlaps, and if all does."""
+        """The share of tensor cores in the time of a turn: without overlap, and with full overlap."""
         other = max(self.issue_cycles, self.exponential_cycles)
         if not self.tensor_cycles:
             return 0.0, 0.0
@@ -125,8 +125,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of a case. local: accesses to local memory in inner loops; vector: whether an inner loop
-    reads and writes 16 bytes at a time, and nothing less; failed: why it does not compile."""
+    """The compiler's result for a case. local: accesses to local memory in inner loops; vector: whether an inner loop
+    reads and writes only 16 bytes at a time; failed: the error of the compiler."""
 
     case: Case
     shape: Shape | None
@@ -142,7 +142,7 @@ class Report:
 
 
 class Rule(NamedTuple):
-    """found: what breaks it, None where nothing does; remedy: what helps."""
+    """A rule. found: function to a description of the violation, or None; remedy: for the reader."""
 
     name: str
     found: Callable[[Report], str | None]
@@ -185,7 +185,7 @@ def _series(report: Report) -> str | None:
 
 
 def _tiles(report: Report) -> str | None:
-    """Half dtypes: the walked tiles come in accesses of 16 bytes, but for parts too narrow to give a thread as many."""
+    """Half dtypes: walked tiles are read in accesses of 16 bytes, except parts too narrow for that per thread."""
     case, turn = report.case, report.turn
     if turn is None or case.dtype == "fp32" or report.shape is None:
         return None
@@ -220,7 +220,7 @@ def judged(report: Report) -> Row:
 
 
 def all_cases() -> Iterator[Case]:
-    """Everything that is compiled, the slowest first."""
+    """Yields all cases to compile, the slowest first."""
     for arch in reversed(ARCHS):
         for dtype, listed in MODELS.items():
             for qk, v in sorted(listed, reverse=True):
@@ -231,7 +231,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def row_cases(arch: str) -> Iterator[Case]:
-    """Row kernels, of a half-precision and a float32 model."""
+    """Yields row kernels, of a half-precision and a float32 model."""
     for dtype, (qk, v) in (("bf16", (192, 128)), ("bf16", (80, 80)), ("fp32", (128, 128))):
         size = DTYPES[dtype].itemsize
         given: dict[str, dict[str, Any]] = {name: row_constants(v) for name in ("merge", "delta", "finish")}
@@ -258,13 +258,13 @@ def widths(qk: int, v: int) -> str:
 
 
 def chosen(case: Case, shape: Shape | None) -> Variant:
-    """The variant of a case; with a shape, that for its kernel."""
+    """The variant of a case; with a shape, the variant with that shape for its kernel."""
     found = variant(case.dtype, case.qk, case.v)
     return found if shape is None else replace(found, shapes={**found.shapes, case.kernel: shape})
 
 
 def compiled(case: Case, constants: Mapping[str, Any]) -> Any:
-    """Triton's result, by the way that a launch takes: the same types, specialisation and options."""
+    """Triton's result, compiled like a launch: with the same types, specialisation and options."""
     function, target = KERNELS[case.kernel], ARCHS[case.arch].target
     backend = make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
@@ -276,7 +276,7 @@ def compiled(case: Case, constants: Mapping[str, Any]) -> Any:
 
 
 def measure(case: Case, shape: Shape | None) -> Row:
-    """Compiles a case and reads what came out."""
+    """Compiles a case and reads the result."""
     began = time.perf_counter()
     if case.kernel in ATTENTION:
         made = chosen(case, shape)
@@ -314,7 +314,7 @@ def on_nvidia(
 def on_amd(
     case: Case, shape: Shape | None, constants: Mapping[str, Any], kernel: Any, seconds: float
 ) -> Report:
-    """Reported alone: registers, spilled ones in bytes, and matrix instructions of the whole kernel."""
+    """A report only: registers, bytes of spilled ones, and matrix instructions of the whole kernel."""
     text = kernel.asm["amdgcn"]
     registers, spilled = (
         int(found_in(text, rf"\.{name}:\s+(\d+)")) for name in ("vgpr_count", "vgpr_spill_count")
@@ -329,7 +329,7 @@ def found_in(text: str, pattern: str) -> str:
 
 
 def mask_free(inner: Iterable[sass.Loop], constants: Mapping[str, Any]) -> sass.Loop:
-    """The loop of products that compares least: of those with most products, the shortest."""
+    """The loop without masks: of the loops with most matrix products, the shortest."""
     kinds = sass.TENSOR if constants["PRECISION"] != "ieee" else {"FFMA"}
     listed = list(inner)
     most = max(loop.count(kinds) for loop in listed)
@@ -337,7 +337,7 @@ def mask_free(inner: Iterable[sass.Loop], constants: Mapping[str, Any]) -> sass.
 
 
 def is_vector(loop: sass.Loop) -> bool:
-    """Whether it reads and writes global memory, 16 bytes at a time and no less."""
+    """True if the loop reads and writes global memory only 16 bytes at a time."""
     accesses = [one for one in loop.code if one.op in ("LDG", "STG")]
     kinds = {one.op for one in accesses}
     return kinds == {"LDG", "STG"} and all(sass.access_bytes(one.name) >= 16 for one in accesses)
@@ -361,7 +361,7 @@ def turn_of(case: Case, shape: Shape, constants: Mapping[str, Any], loop: sass.L
 
 
 def flops(kernel: str, shape: Shape, constants: Mapping[str, Any]) -> int:
-    """Of the products of one turn, with padded widths."""
+    """The FLOPs of the products of one turn, with padded widths."""
     qk, v = (constants[one] + constants[two] for one, two in (("DA", "DB"), ("EA", "EB")))
     width = {"attend": qk + v, "dq": 2 * qk + v, "dkdv": 2 * qk + 2 * v}[kernel]
     return 2 * shape.owner * shape.walked * width
@@ -387,7 +387,7 @@ HEAD = f"{'':44} {'tile':14} regs stack  shared local tensor      s  loop tensor
 
 
 def complaint(row: Row) -> Iterator[str]:
-    """What was found and what helps, of each broken rule."""
+    """Yields the violation and remedy of each broken rule."""
     remedies = {rule.name: rule.remedy for rule in RULES}
     for name, found in row.broken.items():
         yield f"{row.report.case}: {name}: {found}; remedy: {remedies[name]}"
@@ -402,7 +402,7 @@ def say(text: str) -> None:
 
 
 def measured(cases: Sequence[Case], shape: Shape | None, jobs: int) -> Iterator[Row]:
-    """The rows of cases, in their order; Triton's cache is a temporary one."""
+    """Yields the rows of cases, in order, with a temporary Triton cache."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:

@@ -1,8 +1,8 @@
-"""Builds the sdist, and from it the wheel; installs each into a new environment and starts there.
+"""Builds the sdist, and from it the wheel; installs each into a new environment and runs it there.
 
-Run: python -m tests.checks.package [--out dist]. Exit code 1 where one of the two lacks a file of the package that
-git knows, or a first plan fails. It needs the package index and a C++ compiler. Prints
-how long the first verified plan of 64 ranks takes in each (promised: 3 s), and how large the environment is (80 MB).
+Run: python -m tests.checks.package [--out dist]. Exit code 1 if one of the two lacks a tracked file of the package, or
+a first plan fails. It needs the package index and a C++ compiler. Prints the time of the first verified plan of 64
+ranks in each (promised: 3 s), and the size of the environment (80 MB).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """The sdist of what git knows, and the wheel that is made of the sdist."""
+    """Builds the sdist of tracked files, and the wheel from the sdist."""
     tree, tools, made = folder / "tree", folder / "tools", folder / "made"
     for name in _known():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def missing(path: Path) -> list[str]:
-    """Files of the package that an archive lacks."""
+    """The files of the package that an archive lacks."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
             held = set(archive.namelist())
@@ -68,7 +68,7 @@ def missing(path: Path) -> list[str]:
 
 
 def start(home: Path, path: Path) -> None:
-    """Installs it without extras, plans a batch, and verifies the plan."""
+    """Installs an archive without extras, plans a batch, and verifies the plan."""
     python = _environment(home)
     _run([python, "-m", "pip", "install", "--quiet", str(path)], home)
     command, plan = str(home / "bin/apportion"), str(home / "first.plan")
@@ -94,7 +94,7 @@ def _environment(home: Path) -> str:
 
 
 def _run(command: list[str], folder: Path, *, quiet: bool = False) -> None:
-    """In a folder where the package of the checkout is not found."""
+    """Runs a command in a folder from which the checkout's package cannot be imported."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     print("$", " ".join(Path(part).name if "/" in part else part for part in command), flush=True)
     subprocess.run(command, cwd=folder, env=clean, stdout=subprocess.DEVNULL if quiet else None, check=True)

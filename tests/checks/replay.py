@@ -1,21 +1,21 @@
-"""Plans as they were: ids, and digests of what they mean step by step, against those that are committed.
+"""Regression check of plans: ids, and digests of their meaning step by step, against committed ones.
 
-    make replay                 against tests/data/replays.json; exit status 1 where one differs
-    make replay BASE=83469d6    against another commit, with the first row that differs of the first step that does
-    make replay UPDATE=1        writes the file anew: say in the commit why plans moved
+    make replay                 against tests/data/replays.json; exit status 1 if one differs
+    make replay BASE=83469d6    against another commit, with the first differing row of the first differing step
+    make replay UPDATE=1        rewrites the file; the commit must say why plans changed
 
 All recipes and variants of the tests, at several mask families, kinds, numbers of ranks and of heads, and seeds; the
 recipes with their own parameters on log-normal documents; random mixtures of passes. A plan's steps, in order:
 
     layouts     which rank holds which tokens, and moves between layouts
-    tasks       which rank attends which rows to which, in any order and wherever they lie in its memory
-    transfers   who sends what to whom, in any order
-    order       the programs, wherever rows lie in memory
+    tasks       the tasks of each rank, in any order and independent of places in memory
+    transfers   senders, receivers and rows, in any order
+    order       the programs, independent of places in memory
     memory      the programs
-    report      what the planner says of the plan, but for its size in bytes
-    bytes       the plan's id: all that is left, header, request and encoding
+    report      the planner's report, except the plan's size in bytes
+    bytes       the plan's id: everything else, i.e. header, request and encoding
 
-All but the last are of a plan that was encoded and decoded: in another format it has another id and the same meaning.
+All but the last are computed after encoding and decoding: in another format a plan has another id but the same meaning.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Rows = dict[str, Ints]  # columns of equal length
 
 @dataclass(frozen=True)
 class Case:
-    """make: the plan, or None where a mixture is refused. Raises where a request is."""
+    """A case. make: returns the plan, or None for a refused mixture; raises for a refused request."""
 
     name: str
     make: Callable[[], Any]
 
 
 def cases() -> list[Case]:
-    """The same in every process; all are small."""
+    """All cases, small and identical in every process."""
     return [*_variants(), *_defaults(), *_mixtures()]
 
 
@@ -105,7 +105,7 @@ def _defaults() -> Iterator[Case]:
     from tests.support.strategies import cluster
 
     model = Model(8, 4, 64, hidden=512, layers=2)
-    for recipe in [name for name in entries() if name != "round_robin"]:  # which a plug-in of the tests adds
+    for recipe in [name for name in entries() if name != "round_robin"]:  # added by the tests' plug-in
         for ranks, seed in ((4, 0), (8, 1), (16, 2)):
             rng = np.random.default_rng(seed)
             batch = ap.Batch.from_lengths(
@@ -126,7 +126,7 @@ def _mixtures() -> Iterator[Case]:
 
 
 def meaning(plan: Any) -> dict[str, list[Rows]]:
-    """Step -> tables in which operands are spelled out, so that codes, widths and their numbers do not matter."""
+    """Step -> tables with operands written out, independent of codes, widths and operand numbers."""
     return {
         "layouts": [_ranked(one.spans) for _, one in sorted(plan.layouts.items())]
         + [_ranked(move.table) for move in plan.moves],
@@ -163,7 +163,7 @@ _OPERANDS = frozenset({"operand", "q", "kv", "o", "do", "delta", "dq", "dkv", "a
 
 
 def _spelled(plan: Any, key: tuple[str, str], name: str, memory: bool = False) -> Rows:
-    """A list's rows with each operand's tensor, space, rows and heads; its place too in home rows, or with memory."""
+    """A list's rows with each operand's tensor, space, rows and heads, and its place in home rows, or with memory."""
     programs = plan.programs[key]
     table, operands = programs[name], programs["operands"]
     heads = np.array([0, *(1 + sum(1 << head for head in sorted(one)) for one in plan.header.head_sets)])
@@ -189,7 +189,7 @@ def _sorted(rows: Rows) -> Rows:
 
 
 def digests(plan: Any) -> list[str]:
-    """One for each step."""
+    """The digest of each step."""
     made = [_digest(tables) for tables in meaning(plan).values()]
     report = {name: value for name, value in plan.report.items() if name != "plan_bytes"}
     told = json.dumps(report, sort_keys=True, default=lambda value: value.item())
@@ -209,7 +209,7 @@ def _digest(tables: Sequence[Rows]) -> str:
 
 
 def record(told: bool = False) -> dict[str, list[str]]:
-    """Case -> digests of its steps, or how it was refused."""
+    """Case -> digests of its steps, or the refusal."""
     from apportion.ir.bytes.codec import Plan
     from apportion.ir.errors import ApportionError
 
@@ -224,7 +224,7 @@ def record(told: bool = False) -> dict[str, list[str]]:
 
 
 def differing(own: Mapping[str, Sequence[str]], other: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Case -> the first step that differs; "refused" or "missing" where only one of the two has a plan."""
+    """Case -> the first step that differs; "refused" or "missing" if only one side has a plan."""
     found = {}
     for name in dict.fromkeys([*own, *other]):
         a, b = own.get(name), other.get(name)
@@ -251,10 +251,10 @@ def lines(name: str, step: str) -> list[str]:
 
 
 class Elsewhere:
-    """What this file prints in another process, begun now, with the package that is there."""
+    """The output of this file in another process, started on construction, with another package folder."""
 
     def __init__(self, arguments: Sequence[str], package: Path = ROOT) -> None:
-        own = package, package / "tests/plugin"  # which may be installed
+        own = package, package / "tests/plugin"  # ahead of an installed one
         path = os.pathsep.join(map(str, own))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *arguments]
@@ -277,7 +277,7 @@ def write(found: Mapping[str, Sequence[str]]) -> None:
 
 
 def against(base: str, as_json: bool) -> int:
-    """With another commit; its package is what its tree has, everything else is of this one."""
+    """Compares with another commit: its package, and everything else from this tree."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", tree, base], check=True)
@@ -305,12 +305,12 @@ def _tell_rows(base: str, name: str, step: str, other: Sequence[str]) -> None:
 
 
 def tell(base: str, count: int, found: Mapping[str, str], as_json: bool) -> int:
-    """Says what differs; the exit status."""
+    """Prints the differences; returns the exit status."""
     if as_json:
         print(json.dumps({"base": base, "cases": count, "differ": found}))
         return int(bool(found))
     if not found:
-        print(f"{count} plans, not one differs from {base}")
+        print(f"{count} plans, none differs from {base}")
         return 0
     first = Counter(found.values())
     other = len(found) - first["bytes"]
@@ -324,9 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", metavar="COMMIT", help="compare with what this commit plans")
-    parser.add_argument("--update", action="store_true", help="write the file anew")
-    parser.add_argument("--json", action="store_true", help="print what differs as JSON")
+    parser.add_argument("--base", metavar="COMMIT", help="compare with the plans of this commit")
+    parser.add_argument("--update", action="store_true", help="rewrite the file")
+    parser.add_argument("--json", action="store_true", help="print differences as JSON")
     parser.add_argument(
         "--record", action="store_true", help="print all digests as JSON, and compare nothing"
     )
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return against(given.base, given.json)
     if given.update:
         write(record(told=True))
-        print(f"{DATA.name} is written anew: the commit says why plans moved")
+        print(f"{DATA.name} is rewritten: say in the commit why plans changed")
         return 0
     own, known = record(told=True), committed()
     return tell(DATA.name, len(known), differing(own, known), given.json)

@@ -1,9 +1,9 @@
-"""Machine code of NVIDIA GPUs as a graph: which loops a kernel has, and what one turn of each issues.
+"""Analyses machine code of NVIDIA GPUs as a graph: a kernel's loops, and the instructions of one turn of each.
 
     nvdisasm's text ──read──► instructions ──Graph──► natural loops ──► Loop: counts of opcodes on its shortest turn
 
-A loop is the body of a branch back to a block that dominates it (Aho, Lam, Sethi, Ullman: Compilers, 9.6). What a
-masked block does is skipped on the shortest turn, and so is a wait that has to be tried again.
+A loop is the body of a branch back to a block that dominates it (Aho, Lam, Sethi, Ullman: Compilers, 9.6). The
+shortest turn skips masked blocks and retries of waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TENSOR = frozenset({"HMMA", "HGMMA", "UTCHMMA"})
 LOCAL = frozenset({"LDL", "STL"})
-SHARED_BYTES = 128  # a cycle and SM
+SHARED_BYTES = 128  # per cycle and SM
 _HMMA = re.compile(r"HMMA\.(16)(8)(8|16)\.")
 _HGMMA = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\b")
 _LABEL = re.compile(r"(\.L_x_\d+):")
@@ -31,7 +31,7 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 
 
 class Instruction(NamedTuple):
-    """guard: the predicate before it; name: opcode with its modifiers; operands: the rest."""
+    """An instruction. guard: its predicate; name: opcode with modifiers; operands: the rest."""
 
     guard: str
     name: str
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> str | None:
-        """The label that it may go to; calls of a label are far branches."""
+        """The label that it may branch to; calls of a label are far branches."""
         found = _TARGET.search(self.operands) if self.op in ("BRA", "CALL") else None
         return found.group(1) if found else None
 
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """blocks: its blocks; depth: loops around it; turn: the instructions of the shortest turn; code: all of them."""
+    """A loop. blocks: its blocks; depth: enclosing loops; turn: instructions of the shortest turn; code: all."""
 
     blocks: frozenset[int]
     depth: int
@@ -68,25 +68,25 @@ class Loop:
         return Counter(one.op for one in self.turn)
 
     def count(self, ops: Iterable[str]) -> int:
-        """How many instructions of some kinds it holds, on any path."""
+        """The number of instructions with these opcodes, on any path."""
         return sum(one.op in ops for one in self.code)
 
     @property
     def waits(self) -> bool:
-        """It only tries a barrier again."""
+        """True for a loop that only retries a barrier."""
         return len(self.code) < 64 and not self.count({"LDG", "LDGSTS", "STG", "LDS", "FFMA", *TENSOR})
 
     def wide_bytes(self, bits: int = 128) -> int:
-        """Bytes that one thread reads from global memory on a turn, by accesses of `bits` or more."""
+        """The bytes that a thread reads from global memory per turn, in accesses of at least `bits`."""
         return sum(width for width in self._reads() if width * 8 >= bits)
 
     def narrow(self, bits: int = 128) -> int:
-        """Reads from global memory on a turn of less than `bits`."""
+        """The number of reads from global memory per turn of less than `bits`."""
         return sum(width * 8 < bits for width in self._reads())
 
     def tensor_cycles(self, warps: int, rate: int) -> float:
-        """Cycles of an SM that its tensor cores take for a turn of some warps, at `rate` FLOP a cycle; 0 where
-        instructions do not say their shape."""
+        """The cycles of an SM's tensor cores for a turn of some warps, at `rate` FLOP per cycle; 0 if instructions do
+        not state their shape."""
         return sum(product_cycles(one, rate) for one in self.turn if one.op in TENSOR) * warps
 
     def _reads(self) -> Iterator[int]:
@@ -94,14 +94,14 @@ class Loop:
 
 
 def access_bytes(name: str) -> int:
-    """Bytes that an access to memory moves: LDG.E.128 -> 16, STG.E.U8 -> 1, LDG.E -> 4."""
+    """The bytes of a memory access: LDG.E.128 -> 16, STG.E.U8 -> 1, LDG.E -> 4."""
     sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
     return next((sizes[part] for part in name.split(".")[1:] if part in sizes), 4)
 
 
 def product_cycles(one: Instruction, rate: int) -> float:
-    """Cycles for one warp's share of a matrix product. That of a warpgroup reads operands from shared memory, 128
-    bytes a cycle: one of 64 x 32 from there takes as long as one of 64 x 48."""
+    """The cycles of one warp's share of a matrix product. A warpgroup's product reads operands from shared memory, 128
+    bytes per cycle, so 64 x 32 from there takes as long as 64 x 48."""
     if found := _HMMA.match(one.name):
         m, n, k = (int(size) for size in found.groups())
         return 2 * m * n * k / rate
@@ -120,7 +120,7 @@ def disassembled(cubin: Path) -> str:
 
 
 def resources(cubin: Path) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread of the only kernel."""
+    """(registers, bytes of stack) per thread of the only kernel."""
     command = [TOOLS / "cuobjdump", "-res-usage", cubin]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
@@ -130,7 +130,7 @@ def resources(cubin: Path) -> tuple[int, int]:
 
 
 def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions, and the number of the one behind each label."""
+    """Instructions, and the number of the instruction after each label."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -143,18 +143,18 @@ def read(text: str) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def loops(text: str) -> list[Loop]:
-    """The loops of a kernel, in the order of their code, but for those that only wait."""
+    """The loops of a kernel in code order, except those that only wait."""
     found = Graph(*read(text)).loops()
     return [loop for loop in found if not loop.waits]
 
 
 def innermost(found: Sequence[Loop]) -> list[Loop]:
-    """Those that hold no other."""
+    """The loops without inner loops."""
     return [one for one in found if not any(other.blocks < one.blocks for other in found)]
 
 
 class Graph:
-    """Basic blocks of one kernel and the branches between them."""
+    """Control flow graph of one kernel."""
 
     def __init__(self, code: Sequence[Instruction], labels: dict[str, int]) -> None:
         starts = {0, *labels.values(), *(i + 1 for i, one in enumerate(code) if _ends(one))}

@@ -32,7 +32,7 @@ def dense(call: Call, shape: tuple[int, int]) -> NDArray[Any]:
 
 
 def windowed(call: Call, shape: tuple[int, int]) -> NDArray[Any]:
-    """What FlashAttention-2 sees of the call's rectangle."""
+    """The pairs of the call's rectangle that FlashAttention-2 sees."""
     inside = np.zeros(shape, bool)
     rows, keys = call.q1 - call.q0, call.k1 - call.k0
     inside[call.q0 : call.q1, call.k0 : call.k1] = flash_rule.visible(rows, keys, *call.window)

@@ -164,7 +164,7 @@ def test_only_the_other_kind_splits_heads(pool: Pool) -> None:
 
 
 def test_a_plan_that_brings_too_little_is_refused() -> None:
-    """What tasks read is what is gathered: without one of them, or with a row less, the verifier says so."""
+    """Gathered rows are the rows that tasks read: with a task or a row less, the verifier refuses the plan."""
     plan = gathered("causal", (2, 2), "fcp")
     program = plan.programs["default", "forward"]
     for table, column in (("tasks", "dmax"), ("transfers", "operand"), ("operands", "row")):

@@ -1,4 +1,4 @@
-"""What notebooks show."""
+"""Cards that notebooks show."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ NAN, INFINITE = float("nan"), float("inf")
 
 
 def valid(name: str, data: object) -> bool:
-    """Whether the JSON Schema of that name accepts `data`."""
+    """True if the JSON Schema of that name accepts `data`."""
     schema = json.loads((SCHEMAS / f"{name}.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema, registry=registry()).is_valid(data)
@@ -405,7 +405,7 @@ def test_the_batch_schema_refuses_what_is_refused(data: dict) -> None:
     ],
 )
 def test_the_schemas_refuse_what_is_refused(schema: str, data: dict) -> None:
-    """What JSON cannot say (NaN, integral floats) and sums over several fields are left to the code."""
+    """Only the code checks NaN, integral floats and sums over several fields, which a JSON Schema cannot express."""
     numbers = [value for value in data.values() if isinstance(value, float)]
     if all(value == value and abs(value) < INFINITE and value % 1 for value in numbers):
         assert not valid(schema, data)

@@ -1,4 +1,4 @@
-"""What a layer says of its mask, against what a plan does."""
+"""Masks that layers declare, against the masks of plans."""
 
 from __future__ import annotations
 

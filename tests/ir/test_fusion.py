@@ -1,4 +1,4 @@
-"""Which home rows attention tasks leave complete, held against a walk through the instructions."""
+"""Home rows that attention tasks complete, against a walk through the instructions."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", sparse(range(3), 3))
 def test_a_fault_is_told_with_what_was_seen(seed: int) -> None:
-    """What the walk stops at has words of its own: an operand, a row, a rule."""
+    """A fault that stops the walk is described by an operand, a row, a rule."""
     rng = random.Random(seed)
     for _, plan in PLANS:
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""Which statistics of rows attention computes, held against a walk through the instructions."""
+"""Row statistics that attention computes, against a walk through the instructions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_statistics_that_travel_are_not() -> None:
 
 
 def test_a_program_without_delta_computes_none() -> None:
-    """What was written elsewhere, as for a lone task, is read."""
+    """Statistics written elsewhere, as for a lone task, are read."""
     programs = plan_of("fcp", "causal").programs["default", "backward"].rank(0)
     instructions = programs["instructions"]
     keep = instructions["op"] != Op.DELTA

@@ -1,4 +1,4 @@
-"""What programs do in all, against the sums that planning and bands know."""
+"""Totals of programs, against the sums of planning and of bands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the request promises and a plan must keep: home ranks."""
+"""Verification of a request's promises that a plan must keep: home ranks."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_what_is_broken_is_named(name: str) -> None:
 
 
 def test_no_task_with_known_tokens_is_an_answer_too() -> None:
-    """Where every read of a program fails, coverage has nothing to list by head."""
+    """If every read of a program fails, coverage has nothing to list by head."""
     plan = good("ulysses").replace("Q.home", "O.home").replace("KV.home", "O.home")
     assert check(parse(plan))
     lines = [

@@ -1,4 +1,4 @@
-"""What the functions of the package say of arguments of another type, before any work."""
+"""Errors of the package's functions for arguments of a wrong type, before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes did instead of what a recipe asks for stands in the report, and is a warning where users asked for it."""
+"""Departures of passes from a recipe: in the report, and as warnings if users asked for the step."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def steps(draw: random.Random) -> dict:
 
 
 def divides(recipe: Recipe, model: Model, cluster: Cluster) -> bool:
-    """Whether heads divide among head groups and members of groups, and ranks among groups."""
+    """True if heads divide among head groups and members of groups, and ranks among groups."""
     inner, groups = recipe.step("inner"), recipe.step("place").params["head_groups"]
     degree = 1 if inner is None else inner.params["degree"]
     degree = gcd(cluster.ranks_per_node, model.q_heads) if degree == "node" else degree

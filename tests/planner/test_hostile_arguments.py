@@ -171,7 +171,7 @@ def plain(value: Any) -> Any:
 
 
 def outcome(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What comes out in a form that compares; the error where one is raised."""
+    """The result in a comparable form, or the error that is raised."""
     fresh = {name: iter([2, 2]) if value is ITERATOR else value for name, value in given.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -189,7 +189,7 @@ def said(found: Any) -> Any:
 
 
 def taken(annotation: str, value: Any) -> bool:
-    """Whether a parameter of such an annotation may take a plain value."""
+    """True if a parameter with such an annotation may take a plain value."""
     words = [
         word
         for word in ALLOWED

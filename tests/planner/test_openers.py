@@ -1,4 +1,4 @@
-"""Which tasks overwrite the rows that they add to, and what is cleared for the others."""
+"""Tasks that overwrite instead of accumulate, and rows that are cleared for the others."""
 
 import pytest
 

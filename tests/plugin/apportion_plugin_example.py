@@ -1,4 +1,4 @@
-"""What a package needs to add a solver, a pass and a recipe: three names, and the entry points in pyproject.toml."""
+"""Example package that adds a solver, a pass and a recipe: three names, and the entry points in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 
 def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
-    """The least free items first, of these the largest, each to the bin with most room, whatever they weigh."""
+    """Assigns the least free items first, of these the largest, each to the bin with most room; ignores weights."""
     bound = float(problem.weights.sum() / problem.rates.sum())
     used, bins = np.zeros(problem.bins, np.int64), np.full(len(problem.sizes), -1)
     allowed = problem.allowed or [None] * len(bins)
@@ -39,7 +39,7 @@ def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
 
 @dataclass(frozen=True)
 class RoundRobin(PlacePass):
-    """Blocks to ranks in turn. first: the rank of the first block. Raises ConfigError, CapacityError."""
+    """Assigns blocks to ranks in turn. first: the rank of the first block. Raises ConfigError, CapacityError."""
 
     first: int = 0
     own_cap: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What may import what, and what planning must not need."""
+"""Import rules between packages, and modules that planning must not import."""
 
 from __future__ import annotations
 

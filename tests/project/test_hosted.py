@@ -1,4 +1,4 @@
-"""What is run by others (hooks of git, hosted CI, containers, releases) names what is here."""
+"""References from git hooks, hosted CI, containers and releases to files and commands of the repository."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def options_of(*command: str) -> set[str]:
-    """What `apportion COMMAND --help` lists."""
+    """The options that `apportion COMMAND --help` lists."""
     found: Any = typer.main.get_command(app)
     for name in command:
         found = found.commands[name]

@@ -52,7 +52,7 @@ def named(pattern: re.Pattern[str]) -> set[tuple[str, str]]:
 
 
 def is_there(name: str) -> bool:
-    """Whether a module has this name, or one that has its beginning says the rest."""
+    """True if a module has this name, or one with its prefix documents the rest."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         whole = "/".join(parts[:length])

@@ -1,4 +1,4 @@
-"""Plans, problems and answers for multi-rank tests."""
+"""Plans, problems and reference answers for multi-rank tests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ AXES: Any = Case(
 
 
 def pairwise() -> list[Case]:
-    """Cases that together hold every pair of values of every two axes; greedy and deterministic."""
+    """Cases that together cover every pair of values of every two axes; greedy and deterministic."""
     missing = {
         (i, a, j, b) for i, j in combinations(range(len(AXES)), 2) for a, b in product(AXES[i], AXES[j])
     }
@@ -217,7 +217,7 @@ def plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> tuple[NDA
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, kept: torch.Tensor
 ) -> torch.Tensor:
-    """torch's attention; kept [T, S] bool. A sink is a key of its own whose value is 0."""
+    """torch's attention; kept [T, S] bool. A sink is an extra key with value 0."""
     kv_of = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     scale = q.shape[-1] ** -0.5
     q, k, v = (x.transpose(0, 1) for x in (q, k[:, kv_of], v[:, kv_of]))
@@ -243,9 +243,9 @@ def _written_out(
 def assert_good(
     got: tuple[NDArray[Any] | None, ...], problem: Problem, mask: NDArray[Any], dtype: str = "fp64"
 ) -> None:
-    """Within 1e-10 of the oracle in float64, else within twice the error of plain attention; no NaN anywhere.
+    """Asserts errors within 1e-10 of the oracle in float64, else within twice plain attention's, and no NaN.
 
-    The error of a tensor is its norm: the largest of a few hundred entries is a matter of luck."""
+    The error of a tensor is a norm, since the largest of a few hundred entries varies by chance."""
     limits = [1e-10] * 5
     if dtype != "fp64":
         problem = rounded(problem, jobs.DTYPES[dtype])
@@ -268,7 +268,7 @@ def _twice_plain(problem: Problem, mask: NDArray[Any], dtype: torch.dtype) -> li
 
 
 def errors(got: tuple[NDArray[Any] | None, ...], want: tuple[NDArray[Any] | None, ...]) -> list[float]:
-    """Norms of the differences; 0 for what there is not."""
+    """Norms of the differences; 0 for absent tensors."""
     return [0.0 if b is None else float(np.linalg.norm(a - b)) for a, b in zip(got, want, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What FlashAttention-2 makes of a window, independent of the cuts."""
+"""FlashAttention-2's interpretation of a window, independent of the cuts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def visible(rows: int, keys: int, left: int, right: int) -> NDArray[Any]:
     """[rows, keys] bool: the pairs that a call with these window sizes sees.
 
     A negative size stands for "no bound", but beside a bound on the other side it is read as `keys`
-    (flash_api.cpp, `set_params_fprop`; mask.h, `apply_mask`): where rows > keys + 1 that hides keys."""
+    (flash_api.cpp, `set_params_fprop`; mask.h, `apply_mask`): if rows > keys + 1 that hides keys."""
     left, right = (-1 if size >= keys else size for size in (left, right))
     if left < 0 and right < 0:
         return np.ones((rows, keys), bool)

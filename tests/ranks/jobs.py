@@ -1,4 +1,4 @@
-"""What the ranks of the pool do: functions `job(comm, ...)` of plain data, importable by the workers."""
+"""Jobs of the rank pool: functions `job(comm, ...)` of plain data, importable by the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from apportion.trainer.step.attention import (
     planned_remap,
 )
 
-#: of the tests' GPU, where they are asked to use one; set before this is imported
+#: the device of the tests, from an environment variable that is set before this is imported
 DEVICE = torch.device(os.environ.get("APPORTION_TEST_DEVICE", "cpu"))
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,7 +53,7 @@ def given(array: NDArray[Any]) -> torch.Tensor:
 
 
 def told(tensors: tuple[torch.Tensor | None, ...] | list[torch.Tensor | None]) -> list[NDArray[Any] | None]:
-    """As float64 arrays; None stays."""
+    """Converts tensors to float64 arrays; None stays."""
     return [t if t is None else t.detach().double().cpu().numpy() for t in tensors]
 
 
@@ -129,7 +129,7 @@ def attention_with_lse(
 def attention_on_nan(
     comm: Communicator, sinks: NDArray[Any], check: bool, shard: Shard
 ) -> list[NDArray[Any]]:
-    """As `attention`, where memory that nothing was written to is NaN; check: looks behind every kernel."""
+    """As `attention`, with unwritten memory set to NaN; check: enables `check_kernels`."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
@@ -140,7 +140,7 @@ def attention_on_nan(
 
 
 def twice(comm: Communicator, shard: Shard) -> list[list[bytes]]:
-    """The same plan on the same numbers, two handles: bytes of everything."""
+    """Runs the same plan on the same numbers with two handles; returns the bytes of all results."""
     results = [attention(comm, None, None, {}, shard) for _ in range(2)]
     return [[x.tobytes() for x in result if x is not None] for result in results]
 
@@ -289,7 +289,7 @@ def error_of(comm: Communicator, shard: Shard) -> tuple[str, str]:
 
 
 def checked_error(comm: Communicator, shard: Shard) -> str:
-    """The error that attention raises on this rank where kernels are checked."""
+    """The error that attention raises on this rank with checked kernels."""
     with check_kernels(True):
         return error_of(comm, shard)[1]
 
@@ -301,7 +301,7 @@ def on_channels(comm: Communicator, shard: Shard) -> list[list[bytes]]:
 
 
 def strided(comm: Communicator, shard: Shard) -> bool:
-    """Whether tensors that are not contiguous, and a gradient of expanded zeros and ones, give the same result."""
+    """True if non-contiguous tensors, and a gradient of expanded zeros and ones, give the same result."""
     results = []
     for copy in (False, True):
         handle = handle_of(comm, shard.piece)

@@ -1,4 +1,4 @@
-"""What ranks do that do not make the same calls."""
+"""Pool jobs in which ranks make different calls."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CASES: dict[str, Callable[[Rank, bool], None]] = {
 
 
 def apart(comm: Communicator, case: str, odd: int, shards: tuple[Shard, Shard]) -> tuple[str, float]:
-    """The error of a case in which one rank does something else, and seconds until it came."""
+    """The error of a case in which one rank deviates, and the seconds until it is raised."""
     one = Rank(comm, shards)
     begin = time.monotonic()
     try:
@@ -119,7 +119,7 @@ def apart(comm: Communicator, case: str, odd: int, shards: tuple[Shard, Shard]) 
         said = f"{type(error).__name__}: {error}", time.monotonic() - begin
     else:
         said = "", time.monotonic() - begin
-    time.sleep(2.0)  # a rank that failed lives on: nobody is ended by its connections
+    time.sleep(2.0)  # keeps a failed rank alive, so that closed connections end no other rank
     return said
 
 

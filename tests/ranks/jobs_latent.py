@@ -1,4 +1,4 @@
-"""What ranks of the pool do with layers of latent attention."""
+"""Pool jobs with layers of latent attention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor) -> Tens
 def difference(
     comm: Communicator, encoded: bytes, wrap: str, checkpointed: bool, most: int | None
 ) -> list[float]:
-    """How far outputs and gradients of two layers are from those of one process. most: numbers expanded at a time."""
+    """Differences of outputs and gradients of two layers from one process. most: numbers expanded at a time."""
     before = latent_rows.MOST_NUMBERS
     latent_rows.MOST_NUMBERS = before if most is None else most
     try:

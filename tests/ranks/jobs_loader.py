@@ -1,4 +1,4 @@
-"""What ranks of the pool do with loaders."""
+"""Pool jobs with loaders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks.loading import HereSource, Recorded, seen
 def passes(
     comm: Communicator, given: dict[str, Any], count: int, dataset: Recorded | None = None
 ) -> tuple[list[list[Any]], list[int]]:
-    """What this rank sees in each of `count` passes, and the samples that it read. given: arguments of the loader."""
+    """This rank's batches in each of `count` passes, and the samples that it read. given: arguments of the loader."""
     data = Recorded() if dataset is None else dataset
     loader = PlannedLoader(data, communicator=comm, **given)
     return [[seen(batch) for batch in loader] for _ in range(count)], data.read
@@ -31,7 +31,7 @@ def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[byte
     """Ids that this rank runs, its fallbacks, and the error that ends it. given: arguments of each rank's loader."""
     mine = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **given[comm.rank]}
     known = {**given[0], "source": HereSource()}
-    list(PlannedLoader(Recorded(), communicator=comm, **known))  # compiles what planning needs
+    list(PlannedLoader(Recorded(), communicator=comm, **known))  # warms up planning
     loader, ids = PlannedLoader(Recorded(), **mine), []
     try:
         ids.extend(batch.handle.id for batch in loader)
@@ -41,21 +41,21 @@ def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[byte
 
 
 class SilentSource(ServiceSource):
-    """Submits nothing, as if its rank were lost."""
+    """A source that submits nothing, as if its rank were lost."""
 
     def submit(self, key: bytes, request: bytes, ahead: int) -> None:
         pass
 
 
 def without_rank_0(comm: Communicator, given: dict[str, Any]) -> list[bytes]:
-    """Ids that each rank gets where rank 0 submits nothing."""
+    """Ids that each rank gets if rank 0 submits nothing."""
     kind = SilentSource if comm.rank == 0 else ServiceSource
     loader = PlannedLoader(Recorded(), **{**given, "source": kind((given["source"],))}, communicator=comm)
     return [batch.handle.id for batch in loader]
 
 
 def stalled(comm: Communicator, given: dict[str, Any], pid: int) -> tuple[list[bytes], int]:
-    """Ids that a rank runs and its fallbacks, where the server's process stops answering after the first iteration."""
+    """Ids that a rank runs and its fallbacks, if the server stops answering after the first iteration."""
     options = {"sampler": [[0], [1], [2, 3]], "on_timeout": "local", "timeout_s": 3.0, "lookahead": 1}
     loader = PlannedLoader(Recorded(), communicator=comm, **given, **options)
     ids = []
@@ -71,7 +71,7 @@ def stalled(comm: Communicator, given: dict[str, Any], pid: int) -> tuple[list[b
 
 
 def apart(comm: Communicator, given: dict[str, Any]) -> Any:
-    """The error where ranks begin in different places."""
+    """The error of ranks that begin at different places."""
     loader = PlannedLoader(Recorded(), **given, communicator=comm)
     loader.set_epoch(0, start=comm.rank)
     try:
@@ -81,7 +81,7 @@ def apart(comm: Communicator, given: dict[str, Any]) -> Any:
 
 
 def drawn(comm: Communicator, given: dict[str, Any], samplers: list[Any]) -> tuple[int, str]:
-    """How many microbatches a rank gets of its own sampler, and the error that ends its pass. samplers: of each."""
+    """The number of microbatches from a rank's own sampler, and the error that ends its pass. samplers: per rank."""
     loader, got = PlannedLoader(Recorded(), **given, communicator=comm, sampler=samplers[comm.rank]), 0
     try:
         for _ in loader:
@@ -92,7 +92,7 @@ def drawn(comm: Communicator, given: dict[str, Any], samplers: list[Any]) -> tup
 
 
 def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
-    """Why a pass over samples of one length ends, of which ranks have others: of their samplers or datasets."""
+    """The error of a pass over equally long samples that differ between ranks, by their samplers or datasets."""
     dataset, options = Recorded([64] * 8), dict[str, Any]()
     if how == "sampler":
         options["sampler"] = [[comm.rank, comm.rank + 1]]
@@ -107,7 +107,7 @@ def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
 
 
 def summed_again(comm: Communicator) -> tuple[float, str]:
-    """The gradient of the second of two steps of a plain module, zeroed in between in place; why it is summed once."""
+    """The gradient of the second of two steps of a plain module, zeroed in place between; a second sum's error."""
     model = nn.Linear(1, 1, bias=False)
     for step in range(2):
         model.zero_grad(set_to_none=False)
@@ -122,7 +122,7 @@ def summed_again(comm: Communicator) -> tuple[float, str]:
 
 
 def summed_twice(comm: Communicator) -> str:
-    """Why gradients of DDP are not made sums of sums."""
+    """The error of summing DDP's gradients twice."""
     model = sum_gradients(DistributedDataParallel(nn.Linear(2, 2), process_group=comm._base))
     try:
         sum_gradients(model)

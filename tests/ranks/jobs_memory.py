@@ -1,4 +1,4 @@
-"""What ranks of the pool do with a small transformer, as it is and by tiles with checkpoints on the host."""
+"""Pool jobs with a small transformer, plain or in tiles with checkpoints on the host."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Block(nn.Module):
 def trained(
     comm: Communicator, given: dict[str, Any], tokens: int | None, dtype: torch.dtype
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a pass and the parameters' gradients, summed over ranks. tokens: of a tile; None: nothing is
-    tiled."""
+    """The loss of a pass and the parameters' gradients, summed over ranks. tokens: per tile; None: no tiling."""
     torch.manual_seed(0)
     table, head = nn.Embedding(800, WIDTH), nn.Linear(WIDTH, 800, bias=False)
     layers = [Block(), Block()]

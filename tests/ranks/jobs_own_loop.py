@@ -1,4 +1,4 @@
-"""What ranks of the pool do with losses and models of one's own: right ones, and such as train another model."""
+"""Pool jobs with custom losses and models: correct ones, and faulty ones that would train another model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = {"far": ap.masks.causal(), "near": ap.masks.sliding_window(4)}
 
 
 class Own(nn.Module):
-    """Layers of one's own: what they do with rows beside planned attention. how: a fault, or a right variety."""
+    """A custom model with planned attention. how: a fault, or a correct variant, of its other layers."""
 
     def __init__(self, how: str, kinds: tuple[str | None, ...]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Body(nn.Module):
 
 
 class Weighted(Recorded):
-    """What a token is worth: as much as its sample, or by itself."""
+    """Dataset with weights per sample, or per token."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def _loss(logits: Tensor, b: Any, what: str, averaged_over: int, ranks: int, mod
 
 
 def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> str:
-    """Why a loop ends, or what it is warned of; "" where it does not. second: after a right one in this process."""
+    """The error or warning of a loop; "" for none. second: after a correct one in this process."""
     wiring.watch, logged = wiring.Watch(), list[str]()
     logs = logging.Handler(logging.WARNING)
     logs.emit = lambda record: logged.append(record.getMessage())
@@ -166,7 +166,7 @@ def trained(comm: Communicator, loop: dict[str, Any], second: bool = False) -> s
 
 
 def weights(comm: Communicator, net: str, tried: bool) -> list[str]:
-    """Digests of what a loop has learnt, with and without a trial of its model."""
+    """Digests of a loop's weights, with and without a trial of its model."""
     wiring.watch = wiring.Watch()
     state = train(comm, net=net, tried=tried, reduces={"fsdp": "fsdp summed"}.get(net, "sums")).state_dict()
     held = [one.full_tensor() if isinstance(one, DTensor) else one for one in state.values()]
@@ -182,7 +182,7 @@ def train(
     tried: bool = True,
     scaled: float = 1.0,
 ) -> Own:
-    """reduces: with "apart", plans are of one rank each. scaled: by a GradScaler."""
+    """Trains. reduces: with "apart", plans are of one rank each. scaled: by a GradScaler."""
     model = Own(net, kinds)
     model.mixes_rows = not tried
     if net == "head alone":

@@ -1,4 +1,4 @@
-"""What ranks of the pool do with halves of a loader: layers that take turns, or run batch after batch."""
+"""Pool jobs with halves of a loader: layers that take turns, or run batch after batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks.loading import Recorded
 def trained(
     comm: Communicator, given: dict[str, Any], pairs: bool
 ) -> tuple[list[float], dict[str, Tensor], list[tuple[int, int]]]:
-    """Summed over ranks, the loss of every two microbatches and the gradients of a pass; the states behind the two."""
+    """Summed over ranks, the loss of every two microbatches and the gradients of a pass; the states after each two."""
     torch.manual_seed(0)
     model = Decoder(given["model"], 800).double()
     loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, drop_last=True)
@@ -60,7 +60,7 @@ def by_two(loader: PlannedLoader) -> Iterator[list[ap.PlannedBatch]]:
 
 
 def refused(comm: Communicator, given: dict[str, Any], options: dict[str, Any], begin: int = 0) -> str:
-    """Why a pass of halves ends, that begins at a microbatch."""
+    """The error of a pass of halves that begins at a microbatch."""
     loader = PlannedLoader(Recorded(), **{**given, **options}, communicator=comm)
     loader.load_state_dict({**loader.state_dict(), "microbatch": begin})
     try:

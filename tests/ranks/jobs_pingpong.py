@@ -1,4 +1,4 @@
-"""What ranks do in the tests of halves that take turns."""
+"""Pool jobs with halves that take turns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _together(
     options: dict[str, float | None],
     shards: tuple[Shard, Shard],
 ) -> list[list[NDArray[Any] | None]]:
-    """Each half's own dsinks: two backwards, in each of which the other half's gradient is 0."""
+    """Each half's own dsinks: two backwards, each with a zero gradient for the other half."""
     halves = []
     for mine in (0, 1):
         handles = [handle_of(comm, shard.piece) for shard in shards]
@@ -152,7 +152,7 @@ def _outputs(stack: Stack, inputs: list[torch.Tensor], handles: list[Any], way: 
 def without_gradients(
     comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
 ) -> bool:
-    """Whether turns without gradients give the same hidden states, and keep nothing."""
+    """True if turns without gradients give the same hidden states, and save nothing."""
     stack, handles = Stack(model, (None,)), [handle_of(comm, piece) for piece, _ in halves]
     inputs = [torch.from_numpy(hidden) for _, hidden in halves]
     want = [out.detach() for out in stack(*inputs, *handles)]
@@ -162,7 +162,7 @@ def without_gradients(
 
 
 def pair_on_channels(comm: Communicator, shards: tuple[Shard, Shard]) -> list[list[bytes]]:
-    """Bytes of the results where both halves share a process group, where each has its own, and where both have two."""
+    """Bytes of the results if both halves share a process group, if each has its own, and if both have two."""
     ping, own = Communicator(dist.group.WORLD), Communicator(dist.new_group())
     two = Communicator.shared()
     found = []
@@ -208,8 +208,8 @@ def pair_error(
 def frozen(
     comm: Communicator, model: Model, halves: tuple[tuple[bytes, NDArray[Any]], tuple[bytes, NDArray[Any]]]
 ) -> tuple[list[bool], list[bool], float]:
-    """Gradients where some weights are frozen, the hidden states want none, and a half is not used: those that are
-    there, and the largest difference from one half after the other."""
+    """Gradients if some weights are frozen, the hidden states require none, and a half is not used: the names of those
+    present, and the largest difference from running one half after the other."""
     grads = []
     for turns in (True, False):
         stack, handles = Stack(model, (None, None)), [handle_of(comm, piece) for piece, _ in halves]

@@ -1,4 +1,4 @@
-"""What ranks of the pool do to measure links: plain data in and out."""
+"""Pool jobs that measure links: plain data in and out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def from_data(data: dict[str, Any]) -> Links:
 
 
 def lone_task(comm: Communicator) -> list[float]:
-    """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows behind them and 3 ahead."""
+    """Largest errors of O, dQ and dKV of one task whose queries see keys up to 25 rows back and 3 ahead."""
     from apportion.backends.torch.profile.lone_task import lone_task
 
     rows, keys, generator = 40, 24, torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ def lone_task(comm: Communicator) -> list[float]:
 
 
 def stage_profile(comm: Communicator) -> tuple[Any, str]:
-    """The grid of a small profile of the stage engine, and whose it says to be."""
+    """The grid of a small profile of the stage engine, and its stated source."""
     model = Model(2, 1, 16, dtype="fp32", hidden=32, ffn=32)
     effort = Effort((16, 32), model, sweeps=1, runs=Runs(1, 1), tokens=16, vocab=16)
     found = profile(device="cpu", effort=effort, engine="stage")

@@ -1,4 +1,4 @@
-"""What ranks of the pool do with recurrent layers."""
+"""Pool jobs with recurrent layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.backends.torch.transport import Communicator
 
 
 class Layer(NamedTuple):
-    """A convolution, a recurrence, and both again: the second layer's rows are results of the first."""
+    """Two layers of a convolution and a recurrence each; the second takes the first one's results."""
 
     heads: int
     key_heads: int

@@ -1,4 +1,4 @@
-"""A layer whose attention and linear parts hold tokens in two layouts, as the ranks of the pool run it."""
+"""Pool jobs with a layer whose attention and linear parts hold tokens in two layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def project(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def feed_forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Hidden states [rows, E] of what attention gives [rows, 8]: row by row, so it can run in any layout."""
+    """Hidden states [rows, E] from attention's output [rows, 8]: row-wise, so it can run in any layout."""
     x = torch.tanh(x @ weights[1])
     return x + torch.relu(x @ weights[2]) @ weights[3]
 

@@ -1,4 +1,4 @@
-"""What ranks of the pool do with batches."""
+"""Pool jobs with batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks.loading import Recorded, job, planning, seen
 
 
 class Rich(Recorded):
-    """Samples with labels, weights and two fields of their own."""
+    """Dataset with labels, weights and two other fields."""
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any] | torch.Tensor]:
         ids = super().__getitem__(index)
@@ -56,7 +56,7 @@ def fields(
 
 
 def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, ...]:
-    """Of the first batch: what token verbs give and their gradients, on this rank."""
+    """Checks of the token functions and their gradients on the first batch, on this rank."""
     batch = next(iter(PlannedLoader(Recorded(), **given, communicator=comm)))
     full = torch.randn(
         batch.batch.tokens, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
@@ -92,7 +92,7 @@ def verbs(comm: Communicator, given: dict[str, Any], seed: int) -> tuple[bool, .
 def padded(
     comm: Communicator, given: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[int], float, NDArray[Any]]:
-    """Loss and gradients of attention with a residual, summed over ranks, where rows are padded or not."""
+    """Loss and gradients of attention with a residual, summed over ranks, with or without padded rows."""
     loader = PlannedLoader(Recorded(), **given, communicator=comm, shuffle=False, **options)
     torch.manual_seed(3)
     table = torch.randn(800, 8, requires_grad=True)
@@ -119,7 +119,7 @@ def groups(
     options: dict[str, Any],
     dataset: Recorded | Broken | None = None,
 ) -> list[tuple[int | list[Any], ...]] | None:
-    """Two groups of four ranks on one job: what each batch is, with the labels that all count."""
+    """Two groups of four ranks on one job: the content of each batch, with the labels counted over all."""
     group, place = divmod(comm.rank, 4)
     mine = [dist.new_group(range(first, first + 4)) for first in (0, 4)][group]
     others = [dist.new_group([first, first + 4]) for first in range(4)][place]
@@ -133,7 +133,7 @@ def groups(
 def resumed(
     comm: Communicator, given: dict[str, Any], stop: int, options: dict[str, int]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """A pass in one go; the same, stopped behind `stop` batches and gone on with by another loader."""
+    """A pass without a stop; the same, stopped after `stop` batches and resumed by another loader."""
 
     def loader_of(**more: int) -> PlannedLoader:
         loader = PlannedLoader(Recorded(), **given, communicator=comm, **more)
@@ -156,8 +156,8 @@ def resumed(
 def padded_block(
     comm: Communicator, multiple: int | None, sinks: bool
 ) -> tuple[list[NDArray[Any]], list[float]]:
-    """Output and gradients of a layer whose heads the plan projects, on rows with and without padding: rows, then what
-    padding has."""
+    """Output and gradients of a layer whose heads the plan projects, on rows with and without padding: rows, then
+    padding."""
     dims = ap.Model(4, 2, 8, dtype="fp64", hidden=12)
     policy = Policy(find_recipe("upipe"))
     given = planning(Job(ap.Cluster(1, comm.ranks), dims, policy, 40))
@@ -181,7 +181,7 @@ def padded_block(
 
 
 class Broken(Recorded):
-    """One sample cannot be read."""
+    """Dataset with one sample that cannot be read."""
 
     def __getitem__(self, index: int) -> NDArray[Any] | None:
         if index == 2:
@@ -190,7 +190,7 @@ class Broken(Recorded):
 
 
 class Mixed(Recorded):
-    """Samples of two forms."""
+    """Dataset with samples of two forms."""
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         ids = super().__getitem__(index)
@@ -198,7 +198,7 @@ class Mixed(Recorded):
 
 
 def ends(comm: Communicator, dataset: Mixed | Broken, given: dict[str, Any], sampler: list[list[int]]) -> str:
-    """Why the pass ends on this rank."""
+    """The error that ends the pass on this rank."""
     loader = PlannedLoader(dataset, **given, communicator=comm, sampler=sampler)
     try:
         list(loader)
@@ -208,7 +208,7 @@ def ends(comm: Communicator, dataset: Mixed | Broken, given: dict[str, Any], sam
 
 
 def failing_group(comm: Communicator) -> str:
-    """Why the pass ends where a rank of the first group cannot read a sample."""
+    """The error that ends the pass if a rank of the first group cannot read a sample."""
     dataset = (Broken if comm.rank < 4 else Recorded)([20, 20, 1])
     try:
         groups(comm, {"sampler": [[[0], [1]], [[0, 2], [1]]]}, dataset)
@@ -218,7 +218,7 @@ def failing_group(comm: Communicator) -> str:
 
 
 def out_of_step(comm: Communicator) -> str:
-    """Why the pass ends where one group has another iteration more."""
+    """The error that ends the pass if one group has one more iteration."""
     sampler = [[[0], [1]], [[2]]][: 1 + comm.rank // 4]
     try:
         groups(comm, {"sampler": sampler})

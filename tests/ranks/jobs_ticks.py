@@ -1,4 +1,4 @@
-"""What the ranks of the pool do in a pipeline of ticks, each a replica of a stage, and without a pipeline."""
+"""Pool jobs with a pipeline of ticks, each rank a replica of a stage, and without a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def trained(
     comm: Communicator, given: dict[str, Any], pipeline: Sequence[Any] | None, kinds: Sequence[str] | None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each iteration and the gradients of a pass, summed over ranks. pipeline: arguments of `tick_table`;
-    kinds: of its virtual stages. An optimizer steps in the end."""
+    kinds: of its virtual stages. An optimizer steps at the end."""
     torch.manual_seed(0)
     model = Decoder(given["model"], 800).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def staged(
 
 
 def refused(comm: Communicator, given: dict[str, Any], pipeline: Sequence[Any], chunks: int) -> str:
-    """Why a pipeline of ticks cannot run."""
+    """The error of a pipeline of ticks that cannot run."""
     table = ap.tick_table(*pipeline)
     try:
         loader = PlannedLoader(Recorded(), **given, communicator=comm, ticks=table, shuffle=False)

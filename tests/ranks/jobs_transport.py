@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the transport."""
+"""Pool jobs with the transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from apportion.trainer.step.attention import Communicator
 
 
 def batches(comm: Communicator) -> bool:
-    """Two messages to every other rank at once, of a size of their own: each arrives where it was listed."""
+    """Sends two messages of different sizes to every other rank at once; True if each arrives where it was listed."""
     size = 16 * (1 + comm.rank)
     posts, wanted = [], []
     for peer in range(comm.ranks):
@@ -26,7 +26,7 @@ def batches(comm: Communicator) -> bool:
 
 
 def exchange(comm: Communicator) -> bool:
-    """Rank r sends peer p 16 (r + 1) bytes of p."""
+    """Sends 16 (r + 1) bytes of value p from rank r to peer p; True if they arrive."""
     out, into = [[16 * (comm.rank + 1)] * comm.ranks, [16 * (peer + 1) for peer in range(comm.ranks)]]
     sent = torch.arange(comm.ranks, dtype=torch.uint8).repeat_interleave(out[0])
     received = torch.full((sum(into),), comm.rank, dtype=torch.uint8)
@@ -35,7 +35,7 @@ def exchange(comm: Communicator) -> bool:
 
 
 def channels(comm: Communicator) -> tuple[int, bool, bool]:
-    """Groups of all ranks after three channels were asked for, whether that is kept, and an agreement among hosts."""
+    """The number of groups after starting three channels, whether a repeat keeps them, and an agreement among hosts."""
     shared = Communicator.shared()
     shared.start(3)
     rows = shared.all_gather([shared.rank, 7], "numbers")

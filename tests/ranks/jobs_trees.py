@@ -1,4 +1,4 @@
-"""GRPO of a small policy: on independent samples, one after another, and on the forest that they fold into."""
+"""Pool jobs with GRPO of a small policy: on independent samples one by one, and on the forest that they fold into."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Rollouts:
-    """Two prompts; their samples part after it, later, or never, and one ends where another goes on."""
+    """Two prompts; their samples diverge after it, later, or never, and one is a prefix of another."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
@@ -71,7 +71,7 @@ def grpo(
     advantages: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The clipped objective with its KL term (Shao et al., 2024), each an entry a prediction or a number."""
+    """The clipped objective with its KL term (Shao et al., 2024); arguments: an entry per prediction, or numbers."""
     ratio, away = (log_probs - old).exp(), reference - log_probs
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return ((KL * (away.exp() - away - 1) - gain) * weights).sum()
@@ -121,7 +121,7 @@ def folded(dtype: str, **options: int | list[int]) -> tuple[float, NDArray[Any]]
 def on_ranks(
     comm: Communicator, dtype: str, options: dict[str, list[int]], tokens: int = 128, rows_multiple: int = 1
 ) -> tuple[float, NDArray[Any], int]:
-    """(loss, gradients) of this rank's share of the forest, as a loader hands it out."""
+    """(loss, gradients) of this rank's share of the forest, from a loader."""
     held, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(held.samples, **options)
     losses = []
@@ -133,7 +133,7 @@ def on_ranks(
 
 def sequence_ratios(comm: Communicator, dtype: str, shares: bool = True) -> Any:
     """(loss, gradients) of an objective on ratios of whole samples, which every rank computes and takes its share of;
-    why the backward of the whole ends, where that is forgotten."""
+    or the error of backward without the share."""
     wiring.watch = wiring.Watch()
     held, model = Rollouts(), policy(DTYPES[dtype])
     forest = trees.fold(held.samples, held.groups)
@@ -149,7 +149,7 @@ def sequence_ratios(comm: Communicator, dtype: str, shares: bool = True) -> Any:
 
 
 def averaged(comm: Communicator, shares: bool) -> str:
-    """Why DDP, which averages, ends a loss that is a sum over ranks' predictions, or a share of one on all ranks."""
+    """The error of DDP, which averages, for a sum over ranks' predictions, or for a share of a loss on all ranks."""
     wiring.watch, held = wiring.Watch(), Rollouts()
     model = DistributedDataParallel(policy(torch.float32), process_group=comm._base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

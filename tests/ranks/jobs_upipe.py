@@ -1,4 +1,4 @@
-"""What ranks do in tests of head stages: attention layers with everything around their heads, plain or under FSDP2."""
+"""Pool jobs with head stages: attention layers with projections, plain or under FSDP2."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Layer(nn.Module):
         handle: PlanHandle | None,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """hidden [n, E]; planned where there is a handle, else all heads under a dense mask."""
+        """Runs the layer on hidden [n, E]: planned if there is a handle, else all heads under a dense mask."""
         if handle is None:
             out = cases.sdpa(*self.project(hidden, position_ids, *self.heads), None, mask)
         else:
@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers; equal weights for equal sizes, all of them numbers that bfloat16 has."""
+    """A stack of layers; equal weights for equal sizes, all exact in bfloat16."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Stack(nn.Module):
 def results(
     stack: Any, hidden: NDArray[Any], loss_weight: NDArray[Any], *given: PlanHandle | torch.Tensor | None
 ) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-    """out, the gradient of hidden, and of every parameter by name (of the whole, where FSDP2 has shards)."""
+    """out, the gradients of hidden and of every parameter by name (unsharded under FSDP2)."""
     x = jobs.leaf(hidden, next(stack.parameters()).dtype)
     out = stack(x, *given)
     (out * torch.from_numpy(loss_weight).to(out.dtype)).sum().backward()
@@ -99,7 +99,7 @@ def _whole(grad: Any) -> torch.Tensor:
 def planned(
     comm: Communicator, sizes: Sizes, sharded: bool | None, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
 ) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-    """The layers on this rank's rows. sharded: None, or FSDP2's `reshard_after_forward`; then gradients are means."""
+    """Runs the layers on this rank's rows. sharded: FSDP2's `reshard_after_forward` (gradients are means), or None."""
     piece, hidden, loss_weight = shard
     handle, stack = jobs.handle_of(comm, piece), Stack(sizes)
     if sharded is not None:
@@ -113,7 +113,7 @@ def planned(
 
 
 def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, tuple[int, ...]]]:
-    """Of both phases, {tensor: (rows, heads)} of the memory that the executor makes for a call."""
+    """{tensor: (rows, heads)} of the executor's memory of a call, for both phases."""
     piece, hidden = shard
     handle, found = jobs.handle_of(comm, piece), []
     for phase in ("forward", "backward"):
@@ -127,8 +127,8 @@ def arena_rows(comm: Communicator, shard: tuple[bytes, int]) -> list[dict[int, t
 def held_bytes(
     comm: Communicator, sizes: Sizes, shard: tuple[bytes, NDArray[Any], NDArray[Any]]
 ) -> tuple[int, int]:
-    """Bytes of home rows, without position ids, and of work rows of a backward on the stage engine: when attention is
-    done, and when dX is."""
+    """Bytes of home rows, without position ids, and of work rows of a backward on the stage engine: after attention,
+    and after dX."""
     piece, hidden, do = shard
     handle, layer = jobs.handle_of(comm, piece), Layer(sizes).to(sizes.dtype)
     x, kind = jobs.given(hidden).to(sizes.dtype), handle.kinds[0]

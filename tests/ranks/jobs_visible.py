@@ -1,4 +1,4 @@
-"""Attention that chooses its keys as it runs, over rows that ranks of the pool gather."""
+"""Pool jobs with attention that selects its keys at run time, over gathered rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOP = 5
 
 
 class Projected(NamedTuple):
-    """Of each row: queries, keys beside values, and the indexer's query and key."""
+    """Projections of each row: queries, keys beside values, and the indexer's query and key."""
 
     q: torch.Tensor
     kv: torch.Tensor
@@ -29,8 +29,8 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Projected:
 
 
 def sparse(own: Projected, kv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Each query attends to the TOP rows of the mask that its indexer finds best. kv, index: [visible, ...]; mask: bool
-    [queries, visible]."""
+    """Attention of each query to the TOP rows of the mask with the best indexer scores. kv, index: [visible, ...];
+    mask: bool [queries, visible]."""
     score = (own.asked @ index.T).masked_fill(~mask, -torch.inf)
     best = score.topk(min(TOP, score.shape[1]), dim=1)
     keys, values = kv[best.indices].chunk(2, dim=2)
@@ -66,7 +66,7 @@ def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any
 
 
 def refused(comm: Communicator, kind: str, piece: bytes) -> str:
-    """Why rows of a kind are not gathered, "" where they are."""
+    """The error of gathering rows of a kind, "" for none."""
     handle = handle_of(comm, piece)
     try:
         ap.gather_visible(torch.zeros(handle.rows, 2), handle, kind)
@@ -76,7 +76,7 @@ def refused(comm: Communicator, kind: str, piece: bytes) -> str:
 
 
 def narrow(comm: Communicator, shard: tuple[bytes, NDArray[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Rows in bfloat16 as they come, and their gradients where every visible row wants 1."""
+    """Received rows in bfloat16, and their gradients if every visible row's is 1."""
     piece, rows = shard
     x = torch.from_numpy(rows).bfloat16().requires_grad_()
     found = ap.gather_visible(x, handle_of(comm, piece))

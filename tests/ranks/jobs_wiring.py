@@ -1,4 +1,4 @@
-"""What ranks of the pool do with loops that forget something."""
+"""Pool jobs with training loops that omit a required call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks.loading import Recorded, job, planning
 
 
 class Layer(nn.Module):
-    """Two query heads and one of keys; sinks are learnt. How it attends: by the plan, alone, or alone by hand."""
+    """Two query heads and one KV head; sinks are learnt. how: by the plan, alone, or alone by hand."""
 
     def __init__(self, how: str = "plan") -> None:
         super().__init__()
@@ -71,7 +71,7 @@ _SUMMED = (
 
 
 def trained(comm: Communicator, what: str) -> str:
-    """Why a loop with this mistake ends, or what it is warned of; "" where it does not."""
+    """The error or warning of a loop with this mistake; "" for none."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         return _trained(comm, what)
@@ -123,7 +123,7 @@ def _trained(comm: Communicator, what: str) -> str:
 
 
 def replicated(comm: Communicator, what: str) -> str:
-    """Why a loop of two groups of one rank ends."""
+    """The error of a loop with two groups of one rank."""
     wiring.watch = wiring.Watch()
     own, model = (
         dist.new_group([comm.rank], use_local_synchronization=True),

@@ -27,7 +27,7 @@ MODEL = Model(2, 1, 8, dtype="fp32")
 
 
 class Recorded:
-    """A dataset that remembers what was read; sample i is first + 100 i, first + 100 i + 1, …"""
+    """A dataset that records reads; sample i is first + 100 i, first + 100 i + 1, …"""
 
     first = 0
 
@@ -56,9 +56,9 @@ def job(
 
 @dataclass(eq=False)
 class HereSource(Source):
-    """Plans in the thread that asks. late: iterations that never come, as many as were asked for before; broken: those
-    that are refused; submitted: keys that were submitted, with how far ahead; other: of a job and its batches, those
-    that are planned in their place."""
+    """Source that plans in the calling thread. late: iterations, by number of earlier requests, that never arrive;
+    broken: iterations that are refused; submitted: submitted keys, with their look-ahead; other: function of a job and
+    its batches to the batches to plan instead."""
 
     shared = False
     late: frozenset[int] = frozenset()
@@ -92,12 +92,12 @@ class HereSource(Source):
 
 
 def planning(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
-    """Arguments of a loader that plans for a job, by default in the thread that asks."""
+    """Arguments of a loader that plans for a job, by default in the calling thread."""
     return {"model": job.model, **planning_of(job, source), **options}
 
 
 def planning_of(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
-    """All of these but the model."""
+    """The arguments of `planning` without the model."""
     return {
         "cluster": job.cluster,
         "tokens_per_rank": job.tokens_per_rank,
@@ -110,7 +110,7 @@ def planning_of(job: Job, source: Any = None, **options: Any) -> dict[str, Any]:
 
 
 def seen(batch: PlannedBatch) -> tuple[bytes | int | list[int], ...]:
-    """What a microbatch is, as plain data."""
+    """The content of a microbatch as plain data."""
     arrays = (batch.tokens.numpy(), batch.labels.numpy(), batch.position_ids.numpy())
     numbers = (batch.iteration, batch.microbatch, batch.is_last, batch.valid_tokens)
     return (*numbers, batch.handle.id, *(array.tolist() for array in arrays))

@@ -1,6 +1,6 @@
-"""Ranks that share one GPU: NCCL refuses that, so their messages go through the host, over gloo.
+"""Communicator of ranks that share one GPU: NCCL refuses that, so messages go through the host, over gloo.
 
-The device is waited for at each round: it is for what kernels compute, not for how long they take.
+It waits for the device at each round: for tests of results, not of times.
 """
 
 from __future__ import annotations

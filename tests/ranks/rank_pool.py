@@ -1,4 +1,4 @@
-"""Worker processes for multi-rank tests, eight of them, started once per session.
+"""Pool of eight worker processes for multi-rank tests, started once per session.
 
 A forkserver with torch preloaded starts them in about a second; a job then costs milliseconds. Jobs are module
 functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 8
-TIMEOUT_S = 300  # a loaded machine is slow, and loops may have to be compiled first
+TIMEOUT_S = 300  # enough for a loaded machine and a cold start
 
 
 class RankError(AssertionError):
@@ -28,8 +28,8 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """timeout_s: of a job; size: workers; preload: modules that are imported once for all of them; env: environment
-    variables of the workers, set before they import what they need."""
+    """A pool. timeout_s: of a job; size: workers; preload: modules imported once for all workers; env: environment
+    variables of the workers, set before their imports."""
 
     def __init__(
         self, timeout_s: int = TIMEOUT_S, size: int = RANKS, preload: tuple[Any, ...] = (), **env: str
@@ -42,7 +42,7 @@ class Pool:
     def run(
         self, job: Callable[..., Any], ranks: int, *args: Any, each: list[Any] | None = None
     ) -> list[Any] | None:
-        """`job(comm, *args)` on ranks 0..ranks-1 (`each`: one more argument per rank); their results in order."""
+        """Results, in order, of `job(comm, *args)` on ranks 0..ranks-1 (`each`: one more argument per rank)."""
         if not self._workers:
             self._start()
         name = (job.__module__, job.__qualname__)
@@ -120,7 +120,7 @@ def _attempt(module: str, function: str, group: Any, args: tuple[Any, ...]) -> t
     from apportion.trainer.step import wiring
     from tests.ranks.one_gpu import OneGpu
 
-    wiring.watch = wiring.Watch()  # jobs on fewer ranks were no past of the others
+    wiring.watch = wiring.Watch()  # ranks differ in the jobs that they ran before
     try:
         job = getattr(importlib.import_module(module), function)
         communicator = OneGpu if os.environ.get("APPORTION_TEST_DEVICE") else Communicator

@@ -1,4 +1,4 @@
-"""A server for all tests of a file, and workers for those of the engine."""
+"""Fixtures: a server for all tests of a file, and workers for tests of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that harms its worker; in a module that workers can import."""
+"""Faulty tasks that harm their worker, in a module that workers can import."""
 
 from __future__ import annotations
 

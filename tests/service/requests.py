@@ -1,4 +1,4 @@
-"""Requests that are planned in milliseconds, told apart by a number."""
+"""Requests that are planned in milliseconds, identified by a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MSGPACK = {"content-type": "application/msgpack"}
 
 @dataclass(frozen=True)
 class Request:
-    """One of `JOB`, by its number."""
+    """A request of `JOB`, by its number."""
 
     number: int
     job: Job = JOB
@@ -47,7 +47,7 @@ class Request:
         return encode_request(self.job, self.batches)
 
     def slices(self) -> list[bytes]:
-        """What ranks must get, planned here."""
+        """The slices that ranks must get, planned in this process."""
         return list(encode_slices(plan_job(self.job, self.batches)))
 
     def pack(self) -> Pack:

@@ -1,4 +1,4 @@
-"""Servers on a socket that say exactly what a test has them say, HTTP or not."""
+"""Socket servers with scripted answers, HTTP or not."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SmallServer:
-    """url; requests: the heads that came, with what came of their bodies at once."""
+    """A running server. requests: the received headers, with the bytes of their bodies that came along."""
 
     url: str
     requests: list[bytes] = field(default_factory=list)
 
 
-Talk = Callable[[socket.socket, bytes], None]  # what is said to a request; the connection is closed after it
+Talk = Callable[[socket.socket, bytes], None]  # answers a request; the connection is closed after it
 
 
 def answer(body: bytes = b"{}", status: str = "200 OK", *headers: str) -> bytes:
-    """A whole answer."""
+    """A complete HTTP answer."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 @contextmanager
 def small_server(talk: Talk, host: str = "127.0.0.1") -> Iterator[SmallServer]:
-    """Listens until the block ends."""
+    """Runs a server until the block ends."""
     with socket.create_server((host, 0)) as listening:
         server = SmallServer(f"http://{host}:{listening.getsockname()[1]}")
         open_ones: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""A real Redis for tests."""
+"""Redis server for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apportion.service.store import StoreError, open_store
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
-    """The URL of one that keeps nothing on disk; skips the test where Redis is not installed."""
+    """Starts an in-memory Redis and yields its URL; skips the test if Redis is not installed."""
     if shutil.which("redis-server") is None:
         pytest.skip("there is no redis-server")
     with socket.create_server(("127.0.0.1", 0)) as free:

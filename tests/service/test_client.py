@@ -360,7 +360,7 @@ def test_a_forked_process_has_connections_of_its_own(
 
 
 def test_a_fork_waits_until_the_event_loop_holds_nothing() -> None:
-    """What its thread locks, a module that it imports for instance, would be locked in the child forever."""
+    """A lock of its thread, such as an import lock, would stay locked in the child forever."""
     lock, held = threading.Lock(), threading.Event()
 
     def hold() -> None:

@@ -243,7 +243,7 @@ def test_tokens_are_read_from_lines(tmp_path: Path) -> None:
 
 
 def spoken(server: Serving, data: bytes, most_s: float = 5.0) -> bytes:
-    """What the server says, until it ends the connection."""
+    """The server's output until it closes the connection."""
     parts = urlsplit(server.url)
     said, until = b"", time.monotonic() + most_s
     with socket.create_connection((parts.hostname, parts.port), timeout=most_s) as line, suppress(OSError):

@@ -1,14 +1,14 @@
-"""A good plan, and what breaks it in one place: the rule of the verifier that each edit breaks, and where."""
+"""A good plan, and edits that break it in one place, with the verifier's rule and the place of each."""
 
-# ruff: noqa: E501  plans are one instruction a line
+# ruff: noqa: E501  plans have one instruction per line
 
 from __future__ import annotations
 
 from apportion.ir.bytes.codec import Plan
 from tests.support.parse import parse
 
-# Three ranks of eight tokens, one causal document. Rank 0 computes all that its keys are in, rank 1 gets the keys of
-# rank 0, rank 2 sends its queries to rank 1 and gets a partial back; two head sets, the first of them moved apart.
+# Three ranks of eight tokens, one causal document. Rank 0 computes only on its own keys, rank 1 receives the keys of
+# rank 0, rank 2 sends queries to rank 1 and receives a partial; two head sets, sent separately.
 GOOD = """
 apportion.plan 3.0
 request {
@@ -91,7 +91,7 @@ GOOD = GOOD.replace(
 
 
 def broken(*edits: tuple[str, str], rank: int, phase: str = "forward") -> Plan:
-    """The good plan with texts of one rank's program replaced, sealed again."""
+    """The good plan with replacements in the text of one rank's program, sealed again."""
     before, section = GOOD.split(f"\nrank {rank}\n")
     section, *after = section.split(f"\nrank {rank + 1}\n")
     forward, backward = section.split("program default backward")
@@ -103,7 +103,7 @@ def broken(*edits: tuple[str, str], rank: int, phase: str = "forward") -> Plan:
     return parse(f"\nrank {rank + 1}\n".join([f"{before}\nrank {rank}\n{section}", *after]))
 
 
-# rule, rank, phase, instruction at which it is found, the edit, words of the message
+# rule, rank, phase, instruction of the violation, the edit, part of the message
 CASES = {
     # 4: transfers
     "receive another number of rows": (

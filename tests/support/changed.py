@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def change(diff: str, folder: Path) -> dict[str, str]:
-    """Applies a diff to a copy of the package in a folder, and builds the core anew where it changes that; the
-    environment in which Python finds the copy."""
+    """Applies a diff to a copy of the package in a folder, and rebuilds the core if it changed; returns the environment
+    in which Python finds the copy."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("apportion", "core", "tests/plans", "tests/support"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)

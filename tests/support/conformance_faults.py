@@ -1,4 +1,4 @@
-"""Bytes that a reader refuses, and plans that break a rule of the verifier, for the conformance suite."""
+"""Faults for the conformance suite: bytes that a reader refuses, and plans that break a rule of the verifier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Faults = dict[str, tuple[str, bytes]]
 
 
 def rebuilt(plan: Plan, **sections: Any) -> bytes:
-    """The plan with other sections, and the id of these."""
+    """The plan with other sections, and their id."""
     changed = replace(plan.sealed(), id=b"", **sections)
     return codec.encode_wire(replace(changed, id=section_id(changed)))
 
@@ -43,7 +43,7 @@ def newer(plan: Plan) -> bytes:
 
 
 def _with_part(plan: Plan, edit: Callable[[bytes], bytes]) -> bytes:
-    """With the part of rank 1 changed."""
+    """The plan with the part of rank 1 changed."""
     first, second, *others = plan.sealed().parts
     return rebuilt(plan, parts=[first, edit(second), *others])
 
@@ -77,14 +77,14 @@ def _with_tables(plan: Plan, changed: Plan) -> bytes:
 
 
 def malformed(recurrent: Plan) -> Faults:
-    """name -> (what a reader refuses, as FORMAT.md lists it; bytes). recurrent: a plan with recurrent layers."""
+    """name -> (the reason to refuse, as in FORMAT.md; bytes). recurrent: a plan with recurrent layers."""
     plan = parse(broken_plans.GOOD)
     found = _envelopes(plan) | _sections(plan) | _tables(plan) | _values(plan) | _slices(plan)
     return found | _recurrent(recurrent)
 
 
 def _recurrent(plan: Plan) -> Faults:
-    """Kinds and tables of recurrent layers that cannot be."""
+    """Invalid kinds and tables of recurrent layers."""
     kinds = {name: held.to_data() for name, held in plan.header.recurrent.items()}
     first = next(iter(kinds))
     of_kind = {
@@ -122,7 +122,7 @@ def _recurrent(plan: Plan) -> Faults:
 
 
 def _envelopes(plan: Plan) -> Faults:
-    """What is no plan, of another version, or has another id."""
+    """Bytes that are not a plan, of another version, or with another id."""
     data, sealed = plan.encode(), plan.sealed()
     outer = msgpack.unpackb(data)
     return {
@@ -149,7 +149,7 @@ def _envelopes(plan: Plan) -> Faults:
 
 
 def _slices(plan: Plan) -> Faults:
-    """Slices that do not prove themselves."""
+    """Slices with an invalid proof."""
     held, other = (msgpack.unpackb(plan.for_rank(rank).encode()) for rank in (0, 1))
     changes = {
         "slice_with_the_path_of_another": ("id", {"path": other["path"]}),
@@ -167,7 +167,7 @@ def _slices(plan: Plan) -> Faults:
 
 
 def _sections(plan: Plan) -> Faults:
-    """Header, layouts and moves."""
+    """Invalid headers, layouts and moves."""
     return {
         "header_version": ("sections", _with_section(plan, "header", version=[3, 1])),
         "header_without_kinds": ("sections", _with_section(plan, "header", kinds=None)),
@@ -203,7 +203,7 @@ def _sections(plan: Plan) -> Faults:
 
 
 def _tables(plan: Plan) -> Faults:
-    """Parts whose tables are not written as the format says. A part begins with its spans: rows, width, differences."""
+    """Parts with malformed tables. A part begins with its spans: rows, width, differences."""
     edit = partial(_with_part, plan)
     wide = plan.layouts["attention"].spans.rank(1)
     assert 0 < len(wide) < 128
@@ -222,7 +222,7 @@ def _tables(plan: Plan) -> Faults:
 
 
 def _values(plan: Plan) -> Faults:
-    """Numbers that cannot be."""
+    """Invalid numbers."""
     return {
         "unknown_tensor": ("values", _with_value(plan, "operands", "tensor", 10)),
         "unknown_space": ("values", _with_value(plan, "operands", "space", 2)),
@@ -250,13 +250,13 @@ def _values(plan: Plan) -> Faults:
 
 
 def _arena_twice(plan: Plan) -> bytes:
-    """The first two arenas of rank 1 are of one tensor."""
+    """The plan with one tensor for the first two arenas of rank 1."""
     second = int(plan.programs["default", "forward"]["arenas"]["tensor"][1])
     return _with_value(plan, "arenas", "tensor", second, 0)
 
 
 def _row_of_keys(plan: Plan) -> int:
-    """An operand of KV."""
+    """The number of an operand of KV."""
     return int(np.flatnonzero(plan.programs["default", "forward"]["operands"]["tensor"] == 3)[0])
 
 
@@ -319,7 +319,7 @@ _OUTPUTS = "O.work[0:8).h1 -> O.home[0:8).h1"
 
 
 def _results(old: str, new: str) -> Plan:
-    """The plan of results by hand, another way."""
+    """The hand-written plan of results, with a replacement in its text."""
     written = (PLANS / "results.txt").read_text()
     assert old in written
     return parse(written.replace(old, new, 1))

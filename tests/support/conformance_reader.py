@@ -54,7 +54,7 @@ class _Projection:
 
 
 class _Inputs:
-    """The numbers of a case, taken one array after another."""
+    """The numbers of a case, read one array after another."""
 
     def __init__(self, path: Path) -> None:
         self._numbers, self._at = np.fromfile(path, "<f8"), 0
@@ -65,7 +65,7 @@ class _Inputs:
 
 
 def run(folder: Path) -> bytes:
-    """What the numpy executor makes of a case."""
+    """The numpy executor's outputs of a case."""
     plan, inputs = Plan.decode((folder / "case.plan").read_bytes()), _Inputs(folder / "inputs.f64")
     head, hidden = plan.header, int(inputs.take(1)[0])
     shapes = ((head.q_heads, head.head_dim), (head.kv_heads, head.head_dim), (head.kv_heads, head.v_head_dim))
@@ -117,12 +117,12 @@ def _run_recurrent(plan: Plan, name: str, inputs: _Inputs) -> list[Array]:
 
 
 def opened(data: bytes, check_id: bool = True) -> Plan | Slice:
-    """A plan or a slice. Raises DecodeError."""
+    """Decodes a plan or a slice. Raises DecodeError."""
     return Slice.decode(data) if b"apportion.slice" in data[:32] else codec.decode(data, check_id)
 
 
 def main(verb: str, path: str, outputs: str = "") -> int:
-    """The exit code."""
+    """Runs a command; returns the exit code."""
     if verb == "run":
         Path(outputs).write_bytes(run(Path(path)))
         return 0

@@ -1,11 +1,11 @@
-"""Writes `apportion/schemas/conformance`, the suite that readers in other languages are held to.
+"""Writes `apportion/schemas/conformance`, the suite that readers in other languages must pass.
 
-    python -m tests.support.conformance_suite            everything but the plans that are there already
+    python -m tests.support.conformance_suite            everything except existing plans
     python -m tests.support.conformance_suite --replan   the plans, too
 
-Plans stay as they are when the planner changes: the suite is of the format. All else follows from them. Inputs are
-multiples of 1/64 that bf16 holds exactly. Outputs are those of dense attention (`oracle.py`), which knows no plan;
-where a plan rounds gradients on their way, those of the numpy executor, which are held against dense attention.
+Plans do not change with the planner, since the suite tests the format. Everything else follows from them. Inputs are
+multiples of 1/64, exact in bf16. Outputs come from dense attention (`oracle.py`), without plans; if a plan rounds
+gradients in transit, from the numpy executor, which is checked against dense attention.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tests.support.strategies import STRATEGIES, steps
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = ROOT / "apportion/schemas/conformance"
 TOLERANCE = 1e-9
-#: seeds of plans that mean nothing: only to be read
+#: seeds of meaningless plans, only for reading
 _RANDOM = (1, 2, 5, 11)
-#: cases of which the suite has a slice, and the rank of it
+#: cases with a slice in the suite, and its rank
 _SLICES = {"one_rank": 0, "reshuffle": 1, "questions": 2, "zeppelin": 3, "few_tokens": 3, "mixed_kinds": 1}
 _SLICES |= {"recurrent": 2}
-#: what one rounding of a gradient to bf16 may change, relative to the largest one
+#: error of one rounding of a gradient to bf16, relative to the largest one
 _ROUNDED = 2.0**-6
 _HIDDEN = 3  # width of X
 
@@ -58,7 +58,7 @@ _MODEL = ap.Model(2, 1, 4, 2, dtype="fp64", hidden=4, ffn=4, layers=1)
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to read and to run: of a strategy, with what it is asked for, or the text of one in `tests/plans`."""
+    """A plan to read and to run: from a strategy and a request, or from a text in `tests/plans`."""
 
     what: str
     strategy: str = ""  # of `strategies.py`, or a recipe
@@ -223,7 +223,7 @@ def weights_of(plan: Plan) -> Weights:
 
 
 def problem_of(plan: Plan, case: Case, number: int) -> tuple[oracle.Problem, Array | None]:
-    """What one attention kind computes, in token order, and its hidden states where the plan projects them."""
+    """The problem of one attention kind, in token order, and its hidden states if the plan projects them."""
     head, tokens, seed = plan.header, plan.request.batch.tokens, 10 * number
     sinks = numbers(seed + 5, head.q_heads) if case.sinks else None
     scale = head.head_dim**-0.5 if case.scale is None else case.scale
@@ -239,7 +239,7 @@ def problem_of(plan: Plan, case: Case, number: int) -> tuple[oracle.Problem, Arr
 
 
 def recurrent_inputs(kind: Recurrent, tokens: int, number: int) -> tuple[Inputs, Array]:
-    """What a recurrent kind takes, in token order, and the gradient of its output."""
+    """The inputs of a recurrent kind, in token order, and the gradient of its output."""
     seed, diagonal = 200 + 10 * number, (kind.key_dim,) if kind.gate == "diagonal" else ()
     given = Inputs(
         numbers(seed, tokens, kind.conv_channels) / 4,
@@ -312,7 +312,7 @@ def answer_of(plan: Plan, kind: str, problem: oracle.Problem) -> oracle.Answer:
 
 
 def by_rank(plan: Plan, kind: str, arrays: dict[str, Array]) -> Iterator[tuple[dict[str, Any], Array]]:
-    """Home rows: rank by rank, the arrays in their order."""
+    """Yields home rows: rank by rank, the arrays in order."""
     home = plan.layout(plan.header.home_layout)
     for rank in range(plan.header.ranks):
         tokens = home.tokens(rank)
@@ -321,7 +321,7 @@ def by_rank(plan: Plan, kind: str, arrays: dict[str, Array]) -> Iterator[tuple[d
 
 
 def listed(arrays: Arrays) -> list[dict[str, Any]]:
-    """Where each array is in its file, counted in numbers."""
+    """The offset of each array in its file, counted in numbers."""
     found, offset = [], 0
     for where, array in arrays:
         found.append(where | {"shape": list(array.shape), "offset": offset})
@@ -333,7 +333,7 @@ def packed(arrays: Arrays) -> bytes:
     return b"".join(np.ascontiguousarray(array, "<f8").tobytes() for _, array in arrays)
 
 
-# ---------------------------------------------------------------------------------------------- what is read
+# ---------------------------------------------------------------------------------------------- expected tables
 
 
 def tables_of(held: Plan | Slice) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def tables_of(held: Plan | Slice) -> dict[str, Any]:
 
 
 def _part(held: Plan | Slice, rank: int, row: int) -> dict[str, Any]:
-    """Of a rank, which is `row` in the tables."""
+    """The tables of a rank, which is `row` in them."""
     programs: dict[str, Any] = {}
     for (kind, phase), program in held.programs.items():
         tables = [_rows(program[name].rank(row), TABLES[name]) for name in TABLES]
@@ -375,7 +375,7 @@ def compact(data: Any) -> bytes:
 
 
 def lines(data: dict[str, list[dict[str, Any]]]) -> bytes:
-    """JSON with an entry a line."""
+    """JSON with one entry per line."""
     groups = [f'"version": {json.dumps(list(VERSION))}']
     for name, entries in data.items():
         rows = ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
@@ -427,7 +427,7 @@ def suite(plans: dict[str, Plan]) -> dict[str, bytes]:
 
 
 def plans_of(folder: Path, replan: bool) -> dict[str, Plan]:
-    """The plans of the cases: those that are there, or new ones."""
+    """The plans of the cases: existing ones, or new ones."""
     paths = {name: folder / f"cases/{name}/case.plan" for name in CASES}
     return {
         name: CASES[name].plan() if replan or not path.exists() else Plan.decode(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The schemas of the package, and plans as they describe them."""
+"""The schemas of the package, and plans in their form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMAS = Path(__file__).parents[2] / "apportion/schemas"
 
 
 def decoded(data: bytes) -> dict[str, Any]:
-    """The plan as `plan.schema.json` describes it, by stock msgpack."""
+    """The plan in the form of `plan.schema.json`, decoded by stock msgpack."""
     plan = msgpack.unpackb(data)
     for name in ("header", "request", "layouts", "moves", "report"):
         plan[name] = msgpack.unpackb(plan[name])

@@ -1,4 +1,4 @@
-"""Every mask spec on a sequence, layers of several shapes, and a plan against dense attention."""
+"""Test matrix: every mask spec on a sequence, layers of several shapes, and comparison with dense attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of recipes whose steps are drawn at random."""
+"""Plans of recipes with random steps."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def random_recipe(draw: random.Random) -> Recipe:
 
 
 def with_lone(draw: random.Random, recipe: Recipe) -> Recipe:
-    """Perhaps with sequences that one rank computes alone, where groups split heads."""
+    """The recipe, sometimes with sequences that one rank computes alone, if groups split heads."""
     lone, steps = draw.choice([None, "auto", 0.3, 1.0]), recipe.to_data()["steps"]
     if lone is None or "inner" not in steps:
         return recipe
@@ -95,7 +95,7 @@ def random_batch(draw: random.Random) -> Batch:
 
 
 def plan_of(seed: int) -> tuple[ap.Plan, tuple] | None:
-    """A plan with its layer, or None where the mixture is refused."""
+    """A plan with its layer, or None for a refused mixture."""
     draw = random.Random(seed)
     ranks = draw.choice([1, 2, 3, 4, 6, 8, 12])
     per_node = draw.choice([size for size in range(1, ranks + 1) if ranks % size == 0])

@@ -1,4 +1,4 @@
-"""Moves between layouts, executed with numpy for all ranks at once, as a plan's table of moves says."""
+"""Executes a plan's moves between layouts with numpy, for all ranks at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Array = NDArray[Any]
 
 
 def remap(plan: Plan, index: int, parts: Sequence[Array], inverse: bool = False) -> list[Array]:
-    """Each rank's rows [rows, ...] of the source layout of `plan.moves[index]`, moved to the target layout.
+    """Moves each rank's rows [rows, ...] from the source layout of `plan.moves[index]` to the target layout.
 
-    `inverse` moves rows of the target layout back. Raises ExecutionError where sends and receives differ.
+    `inverse` moves rows of the target layout back. Raises ExecutionError if sends and receives differ.
     """
     move, mail = plan.moves[index], defaultdict[tuple[int, int], deque[Array]](deque)
     names = (move.target, move.source) if inverse else (move.source, move.target)

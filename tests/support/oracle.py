@@ -1,7 +1,7 @@
-"""Plain attention in numpy, independent of the product's kernels: what every backend must reproduce.
+"""Plain attention in numpy, independent of the product's kernels: the reference for every backend.
 
-`dense` takes a whole boolean mask. `Rows` takes rows of a band mask a few at a time, where the square would be
-too large. Both give zeros and an LSE of -inf to queries that see no key (with sinks: the sink).
+`dense` takes a whole boolean mask. `Rows` computes a band mask a few rows at a time, if the square would be too
+large. Both give zeros and an LSE of -inf to queries that see no key (with sinks: the sink).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], do [T, Hq, Dv] and what a layer may add; dlse [T, Hq]."""
+    """q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], do [T, Hq, Dv] and per-layer inputs; dlse [T, Hq]."""
 
     q: Array
     k: Array
@@ -51,14 +51,14 @@ class Problem:
         sinks: bool = False,
         softcap: float | None = None,
     ) -> Problem:
-        """Normal numbers in float64."""
+        """A problem of normal numbers in float64."""
         rng = np.random.default_rng(seed)
         q, k = (rng.standard_normal((tokens, heads, head_dim)) for heads in (q_heads, kv_heads))
         v, do = (rng.standard_normal((tokens, heads, v_head_dim)) for heads in (kv_heads, q_heads))
         return Problem(q, k, v, do, rng.standard_normal(q_heads) if sinks else None, None, softcap)
 
     def cast(self, dtype: Any) -> Problem:
-        """The same numbers, rounded to another dtype."""
+        """The problem rounded to another dtype."""
         q, k, v, do = (x.astype(dtype) for x in (self.q, self.k, self.v, self.do))
         sinks, dlse = _cast(self.sinks, dtype), _cast(self.dlse, dtype)
         return Problem(q, k, v, do, sinks, self.scale, self.softcap, dlse)
@@ -69,7 +69,7 @@ def _cast(x: Array | None, dtype: Any) -> Array | None:
 
 
 def dense(problem: Problem, allowed: Array) -> Answer:
-    """Forward and backward in the dtype of q, head by head; allowed [T, T] bool."""
+    """Runs forward and backward in the dtype of q, head by head; allowed [T, T] bool."""
     heads = [_head(problem, allowed, head) for head in range(problem.q.shape[1])]
     group = problem.q.shape[1] // problem.k.shape[1]
     o, lse, dq, dk, dv, dsinks = (np.stack(part, axis=-1) for part in zip(*heads, strict=True))

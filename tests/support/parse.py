@@ -1,4 +1,4 @@
-"""Plans from text, as tests write them: each line by its first word. `ir.text` shows the form."""
+"""Parses plans from text, line by line by its first word, for tests; the form is that of `ir.text`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 def parse(text: str) -> Plan:
     """The plan that `text` describes, sealed. Raises DecodeError with the number of the line.
 
-    May be left out of hand-written text: `id` and `report` (computed, empty), header fields (from the request and
+    Optional in hand-written text: `id` and `report` (computed, empty), header fields (from the request and
     the lines), `operands` (order of first use) and `arenas` (largest extents used).
     """
     reader = _Reader(text)

@@ -1,4 +1,4 @@
-"""Plans that are structurally valid and otherwise arbitrary: what codec and text must carry unchanged."""
+"""Random plans that are structurally valid and otherwise arbitrary, for round trips of codec and text."""
 
 from __future__ import annotations
 

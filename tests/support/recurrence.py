@@ -1,4 +1,4 @@
-"""Linear recurrences token by token, as their formula says it, and rows for them."""
+"""Linear recurrences token by token, directly from the formula, and inputs for them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def token_by_token(
     cu_seqlens: Tensor | None = None,
     parents: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The arguments of a kernel, a batch of one. parents: of each sequence the one whose last state it begins with, -1
-    for none; its own initial state otherwise."""
+    """Runs a recurrence with a kernel's arguments, a batch of one. parents: for each sequence the one whose last state
+    it begins with; -1: its own initial state."""
     heads, outs, states = v.shape[2], [], []
     q, k = (x[0].repeat_interleave(heads // x.shape[2], 1) for x in (q, k))
     ends = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()

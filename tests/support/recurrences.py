@@ -1,4 +1,4 @@
-"""Recurrent layers token by token in numpy, without a plan: what every backend must reproduce."""
+"""Recurrent layers token by token in numpy, without a plan: the reference for every backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Edit = Callable[[dict[str, Ints]], object]  # of the columns of a table, int64
 
 
 def changed(plan: Plan, name: str, edit: Edit) -> Plan:
-    """The plan, not sealed, with other columns of one table of recurrent layers."""
+    """The plan, unsealed, with edited columns of one table of recurrent layers."""
     assert plan.recurrence is not None
     table = plan.recurrence[name]
     columns = {key: np.array(column, np.int64) for key, column in table.columns.items()}
@@ -40,7 +40,7 @@ def setting(column: str, row: int, value: int) -> Edit:
 
 
 def predecessors(batch: Batch) -> list[int]:
-    """Of each token the one before it, or -1."""
+    """The predecessor of each token, or -1."""
     branches = batch.branches()
     ends = np.append(branches.starts[1:], batch.tokens) - 1
     before = np.arange(batch.tokens) - 1
@@ -62,7 +62,7 @@ def random_inputs(kind: Recurrent, tokens: int, seed: int = 0) -> tuple[Inputs, 
 
 
 def dense(kind: Recurrent, before: list[int], given: Inputs, do: Array) -> Outputs:
-    """`before`: of each token the one before it, an earlier one, or -1."""
+    """Runs a kind forward and backward. before: the predecessor of each token, an earlier one, or -1."""
     tokens, keys, groups = len(before), kind.shared_heads * kind.key_dim, kind.heads // kind.shared_heads
     weight = np.ones((kind.conv_channels, 1)) if given.weight is None else given.weight
     reads = [[*_path(before, token, weight.shape[1])] for token in range(tokens)]
@@ -117,7 +117,7 @@ def dense(kind: Recurrent, before: list[int], given: Inputs, do: Array) -> Outpu
 
 
 def _path(before: list[int], token: int, most: int) -> list[int]:
-    """The token and those before it, `most` at most."""
+    """The token and its predecessors, at most `most`."""
     found: list[int] = []
     while token >= 0 and len(found) < most:
         found.append(token)

@@ -1,4 +1,4 @@
-"""Matrices of which `make test` runs a part and `make test-slow` the rest."""
+"""Sparse test matrices: `make test` runs a part and `make test-slow` the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def marked(values: list[Any] | range, quick: tuple[int, ...] | range | list[int]) -> list[Any]:
-    """All of them, as parameters; those that are not at one of the places `quick` are slow."""
+    """All values as parameters; those not at one of the indices `quick` are marked slow."""
     return [
         value if at in quick else pytest.param(value, marks=pytest.mark.slow)
         for at, value in enumerate(values)
@@ -17,7 +17,7 @@ def marked(values: list[Any] | range, quick: tuple[int, ...] | range | list[int]
 
 
 def sparse(values: list[Any] | range, every: int) -> list[Any]:
-    """All of them, as parameters: the first one and each `every`-th behind it are quick, the others slow."""
+    """All values as parameters: the first and every `every`-th after it are quick, the others slow."""
     return marked(values, range(0, len(values), every))
 
 

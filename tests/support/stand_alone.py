@@ -1,4 +1,4 @@
-"""The reader that was written from the prose of FORMAT.md alone: slow, and unlike the package's."""
+"""The reader written only from the text of FORMAT.md: slow, and independent of the package's."""
 
 from __future__ import annotations
 

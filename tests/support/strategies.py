@@ -1,4 +1,4 @@
-"""Strategies as data, with parameters that short sequences need, and clusters of two ranks a node."""
+"""Strategies as data, with parameters for short sequences, and clusters of two ranks per node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def steps(recipe: str, **changed: dict) -> dict:
     return data
 
 
-#: on short sequences chunks are as short as trainers make them
+#: chunks for short sequences, of trainers' least length
 SHORT = {"place": {"chunk": 1}}
 #: every built-in recipe by its name, and others; recipes of upipe take q, k and v
 STRATEGIES: dict[str, dict] = {
@@ -105,10 +105,10 @@ def cluster(ranks: int) -> Cluster:
 
 
 def has_own_cap(recipe: Recipe) -> bool:
-    """Whether its placement has no token cap but its own."""
+    """True if its placement has only its own token cap."""
     return recipe.step("search") is None and passes_of(recipe).place.own_cap
 
 
 def alternating(batch: Batch) -> tuple[Batch, Batch]:
-    """Every other sequence."""
+    """Two batches of alternating sequences."""
     return batch.take(np.arange(0, len(batch.lengths), 2)), batch.take(np.arange(1, len(batch.lengths), 2))

@@ -1,4 +1,4 @@
-"""What a text says of a plan, completed into the plan."""
+"""Draft of a plan from a text, completed into the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from apportion.ir.text.words import NONE, Operand, Row
 
 
 class DraftProgram:
-    """A one-rank program while it is read."""
+    """A one-rank program during reading."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {name: [] for name in TABLES if name not in ("arenas", "operands")}
@@ -197,7 +197,7 @@ class TextDraft:
         return report
 
     def seal(self, plan: Plan) -> Plan:
-        """Text with an id is kept to the letter; in text without one the request gains its defaults."""
+        """Seals the plan: text with an id is kept exactly; in text without one the request gains its defaults."""
         try:
             if self.id is None:
                 return codec.seal(plan)

@@ -1,4 +1,4 @@
-"""Plans written by hand, simulated with costs of a microsecond a pair; and what holds for any timeline."""
+"""Hand-written plans, simulated with costs of a microsecond per pair; and invariants of any timeline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = {"q_heads": 1, "kv_heads": 1, "head_dim": 4, "dtype": "fp64", "hidden": 
 
 @dataclass(frozen=True)
 class Unit:
-    """A microsecond a pair and head, and for what else is asked."""
+    """Cost model of a microsecond per pair and head, and a microsecond for everything else."""
 
     launch: float = 0.0
     chain: float = 0.0
@@ -73,7 +73,7 @@ def work(pairs: int) -> str:
 
 
 def plan_of(*programs: str, phase: str = "forward", model: dict[str, Any] = MODEL, **cluster: Any) -> Plan:
-    """A plan with these instructions, a text a rank; a node holds them all unless `cluster` says otherwise."""
+    """A plan with these instructions, one text per rank; all on one node unless `cluster` differs."""
     shape = {"nodes": 1, "ranks_per_node": len(programs), **CLUSTER, **cluster}
     request = {
         "batch": {"lengths": [64 * len(programs)], "mask": {"full": {}}},
@@ -95,7 +95,7 @@ def forward(*programs: str, costs: Unit = Unit(), **cluster: Any) -> Run:
 
 
 def transfers(run: Run) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """(round, source, target) -> when it starts and is complete."""
+    """(round, source, target) -> (start, completion)."""
     script, traffic, start = run.script, run.traffic, run.times.start
     end = start + traffic.wire_us + traffic.latency_us
     keys = (script.round[traffic.sender], script.rank[traffic.sender], script.rank[traffic.receiver])
@@ -104,7 +104,7 @@ def transfers(run: Run) -> dict[tuple[int, int, int], tuple[float, float]]:
 
 
 def beside_us(run: Run, rank: int, begin: float, end: float) -> float:
-    """How much of a time at least one transfer of the rank is on the wire, the slow way."""
+    """The part of an interval with at least one transfer of the rank in flight, computed naively."""
     script, traffic = run.script, run.traffic
     mine = (script.rank[traffic.sender] == rank) | (script.rank[traffic.receiver] == rank)
     spans = zip(run.times.start[mine], (run.times.start + traffic.wire_us)[mine], strict=True)
@@ -116,7 +116,7 @@ def beside_us(run: Run, rank: int, begin: float, end: float) -> float:
 
 
 def run_invariants(run: Run, contention: float = 0.0) -> None:
-    """All that defines a timeline, checked the slow way."""
+    """Asserts everything that defines a timeline, computed naively."""
     script, traffic, times = run.script, run.traffic, run.times
     free = times.start + traffic.wire_us
     complete = free + traffic.latency_us
@@ -145,7 +145,7 @@ def run_invariants(run: Run, contention: float = 0.0) -> None:
             at = max(later)
 
     def after(rank: int, begin: float, work: float, end: float) -> float:
-        """When work ends that begins then. end: as found."""
+        """The end of work that begins at `begin`. end: as simulated."""
         if not contention:
             return begin + work
         slowed = beside_us(run, rank, begin, end) * contention / (1 + contention)

@@ -1,12 +1,12 @@
-"""Memory of attention under head stages: UPipe's tables as printed, and the rows that our programs hold.
+"""Memory of attention under head stages: UPipe's published tables, and the rows that our programs hold.
 
 Printed (sections 2.2 to 4.1, Tables 1, 2 and 6; S tokens, C ranks, L layers, g query heads per KV head, nu stages):
 
     gamma = 1 + 2/g    Q, K and V, counted in rows of all query heads
     beta  = 4 + 4/g    Q, K, V, O and their gradients
 
-The tables take a stage to hold 1/nu of K and V too. In GQA order it holds more: its U query heads bring as many KV
-heads as there are, up to U, and keep them for g stages. `peak_rows` counts what is held.
+The tables assume that a stage also holds 1/nu of K and V. In GQA order it holds more: its U query heads need up to U KV
+heads, which are kept for g stages. `peak_rows` counts the rows held.
 
 Whole layers and the head are in `apportion.planner.forecast.memory`.
 """
@@ -30,9 +30,9 @@ METHODS = ("ulysses", "ulysses_offload", "fpdt", "upipe")
 
 
 class Peaks(NamedTuple):
-    """Peak memory at four moments, in rows of all query heads of S/C tokens: of the forward before attention, while Q,
-    K and V go to their heads, in the kernel, and while the output returns; of the backward before attention, while
-    dO goes to its heads, in the kernel, and while gradients return."""
+    """Peak memory at four moments, in rows of all query heads of S/C tokens: in forward before attention, during the
+    all-to-all of Q, K and V, in the kernel, and during the output's; in backward before attention, during the
+    all-to-all of dO, in the kernel, and during the gradients'."""
 
     before: Fraction
     first: Fraction
@@ -41,18 +41,18 @@ class Peaks(NamedTuple):
 
 
 def gamma(ratio: int) -> Fraction:
-    """Size of Q, K and V with `ratio` query heads per KV head, in Q's."""
+    """The size of Q, K and V with `ratio` query heads per KV head, relative to Q."""
     return 1 + Fraction(2, ratio)
 
 
 def beta(ratio: int) -> Fraction:
-    """Size of Q, K, V, O, dO, dQ, dK and dV, in Q's."""
+    """The size of Q, K, V, O, dO, dQ, dK and dV, relative to Q."""
     return 4 + Fraction(4, ratio)
 
 
 def printed_forward(method: str, ratio: int, chunks: int = 1, layers: int = 1) -> Peaks:
-    """Table 2. chunks: pi of FPDT, nu of UPipe; layers: L, whose inputs Ulysses keeps without offloading. Raises
-    ConfigError."""
+    """The values of Table 2. chunks: pi of FPDT, nu of UPipe; layers: L, whose inputs Ulysses keeps without offloading.
+    Raises ConfigError."""
     _check(method, ratio, chunks, layers)
     qkv, part = gamma(ratio), Fraction(1, chunks)
     rows: dict[str, tuple[Fraction | int, ...]] = {
@@ -65,7 +65,7 @@ def printed_forward(method: str, ratio: int, chunks: int = 1, layers: int = 1) -
 
 
 def printed_backward(method: str, ratio: int, chunks: int = 1, layers: int = 1) -> Peaks:
-    """Table 6; arguments as in `printed_forward`. Raises ConfigError."""
+    """The values of Table 6; arguments as in `printed_forward`. Raises ConfigError."""
     _check(method, ratio, chunks, layers)
     qkv, eight, part = gamma(ratio), beta(ratio), Fraction(1, chunks)
     rows: dict[str, tuple[Fraction | int, ...]] = {
@@ -89,7 +89,7 @@ FFN_OVER_HIDDEN, VOCABULARY_OVER_HIDDEN = Fraction(267, 100), Fraction(30)
 
 
 def printed_phases() -> Mapping[str, Fraction]:
-    """Table 1 before rounding: bytes of each phase of a forward in BF16, in numbers of S x hidden size."""
+    """The values of Table 1 before rounding: bytes of each phase of forward in BF16, in units of S x hidden size."""
     attention = 2 + 6 + 6 + 2  # input, QKV, all-to-all, output
     return MappingProxyType(
         {
@@ -102,14 +102,14 @@ def printed_phases() -> Mapping[str, Fraction]:
 
 
 def intermediate_bytes(tokens: int, ranks: int, heads: int, head_dim: int) -> Fraction:
-    """Section 3.4: BF16 bytes on a rank of Q, K and V and as much for their all-to-all, with MHA; `heads`: all of them
-    in Ulysses, those of a stage in UPipe."""
+    """The BF16 bytes on a rank of Q, K and V and of the same size for their all-to-all, with MHA (section 3.4);
+    `heads`: all heads in Ulysses, the heads of a stage in UPipe."""
     return Fraction(12 * tokens * heads * head_dim, ranks)
 
 
 def communicated_heads(q_heads: int, ranks: int, ratio: int | None = None) -> Fraction:
-    """Section 4.1, stages of as many heads as ranks: Q, K and V heads of S/C tokens that a rank sends in all stages of
-    a forward, without the output. ratio: query heads per KV head in GQA order; None: in order of heads."""
+    """The Q, K and V heads of S/C tokens that a rank sends in all stages of forward, without the output, for stages of
+    as many heads as ranks (section 4.1). ratio: query heads per KV head in GQA order; None: in order of heads."""
     if ratio is None:
         return Fraction(3 * q_heads * (ranks - 1), ranks)
     return Fraction((3 + ratio - 1) * q_heads * (ranks - 1), ranks * ratio)
@@ -134,12 +134,12 @@ class Member:
 
 
 def peak_rows(model: Model, degree: int, upipe: UPipe, member: Member, phase: str) -> dict[Tensor, Arena]:
-    """Work rows that a rank holds at the peak of a phase, under groups of `degree` ranks: its attention rows with the
-    heads of a stage (twice where a stage comes in while another is computed), and, where heads are made at home, those
-    on their way to each other rank.
+    """The work rows of a rank at the peak of a phase, under groups of `degree` ranks: its attention rows with the heads
+    of a stage (twice if a stage is received while another is computed), and, if heads are projected at home, the rows
+    in transit to each other rank.
 
-    KV heads that several ranks of a group share are made once for all of them; their gradients come from each, to be
-    added up at home.
+    KV heads that several ranks of a group share are projected once for all of them; their gradients come from each, and
+    are summed at home.
     Raises ConfigError.
     """
     stages = upipe.stages(model, degree)
@@ -158,10 +158,10 @@ def peak_rows(model: Model, degree: int, upipe: UPipe, member: Member, phase: st
 
 
 def peak_bytes(model: Model, arenas: Mapping[Tensor, Arena]) -> int:
-    """Bytes of work rows, as plans and caps count them."""
+    """The bytes of work rows, as plans and caps count them."""
     return sum(arena.rows * model.row_bytes(tensor, arena.heads) for tensor, arena in arenas.items())
 
 
 def _other_key_sets(stages: HeadStages) -> int:
-    """The most different sets of KV heads beside a rank's own, in any window."""
+    """The largest number of different sets of KV heads besides a rank's own, in any window."""
     return max(len(set(row)) - 1 for row in stages.key.tolist())

@@ -1,4 +1,4 @@
-"""What tasks leave complete, and which statistics they compute, found instruction by instruction."""
+"""Naive walks that find complete rows and computed statistics, instruction by instruction."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def each_row(found: RowRanges) -> list[tuple[int, int]]:
 def complete_rows(
     programs: ProgramSet, phase: str, column: str
 ) -> tuple[set[tuple[int, int]], set[int], set[tuple[int, int]]]:
-    """Of one rank's program, row by row: (task, row) that is complete when it has run, complete home rows, and
-    (operand, row) of work rows that tasks put where they belong."""
+    """For one rank's program, row by row: (task, row) of rows that are complete after the task, complete home rows, and
+    (operand, row) of work rows that tasks write in place."""
     tensor, beside = SUMS[column]
     name = TASK_LIST[phase]
     operands, op = programs["operands"], programs["instructions"]["op"].astype(int)
@@ -101,7 +101,7 @@ def complete_rows(
 
 
 def computed_statistics(programs: ProgramSet) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Of one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks compute."""
+    """For one rank's program, row by row: (task, row) and (row of rowops, row) of statistics that tasks compute."""
     operands, instructions = programs["operands"], programs["instructions"]
     columns = {
         name: operands[name].astype(int).tolist() for name in ("tensor", "space", "row", "rows", "heads")

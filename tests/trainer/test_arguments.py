@@ -1,4 +1,4 @@
-"""What planned attention says of arguments: names that people know, masks of layers, heads first."""
+"""Errors of planned attention for arguments: well-known names, masks of layers, heads first."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_demo_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
 
 
 def ranks_of(pids: set[int]) -> int:
-    """How many of the processes train."""
+    """The number of processes that train."""
     found = 0
     for pid in pids:
         with suppress(OSError):

@@ -66,7 +66,7 @@ def loader_of(source: Any, dataset: Recorded | None = None, **options: Any) -> P
 
 
 def without_a_server() -> list[Any]:
-    """What a pass over the samples gives."""
+    """The batches of a pass over the samples."""
     return [seen(batch) for batch in loader_of(HereSource())]
 
 

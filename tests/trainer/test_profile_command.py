@@ -19,7 +19,7 @@ told: list[Effort] = []
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """What the profile finds, without the minute that it takes."""
+    """A fixed result of the profile, without the minute that it takes."""
     hardware = Hardware.load("a100")
     told.clear()
 

@@ -1,4 +1,4 @@
-"""What trainers build on: samples with fields, padding, token verbs, groups of ranks, and where a pass goes on."""
+"""Interface for trainers: samples with fields, padding, token functions, groups of ranks, resumed passes."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class Notices:
 
 
 def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:
-    """Where ranks first make different calls, "" where they do not. ranks: number -> call, of each rank."""
+    """Describes the first call in which ranks differ; "" for none. ranks: for each rank, number -> call."""
     known = set.intersection(*({*calls} for calls in ranks.values()))
     for number in sorted(known):
         here = {rank: f"call {number} is {calls[number]}" for rank, calls in ranks.items()}

@@ -105,7 +105,7 @@ class Loaded:
 
     @property
     def table_numbers(self) -> int:
-        """How many numbers the tables on the device hold; 0 without tables."""
+        """The count of numbers in the tables on the device; 0 without tables."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What the executor starts is what the simulator prices: kernels and rounds of every rank, for every strategy."""
+"""The executor's launches equal the simulator's: kernels and rounds of every rank, for every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel is started with, by a Triton driver whose GPU is not there: kernels are really compiled, for sm_90."""
+"""Arguments of kernel launches, with a Triton driver without a GPU: kernels are really compiled, for sm_90."""
 
 from __future__ import annotations
 

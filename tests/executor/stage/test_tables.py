@@ -1,4 +1,4 @@
-"""What the kernels are told to do: tiles have one owner, entries hold every pair once, panels move every byte."""
+"""Tables of the stage kernels: tiles have one owner, entries hold every pair once, panels move every byte."""
 
 from __future__ import annotations
 

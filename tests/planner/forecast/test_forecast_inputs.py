@@ -1,4 +1,4 @@
-"""What `apportion forecast` makes of its options and files: models of Hugging Face, masks, training."""
+"""Options and files of `apportion forecast`: models of Hugging Face, masks, training."""
 
 from __future__ import annotations
 

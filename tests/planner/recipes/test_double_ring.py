@@ -98,7 +98,7 @@ def test_inner_hops_stay_in_a_window_and_outer_ones_keep_their_place_in_it() -> 
 
 
 def crossings(plan: Plan, phase: str, tensor: Tensor) -> int:
-    """How often tiles of a tensor go from one node to another."""
+    """The number of times that tiles of a tensor go from one node to another."""
     programs, node = plan.programs["default", phase], plan.request.cluster.node_of
     table, operands = programs["transfers"], programs["operands"]
     rank = table.rank_of_row()

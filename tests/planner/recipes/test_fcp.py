@@ -263,7 +263,7 @@ TOTAL = 64 * 32768
     ("shares", "limit"), [((1 / 3, 1 / 3), None), ((0.2,) * 4, None), ((0.4, 0.33), None), ((0.9,), "tasks")]
 )
 def test_auto_is_even_for_a_few_giants_or_says_why_not(shares: tuple[float, ...], limit: str | None) -> None:
-    """Where smaller blocks would be too many tasks, steps that it passed over are tried too."""
+    """If smaller blocks would give too many tasks, skipped steps are tried too."""
     lengths = [int(share * TOTAL) for share in shares]
     batch = ap.Batch.from_lengths([*lengths, TOTAL - sum(lengths)])
     plan = ap.plan(batch, ap.Cluster(nodes=8, ranks_per_node=8), MODEL, recipe="fcp", verify=False)

@@ -1,4 +1,4 @@
-"""What the executor starts: kernels and messages counted by hand, and the slow way on plans of all kinds."""
+"""Launches of the executor: kernels and messages counted by hand, and naively on plans of all kinds."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PROGRAMS = (
 
 
 def finish(scenario: Scenario, contention: float = 0.0) -> list[float]:
-    """When the two ranks are done, on the links of the scenario."""
+    """The times at which the two ranks are done, on the links of the scenario."""
     _, cluster = applied(scenario, H100, LINKS)
     costs = Unit(contention=contention)
     return (

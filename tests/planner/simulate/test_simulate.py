@@ -536,7 +536,7 @@ def test_hardly_any_contention_is_hardly_felt(seed: int) -> None:
 
 
 def served(out: list[int], into: list[int], wire: list[float]) -> list[float]:
-    """When transfers start that are all ready at 0, found the slow way: in this order, and whenever ports are freed,
+    """The start times of transfers that are all ready at 0, found naively: in this order, and whenever ports are freed,
     each takes the first one that it can."""
     start, busy = [-1.0] * len(out), {}
 

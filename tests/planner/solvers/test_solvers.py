@@ -172,7 +172,7 @@ def test_the_exact_partition_is_exact_where_sizes_are_large() -> None:
 def test_the_exact_partition_counts_its_nodes_and_leaves_large_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where nobody says how many nodes: as many as take about a second, and none where the root alone takes longer."""
+    """The default number of nodes takes about a second, and is 0 if the root alone takes longer."""
     asked: list[int] = []
     run = highs.solve_model
     monkeypatch.setattr(
