@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from apportion.bench import Source
 from apportion.ir.request.batch import Batch
@@ -70,8 +71,8 @@ def softmax_ms(found: Simulation) -> float:
 def row(name: str, batch: Batch, cluster: Cluster, hardware: Hardware) -> dict[str, Any]:
     """The milliseconds of a group, forward and backward."""
     ours, contiguous = (planned(batch, cluster, recipe, hardware) for recipe in ("auto", "contiguous"))
-    prices.EARLY_SHARE, early = 1.0, prices.EARLY_SHARE
-    waiting, prices.EARLY_SHARE = simulate(contiguous.plan, hardware), early
+    with patch.object(prices, "EARLY_SHARE", 1.0):
+        waiting = simulate(contiguous.plan, hardware)
     in_order = min(contiguous.recurrent_ms, waiting.recurrent_ms)
     other = min(
         softmax_ms(planned(batch, cluster, recipe, hardware)) for recipe in ("ring", "megatron_hybrid")
