@@ -34,7 +34,7 @@ from apportion.planner import api
 from apportion.planner.cost import CostModel
 from apportion.planner.simulate import Simulation, recurrent as prices, simulate
 from benchmarks.comparison import zeppelin
-from benchmarks.tables import write_tables
+from benchmarks.tables import head, line, write_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/hybrid.json"
@@ -115,17 +115,14 @@ def all_to_all_ms(tokens: int, numbers: int, cluster: Cluster, costs: CostModel)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| lengths | ranks | `auto` ms | of these recurrent | all-to-all over heads | at most | converted | at most |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    titles = (
+        "lengths, ranks, `auto` ms, of these recurrent, all-to-all over heads, at most, converted, at most"
+    )
+    lines = head(titles.split(", "))
     for one in rows:
-        found, times = (
-            (one["gains"], one["bounds"]),
-            f"{one['ms']['auto']:.2f} | {RECURRENT * one['recurrent_ms']:.2f}",
-        )
-        ways = " | ".join(f"{of[way]:.2f}" for way in ("all-to-all", "converted") for of in found)
-        lines.append(f"| {one['lengths']} | {one['ranks']} | {times} | {ways} |")
+        figures = [one["ms"]["auto"], RECURRENT * one["recurrent_ms"]]
+        figures += [one[of][way] for way in ("all-to-all", "converted") for of in ("gains", "bounds")]
+        lines.append(line([one["lengths"], str(one["ranks"]), *(f"{figure:.2f}" for figure in figures)]))
     return "\n".join(lines)
 
 
