@@ -23,6 +23,7 @@ from apportion.planner.simulate import prepare_program
 from apportion.planner.simulate.durations import Work
 from apportion.planner.simulate.latent import expanded_rows
 from apportion.planner.simulate.program import View
+from apportion.trainer.step import wiring
 from tests.ranks import jobs_latent as jobs
 
 DEEPSEEK = ap.Model(128, 1, 192, 128, hidden=7168, ffn=18432, layers=61, latent=Latent(512, 64))
@@ -179,6 +180,51 @@ def test_header_and_model_say_latent_and_others_do_not() -> None:
 def test_models_that_make_no_sense_are_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field}"):
         ap.Model.from_data(jobs.MODEL.to_data() | changes)
+
+
+class Expanding(torch.nn.Module):
+    """An expansion that does something else to what a layer's makes; params: what it says to use."""
+
+    def __init__(self, also: Any) -> None:
+        super().__init__()
+        self.layer, self.also = jobs.LatentLayer().double(), also
+        self.params = self.layer.expand.params
+
+    def forward(self, compressed: Any, rotated: Any, heads: tuple[int, ...]) -> Any:
+        k, v = self.layer.expand(compressed, rotated, heads)
+        return k, self.also(v)
+
+
+def attended(expand: Expanding) -> torch.Tensor:
+    handle, rows = ap.PlanHandle(planned("fcp", 1).for_rank(0)), torch.randn(sum(jobs.LENGTHS), 24).double()
+    q, compressed, rotated = rows.view(-1, 4, 6), rows[:, :7], rows[:, :2]
+    return ap.planned_latent_attention(q, compressed, rotated, handle, expand, expand.params)
+
+
+@pytest.mark.parametrize(
+    ("also", "says"),
+    [
+        (torch.nn.Dropout(0.5), "in backward, where it runs again; leave dropout"),
+        (lambda v: v + v.mean(0), "another one on other ranks"),
+        (lambda v: v + torch.arange(len(v), dtype=v.dtype)[:, None, None], "another one on other ranks"),
+        (torch.nn.Linear(5, 5).double(), r"shapes \[\(5,\), \(5, 5\)\].*would get no gradient"),
+    ],
+)
+def test_an_expansion_that_would_not_be_the_same_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch, also: Any, says: str
+) -> None:
+    monkeypatch.setattr(wiring, "watch", wiring.Watch())
+    with pytest.raises(ConfigError, match=says):
+        attended(Expanding(also))
+
+
+def test_weights_that_are_written_to_before_backward_end_it() -> None:
+    expand = Expanding(torch.nn.Identity())
+    out = attended(expand)
+    with torch.no_grad():
+        expand.layer.up.weight.mul_(2)
+    with pytest.raises(ExecutionError, match="changed in place between its forward and backward"):
+        out.sum().backward()
 
 
 def test_what_does_not_serve_latent_rows_says_so() -> None:

@@ -175,6 +175,16 @@ def param_gradients(params: Sequence[Tensor], gradients: Gradients) -> list[Tens
     return [next(found).to(param.dtype) if param.requires_grad else None for param in params]
 
 
+def _versions(params: Sequence[Tensor]) -> list[int]:
+    return [one._version for one in params if one.requires_grad]
+
+
+def _require_unchanged(ctx: Any) -> None:
+    """Backward projects with the parameters again. Raises ExecutionError where they were written to."""
+    if _versions(ctx.params) != ctx.versions:
+        raise ExecutionError("a parameter of a layer was changed in place between its forward and backward")
+
+
 class PlannedBlock(torch.autograd.Function):
     """Autograd function from this rank's hidden states to out, for plans that project heads themselves."""
 
@@ -198,12 +208,14 @@ class PlannedBlock(torch.autograd.Function):
         ctx.kept = tuple((name, len(memory.home[name])) for name in (Name.Q, Name.KV) if name in memory.home)
         rows = [part for name, _ in ctx.kept for part in memory.home[name]]
         ctx.save_for_backward(hidden, position_ids, sinks, out, lse, *rows)
-        ctx.handle, ctx.kind, ctx.layer, ctx.params = handle, kind, layer, params
+        ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
+        ctx.params, ctx.versions = params, _versions(params)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        _require_unchanged(ctx)
         hidden, position_ids, sinks, out, lse, *rows = ctx.saved_tensors
         wanted = tuple(param for param in ctx.params if param.requires_grad)
         layer = replace(ctx.layer, sinks=sinks, params=wanted)
@@ -242,12 +254,14 @@ class PlannedLatents(torch.autograd.Function):
             home: Home = {Name.Q: (q,), Name.KV: (rotated, compressed)}
             out, lse = run(handle, kind, "forward", home, replace(layer, sinks=sinks)).output(q.dtype)
         ctx.save_for_backward(q, rotated, compressed, sinks, out, lse)
-        ctx.handle, ctx.kind, ctx.layer, ctx.params = handle, kind, layer, params
+        ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
+        ctx.params, ctx.versions = params, _versions(params)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        _require_unchanged(ctx)
         q, rotated, compressed, sinks, out, lse = ctx.saved_tensors
         wanted = tuple(param for param in ctx.params if param.requires_grad)
         layer = replace(ctx.layer, sinks=sinks, params=wanted)

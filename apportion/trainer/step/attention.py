@@ -30,6 +30,7 @@ from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator as Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.trainer.step import own_loss, wiring
+from apportion.trainer.step.projection import check_projection
 
 _IN_PLAN = "the mask is part of the plan: give it to the batch that you plan"
 _DROPOUT = "attention dropout is not supported: forward and backward would draw masks on different ranks"
@@ -146,11 +147,16 @@ def planned_latent_attention(
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
 
     said = window, causal, None if layer is None or is_compiling() else str(layer)
+    made = _as_now(expand, q)
 
     def run() -> tuple[Tensor, ...]:
-        return (attend_latents(handle, name, *rows, _as_now(expand, q), held, sinks, score, said),)
+        return (attend_latents(handle, name, *rows, made, held, sinks, score, said),)
 
-    return (run() if is_compiling() else tried(handle, run, *rows))[0]
+    found = (run() if is_compiling() else tried(handle, run, *rows))[0]
+    if not (wiring.watch.settled or is_compiling()):
+        heads = tuple(range(handle.slice.header.q_heads))
+        check_projection(lambda *some: made(*some, heads), held, compressed, rotated)
+    return found
 
 
 def planned_attention_block(
@@ -174,17 +180,20 @@ def planned_attention_block(
     """
     name = handle.kind(kind)
     header = handle.slice.header
+    heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
     if not handle.projects(name):
-        heads = tuple(range(header.q_heads)), tuple(range(header.kv_heads))
         q, k, v = project(hidden, position_ids, *heads)
-        found: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
-        return found
+        attended: Tensor = planned_attention(q, k, v, handle, name, scale, softcap, sinks)
+        return attended
     score, held = score_of(header.head_dim, scale, softcap), tuple(params)
 
     def run() -> tuple[Tensor, ...]:
         return (attend_block(handle, name, hidden, position_ids, project, held, sinks, score),)
 
-    return tried(handle, run, hidden)[0]
+    (found,) = tried(handle, run, hidden)
+    if not (wiring.watch.settled or is_compiling()):
+        check_projection(lambda *some: project(*some, *heads), held, hidden, position_ids)
+    return found
 
 
 def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:

@@ -6,11 +6,15 @@ hidden [n, E] ──rows of the weights of some heads──► q [n, heads, D] �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, cat, nn, split
+from torch import Tensor, arange, cat, enable_grad, nn, split
 from torch.nn import functional
+
+from apportion.backends.torch.graphs import nodes
+from apportion.backends.torch.rehearsal import LOW, close
+from apportion.ir.errors import ConfigError
 
 #: (x [n, heads, D], position_ids [n]) -> x with rotary positions applied
 Rotary = Callable[[Tensor, Tensor], Tensor]
@@ -86,6 +90,35 @@ class LatentExpansion:
             made = made if heads == tuple(range(made.shape[1])) else made[:, list(heads)]
         own, v = split(made, [self.own, self.width], -1)
         return cat((own, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v
+
+
+_ROWS = 64  # that a projection is tried on
+
+
+def check_projection(
+    project: Callable[..., Sequence[Tensor]], params: Sequence[Tensor], *rows: Tensor
+) -> None:
+    """Tries `project(*rows)`, [n, ...] each, which is run for rows of other ranks too, and again in backward. Raises
+    ConfigError where a row depends on others or on random numbers, and where `params` misses a tensor that it uses."""
+    count = min(len(rows[0]), _ROWS)
+    fewer = arange(count, device=rows[0].device)[1:].flip(0)
+    with enable_grad():
+        whole, part = ([*project(*(one.detach()[at] for one in rows))] for at in (slice(count), fewer))
+    known, ends = {*map(id, params)}, {one.grad_fn for one in params}
+    leaves = (
+        getattr(node, "variable", None) for node in nodes((one.grad_fn for one in whole), ends.__contains__)
+    )
+    if missed := [tuple(one.shape) for one in leaves if one is not None and id(one) not in known]:
+        rule = "would get no gradient: the projection uses them, and they are not among its params"
+        raise ConfigError(
+            "params", f"without tensors of shapes {missed}", rule, "give all that need gradients"
+        )
+    for one, other in zip(whole, part, strict=True):
+        if len(other) and not close(one[fewer].flatten(1), other.flatten(1), one.dtype not in LOW):
+            rule = "would be another one on other ranks and in backward, where it runs again"
+            raise ConfigError(
+                "projection", "of other rows, or random", rule, "leave dropout and the like out of it"
+            )
 
 
 def heads_of(linear: nn.Linear, hidden: Tensor, heads: tuple[int, ...], width: int) -> Tensor:
