@@ -157,6 +157,12 @@ def require_enabled(model: Any) -> None:
         rule = f"is not enabled: attention of {named} would ignore the plan"
         remedy = "call hf.enable(model) first, also for a copy that was loaded from a checkpoint"
         raise ConfigError("model", type(model).__name__, rule, remedy)
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            rule = "begins where a text has these tokens, which may be on another rank"
+            raise ConfigError(
+                "alora_invocation_tokens", adapter.alora_invocation_tokens, rule, "leave it out"
+            )
 
 
 def attention(

@@ -307,6 +307,33 @@ def trained(comm: Communicator, what: str) -> str:
     return ""
 
 
+class Around(torch.nn.Module):
+    """Layers of one's own behind a model of transformers."""
+
+    def __init__(self, model: Any, mixes: bool) -> None:
+        super().__init__()
+        self.model, self.mixes, self.own = model, mixes, torch.nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, batch: Any) -> Any:
+        logits = self.model(**hf.inputs(batch)).logits[0]
+        return logits + self.own(logits.roll(1, 0) if self.mixes else logits)
+
+
+def around(comm: Communicator, what: str) -> str:
+    """Why a step of such a model ends; "" where it does not."""
+    wiring.watch = wiring.Watch()
+    torch.manual_seed(0)
+    model = Around(hf.enable(made("llama")), what == "mixed")
+    (batch,) = loader(model.model, comm.ranks, comm)
+    ap.normalised_loss(model(batch), batch.labels, batch.valid_tokens).backward()
+    ap.sum_gradients(model, comm._base)
+    try:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    except ApportionError as error:
+        return str(error)
+    return ""
+
+
 def warned(comm: Communicator, what: str) -> list[str]:
     """The warnings of two steps, with the model's loss, a loss on its logits, or an additional term."""
     wiring.watch = wiring.Watch()

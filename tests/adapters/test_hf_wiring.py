@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +204,15 @@ def test_calls_are_counted_where_attention_runs(model: Any) -> None:
 def test_loops_that_forget_something_end(pool: Any, what: str, says: str) -> None:
     for found in pool.run(jobs.trained, 2, what):
         assert re.search(says, found), found
+
+
+def test_a_module_around_an_enabled_model_is_tried_too(pool: Any) -> None:
+    assert pool.run(jobs.around, 2, "rows") == ["", ""]
+    for found in pool.run(jobs.around, 2, "mixed"):
+        assert re.search("'Around': .* computes a row, or is given one, from other rows", found), found
+
+
+def test_adapters_that_begin_at_tokens_of_a_text_are_refused(model: Any) -> None:
+    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[5])}  # as PEFT leaves it there
+    with pytest.raises(ConfigError, match=r"alora_invocation_tokens = \[5\]: .* may be on another rank"):
+        jobs.loader(model, 1)

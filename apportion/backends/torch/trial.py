@@ -63,7 +63,7 @@ class ModelTrial:
         inner = {*module.modules()}
         fsdp = next((one for one in inner if isinstance(one, FullyShardedDataParallel)), None)
         handle.wrapper = fsdp or handle.wrapper
-        if inner & {*enabled} or fsdp is not None:
+        if module in enabled or fsdp is not None:
             self._tried.add(module)
         elif module not in self.calls and module not in self._tried:
             count = max(min(_ROWS, handle.rows, handle.padded_rows - 1), 0)
