@@ -236,6 +236,8 @@ def _dense(module: Any) -> list[Any]:
 def split(layer: Any, table: Any, handle: PlanHandle) -> PingPongLayer:
     """Splits a TransformerLayer, [rows, 1, E], at its core attention. table: rotary angles, None without RoPE."""
     attention, core = layer.self_attention, layer.self_attention.core_attention
+    if layer.config.no_rope_freq and layer.config.no_rope_freq[attention.layer_number - 1]:
+        table = None
 
     def pre(hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = attention.get_query_key_value_tensors(layer.input_layernorm(hidden))

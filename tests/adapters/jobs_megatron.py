@@ -69,7 +69,12 @@ MODELS = {
         "linear_num_value_heads": 4,
         "deterministic_mode": True,  # its own torch kernel
     },
-    "gpt_oss": {"softmax_type": "learnable", "window_size": (6, 0), "window_attn_skip_freq": 2},
+    "gpt_oss": {
+        "softmax_type": "learnable",
+        "window_size": (6, 0),
+        "window_attn_skip_freq": 2,
+        "no_rope_freq": [0, 1],
+    },
 }
 
 
