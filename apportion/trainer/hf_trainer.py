@@ -84,6 +84,9 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             dataset = self._loader(dataset, is_training)
         if not isinstance(dataset, PlannedLoader):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+        if kwargs.get("description") == "test":
+            rule, remedy = "predictions would be in the plan's order", "give the plain dataset"
+            raise ConfigError("test_dataset", "a loader", rule, remedy)
         self._check(predicts=not is_training and self.compute_metrics is not None)
         if is_training:
             self._planned = dataset

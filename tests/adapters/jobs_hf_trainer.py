@@ -141,8 +141,11 @@ def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
     metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
     own = options.pop("compute_loss_func", None) and (lambda outputs, labels, **kwargs: outputs.loss)
     more = {"compute_metrics": metrics, "compute_loss_func": own}
+    predicts = options.pop("predict", False)
     trainer = PlannedTrainer(model=model, args=arguments(folder, **options), **more)
     try:
+        if predicts:
+            trainer.predict(data)
         trainer._get_dataloader(data, is_training=metrics is None)
     except ConfigError as error:
         return str(error)
