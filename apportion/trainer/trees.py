@@ -198,16 +198,19 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
     """[rows]: the forest's flat row of each row on this rank; -1 for padding."""
     if batch is None:
         return np.arange(len(forest.tokens))
-    tree, place = (x.cpu().numpy() for x in (batch.sample_ids, batch.local_to_sample))
-    known = (tree < len(forest)) & (place < forest.lengths[np.minimum(tree, len(forest) - 1)])
+    columns = batch.sample_ids, batch.local_to_sample, batch.tokens
+    tree, place, tokens = (x.cpu().numpy() for x in columns)
+    among = np.clip(tree, 0, len(forest) - 1)
+    flat = np.where((tree == among) & (place < forest.lengths[among]), forest.trees[among] + place, -1)
+    known = (tree < 0) | ((flat >= 0) & (forest.tokens[flat] == tokens))
     if not known.all():
         first = int(np.flatnonzero(~known)[0])
         row = f"row {first} is token {place[first]} of item {tree[first]}"
         rule = (
-            f"the forest of {len(forest)} trees has no such token: give the loader the forest as its dataset"
+            f"the forest of {len(forest)} trees has no such token: give unfold the forest that the loader has"
         )
         raise ExecutionError(f"{row}, and {rule}")
-    return np.where(tree >= 0, forest.trees[tree] + place, -1)
+    return flat
 
 
 def _columns(forest: Forest, samples: tuple[int, ...], flat: Ints) -> Columns:

@@ -85,11 +85,15 @@ def test_a_loss_of_trees_under_averages_is_refused(pool: Pool, shares: bool) -> 
         assert re.match(r"model = 'DistributedDataParallel': averages gradients", found), found
 
 
-def batch_of(samples: list[int], tokens: list[int]) -> SimpleNamespace:
-    """A batch as far as its rows go."""
+def batch_of(forest: ap.trees.Forest, samples: list[int], places: list[int]) -> SimpleNamespace:
+    """A batch of the forest as far as its rows go, of which some may be none of its."""
     alone = SimpleNamespace(communicator=Communicator())
-    sample_ids, local_to_sample = torch.tensor([samples, tokens], dtype=torch.int64).view(2, -1)
-    return SimpleNamespace(sample_ids=sample_ids, local_to_sample=local_to_sample, handle=alone)
+    sample_ids, local_to_sample = torch.tensor([samples, places], dtype=torch.int64).view(2, -1)
+    rows = forest.trees[sample_ids.clamp(0, len(forest) - 1).numpy()] + local_to_sample.numpy()
+    tokens = torch.from_numpy(forest.tokens[np.clip(rows, 0, len(forest.tokens) - 1)])
+    return SimpleNamespace(
+        sample_ids=sample_ids, local_to_sample=local_to_sample, tokens=tokens, handle=alone
+    )
 
 
 PICTURE = ([5, 6, 7, 8, 9], [5, 6, 7, 3], [5, 6, 4])
@@ -136,14 +140,14 @@ def test_a_loss_mask_leaves_predictions_out() -> None:
 def test_rows_may_be_anywhere_and_padding_predicts_nothing() -> None:
     forest = trees.fold([*PICTURE, [1, 2, 3]])
 
-    found = trees.unfold(forest, batch_of([1, 0, 0, -1], [1, 5, 2, -1]))
+    found = trees.unfold(forest, batch_of(forest, [1, 0, 0, -1], [1, 5, 2, -1]))
     assert found.row.tolist() == [2, 2, 0]
     assert found.target.tolist() == [8, 3, 3]
     assert (found.sample.tolist(), found.token.tolist()) == ([0, 1, 3], [3, 3, 2])
     values = [torch.arange(n) for n in (5, 4, 3, 3)]
-    for held in (found, trees.unfold(forest, batch_of([1, 1], [1, 0]))):
+    for held in (found, trees.unfold(forest, batch_of(forest, [1, 1], [1, 0]))):
         assert held.take(values).tolist() == held.token.tolist()
-    assert trees.unfold(forest, batch_of([-1], [-1])).take(values).tolist() == []
+    assert trees.unfold(forest, batch_of(forest, [-1], [-1])).take(values).tolist() == []
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
@@ -156,7 +160,7 @@ def test_every_token_of_every_sample_is_predicted_once(samples: list[list[int]],
         random.shuffle(flat)
         tree = [int(np.searchsorted(forest.trees, row, side="right")) - 1 for row in flat]
         place = [row - int(forest.trees[of]) for row, of in zip(flat, tree, strict=True)]
-        found = trees.unfold(forest, batch_of(tree, place))
+        found = trees.unfold(forest, batch_of(forest, tree, place))
         for row, *prediction in zip(found.row, found.target, found.sample, found.token, strict=True):
             sample, token = int(prediction[1]), int(prediction[2])
             assert flat[row] == forest.rows[forest.starts[sample] + token - 1]
@@ -216,8 +220,15 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.mark.parametrize(("sample", "token"), [(1, 0), (0, 7)])
 def test_a_batch_of_another_dataset_is_refused(sample: int, token: int) -> None:
+    forest = trees.fold(PICTURE)
     with pytest.raises(ExecutionError, match=f"row 1 is token {token} of item {sample}"):
-        trees.unfold(trees.fold(PICTURE), batch_of([0, sample], [0, token]))
+        trees.unfold(forest, batch_of(forest, [0, sample], [0, token]))
+
+
+def test_a_batch_of_a_forest_of_equal_lengths_is_refused() -> None:
+    other = trees.fold([[ids[0] + 1, *ids[1:]] for ids in PICTURE])
+    with pytest.raises(ExecutionError, match="row 0 is token 0 of item 0"):
+        trees.unfold(trees.fold(PICTURE), batch_of(other, [0, 0], [0, 1]))
 
 
 def test_rollouts_of_the_tests_fold() -> None:
