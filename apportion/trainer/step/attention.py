@@ -199,6 +199,7 @@ def planned_attention_block(
 def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
     """The result of `run`, recorded in the first forward for the trial of the calling model, which may rerun it."""
     watch, trial = wiring.watch, wiring.watch.trial
+    watch.attend(handle)
     if trial is None or handle.feeds:
         watch.require_all_rows("an encoder")
         return run()

@@ -66,6 +66,7 @@ class Watch:
         self._unused = False  # kwargs were given out since the last step, and not used yet
         self._reached = False
         self._hook: Any = None
+        self._used, self._past = WeakSet[Any](), WeakSet[Any]()  # plans since the last loss; that had one
         self.ranks = 1  # number of ranks whose tokens means are over: of a plan, times groups
         self._transports: list[Any] = []  # of ranks that train one model: of the plan, and across groups
         self.owners: Any = WeakIdKeyDictionary()  # parameter -> reference to its optimizer, at first None
@@ -82,6 +83,19 @@ class Watch:
         self.ranks = of_plan.ranks * (1 if groups is None else groups.ranks)
         transports = None if batch._staged else of_plan, groups
         self._transports = [one for one in transports if one is not None and one.ranks > 1]
+
+    def attend(self, handle: PlanHandle) -> None:
+        """A layer is called under the plan; not when backward calls it again."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._used.add(handle)
+
+    def leave(self, handle: PlanHandle, loss: Tensor) -> None:
+        """A loss of the plan's batch. Raises ExecutionError where some of its layers used an earlier batch's plan."""
+        late, self._used = {*self._used} & {*self._past} - {handle}, WeakSet()
+        if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
+            rule = "attention of some layers used the plan of an earlier batch than the loss is of"
+            raise ExecutionError(f"{rule}: hand batch.handle on to every layer, which must not keep it")
+        self._past.add(handle)
 
     def expect(self, handle: PlanHandle) -> None:
         """Records that the handle is about to be passed to a model."""
