@@ -23,8 +23,7 @@ from tests.ranks.loading import Recorded, job, planning
 
 
 class Layer(nn.Module):
-    """Two query heads and one KV head; sinks are learnt. how: by the plan, by the first plan that it was given, alone, or
-    alone by hand."""
+    """Two query heads and one KV head; sinks are learnt. how: by the plan, by its first plan, alone, or alone by hand."""
 
     def __init__(self, how: str = "plan") -> None:
         super().__init__()

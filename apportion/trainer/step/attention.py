@@ -155,7 +155,7 @@ def planned_latent_attention(
     found = (run() if is_compiling() else tried(handle, run, *rows))[0]
     if not (wiring.watch.settled or is_compiling()):
         heads = tuple(range(handle.slice.header.q_heads))
-        check_projection(lambda *some: made(*some, heads), held, compressed, rotated)
+        check_projection(lambda c, r: made(c, r, heads), held, compressed, rotated)
     return found
 
 
@@ -192,7 +192,7 @@ def planned_attention_block(
 
     (found,) = tried(handle, run, hidden)
     if not (wiring.watch.settled or is_compiling()):
-        check_projection(lambda *some: project(*some, *heads), held, hidden, position_ids)
+        check_projection(lambda x, at: project(x, at, *heads), held, hidden, position_ids)
     return found
 
 
