@@ -23,7 +23,7 @@ from tests.ranks.loading import Recorded, job, planning
 
 
 class Layer(nn.Module):
-    """Two query heads and one KV head; sinks are learnt. how: by the plan, by its first plan, alone, or alone by hand."""
+    """Two query heads, one KV head, learnt sinks. how: by the plan, by its first plan, alone, or alone by hand."""
 
     def __init__(self, how: str = "plan") -> None:
         super().__init__()
