@@ -19,7 +19,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints
 from apportion.ir.isa import SPAN_COLUMNS
-from apportion.ir.plan.moves import move_table
+from apportion.ir.plan.moves import Feed, move_table
 from apportion.ir.plan.tables import Layout, Move, Table
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
@@ -115,17 +115,34 @@ def _row_bytes(model: Model) -> tuple[int, int]:
 def _move_us(problem: Problem, flows: Transport, kept: Ints) -> list[float]:
     """Of the move to the linear layout and of the one back: the busiest rank sends or receives, beside the copy of the
     rows that ranks keep, int64 [ranks]."""
-    cluster = problem.cluster
-    far = flows.src // cluster.ranks_per_node != flows.dst // cluster.ranks_per_node
-    latency = cluster.inter_latency_us if far.any() else cluster.intra_latency_us
     times = []
     for row_bytes in _row_bytes(problem.model):
-        costs = row_costs(cluster, row_bytes)
-        price = np.where(far, costs.inter, costs.intra) * flows.rows
-        sides = (np.bincount(side, price, len(kept)).max(initial=0.0) for side in (flows.src, flows.dst))
+        latency, wire = _wire_us(problem.cluster, flows.src, flows.dst, flows.rows, row_bytes)
         copied = float(problem.cost.rowop_us(2 * row_bytes * int(kept.max())))
-        times.append(latency + max(copied, *map(float, sides)))
+        times.append(latency + max(copied, wire))
     return times
+
+
+def _wire_us(cluster: Cluster, src: Ints, dst: Ints, rows: Ints, row_bytes: int) -> tuple[float, float]:
+    """The latency of messages, and how long the busiest rank sends or receives."""
+    far = src // cluster.ranks_per_node != dst // cluster.ranks_per_node
+    latency = cluster.inter_latency_us if far.any() else cluster.intra_latency_us
+    costs = row_costs(cluster, row_bytes)
+    price = np.where(far, costs.inter, costs.intra) * rows
+    return latency, max(float(np.bincount(side, price, 1).max(initial=0.0)) for side in (src, dst))
+
+
+def feed_us(feed: Feed, cluster: Cluster, row_bytes: int) -> float:
+    """Microseconds of an encoder's rows of so many bytes on their way to a decoder; their gradients take as long. 0
+    where no row leaves its rank."""
+    table = feed.move.table
+    rank, peer = table.rank_of_row(), table.wide("peer")
+    sent = (table["send"] == 1) & (rank != peer)
+    return (
+        sum(_wire_us(cluster, rank[sent], peer[sent], table.wide("rows")[sent], row_bytes))
+        if sent.any()
+        else 0.0
+    )
 
 
 def even_tokens(tokens: Ints) -> Ints:

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
     get_vision_window_index,
 )
 
+from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
@@ -128,9 +130,8 @@ class _Patches:
         if hasattr(config, "fullatt_block_indexes"):
             order = torch.as_tensor(_windows(self.grids[index], config)[0])
             merge = config.spatial_merge_size**2
-            fields = {
-                name: one.view(-1, merge, *one.shape[1:])[order].flatten(0, 1) for name, one in fields.items()
-            }
+            turned = {name: one.reshape(-1, merge, *one.shape[1:])[order] for name, one in fields.items()}
+            fields = {name: one.flatten(0, 1) for name, one in turned.items()}
         return fields
 
 
@@ -168,10 +169,8 @@ def arguments(batch: PlannedBatch) -> dict[str, Any]:
 
 def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Raises ConfigError where placeholder tokens are not the rows that are fed."""
-    tokens, given = kwargs.get("input_ids"), kwargs.get(MEDIA)
-    if tokens is None or (
-        given is None and (kwargs.get("pixel_values") is not None or kwargs.get(NAME) is None)
-    ):
+    tokens, given, handle = (kwargs.get(name) for name in ("input_ids", MEDIA, NAME))
+    if tokens is None or not isinstance(handle, PlanHandle) or is_compiling():
         return
     wanted = (tokens[0] == base.config.image_token_id) | (tokens[0] == base.config.video_token_id)
     rows = tokens.new_zeros(0) if given is None else given[0].rows.to(tokens.device)
