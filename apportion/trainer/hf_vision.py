@@ -59,7 +59,7 @@ def media(
     given: dict[str, Any] = {
         "dataset": _Patches(images, found, config),
         "lengths": found.prod(1),
-        "masks": [documents([h * w] * t, full()) for t, h, w in found.tolist()],
+        "masks": [full() if t == 1 else documents([h * w] * t, full()) for t, h, w in found.tolist()],
     }
     if whole is not None:
         layers = {FULL: len({*whole}), WINDOWS: config.depth - len({*whole})}
@@ -67,9 +67,9 @@ def media(
         kinds = zip(given["masks"], windows, strict=True)
         given["masks"] = [{FULL: mask, WINDOWS: _alone(ends)} for mask, (_, ends) in kinds]
         given["orders"] = [order for order, _ in windows]
-    planned = Model(
-        heads, heads, width // heads, dtype=dtype or own, hidden=width, ffn=_ffn(config), layers=layers
-    )
+    ffn = int(getattr(config, "intermediate_size", 0) or width * config.mlp_ratio)
+    sizes = {"q_heads": heads, "kv_heads": heads, "head_dim": width // heads, "hidden": width, "ffn": ffn}
+    planned = Model(**sizes, dtype=dtype or own, layers=layers)
     return Media(**{**given, **options}, model=planned, places=places, merge=config.spatial_merge_size**2)
 
 
@@ -87,10 +87,6 @@ def _config(model: Any) -> Any:
         rule, remedy = f"is none of {', '.join(TYPES)}", "make ap.Media, and run its encoder yourself"
         raise ConfigError("model_type", model.config.model_type, rule, remedy)
     return model.config
-
-
-def _ffn(config: Any) -> int:
-    return int(getattr(config, "intermediate_size", 0) or config.embed_dim * config.mlp_ratio)
 
 
 def _windows(grid: Ints, config: Any) -> tuple[Ints, Ints]:

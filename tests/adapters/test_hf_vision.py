@@ -62,11 +62,11 @@ def test_what_would_compute_something_else_is_refused(pool: Pool) -> None:
 def test_the_example_trains_as_one_process_with_both_layouts_even() -> None:
     root = Path(__file__).parents[2]
     command, env = [sys.executable, root / "examples/vision/train.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+);", run.stdout)]
-    assert len(losses) == 6
+    assert len(losses) == 5
     assert losses[-1] < losses[0] - 1.0
     rows = [[int(one) for one in own.split(", ")] for own in re.findall(r"\[([\d, ]+)\]", run.stdout)]
-    assert len(rows) == 12
+    assert len(rows) == 10
     assert all(max(own) <= 1.02 * sum(own) / len(own) for own in rows)

@@ -84,6 +84,7 @@ class MediaOrder:
     start: int = 0
 
     def __post_init__(self) -> None:
+        self._tokens: Ints = np.asarray(self.media.lengths) // self.media.merge
         (sample, token), count = np.asarray(self.media.places).T, self._tokens
         self._order = np.lexsort((token, sample))
         sample, token, count = sample[self._order], token[self._order], count[self._order]
@@ -102,10 +103,6 @@ class MediaOrder:
                 remedy,
             )
         self._first = np.searchsorted(sample, np.arange(len(lengths) + 1))
-
-    @property
-    def _tokens(self) -> Ints:
-        return np.asarray(self.media.lengths) // self.media.merge
 
     def __iter__(self) -> Iterator[list[int]]:
         for number, drawn in enumerate(islice(self.draw or (), self.start, None), self.start):
