@@ -36,6 +36,21 @@ def test_training_equals_one_process(pool: Pool, ranks: int, options: dict[str, 
             np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-10)
 
 
+def test_worker_processes_read_images() -> None:
+    def read(**options: Any) -> list[Any]:
+        loader = jobs_media.loader(
+            Communicator.shared(), jobs_media.media(), sampler=[[1], [0, 2], [4]], **options
+        )
+        return [
+            None if one.media is None else (one.media.fields["patches"], one.feed.places) for one in loader
+        ]
+
+    for one, other in zip(read(), read(workers=1, source="local"), strict=True):
+        assert (one is None) == (other is None)
+        for own, wanted in zip(one or (), other or (), strict=True):
+            np.testing.assert_array_equal(own, wanted)
+
+
 PLACES = [list(one[:2]) for one in IMAGES]
 SHIFTED, SHARED, OUTSIDE = [*PLACES[:-1], [7, 41]], [PLACES[0], [0, 10], *PLACES[2:]], [*PLACES[:-1], [8, 0]]
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
