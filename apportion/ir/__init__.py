@@ -1,1 +1,1 @@
-"""Pure data and its rules: what goes in, what comes out, and what a plan must hold. Knows nobody."""
+"""Data types and their rules: requests, plans, byte and text formats, verification. Imports no other package."""

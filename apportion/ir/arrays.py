@@ -1,4 +1,4 @@
-"""Idioms of integer columns: offsets of groups, ranges laid end to end, runs of equal rows."""
+"""Idioms of integer columns: group offsets, positions within groups, run boundaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Bools = NDArray[np.bool_]
 
 
 def offsets(counts: ArrayLike) -> Ints:
-    """int64 [n + 1]: where each of n groups begins, and where the last ends; `counts`, integers [n], lie end to end."""
+    """int64 [n + 1]: start offsets of n consecutive groups of sizes `counts`, integers [n], and the end of the last
+    one."""
     sizes = np.asarray(counts)
     found = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=found[1:])
@@ -21,19 +22,20 @@ def offsets(counts: ArrayLike) -> Ints:
 
 
 def group_of(counts: ArrayLike) -> Ints:
-    """int64 [sum of counts]: of which group each element is; groups of `counts`, integers [n]."""
+    """int64 [sum of counts]: the group index of each element, for consecutive groups of sizes `counts`, integers
+    [n]."""
     sizes = np.asarray(counts)
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
 def within(counts: Ints) -> Ints:
-    """int64 [sum of counts]: which element of its group each is, from 0 on."""
+    """int64 [sum of counts]: the index of each element within its group, from 0."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def changes(*columns: Ints) -> Bools:
-    """bool [n]: where a row differs from the one before it, in any of the columns, [n] each; so does the first."""
+    """bool [n]: True at row 0 and where a row differs from the previous one in any of the columns, [n] each."""
     found = np.ones(len(columns[0]), np.bool_)
     if len(found):
         found[1:] = columns[0][1:] != columns[0][:-1]

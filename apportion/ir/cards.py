@@ -1,6 +1,6 @@
-"""What notebooks show of plans, batches, masks and results: a small picture and the figures, as HTML.
+"""HTML cards of plans, batches, masks and results for notebooks: a small picture and the figures.
 
-Every text is escaped, and a card has a few kilobytes, whatever it shows. Colours follow the notebook's.
+All text is escaped, and a card takes a few kilobytes whatever it shows. Colours follow the notebook's theme.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BLUE, _GREY = "#4477aa", "#8b97a3"
 
 
 def card(title: str, rows: Iterable[tuple[str, str]], picture: str = "") -> str:
-    """HTML of a title, rows of (name, value), and a picture beside them. picture: SVG of this module."""
+    """HTML card with a title, rows of (name, value) and a picture beside them. picture: SVG of this module."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
         for name, value in rows
@@ -30,14 +30,14 @@ def card(title: str, rows: Iterable[tuple[str, str]], picture: str = "") -> str:
 
 
 def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """HTML of a table with a heading for each column; columns but the first are numbers."""
+    """HTML table with a heading for each column; all columns but the first are numeric."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def bars(title: str, values: Ints | Floats) -> str:
-    """SVG of values side by side, from 0 on, and a line at their mean; of more than `BARS`, the largest of each few."""
+    """SVG bar chart with a line at the mean; beyond `BARS` values, each bar is the maximum of a group of neighbours."""
     found = np.asarray(values, np.float64)
     step = max(1, -(-len(found) // BARS))
     tops = [float(found[at : at + step].max()) for at in range(0, len(found), step)]
@@ -66,14 +66,14 @@ def cells(title: str, seen: Bools) -> str:
 
 
 def _spans(line: Bools) -> list[tuple[int, int]]:
-    """(first, end) of each stretch that is set."""
+    """(first, end) of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def sampled(bands: Ints, length: int) -> Bools:
-    """bool [side, side]: what bands of a sequence show at evenly spaced tokens. bands: int64 [n, 6], as masks have
-    them."""
+    """bool [side, side]: the mask of bands sampled at evenly spaced tokens of a sequence. bands: int64 [n, 6], as masks
+    produce them."""
     side = min(length, GRID)
     tokens = (np.arange(side) * length + length // 2) // side
     query, key = tokens[:, None], tokens[None, :]

@@ -2,11 +2,11 @@
 
     ApportionError
     ├── ConfigError (ValueError)        a batch, cluster, model, policy or recipe field is wrong
-    │   └── UnknownNameError (KeyError) no recipe, pass, solver, mask or kind of that name
+    │   └── UnknownNameError (KeyError) unknown name of a recipe, pass, solver, mask or kind
     ├── CapacityError (ValueError)      the request is well formed but cannot be served (numbers inside)
-    ├── DecodeError (ValueError)        bytes or text that are not a plan
+    ├── DecodeError (ValueError)        bytes or text that are not a valid plan
     │   └── VersionError                a plan of an unknown major version
-    ├── VerifyError (ValueError)        a plan breaks a rule; carries every violation
+    ├── VerifyError (ValueError)        a plan violates a rule; carries every violation
     ├── MissingDependencyError (ImportError)  an optional part is not installed; names the extra
     └── ExecutionError (RuntimeError)   a backend cannot run the plan (ranks hold different plans, wrong shapes, …)
 
@@ -23,13 +23,13 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, with three digits where two behind the point would not show them."""
+    """Formats bytes in GiB: two decimals, or three significant digits for small sizes."""
     amount = size / 2**30
     return f"{amount:.2f} GiB" if amount >= 1 else f"{amount:.3g} GiB"
 
 
 class ApportionError(Exception):
-    """Root of all errors that Apportion raises on purpose."""
+    """Base of all errors that Apportion raises on purpose."""
 
 
 class ConfigError(ApportionError, ValueError):
@@ -44,7 +44,7 @@ class ConfigError(ApportionError, ValueError):
 
 
 class UnknownNameError(ConfigError, KeyError):
-    """No recipe, pass, solver, mask or attention kind of that name."""
+    """Unknown name of a recipe, pass, solver, mask or attention kind."""
 
     __str__ = Exception.__str__
 
@@ -62,7 +62,7 @@ class VersionError(DecodeError):
 
 
 class VerifyError(ApportionError, ValueError):
-    """A plan breaks a rule. `violations` lists all of them, the root cause first."""
+    """A plan violates a rule. `violations` lists all of them, the root cause first."""
 
     def __init__(self, message: str, violations: tuple[Any, ...] = ()) -> None:
         self.violations = violations

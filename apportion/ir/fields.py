@@ -1,4 +1,4 @@
-"""Checks of plain data where it enters: an error names field, value, rule and remedy."""
+"""Validation of plain data on input: an error names field, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError, UnknownNameError
 
-MAX_INT = 2**62  # what fits 64-bit arithmetic with room for one addition
-MAX_COUNT = 2**31 - 1  # what fits the columns that counts end up in
+MAX_INT = 2**62  # fits 64-bit arithmetic with room for one addition
+MAX_COUNT = 2**31 - 1  # fits the columns that store counts
 MAX_FILE_BYTES = 2**30
-#: of numbers that only count above 0, and of all: sums and products of a few stay finite
+#: smallest positive number, and largest number: sums and products of a few stay finite
 LEAST, MOST = 1e-15, 1e15
 _MAX_DEPTH = 32
-_SHOWN = 120  # characters of a line that does not parse
+_SHOWN = 120  # characters shown of a line that does not parse
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
@@ -30,7 +30,7 @@ Checked = TypeVar("Checked")
 
 
 def scalar(value: Any) -> Any:
-    """A Python number or boolean of a numpy one and of an array without dimensions; anything else as it is."""
+    """Converts a numpy number, boolean or zero-dimensional array to a Python one; returns other values unchanged."""
     if not isinstance(value, np.generic | np.ndarray) or value.ndim or value.dtype.kind not in "biuf":
         return value
     return float(value) if value.dtype.kind == "f" else value.item()
@@ -48,15 +48,15 @@ def integer(field: str, value: Any, low: int = 1, high: int = MAX_INT) -> int:
 
 
 def keep(owner: Any, field: str, check: Callable[..., Any], *limits: Any) -> None:
-    """Gives a field of a frozen dataclass, the last part of `field`, the value that `check` returns: of a numpy number
-    a Python one."""
+    """Validates the field of a frozen dataclass named by the last part of `field`, and stores the result of `check`,
+    which makes numpy numbers Python ones."""
     name = field.rpartition(".")[2]
     object.__setattr__(owner, name, check(field, getattr(owner, name), *limits))
 
 
 def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> float:
-    """`value` as a float in [low, MOST] (above: above `low`, and LEAST at least); with `low` minus infinity any that is
-    finite. Booleans and strings are refused."""
+    """`value` as a float in [low, MOST]; above: greater than `low` and at least LEAST; with `low` minus infinity any
+    finite number. Booleans and strings are refused."""
     given = value if type(value) is float else scalar(value)
     if isinstance(given, bool) or not isinstance(given, int | float):
         remedy = "write a number without quotes (YAML reads 4e2 as text, 4.0e+2 as a number)"
@@ -70,7 +70,7 @@ def number(field: str, value: Any, low: float = 0.0, above: bool = False) -> flo
 
 
 def _broken(given: float, low: float, above: bool) -> str | None:
-    """Which rule of `number` a finite number breaks."""
+    """The rule of `number` that a finite number breaks, or None."""
     most = sys.float_info.max if low == -math.inf else MOST
     if given > most or given < -most:
         return f"must be at most {most:g}"
@@ -90,7 +90,7 @@ def amount(field: str, value: Any, least: float, most: float) -> float:
 def described(field: str, value: Any, most: int) -> str:
     """`value` if it is a text of 1 to `most` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
-        raise ConfigError(field, value, f"must be a text of 1 to {most} characters", "say it shortly")
+        raise ConfigError(field, value, f"must be a text of 1 to {most} characters", "shorten it")
     return value
 
 
@@ -103,7 +103,7 @@ def flag(field: str, value: Any) -> bool:
 
 
 def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = None) -> Checked:
-    """`value` if it is of that class."""
+    """`value` if it is an instance of the class."""
     if not isinstance(value, kind):
         made = f"make one with {kind.__name__}(...)"
         raise ConfigError(field, value, f"must be a {kind.__name__}", remedy or made)
@@ -111,7 +111,7 @@ def instance(field: str, value: Any, kind: type[Checked], remedy: str | None = N
 
 
 def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]:
-    """`values` one after another, each when its turn comes, if it is of that class."""
+    """Yields `values` one by one, each checked to be an instance of the class."""
     try:
         every = iter(values)
     except TypeError:
@@ -121,7 +121,8 @@ def instances(field: str, values: Any, kind: type[Checked]) -> Iterator[Checked]
 
 
 def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints:
-    """`values` (flat, as `sequence` takes them; arrays of an integer dtype) as int64, each in [low, high]."""
+    """`values` as a flat int64 array, each in [low, high]; accepts what `sequence` accepts, and arrays of an integer
+    dtype."""
     found = as_array(field, values)
     if found is not None:
         return _array(field, found, low, high)
@@ -132,13 +133,15 @@ def integers(field: str, values: Any, low: int = 1, high: int = MAX_INT) -> Ints
 
 
 def as_array(field: str, values: Any) -> NDArray[Any] | None:
-    """`values` as an array, where they are one or say how they become one; None where they do neither."""
+    """`values` as an array, if they are one or convert to one (`__array__`), otherwise None."""
     if isinstance(values, np.generic | type) or not hasattr(values, "__array__"):
         return None
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(field, values, f"is no array: {error}", "pass a numpy array, or a list") from None
+        raise ConfigError(
+            field, values, f"is not an array: {error}", "pass a numpy array, or a list"
+        ) from None
 
 
 def _int64(field: str, values: Iterable[int]) -> Ints:
@@ -167,7 +170,7 @@ def _in_range(field: str, values: NDArray[Any], low: int, high: int) -> Ints:
 
 
 def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
-    """`values` as a list of lists of `width` items each."""
+    """`values` as a list of lists of `width` items."""
     found = []
     for i, row in enumerate(sequence(field, values)):
         found.append(list(row if isinstance(row, list | tuple) else sequence(f"{field}[{i}]", row)))
@@ -177,8 +180,8 @@ def rows(field: str, values: Any, width: int, names: str) -> list[list[Any]]:
 
 
 def sequence(field: str, value: Any) -> Sequence[Any]:
-    """`value` as a list, if it is a list, tuple, range, array or iterator. What has no order of items, or none that are
-    values, is refused: sets, mappings, texts and bytes."""
+    """`value` as a list, if it is a list, tuple, range, array or iterator. Refuses sets, mappings, strings and
+    bytes."""
     if isinstance(value, list | tuple | range):
         return value
     array = as_array(field, value)
@@ -224,14 +227,12 @@ def choice(field: str, value: Any, allowed: Iterable[str]) -> str:
     """`value` if it is one of `allowed`. Raises UnknownNameError, which lists them."""
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
-        raise UnknownNameError(
-            field, value, "there is nothing of that name", suggestion(str(value)[:64], allowed)
-        )
+        raise UnknownNameError(field, value, "unknown name", suggestion(str(value)[:64], allowed))
     return str(value)
 
 
 def suggestion(key: str, allowed: Iterable[str]) -> str:
-    """What to write instead of `key`."""
+    """Suggests a close match for `key`, and lists the allowed names."""
     allowed = tuple(allowed)
     close = difflib.get_close_matches(key, allowed, n=1)
     listed = ", ".join(allowed) or "none"
@@ -243,9 +244,7 @@ def text(field: str, value: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(
-            field, ascii(value), "must be text in UTF-8", "leave out what is half a character"
-        ) from None
+        raise ConfigError(field, ascii(value), "must be text in UTF-8", "remove lone surrogates") from None
     return str(value)
 
 
@@ -286,7 +285,7 @@ def load(path: str | Path) -> Any:
 
 
 def _unparsed(path: Path, text: str, error: Exception) -> ConfigError:
-    """Says where `text` stops being JSON or YAML, and shows the line."""
+    """A ConfigError that shows the line at which `text` fails to parse as JSON or YAML."""
     line, column, reason = _place(error)
     value = (text.split("\n")[line - 1] if line else text)[:_SHOWN].strip()
     where = f" at line {line}, column {column}" if line else ""
@@ -294,7 +293,7 @@ def _unparsed(path: Path, text: str, error: Exception) -> ConfigError:
 
 
 def _place(error: Exception) -> tuple[int, int, str]:
-    """(line, column, reason) of a parser's error, counted from 1; line 0 where it does not say."""
+    """(line, column, reason) of a parser's error, counted from 1; line 0 if unknown."""
     if isinstance(error, json.JSONDecodeError):
         return error.lineno, error.colno, error.msg
     if mark := getattr(error.__cause__, "problem_mark", None):  # of YAML
@@ -303,7 +302,7 @@ def _place(error: Exception) -> tuple[int, int, str]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of at most 1 GiB of UTF-8. Raises ConfigError, or OSError where it cannot be read."""
+    """Reads a UTF-8 text file of at most 1 GiB. Raises ConfigError, or OSError if it cannot be read."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(str(path), path.stat().st_size, "must be at most 1 GiB", "split the file")
     try:
@@ -326,5 +325,5 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found

@@ -19,19 +19,19 @@ SIZE = 32
 
 
 def digest(data: bytes) -> bytes:
-    """BLAKE2b with 32 bytes."""
+    """32-byte BLAKE2b digest."""
     return blake2b(data, digest_size=SIZE).digest()
 
 
 def leaf(part: bytes) -> bytes:
-    """The node of one part."""
+    """Hash of the leaf for one part."""
     state = blake2b(b"\0", digest_size=SIZE)
     state.update(part)
     return state.digest()
 
 
 def tree(leaves: list[bytes]) -> list[list[bytes]]:
-    """The levels of the tree, leaves first, the root alone in the last."""
+    """Levels of the tree, from the leaves to the root."""
     levels = [leaves]
     while len(levels[-1]) > 1:
         levels.append(_level_above(levels[-1]))
@@ -44,13 +44,13 @@ def _level_above(nodes: list[bytes]) -> list[bytes]:
 
 
 def path(levels: list[list[bytes]], rank: int) -> list[bytes]:
-    """The siblings met on the way from a rank's leaf to the root."""
+    """Sibling hashes on the path from a rank's leaf to the root."""
     places = [(level, (rank >> height) ^ 1) for height, level in enumerate(levels)]
     return [level[place] for level, place in places if place < len(level)]
 
 
 def climb(node: bytes, rank: int, ranks: int, siblings: Sequence[bytes]) -> bytes:
-    """The root that a leaf and its path lead to. Raises DecodeError where the path has the wrong length."""
+    """Computes the root from a leaf and its path. Raises DecodeError if the path has the wrong length."""
     left = list(siblings)
     while ranks > 1:
         if rank ^ 1 < ranks:
@@ -65,5 +65,6 @@ def climb(node: bytes, rank: int, ranks: int, siblings: Sequence[bytes]) -> byte
 
 
 def plan_id(digests: Iterable[bytes], root: bytes) -> bytes:
-    """The id, from the digests of header, request, layouts, moves and report, and the root over the parts."""
+    """Computes the plan's id from the digests of header, request, layouts, moves and report, and the root over the
+    parts."""
     return digest(b"".join([FORMAT.encode(), b"\0", *digests, root]))

@@ -1,13 +1,13 @@
-"""The instruction set: ops and the columns of every table, written out, never derived; tensors are in `ir.tensors`.
+"""The instruction set: ops, and the columns of every table, spelled out, never derived. Tensors are in `ir.tensors`.
 
-An op is one row of `Op`: all that text, verification, prices and engines must know of it is derived from there.
+An op is one row of `Op`, from which text format, verification, cost model and engines derive its properties.
 
 A rank's memory is named, not addressed. Each tensor has *home* rows (what the caller passes in and gets back) and
 a *work* arena whose rows the planner allots. An operand is a range of rows of one of the two:
 
     operand = (tensor, space, row, rows, col, heads)
 
-    tensor  what it is; see `ir.tensors`
+    tensor  its code; see `ir.tensors`
     space   home | work
     row     first row; `rows` the number of rows (> 0, except in operand 0, which means "none")
     col     first head column of a work arena that the operand's heads occupy, side by side (0 for home rows, whose
@@ -34,31 +34,31 @@ FIRST_DKV = 2
 
 
 class Use(Enum):
-    """What an op does with the rows of an operand."""
+    """Access of an op to the rows of an operand."""
 
-    READ = auto()  # values, which stay
-    TAKE = auto()  # partials, which are used up
-    MOVE = auto()  # values stay, partials are used up
-    WRITE = auto()  # filled with the tokens of the operand that it is like
-    ONCE = auto()  # the same, and never a second time
-    ADD = auto()  # a partial of those tokens is added; where the row says that it is the first, put there
-    CLEAR = auto()  # the identity of accumulation: 0, and for O also LSE = -inf
-    FINISH = auto()  # a partial becomes a value where it is
-    TRAVEL = auto()  # sent (as MOVE) or received, as the row says
+    READ = auto()  # reads values, which remain
+    TAKE = auto()  # consumes partials
+    MOVE = auto()  # reads values, which remain, or consumes partials
+    WRITE = auto()  # writes the tokens of the operand named by `like`
+    ONCE = auto()  # as WRITE, but rows may be written only once
+    ADD = auto()  # adds a partial of those tokens, or stores it if the row's `first` flag is set
+    CLEAR = auto()  # sets the identity of accumulation: 0, and for O also LSE = -inf
+    FINISH = auto()  # turns a partial into a value in place
+    TRAVEL = auto()  # sends (as MOVE) or receives, by the row's `send` flag
 
     @property
     def reads(self) -> bool:
-        """Whether the rows are an input, on the left of the arrow in text."""
+        """True if the rows are an input, on the left of the arrow in text."""
         return self in (Use.READ, Use.TAKE, Use.MOVE)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An operand of an op: the column of the op's list, and the tensors that may stand there.
+    """An operand of an op: its column in the op's list, and the tensors allowed there.
 
-    like: the column of the operand that holds the same tokens row by row, so as many rows; and the same heads, unless
-    that one has none. flag: of ADD, the bit of `first`. passes: how often the rows go through memory in a first row
-    and in a later one; None: once, and ADD twice in a later row.
+    like: the column of the operand with the same tokens row by row, hence as many rows, and the same heads unless that
+    operand is headless. flag: for ADD, the bit of `first`. passes: memory passes over the rows in a first row and in a
+    later one; None: one, and two for ADD in a later row.
     """
 
     column: str
@@ -73,8 +73,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Rule:
-    """What an op is. list: the table whose rows it consumes. In `tasks` and `grads` the first two operands are query
-    and key rows. kernels: what the executor starts for an instruction with rows, besides packing and unpacking.
+    """The properties of an op. list: the table whose rows it consumes. In `tasks` and `grads` the first two operands
+    are query and key rows. kernels: kernel launches of an instruction with rows, besides packing and unpacking.
     products: multiplications by the weights of the layer's projection."""
 
     list: str | None
@@ -85,7 +85,7 @@ class Rule:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns of its list that name operands."""
+        """All operand columns of its list."""
         return OPERAND_COLUMNS[self.list] if self.list else ()
 
     @property
@@ -93,16 +93,16 @@ class Rule:
         return self.list in TASK_LIST.values()
 
     def argument(self, column: str) -> Argument | None:
-        """The operand in a column, None where the op has none there."""
+        """The operand in a column, or None if the op has none there."""
         return next((argument for argument in self.arguments if argument.column == column), None)
 
     def source(self, argument: Argument) -> Argument | None:
-        """The operand whose rows go into this one and are used up by that: of the same tensor, and elsewhere."""
+        """The operand that this one accumulates and consumes: of the same tensor, in other rows."""
         found = self.argument(argument.like or "")
         return found if found and found.use in (Use.TAKE, Use.MOVE) and not argument.use.reads else None
 
 
-#: list -> its columns that are numbers of operands
+#: list -> its operand columns
 OPERAND_COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "transfers": ("operand",),
@@ -121,11 +121,11 @@ _NO_LIST = Rule(None, kernels=0)
 
 
 class Op(IntEnum):
-    """Operations: a code and a rule each. An instruction consumes `count` rows, in order, of its op's list."""
+    """Operations, a code and a rule each. An instruction consumes `count` rows, in order, of its op's list."""
 
     rule: Rule
 
-    # without a rule, an op is looked up by its code
+    # defined without a rule, so that codes alone look up an op
     def __new__(cls, code: int, rule: Rule = _NO_LIST) -> Op:
         op = int.__new__(cls, code)
         op._value_, op.rule = code, rule
@@ -133,7 +133,7 @@ class Op(IntEnum):
 
     # start all sends and receives of `round` on `channel`
     LAUNCH = 1, Rule("transfers", (Argument("operand", Use.TRAVEL, _ALL),), kernels=0)
-    # this rank's sends and receives of `round` are complete
+    # complete this rank's sends and receives of `round`
     WAIT = 2, _NO_LIST
     # query rows x key rows under the band, merged into O rows by online softmax
     ATTEND = (
@@ -148,7 +148,7 @@ class Op(IntEnum):
             phases=("forward",),
         ),
     )
-    # the gradients of a task; one kernel for dQ, one for dK and dV
+    # the gradients of a task: one kernel for dQ, one for dK and dV
     ATTEND_GRAD = (
         4,
         Rule(
@@ -165,7 +165,7 @@ class Op(IntEnum):
             kernels=2,
         ),
     )
-    # delta = rowsum(dO * O), LSE copied from O; once, because a sum (the gradient of the sinks) is taken over the rows
+    # delta = rowsum(dO * O), LSE copied from O; once per row, because the sink gradients sum over the rows
     DELTA = (
         5,
         Rule(
@@ -178,7 +178,7 @@ class Op(IntEnum):
             phases=("backward",),
         ),
     )
-    # log-sum-exp merge of a partial
+    # merge a partial by log-sum-exp
     MERGE = (
         6,
         Rule(
@@ -187,7 +187,7 @@ class Op(IntEnum):
             phases=("forward",),
         ),
     )
-    # sum of a partial gradient
+    # add a partial gradient
     ADD = (
         7,
         Rule(
@@ -198,7 +198,7 @@ class Op(IntEnum):
     )
     COPY = 8, Rule("rowops", (Argument("a", Use.MOVE, _ALL), Argument("c", Use.WRITE, _ALL, like="a")))
     CLEAR = 9, Rule("rowops", (Argument("c", Use.CLEAR, PARTIALS),))
-    # the layer's projection of X for the heads of b and c: it makes results of its own, which are put in place
+    # the layer's projection of X for the heads of b and c; its results are new arrays, then stored
     PROJECT = (
         10,
         Rule(
@@ -211,7 +211,7 @@ class Op(IntEnum):
             products=1,
         ),
     )
-    # gradients pushed back through the projection, which is computed again and multiplied by twice
+    # gradients pushed back through the projection, which is recomputed and multiplied by twice
     PROJECT_GRAD = (
         11,
         Rule(
@@ -241,9 +241,9 @@ class Op(IntEnum):
     )
 
 
-#: op -> its rule: what tables are derived from
+#: op -> its rule
 RULES: Mapping[int, Rule] = MappingProxyType({op: op.rule for op in Op})
-#: phase -> what its attention tasks add up, by the column of their list
+#: phase -> the tensors that its attention tasks accumulate, by the column of their list
 ADDED: Mapping[str, Mapping[str, Argument]] = MappingProxyType(
     {
         phase: {
@@ -256,24 +256,24 @@ ADDED: Mapping[str, Mapping[str, Argument]] = MappingProxyType(
 ATTENTION = tuple(op for op in Op if op.rule.is_attention)
 OP_NAMES: Mapping[Op, str] = MappingProxyType({op: op.name.lower() for op in Op})
 
-# mode of a launch, as bits
+# launch modes, as bits
 P2P = 0  # only ranks with transfers in the round take part
 ALL_TO_ALL = 1  # every rank of the plan launches the round, with or without transfers
-# All tiles are of sums, and complete: they travel in the model's dtype (an LSE in the accumulators'), from work rows to
-# home rows to which nothing else is added. What a row of a sum gets so it gets in all its heads, by such rounds and by
+# All tiles are complete rows of sums: they travel in the model's dtype (an LSE in the accumulators'), from work rows to
+# home rows to which nothing else is added. A row of a sum receives all its heads in this way, by such rounds and by
 # `deliver`.
 RESULTS = 2
 
 #: table -> its columns, in encoding order. All values are integers.
 TABLES = MappingProxyType(
     {
-        # rows and head columns of each tensor's work arena; tensors without a row have none
+        # rows and head columns of each tensor's work arena; tensors without work rows are absent
         "arenas": ("tensor", "rows", "heads"),
         "operands": ("tensor", "space", "row", "rows", "col", "heads"),
         # round, channel and mode are 0 except in launch (all three) and wait (round)
         "instructions": ("op", "round", "channel", "mode", "count"),
-        # send: 1 sends the operand to peer, 0 receives it. The k-th send i -> j of a round meets the k-th receive
-        # of j from i.
+        # send: 1 sends the operand to peer, 0 receives it. The k-th send i -> j of a round matches the k-th receive of
+        # j from i.
         "transfers": ("send", "peer", "operand"),
         # i - j for query row i and key row j, counted from the operands' first rows, lies in [dmin, dmax];
         # clipped: dmin >= -(key rows - 1), dmax <= query rows - 1
@@ -283,7 +283,7 @@ TABLES = MappingProxyType(
     }
 )
 
-#: where each token of a layout lives on a rank: `length` rows from `row` hold the global tokens from `token`, all of
+#: location of the tokens of a layout on a rank: `length` rows from `row` hold the global tokens from `token`, all of
 #: `sequence`, at positions counting up from `position`
 SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 
@@ -291,21 +291,21 @@ SPAN_COLUMNS = ("row", "token", "length", "sequence", "position")
 #: arrive from `peer` at `row` of the target layout (send = 0); peer may be the rank itself
 MOVE_COLUMNS = ("send", "peer", "row", "rows")
 
-#: table of recurrent layers -> its columns, in encoding order: `ir.plan.tables.Recurrence`. A *run* are consecutive
-#: tokens of one branch (`ir.masks.predecessors`) on consecutive home rows of a rank, as many as there are.
+#: table of recurrent layers -> its columns, in encoding order: `ir.plan.tables.Recurrence`. A *run* is a maximal range
+#: of consecutive tokens of one branch (`ir.masks.predecessors`) on consecutive home rows of a rank.
 RECURRENCE_TABLES = MappingProxyType(
     {
-        # by row. position: tokens that come before its first one; peer, past: the rank and the number there of the run
-        # before it (0 and -1: none); leads: 1 where a run has this one as its past
+        # by row. position: tokens before its first one; peer, past: rank and number of the previous run (0 and -1:
+        # none); leads: 1 if this run is the past of another
         "runs": ("row", "rows", "sequence", "position", "peer", "past", "leads"),
-        # slots: heads from `head` on of run `run` of rank `peer` are folded here; parent: the slot of that run's past
-        # (-1: it has none), an earlier one. Kinds are numbered in the order of the header
+        # slots: heads from `head` on of run `run` of rank `peer` are folded here; parent: the slot of that run's past,
+        # an earlier one (-1: none). Kinds are numbered in the order of the header
         "folds": ("kind", "head", "heads", "peer", "run", "parent"),
-        # where the heads of own runs are folded: the k-th row of a kind from i to j has the k-th slot of that kind on j
+        # destinations of the heads of own runs: the k-th row of a kind from i to j has the k-th slot of that kind on j
         # whose run is of i
         "states": ("kind", "head", "heads", "peer", "run"),
-        # rows before runs, which convolutions read: as in a remap, from home rows to rows of the halo. These are, for
-        # each run, as many as the widest convolution reads before it, the last of them that of the token just before
+        # rows before runs, which convolutions read: as in a remap, from home rows to rows of the halo. For each run,
+        # the rows of the widest convolution before it, ending with the token just before the run
         "halo": MOVE_COLUMNS,
     }
 )
@@ -313,5 +313,5 @@ RECURRENCE_TABLES = MappingProxyType(
 FORMAT = "apportion.plan"
 VERSION = (3, 0)
 MAX_RANKS = 65_535
-#: no number of a table is beyond this either way: sums of 2**14 of them still fit an int64
+#: every number of a table is at most this in absolute value: sums of 2**14 of them still fit an int64
 LIMIT = 2**48

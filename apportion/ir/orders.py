@@ -1,4 +1,4 @@
-"""Orders of integer keys in linear time, over a known range or over any, and distinct keys."""
+"""Linear-time sorting of integer keys, over a known range or any, and ranking of distinct keys."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from apportion.ir.arrays import Ints
 
 
 def stable_order(keys: Ints) -> Ints:
-    """int64 [n]: the stable order of `keys`, int64 [n]."""
+    """int64 [n]: the stable sorting order of `keys`, int64 [n]."""
     return core.stable_order(np.ascontiguousarray(keys))
 
 
 def ranked(*columns: Ints) -> tuple[Ints, ...]:
-    """int64 [distinct], the numbers in int64 columns, ascending; and of each column, where its numbers are among
-    these."""
+    """int64 [distinct]: the distinct numbers of int64 columns, ascending; then, for each column, the ranks of its
+    numbers."""
     found, number = core.ranked(np.concatenate(columns))
     return found, *np.split(number, np.cumsum([len(column) for column in columns[:-1]]))
 
 
 def sort_order(key: Ints, size: int) -> Ints:
-    """int32 [n]: the stable order that sorts `key`, int32 or int64 in [0, size)."""
+    """int32 [n]: the stable sorting order of `key`, int32 or int64 in [0, size)."""
     return core.counting_order(np.ascontiguousarray(key), size)

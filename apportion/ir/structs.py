@@ -1,11 +1,10 @@
-"""Builds frozen dataclasses from plain data, and checks their fields by annotations with msgspec's `Meta`.
+"""Builds frozen dataclasses from plain data and validates their fields by annotations with msgspec's `Meta`.
 
     nodes: Count = 1                                 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
     dtype: Annotated[str, one_of(DTYPES)] = "bf16"
 
-`read` makes an instance from data, `check` checks the fields of one; both accept numpy scalars. The checks of
-`ir.fields` raise the errors, so a field has the same error wherever its value comes from. Rules between fields are the
-class's own.
+`read` builds an instance from data, `check` validates the fields of an instance; both accept numpy scalars. Errors come
+from `ir.fields`, so a field has the same error from every source. Classes check rules between fields themselves.
 (`msgspec.convert` ignores unknown fields of dataclasses, refuses numpy scalars, and names neither keys of mappings nor
 close matches in its errors.)
 """
@@ -23,7 +22,7 @@ from apportion.ir import fields as checks
 from apportion.ir.errors import ConfigError
 
 T = TypeVar("T")
-Rule = Callable[[str, Any], Any]  # (field, value) -> the value as it is kept
+Rule = Callable[[str, Any], Any]  # (field, value) -> the validated value
 
 MAX_TEXT = 400
 _PLAIN = (int, float, str, bool, type(None))
@@ -36,29 +35,29 @@ Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 
 
 def one_of(words: Collection[str]) -> Meta:
-    """Of a field that is one of these words."""
+    """Annotation of a field with a fixed set of words."""
     return Meta(extra={"words": tuple(words)})
 
 
 def check(owner: Any, where: str) -> None:
-    """Holds the fields of an instance to their annotations. where: its name in errors. Raises ConfigError."""
+    """Validates the fields of an instance by their annotations. where: its name in errors. Raises ConfigError."""
     for key, rule in _rules(owner.__class__, False).items():
         object.__setattr__(owner, key, rule(f"{where}.{key}", getattr(owner, key)))
 
 
 def read(cls: Callable[..., T], where: str, data: Any) -> T:
-    """The instance that plain data describes. Raises ConfigError."""
-    return cls(**values(cls, where, given(cls, where, data)))
+    """Builds an instance from plain data. Raises ConfigError."""
+    return cls(**values(cls, where, mapping_of(cls, where, data)))
 
 
-def given(cls: Any, where: str, data: Any) -> Mapping[str, Any]:
-    """`data`, where it is a mapping of fields of a dataclass and has those without defaults. Raises ConfigError."""
+def mapping_of(cls: Any, where: str, data: Any) -> Mapping[str, Any]:
+    """`data` if it is a mapping of fields of a dataclass, with all required ones. Raises ConfigError."""
     needed = [one.name for one in fields(cls) if one.default is one.default_factory is MISSING]
     return checks.known(where, data, [one.name for one in fields(cls)], needed)
 
 
 def values(cls: Any, where: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a dataclass as they are kept, of plain data. Raises ConfigError."""
+    """Validated field values of a dataclass from plain data. Raises ConfigError."""
     rules = _rules(cls, True)
     return {key: rules[key](f"{where}.{key}", value) for key, value in data.items()}
 
@@ -79,7 +78,7 @@ def _data(value: Any) -> Any:
 
 @cache
 def _rules(cls: Any, plain: bool) -> Mapping[str, Rule]:
-    """Of each field the check that its annotation stands for. plain: whether values are plain data."""
+    """Field -> check by its annotation. plain: True if values are plain data."""
     found = inspect.type_info(cls)
     assert isinstance(found, inspect.DataclassType)
     return {one.name: _rule(one.type, plain) for one in found.fields}

@@ -1,5 +1,5 @@
-"""Tensors of a program: a code and what it contains, and in which spaces its rows lie. Codes are part of the format:
-they are never renumbered."""
+"""Tensors of a program: their codes, contents and memory spaces. Codes are part of the format: they are never
+renumbered."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from apportion.ir.latent import Latent
 PHASES = ("forward", "backward")
 
 
-#: whose heads a tensor has
+#: the side whose heads a tensor has
 Side = Literal["query", "key"]
 SIDES: tuple[Side, Side] = ("query", "key")
 Width = Literal["head_dim", "v_head_dim", "hidden"]
 
 
 class Part(NamedTuple):
-    """One array of a tensor: [rows, heads, width], [rows, heads] where width is None; without heads [rows, width]."""
+    """One array of a tensor: [rows, heads, width], or [rows, heads] if width is None; [rows, width] without heads."""
 
     name: str
     width: Width | None = None
@@ -30,11 +30,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a tensor is. parts: its arrays, in the order in which they travel. side: None where it has no heads. wide:
-    in the accumulators' dtype, float32 (float64 for a float64 model), and else in the model's. partial: summed up part
-    by part. fused: its parts lie side by side in each row and head of an arena. phases: those that may name it;
-    fetched, returned: those in which its rows go to where tasks run, and what tasks add up for rows comes back.
-    """
+    """Properties of a tensor. parts: its arrays, in transfer order. side: None if headless. wide: stored in the
+    accumulators' dtype, float32 (float64 for a float64 model), instead of the model's. partial: a sum of partial
+    results. fused: its parts are side by side in each row and head of an arena. phases: phases that may use it;
+    fetched, returned: phases in which its rows travel to tasks, and in which partial results travel back."""
 
     name: str
     parts: tuple[Part, ...] = ()
@@ -47,7 +46,7 @@ class Contents:
     returned: tuple[str, ...] = ()
 
     def widths(self, head_dim: int, v_head_dim: int, hidden: int, latent: Latent | None) -> tuple[int, ...]:
-        """Numbers of each part in a row of one head; 0 for a part without that dimension. latent: as of the model."""
+        """Widths of each part in a row of one head; 0 for a part without that dimension. latent: of the model."""
         if latent is not None and self.side == "key":
             head_dim, v_head_dim = latent.widths
         of = {"head_dim": head_dim, "v_head_dim": v_head_dim, "hidden": hidden}
@@ -62,14 +61,14 @@ class Tensor(IntEnum):
 
     contents: Contents
 
-    # without contents, a tensor is looked up by its code
+    # defined without contents, so that codes alone look up a tensor
     def __new__(cls, code: int, contents: Contents = _NOTHING) -> Tensor:
         tensor = int.__new__(cls, code)
         tensor._value_, tensor.contents = code, contents
         return tensor
 
     NONE = 0, _NOTHING
-    # hidden states, only where `project` is used; with position ids, so that rows can be projected wherever they go
+    # hidden states, only for `project`; with position ids, so that rows can be projected on any rank
     X = 1, Contents("X", (Part("x", "hidden"), Part("position", integer=True)))
     Q = 2, Contents("Q", (Part("q", "head_dim"),), "query", fetched=PHASES)
     KV = (
@@ -136,11 +135,11 @@ class Tensor(IntEnum):
 
 TENSOR_NAMES: Mapping[Tensor, str] = MappingProxyType({tensor: tensor.contents.name for tensor in Tensor})
 
-#: tensors that are summed up part by part
+#: tensors that are sums of partial results
 PARTIALS = tuple(tensor for tensor in Tensor if tensor.contents.partial)
-#: those of them that are gradients: they may travel in the model's dtype although they are no results yet
+#: the gradients among them, which may travel in the model's dtype before they are results
 GRADIENTS = frozenset(tensor for tensor in PARTIALS if tensor.contents.phases == ("backward",))
-#: how gradients that are no results travel: in the accumulators' dtype, or rounded to the model's
+#: transfer dtype of gradients before they are results: the accumulators', or rounded to the model's
 SENT_GRADIENTS = ("wide", "model")
 KV_SIDE = frozenset(tensor for tensor in Tensor if tensor.contents.side == "key")
 HEADLESS = frozenset(tensor for tensor in Tensor if tensor.contents.side is None)
@@ -158,7 +157,7 @@ def _travels(way: str) -> Mapping[tuple[Side, str], tuple[Tensor, ...]]:
     )
 
 
-#: (side, phase) -> what goes to where tasks run, in tiles and in exchanges; what comes back; both
+#: (side, phase) -> tensors fetched for tasks, in tiles and in exchanges; tensors returned; both
 FETCHED, RETURNED = _travels("fetched"), _travels("returned")
 TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
     {key: (*tensors, *RETURNED[key]) for key, tensors in FETCHED.items()}
@@ -166,7 +165,7 @@ TRAVELLING: Mapping[tuple[Side, str], tuple[Tensor, ...]] = MappingProxyType(
 
 
 class Space(IntEnum):
-    """Where rows live."""
+    """Memory spaces of rows."""
 
     HOME = 0
     WORK = 1

@@ -1,4 +1,4 @@
-"""Independent parts of a plan on several cores."""
+"""Runs independent parts of planning on several cores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from apportion.ir.fields import integer
 MOST_THREADS = 1024
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def spread(function: Callable[[Item], Made], items: Iterable[Item], threads: int) -> list[Made]:
-    """What the function makes of each, in order; on so many threads, of which compiled loops let each other run."""
+def spread(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
+    """Maps the function over the items with `threads` threads, results in order; compiled loops release the GIL."""
     every = list(items)
     if threads == 1 or len(every) < 2:
         return [function(item) for item in every]
@@ -26,5 +26,5 @@ def spread(function: Callable[[Item], Made], items: Iterable[Item], threads: int
 
 
 def checked_threads(threads: int) -> int:
-    """The number of threads. Raises ConfigError for one that is none."""
+    """`threads` if it is a valid number of threads. Raises ConfigError otherwise."""
     return integer("threads", threads, 1, MOST_THREADS)

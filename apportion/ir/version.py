@@ -1,3 +1,3 @@
-"""The release, recorded in every plan."""
+"""The release number, recorded in every plan."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
-"""Parses YAML into plain data; refuses aliases, which can expand beyond memory, and duplicate keys.
+"""Parses YAML into plain data; refuses aliases, whose expansion can exhaust memory, and duplicate keys.
 
-A module of its own, imported when a YAML file is read: importing PyYAML takes longer than all around it."""
+A separate module, imported only to read a YAML file, because importing PyYAML is slow.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ class _UniqueKeyLoader(_LOADER):  # type: ignore[misc, valid-type]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {twice!r} is there twice", node.start_mark
+                None, None, f"the key {twice!r} occurs twice", node.start_mark
             )
         return super().construct_mapping(node, deep)
 
 
 def parse(text: str) -> Any:
-    """The data of a YAML text without aliases. Raises ValueError, from the parser's own error."""
+    """Parses a YAML text without aliases. Raises ValueError with the parser's message."""
     try:
         if "*" in text and any(isinstance(one, yaml.AliasEvent) for one in yaml.parse(text, Loader=_LOADER)):
-            raise ValueError("aliases are not read")
+            raise ValueError("aliases are not supported")
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ValueError(error) from error

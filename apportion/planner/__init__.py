@@ -1,1 +1,1 @@
-"""From a batch to a plan: passes, solvers, recipes, bounds."""
+"""The planner: passes, solvers, recipes, bounds, forecasts and simulation."""

@@ -1,4 +1,4 @@
-"""From a batch to a verified plan."""
+"""Plans one microbatch: from a batch to a verified plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apportion.ir.request.policy import DEFAULT_RECIPE, Policy, Recipe
 from apportion.ir.threads import checked_threads
 from apportion.ir.verify import verify as verify_plan
 from apportion.planner.pipeline.feasibility import check_call_memory, check_request
-from apportion.planner.pipeline.pipeline import Made, draft, seal
+from apportion.planner.pipeline.pipeline import PlanResult, draft, seal
 from apportion.planner.pipeline.placing import place
 from apportion.planner.pipeline.report import departures
 from apportion.planner.pipeline.watch import Watch
@@ -40,13 +40,12 @@ def plan(
     timings: dict[str, float] | None = None,
     threads: int = 1,
 ) -> Plan:
-    """The plan of one microbatch: equal arguments give equal bytes.
+    """Plans one microbatch: equal arguments give equal bytes.
 
     recipe: a name (default "auto"), a mapping or a Recipe; seed: default 0. `policy` brings its own recipe and seed,
-    and adds caps and tolerance. hardware: what recipes that compare times price with, by default the built-in H100.
-    verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step. threads: on how many
-    cores steps work, where they can; the bytes are the same.
-    Raises ConfigError, CapacityError, VerifyError.
+    and adds caps and tolerance. hardware: for recipes that compare predicted times, by default the built-in H100.
+    verify: check the finished plan (design, "Verify"). timings: filled with milliseconds per step. threads: number of
+    cores for steps that can use several; the bytes do not depend on it. Raises ConfigError, CapacityError, VerifyError.
     """
     policy, threads = policy_of(recipe, seed, policy), checked_threads(threads)
     flag("verify", verify)
@@ -60,9 +59,9 @@ def plan(
     return made.plan
 
 
-def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
-    """Runs all passes of the problem's recipe; a search on one core. Warns where a recipe that does not search asks for
-    something and its passes did something else. Raises ConfigError, CapacityError."""
+def make(problem: Problem, watch: Watch, threads: int = 1) -> PlanResult:
+    """Runs all passes of the problem's recipe; a search runs on one core. Warns if a recipe without search requests
+    something that its passes could not do. Raises ConfigError, CapacityError."""
     recipe = problem.policy.recipe
     if recipe.step("search") is not None:
         search = search_of(recipe)
@@ -73,11 +72,11 @@ def make(problem: Problem, watch: Watch, threads: int = 1) -> Made:
     placed = place(problem, passes, watch, threads)
     plan = seal(draft(placed, watch, threads=threads), watch, threads=threads)
     _warn(recipe, plan.report.get("departures", ()))
-    return Made(plan, placed)
+    return PlanResult(plan, placed)
 
 
 def sketch(problem: Problem) -> Plan:
-    """The plan of `make` without bytes, and without a report but of its second layout: what a forecast simulates.
+    """Plans like `make`, without bytes and with only the second layout in the report: for the simulations of forecasts.
     Raises as `make`."""
     recipe, watch = problem.policy.recipe, Watch(None)
     if recipe.step("search") is not None or problem.policy.tolerance is not None:
@@ -90,16 +89,16 @@ def sketch(problem: Problem) -> Plan:
 
 
 def _warn(recipe: Recipe, every: Iterable[Mapping[str, Any]]) -> None:
-    for told in every:
-        if _is_wanted(recipe, told):
-            warn(f"recipe {recipe.name}: {departure(told)}", stacklevel=4)
+    for entry in every:
+        if _is_requested(recipe, entry):
+            warn(f"recipe {recipe.name}: {departure(entry)}", stacklevel=4)
 
 
-def _is_wanted(recipe: Recipe, told: Mapping[str, Any]) -> bool:
-    """Whether the recipe asks for what the plan departs from: groups of ranks, or a value that is not a built-in's."""
-    step, name = str(told["field"]).split(".")[1::2]
+def _is_requested(recipe: Recipe, entry: Mapping[str, Any]) -> bool:
+    """True if the recipe requests what the plan departs from: groups of ranks, or a value other than a built-in's."""
+    step, name = str(entry["field"]).split(".")[1::2]
     given, built_in = recipe.step(step), BUILT_IN.get(recipe.name)
-    if name == "degree" or given is None or told["asked"] == "auto":
+    if name == "degree" or given is None or entry["asked"] == "auto":
         return name == "degree"
     return name in given.params and (built_in is None or built_in.recipe != recipe)
 
@@ -113,7 +112,5 @@ def policy_of(
         )
     for name, value in (("recipe", recipe), ("seed", seed)):
         if value is not None:
-            raise ConfigError(
-                name, value, "is given beside a policy, which has its own", "put it into the policy"
-            )
+            raise ConfigError(name, value, "conflicts with the policy's own value", "set it in the policy")
     return policy

@@ -1,17 +1,18 @@
-"""Lower bounds: what no plan can beat, each with what it holds for, and void where nothing is proven.
+"""Lower bounds on plans, each with its conditions; void if nothing is proven.
 
 Foreign KV, queries at home. A rank that holds rows of a band needs the keys that these rows see; those that it does not
-hold itself are foreign. Let `reach` be the end of its last row (counted from the band's first key), n the keys of the
-band that it holds below that, C the most tokens of a rank and w the most pairs that it computes.
+hold itself are foreign. Let `reach` be the end of its last row (counted from the band's first key), n the number of the
+band's keys below `reach` that it holds, C the largest number of tokens of a rank and w of the pairs that it computes.
 
     stair   rows see all keys up to their own      foreign = reach - n
     window  … the last W of them                   foreign >= min(reach - n, W - 1): a key below `reach` that no row
                                                    sees has W foreign ones before the rank's next row, which sees W - 1
     block   rows see all keys                      foreign = keys - n
 
-The ranks that reach furthest: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j before it, so they
-are at most j * C tokens of at most j * w pairs. That bounds each reach from below; the sums are over ranks, and over
-bands whose keys are apart. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbid placements.
+Sort ranks by falling reach: rows beyond the reach of the j-th (j = 0, 1, ...) are held by the j ranks before it, so
+they are at most j * C tokens of at most j * w pairs. That bounds each reach from below; the bound sums over ranks, and
+over bands with disjoint keys. Speeds do not matter (w is the largest of all ranks), and home_ranks only forbid
+placements.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, TRAVELLING
 
-#: a ratio to a bound of fewer tokens than this share of the batch says nothing
+#: below this share of the batch's tokens, a bound gives no meaningful ratio
 LEAST_SHARE = 0.01
-#: rounding of sums and roots, relative
+#: relative rounding error of sums and roots
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Bound:
-    """No plan of the same promises has less than `bound`, this one has `value`; None where there is no such number.
+    """A lower bound for all plans under the same constraints, and this plan's value; None: unknown.
 
-    void: why the ratio of the two says nothing, None where it does.
+    void: why their ratio has no meaning, else None.
     """
 
     name: str
@@ -49,30 +50,30 @@ class Bound:
 
     @property
     def gap(self) -> float | None:
-        """value / bound, at least 1; None where void."""
+        """value / bound, at least 1; None if void."""
         if self.void is not None or not self.bound or self.value is None:
             return None
         ratio = self.value / self.bound
         return 1.0 if abs(ratio - 1) < _ROUNDING else ratio
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data: bound, value, gap, and `void` where there is no gap."""
+        """Plain data: bound, value, gap, and `void` if there is no gap."""
         data: dict[str, Any] = {"bound": self.bound, "value": self.value, "gap": self.gap}
         return data if self.gap is not None else data | {"void": self.void or "the bound is 0"}
 
 
 def makespan(placed: float, loads: Ints | Floats, speeds: Floats) -> Bound:
-    """The busiest rank's load over its speed. placed: the placement's bound (of what it cannot split, by
-    `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. The mean by speed holds for any
-    split, so at least that."""
+    """Bounds the busiest rank's load over its speed. placed: the placement's bound (for unsplittable pieces, by
+    `solvers.partition.lpt.makespan_bound`); loads: [ranks] pairs; speeds: [ranks]. The mean by speed bounds any split,
+    so the result is at least that."""
     mean = float(loads.sum()) / float(speeds.sum())
     return Bound("makespan", max(placed, mean), float((loads / speeds).max()))
 
 
 def slots(degrees: Iterable[int], used: Iterable[int]) -> Bound:
-    """Slots of all exchanges, of the tiles and routes that they have: a rank sends and receives at most one tile in a
-    slot, so an exchange has no fewer than its busiest rank sends or receives. degrees: these numbers, of each exchange.
-    used: the slots of each."""
+    """Bounds the slots of all exchanges, given their tiles and routes: a rank sends and receives at most one tile per
+    slot, so an exchange needs at least the degree of its busiest rank. degrees: these, per exchange. used: slots per
+    exchange."""
     least, total = sum(degrees), sum(used)
     return Bound("slots", float(least), float(total), None if least else "nothing is exchanged")
 
@@ -85,12 +86,12 @@ def kv_bytes(
     value: float | None,
     queries_move: bool = False,
 ) -> Bound:
-    """Bytes of KV that must go out, forward and backward, and of its gradient that must come back, for one call of each
-    attention kind, in any plan in which queries stay home and no rank is fuller or busier.
+    """Bounds the bytes of KV sent forward and backward, and of returned KV gradients, for one call of each attention
+    kind, in any plan with queries at home and no larger token or load caps.
 
-    token_cap: most tokens of a rank; load_caps: kind -> most pairs that a rank computes; where groups of ranks share
-    tokens (Ulysses), both are of a group. value: the same bytes of this plan. queries_move: whether a task runs away
-    from the home of its queries: nothing is proven then.
+    token_cap: most tokens of a rank; load_caps: kind -> most pairs that a rank computes; if groups of ranks share
+    tokens (Ulysses), both per group. value: the same bytes of this plan. queries_move: True if some task runs away from
+    the home of its queries, which voids the bound.
     """
     if queries_move:
         return Bound("kv_bytes", None, value, "queries move: nothing is proven")
@@ -104,11 +105,12 @@ def kv_bytes(
 def remote_pairs_bytes(
     model: Model, remote: Iterable[tuple[str, Ints]], value: float | None, heads_split: bool = False
 ) -> Bound:
-    """Bytes for pairs computed where neither their query nor their key is at home. A rank that fetches q query rows and
-    k key rows covers at most q * k of them, so w pairs cost at least 2 sqrt(w * KV * (Q + O)) bytes, O as a result.
+    """Bounds the bytes for pairs computed with neither query nor key at home. A rank that fetches q query rows and k
+    key rows covers at most q * k of them, so w pairs cost at least 2 sqrt(w * KV * (Q + O)) bytes, with O as a result.
 
-    remote: (phase, int64 [ranks] such pairs on each rank) of each attention call. value: the bytes of this plan for the
-    rows of these pairs. heads_split: whether tasks have some of the heads: a pair then needs part of its rows.
+    remote: (phase, int64 [ranks] remote pairs of each rank) per attention call. value: the bytes of this plan for the
+    rows of these pairs. heads_split: True if tasks have part of the heads, which voids the bound: a pair then needs
+    part of its rows.
     """
     least = sum(float(remote_bytes(model, phase, pairs).sum()) for phase, pairs in remote)
     if heads_split:
@@ -118,10 +120,10 @@ def remote_pairs_bytes(
 
 
 def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
-    """float64, shaped like `pairs`: bytes that a rank moves at least for so many pairs with query and key remote."""
+    """float64, shaped like `pairs`: least bytes that a rank must move for that many pairs with remote query and key."""
     keys = sum(model.sent_bytes(tensor) for tensor in TRAVELLING["key", phase])
     queries = sum(model.sent_bytes(tensor) for tensor in FETCHED["query", phase])
-    for tensor in RETURNED["query", phase]:  # a result where the rank computes all of a row
+    for tensor in RETURNED["query", phase]:  # a result if the rank computes the whole row
         queries += min(model.sent_bytes(tensor), model.q_heads * model.sent_result_bytes(tensor))
     least: Floats = 2.0 * np.sqrt(pairs.astype(np.float64) * keys * queries)
     return least
@@ -131,11 +133,11 @@ def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
 
 
 def foreign_kv_tokens(batch: Batch, kind: str, token_cap: int, load_cap: int) -> int:
-    """KV tokens that must leave home where queries stay home: no plan in which a rank holds at most `token_cap`
-    tokens and computes at most `load_cap` pairs of this kind moves fewer. 0 where nothing is proven."""
+    """KV tokens that must leave their home if queries stay home, in any plan whose ranks hold at most `token_cap`
+    tokens and compute at most `load_cap` pairs of this kind. 0 if nothing is proven."""
     return foreign_tokens(batch.bands(kind), token_cap, load_cap)
 
 
 def foreign_tokens(bands: Ints, token_cap: int, load_cap: int) -> int:
-    """As `foreign_kv_tokens`, of bands int64 [n, 6] sorted by q0."""
+    """As `foreign_kv_tokens`, for bands int64 [n, 6] sorted by q0."""
     return core.foreign_tokens(np.ascontiguousarray(bands), token_cap, load_cap, MAX_RANKS)

@@ -1,11 +1,11 @@
-"""Congestion between nodes: factors on bytes over rate, from the messages that a round puts on the network at once.
+"""Congestion between nodes: slowdown factors of transfers, by the simultaneous messages of a round.
 
     NICs that send to the receiver's in the round     k: 1 + incast * min(k - 1, incast_peers) times as long
     one sender, whose NIC has no other receiver       1 / one_peer times as long
     a message of few bytes                            1 / its share of the rate, where `message_rates` are known
 
-Only what the hardware file knows counts, so that rates of files without these figures are those of the link. A round is
-posted as a whole, and its messages share the wire; rounds that overlap on two channels are not held against each other.
+Figures missing from the hardware file have no effect. A round is posted as a whole and its messages share the network;
+overlapping rounds on two channels do not affect each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apportion.ir.request.hardware import Hardware
 
 @dataclass(frozen=True)
 class Congestion:
-    """Figures of a hardware file, see `Hardware`. peers: `incast_peers`, infinite where it is not said."""
+    """Congestion figures of a hardware file, see `Hardware`. peers: `incast_peers`, infinite by default."""
 
     incast: float = 0.0
     peers: float = np.inf
@@ -31,7 +31,7 @@ class Congestion:
 
     @staticmethod
     def of(hardware: Hardware) -> Congestion | None:
-        """None where transfers take bytes over rate, whoever sends."""
+        """The hardware's congestion, or None if transfers always take bytes over rate."""
         given = {
             "incast": hardware.incast,
             "peers": hardware.incast_peers,
@@ -42,10 +42,10 @@ class Congestion:
         return found if found.incast > 0 or found.one_peer < 1 or found.rates is not None else None
 
     def factors(self, round_: Ints, out_port: Ints, in_port: Ints, message: Ints, sent_bytes: Ints) -> Floats:
-        """float64 [transfers]: how many times as long each takes as bytes over rate.
+        """float64 [transfers]: slowdown of each transfer relative to bytes over rate.
 
-        int64 [transfers] each, all between nodes: the round, the NICs of sender and receiver, which message it is part
-        of, numbered from 0, and its bytes."""
+        int64 [transfers] each, all between nodes: round, NICs of sender and receiver, message number from 0, bytes.
+        """
         senders = _others(round_, in_port, out_port)
         receivers = _others(round_, out_port, in_port)
         slow = 1.0 + self.incast * np.minimum(senders - 1, self.peers)
@@ -56,7 +56,7 @@ class Congestion:
 
 
 def _others(round_: Ints, port: Ints, other: Ints) -> Ints:
-    """int64 [transfers]: how many different ports those of the same round and port have at their other end."""
+    """int64 [transfers]: number of distinct opposite ports of the transfers with the same round and port."""
     span = 1 + int(max(port.max(initial=0), other.max(initial=0)))
     places, of = np.unique(round_ * span + port, return_inverse=True)
     pairs = np.unique(of * span + other)
@@ -65,8 +65,8 @@ def _others(round_: Ints, port: Ints, other: Ints) -> Ints:
 
 
 class Network(NamedTuple):
-    """Between nodes, as the core reads it. sent: int64 [tensors], bytes of a row and head; first: the number of the
-    first rank; byte_us, round_us: microseconds of a byte, and of one round more; else see `Congestion`."""
+    """Inter-node network in the core's form. sent: int64 [tensors], bytes of a row and head; first: number of the first
+    rank; byte_us, round_us: microseconds per byte and per additional round; others as in `Congestion`."""
 
     sent: Ints
     first: int

@@ -1,17 +1,16 @@
-"""What work costs: microseconds of attention tasks, row operations and linear layers on a hardware.
+"""Cost model: microseconds of attention tasks, row operations and linear layers on given hardware.
 
-A task of `pairs` allowed pairs in a rectangle of rows x keys is priced from the two grids of its phase, by the
-share of the rectangle that it computes:
+A task of `pairs` allowed pairs in a rectangle of rows x keys is priced from the two grids of its phase, by the fraction
+of the rectangle that it computes:
 
     pairs   max(rows, keys)      causal(rows, keys)          rows x keys
-            one tile a row   ──►  the causal grid  ─────────►  the full grid        straight lines between
+            one tile a row   ──►  the causal grid  ─────────►  the full grid        linear in between
 
 Grids are interpolated bilinearly in rows and keys (DistCA, section 4.2), not in their logarithms: time is a sum of
-terms in rows x keys, rows, keys and 1, which straight lines reproduce. A cell on the diagonal of the causal grid,
-where rows = keys bends, is split along it. Beyond the grid, the time a pair of the nearest edge holds: saturation.
-Both rules keep what the grids have: no time falls when rows or keys are added, and where no causal time of the grids is
-above the full one, none is anywhere. Where some are, as of kernels that cut causal tasks into several calls, all are at
-most so many times the full one as the worst of them.
+terms in rows x keys, rows, keys and 1, which linear interpolation reproduces. A cell on the diagonal of the causal
+grid, where rows = keys bends, is split along it. Beyond the grid, the time per pair of the nearest edge holds:
+saturation. Both rules preserve monotonicity: no time falls when rows or keys are added, and the ratio of causal to full
+times never exceeds its maximum over the grids (above 1 for kernels that split causal tasks into several calls).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def causal_pairs(rows: Count, keys: Count) -> Ints:
 
 
 class Attention(Protocol):
-    """What prices attention, as `CostModel` does."""
+    """A cost model of attention, such as `CostModel`."""
 
     def attention_us(
         self, phase: str, q_rows: Ints, kv_rows: Ints, pairs: Ints, q_heads: Ints, kv_heads: Ints, /
@@ -54,7 +53,7 @@ class Attention(Protocol):
 
 
 def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
-    """float64 [n]: what each of int64 [n, 6] bands takes as one task with all heads, 0 where it has no pair."""
+    """float64 [n]: time of each of int64 [n, 6] bands as one task with all heads; 0 if it has no pair."""
     q0, q1, k0, k1, _, _ = tighten(bands).T
     pairs, times = area(bands), np.zeros(len(bands))
     some = np.flatnonzero(pairs)
@@ -67,9 +66,9 @@ def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
 class _Grids(NamedTuple):
     """The grids of one phase, as the core reads them.
 
-    points: int64 [points], the axis. cell: int64 and offset: float64, for each number of tiles up to the axis' end: the
-    cell between two points that holds them, and how many rows into it they reach. full, causal: float64 [5, cells], of
-    each cell, row after row of them: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner.
+    points: int64 [points], the axis. cell: int64 and offset: float64, for each number of tiles up to the axis' end: its
+    cell between two points, and the row offset in that cell. full, causal: float64 [5, cells], of each cell, row-major:
+    time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner.
     """
 
     points: Ints
@@ -80,9 +79,9 @@ class _Grids(NamedTuple):
 
 
 class _PhaseCost(NamedTuple):
-    """One phase, at the hardware's heads and head dim. pair_us: the least time a pair of any grid point, saturated
-    throughput. most_causal: times the full time, where causal ones are above it; at least 1. window_us: a query row,
-    of what dmax cuts."""
+    """Costs of one phase, at the hardware's heads and head dim. pair_us: the least time per pair of any grid point
+    (saturated throughput). most_causal: largest ratio of causal to full times, at least 1. window_us: extra time per
+    query row cut by dmax."""
 
     grids: _Grids
     tile: int
@@ -114,10 +113,10 @@ def _patches(points: Ints, times: Floats, split: bool) -> Floats:
 
 
 class CostModel:
-    """Times of a model's layers on a hardware, one rank of speed 1; callers divide by a rank's speed.
+    """Times of a model's layers on given hardware, for one rank of speed 1; callers divide by a rank's speed.
 
-    Heads scale attention: time is proportional to query heads and to the FLOPs of the head dims, and never less
-    than reading and writing every row once, where KV heads count (GQA). The grids' dtype is taken for the model's.
+    Heads scale attention: time is proportional to query heads and to the FLOPs of the head dims, and at least the time
+    to read and write every row once, where KV heads count (GQA). The grids are assumed to have the model's dtype.
     """
 
     def __init__(self, hardware: Hardware, model: Model) -> None:
@@ -127,12 +126,12 @@ class CostModel:
     def attention_us(
         self, phase: str, q_rows: Count, kv_rows: Count, pairs: Count, q_heads: Count, kv_heads: Count
     ) -> Floats:
-        """float64 [n]: each task's share of its instruction, besides `launch_us`.
+        """float64 [n]: each task's share of its instruction's time, without `launch_us`.
 
-        q_rows, kv_rows, pairs: int64 [n] or int, at least 1, the task's rectangle and the pairs allowed in it.
-        q_heads, kv_heads: int, or int64 [n]: the heads of its operands; kernels read a latent row once for each query
-        head, as it is expanded (`expansion_us` has what that takes). phase: forward or backward; another raises
-        UnknownNameError.
+        q_rows, kv_rows, pairs: int64 [n] or int, at least 1, the task's rectangle and the pairs allowed in it. q_heads,
+        kv_heads: int, or int64 [n]: the heads of its operands; kernels read an expanded latent row once per query head
+        (`expansion_us` is the cost of expanding). phase: forward or backward. Raises UnknownNameError for another
+        phase.
         """
         keys = kv_heads if self.model.latent is None else q_heads
         sizes = (q_rows, kv_rows, pairs, q_heads, keys)
@@ -140,70 +139,71 @@ class CostModel:
         return core.task_us(*self._phase(phase), self._scale(phase), *self._row_us(phase), *columns)
 
     def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
-        """float64 [n]: expanding latent rows for an instruction. rows: of one head each; heads: whose weights are used.
-        Forward a product, and a pass that puts the rotated numbers beside each head's own part of k. Backward
-        these again, the products of the gradients of rows and of weights, and the sum of the latter."""
+        """float64 [n]: time to expand the latent rows of an instruction. rows: of one head each; heads: heads whose
+        weights are used. Forward: a product, and a pass that copies the rotated numbers beside each head's own part of
+        k. Backward: both again, the products for the gradients of rows and weights, and the sum of the latter."""
         model, rate = self.model, self.hardware.linear_tflops.value * 1e6
         assert model.latent is not None
         backward = phase == "backward"
         flops = 2.0 * model.expansion * (3 if backward else 1) * np.asarray(rows)
         moved = (2 * model.head_dim - model.latent.rope) * model.element_bytes * np.asarray(rows)
-        if backward:  # written by the product, read by the sum, which is read and written
+        if backward:  # written by the product, read by the sum, which is itself read and written
             summed = 2 * (model.element_bytes + model.accumulator_bytes)
             moved = moved + summed * model.expansion * np.asarray(heads)
         kernels = 5 if backward else 2
         return np.asarray(flops / rate + self.moved_us(moved) + kernels * self.hardware.rowop_us.value)
 
     def ideal_us(self, phase: str, pairs: Count, q_heads: Count) -> Floats:
-        """float64: the same pairs at saturated throughput, without launches."""
+        """float64: time of the pairs at saturated throughput, without launches."""
         a_pair = self._phase(phase).pair_us * self._scale(phase)
         return np.asarray(np.asarray(pairs, np.float64) * q_heads * a_pair)
 
     def launch_us(self, phase: str) -> float:
-        """Once a kernel of an attend or attend_grad instruction: its tasks are one launch, as in varlen kernels."""
+        """Launch cost per kernel of an attend or attend_grad instruction, whose tasks share a launch, as in varlen
+        kernels."""
         return self.hardware.grid(phase).launch_us
 
     def chain_us(self, phase: str, q_rows: Count, kv_rows: Count, diagonals: Count) -> Floats:
-        """float64 [n]: the least time of an instruction that holds the task, however many multiprocessors are idle:
-        a tile of its queries walks over the keys that it sees (backward: of its keys over its queries) one after the
-        other. diagonals: of the task's band."""
+        """float64 [n]: least time of an instruction with this task, with unlimited multiprocessors: one tile of queries
+        iterates over its visible keys (backward: a tile of keys over its queries). diagonals: of the task's band."""
         walked = np.minimum(kv_rows if phase == "forward" else q_rows, diagonals + (self.hardware.tile - 1))
         tiles = -(-walked // self.hardware.tile)
         return np.asarray(tiles * (self.hardware.grid(phase).tile_us * self._dims(phase)))
 
     def moved_us(self, moved_bytes: Count) -> Floats:
-        """float64: reading and writing that many bytes in all."""
+        """float64: time to read and write that many bytes in total."""
         return np.asarray(np.asarray(moved_bytes) / (self.hardware.memory_gbs.value * 1e3))
 
     def rowop_us(self, moved_bytes: Count) -> Floats:
-        """float64: a kernel on rows (copy, merge, add, clear, delta, finish, pack, unpack, cast) that reads and writes
-        that many bytes in all: bound by memory."""
+        """float64: time of a row kernel (copy, merge, add, clear, delta, finish, pack, unpack, cast) that reads and
+        writes that many bytes in total: memory-bound."""
         return np.asarray(self.hardware.rowop_us.value + self.moved_us(moved_bytes))
 
     @property
     def kernels(self) -> tuple[object, ...]:
-        """All that prices work on a rank: equal where links, NICs and congestion alone differ."""
+        """Key of all inputs that price work on a rank: equal for hardware that differs in links, NICs and congestion
+        alone."""
         hardware = self.hardware
         rates = (hardware.memory_gbs, hardware.rowop_us, hardware.linear_tflops)
         return self.model, hardware.axis, hardware.forward, hardware.backward, *(rate.value for rate in rates)
 
     @property
     def post_us(self) -> float:
-        """Of each message of a round, before any of its transfers is complete."""
+        """Cost of posting a message, before any transfer of its round completes."""
         return self.hardware.post_us.value
 
     @property
     def contention(self) -> float:
-        """By how much longer kernels take while a transfer of their rank is on the wire."""
+        """Relative slowdown of kernels during a transfer of their rank."""
         return self.hardware.contention.value
 
     @property
     def congestion(self) -> Congestion | None:
-        """What transfers between nodes take beyond bytes over rate; None: nothing."""
+        """Slowdown of transfers between nodes; None: none."""
         return Congestion.of(self.hardware)
 
     def network(self, cluster: Cluster) -> Network | None:
-        """Where senders that meet at a receiver are slower: what splits rounds; None where nothing is gained by it."""
+        """The network with incast, by which rounds are split; None if splitting gains nothing."""
         found = self.congestion
         if found is None or not found.incast or cluster.nodes == 1:
             return None
@@ -215,24 +215,25 @@ class CostModel:
         return Network(sent, *shape, 1 / (cluster.inter_gbs * 1e3), round_us, *figures)
 
     def linear_us(self, tokens: Count) -> Floats:
-        """float64: the linear layers of one layer, forward, of that many tokens: 2 FLOPs a parameter and token."""
+        """float64: forward time of one layer's linear operations for that many tokens: 2 FLOPs per parameter and
+        token."""
         flops = 2 * self.linear_parameters
         return np.asarray(np.asarray(tokens) * (flops / (self.hardware.linear_tflops.value * 1e6)))
 
     @property
     def linear_parameters(self) -> int:
-        """Of one layer: projections of Q, K, V and O, and a gated FFN (three matrices)."""
+        """Parameters of one layer: projections of Q, K, V and O, and a gated FFN (three matrices)."""
         return linear_parameters(self.model)
 
     def _phase(self, phase: str) -> _PhaseCost:
-        """The grids of a phase, made when they are first asked for."""
+        """The costs of a phase, built on first use."""
         if phase not in self._phases:
             grid = self.hardware.grid(choice("phase", phase, PHASES))
             self._phases[phase] = _PhaseCost.of(self.hardware, grid)
         return self._phases[phase]
 
     def _dims(self, phase: str) -> float:
-        """FLOPs of a pair and head, relative to the grid's: products as wide as QK and as V in a phase."""
+        """FLOPs per pair and head in a phase, relative to the grid's, by the widths of QK and V."""
         qk, v = _PRODUCTS[phase]
         return (qk * self.model.head_dim + v * self.model.value_dim) / ((qk + v) * self.hardware.head_dim)
 
@@ -240,7 +241,7 @@ class CostModel:
         return self._dims(phase) / self.hardware.q_heads
 
     def _row_us(self, phase: str) -> tuple[float, float]:
-        """Reading and writing one row of one head once: of queries, and of keys."""
+        """Time to read and write one row of one head once: of queries, and of keys."""
         qk, v = self.model.head_dim, self.model.value_dim
         numbers = (qk + v, qk + v) if phase == "forward" else (2 * qk + v, 2 * (qk + v))
         a_number = self.model.element_bytes / (self.hardware.memory_gbs.value * 1e3)

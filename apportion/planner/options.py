@@ -1,9 +1,8 @@
-"""Parameters of passes and solvers: fields of frozen dataclasses, held to their annotations.
+"""Parameters of passes and solvers: fields of frozen dataclasses, validated by their annotations.
 
     buffers: Annotated[int, Meta(ge=1)] = 3     ->  checked, described, listed by `apportion recipes`, in a JSON Schema
 
-msgspec reads the annotations. What stands between fields (one needs another) a class checks itself, in
-`__post_init__`.
+msgspec reads the annotations. Classes check rules between fields in `__post_init__`.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ T = TypeVar("T")
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Bytes = Annotated[int, Meta(ge=1, le=MAX_INT)]
-#: a time or a slack: not negative, and finite
+#: a time or a slack: non-negative and finite
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 Positive = Annotated[float, Meta(gt=0, le=1e300)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Option(ABC):
-    """A value that reads itself from plain data, where a type that msgspec knows does not say it."""
+    """A parameter type with its own parser, for types that msgspec does not support."""
 
     @abstractmethod
-    def reads(self, where: str, value: Any) -> Self:
-        """What `value` means in place of this default. Raises ConfigError, which names the field `where`."""
+    def parse(self, where: str, value: Any) -> Self:
+        """Parses `value` in place of this default. Raises ConfigError, which names the field `where`."""
 
     @abstractmethod
-    def says(self) -> str:
-        """What may be written, behind `must be`."""
+    def describe(self) -> str:
+        """Describes the accepted values, to follow `must be`."""
 
     @abstractmethod
     def data(self) -> Any:
-        """This value as it is written."""
+        """The value as plain data."""
 
     @abstractmethod
     def schema(self) -> dict[str, Any]:
-        """What may be written, as a JSON Schema."""
+        """JSON Schema of the accepted values."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A field of a dataclass: its default, the values that it takes in words, and as a JSON Schema."""
+    """A field of a dataclass: its default, and its accepted values in words and as a JSON Schema."""
 
     name: str
     default: Any
@@ -61,9 +60,10 @@ class Parameter:
 
 
 def read(cls: type[T], where: str, given: Mapping[str, Any], base: T | None = None) -> T:
-    """The instance of a dataclass of options that plain data describes.
+    """Builds a dataclass of options from plain data.
 
-    where: its name in errors. base: has what is not given, else the defaults. Raises ConfigError, UnknownNameError.
+    where: its name in errors. base: provides missing values, by default the defaults. Raises ConfigError,
+    UnknownNameError.
     """
     hints, values = _hints(cls), {} if base is None else {name: getattr(base, name) for name in _hints(cls)}
     for name, value in mapping(where, given).items():
@@ -75,7 +75,7 @@ def read(cls: type[T], where: str, given: Mapping[str, Any], base: T | None = No
 
 
 def keep(options: Any, where: str) -> None:
-    """Holds the fields of an instance of a dataclass of options to their annotations. Raises as `read`."""
+    """Validates the fields of a dataclass of options by their annotations. Raises as `read`."""
     for name in _hints(type(options)):
         held = _value(type(options), f"{where}.{name}", name, getattr(options, name))
         object.__setattr__(options, name, held)
@@ -85,13 +85,13 @@ def parameters(cls: type[Any]) -> Iterator[Parameter]:
     """The parameters of a dataclass of options."""
     for name, (hint, default) in _hints(cls).items():
         if isinstance(default, Option):
-            yield Parameter(name, default.data(), default.says(), default.schema())
+            yield Parameter(name, default.data(), default.describe(), default.schema())
         else:
-            yield Parameter(name, default, _says(inspect.type_info(hint)), msgspec.json.schema(hint))
+            yield Parameter(name, default, _describe(inspect.type_info(hint)), msgspec.json.schema(hint))
 
 
 def schema(cls: type[Any]) -> dict[str, Any]:
-    """The JSON Schema of what `read` takes."""
+    """JSON Schema of the data that `read` accepts."""
     held = {one.name: {**one.schema, "default": one.default} for one in parameters(cls)}
     return {"type": "object", "additionalProperties": False, "properties": held}
 
@@ -110,31 +110,34 @@ def _hints(cls: type[Any]) -> Mapping[str, tuple[Any, Any]]:
 def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
     (hint, default), value = _hints(cls)[name], scalar(value)
     if isinstance(default, Option):
-        return default.reads(where, value)
+        return default.parse(where, value)
     try:
         return msgspec.convert(value, hint)
     except (msgspec.ValidationError, TypeError, UnicodeEncodeError):
         pass
     known = inspect.type_info(hint)
     if isinstance(value, str) and (listed := _listed(known)):
-        raise UnknownNameError(where, value, f"must be {_says(known)}", suggestion(value[:64], listed))
+        raise UnknownNameError(where, value, f"must be {_describe(known)}", suggestion(value[:64], listed))
     raise ConfigError(
-        where, value, f"must be {_says(known)}", f"leave it out for {msgspec.json.encode(default).decode()}"
+        where,
+        value,
+        f"must be {_describe(known)}",
+        f"leave it out for {msgspec.json.encode(default).decode()}",
     )
 
 
 def _listed(known: inspect.Type) -> list[str]:
-    """The words among what a type takes."""
+    """The literal words accepted by a type."""
     if isinstance(known, inspect.UnionType):
         return [word for one in known.types for word in _listed(one)]
     return [str(value) for value in known.values] if isinstance(known, inspect.LiteralType) else []
 
 
-def _says(known: inspect.Type) -> str:
-    """What a type takes, behind `must be`."""
+def _describe(known: inspect.Type) -> str:
+    """Describes the values of a type, to follow `must be`."""
     match known:
         case inspect.UnionType(types=types):
-            return " or ".join(_says(one) for one in types)
+            return " or ".join(_describe(one) for one in types)
         case inspect.LiteralType(values=values):
             return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
         case inspect.BoolType():
@@ -144,9 +147,9 @@ def _says(known: inspect.Type) -> str:
         case inspect.IntType() | inspect.FloatType():
             return ("an integer" if isinstance(known, inspect.IntType) else "a number") + _range(known)
         case inspect.TupleType(item_types=types):
-            return f"a list of {len(types)}: " + ", ".join(_says(one) for one in types)
+            return f"a list of {len(types)}: " + ", ".join(_describe(one) for one in types)
         case inspect.VarTupleType(item_type=one):
-            return f"a list, each {_says(one)}"
+            return f"a list, each {_describe(one)}"
         case inspect.StrType():
             return "a name"
         case inspect.DictType():

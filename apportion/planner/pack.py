@@ -1,4 +1,4 @@
-"""Pack the sequences of an iteration into microbatches, each of at most as many tokens as all ranks together hold.
+"""Packs the sequences of an iteration into microbatches, limited to the tokens that fit all ranks together.
 
 sequences     8  3  3  2  6  1  1        in the order of the data, at most 10 tokens a microbatch
 sequential  | 8 |3  3  2 |6  1  1|       the same order
@@ -28,20 +28,20 @@ from apportion.planner.shard.blocks import row_areas, row_weights
 from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
 
-# A linear layer is one product forward and two, of the same size, backward.
+# A linear layer is one product forward, and two of the same size backward.
 LINEAR_FORWARDS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """microbatches: of each the sequence indexes, int64, rising; deferred: int64, rising, those that wait."""
+    """microbatches: sequence indexes of each, int64, ascending; deferred: int64, ascending, for a later iteration."""
 
     microbatches: tuple[Ints, ...]
     deferred: Ints
 
 
 class PackPass(Pass, Protocol):
-    """Puts the sequences of an iteration into microbatches."""
+    """Packs the sequences of an iteration into microbatches."""
 
     @abstractmethod
     def __call__(
@@ -51,11 +51,11 @@ class PackPass(Pass, Protocol):
 
 @dataclass(frozen=True)
 class Sequential(PackPass):
-    """In the order of the data: a new microbatch where the next sequence has no room, or (with a number of
-    microbatches) consecutive runs whose longest is as short as can be.
+    """Keeps the data order: a new microbatch starts when the next sequence does not fit, or (with a number of
+    microbatches) consecutive runs minimize the longest one.
 
-    microbatches: a number, or as few as the cap allows; without a cap that is one. tokens_per_rank: most tokens of
-    a microbatch over the ranks; without it, and below it where both are given, `policy.token_cap`.
+    microbatches: a number, or as few as the cap allows (one without a cap). tokens_per_rank: most tokens of a
+    microbatch over the number of ranks; `policy.token_cap` also applies.
     """
 
     microbatches: Count | Literal["auto"] = "auto"
@@ -64,7 +64,8 @@ class Sequential(PackPass):
     def __call__(
         self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
     ) -> Packing:
-        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold."""
+        """Raises CapacityError for a sequence longer than a microbatch, or if the sequences do not fit the
+        microbatches."""
         room = capacity(batch, cluster, policy, self.tokens_per_rank)
         if self.microbatches == "auto":
             starts = _filled(batch.starts, room)
@@ -89,7 +90,8 @@ class Balanced(PackPass):
     def __call__(
         self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
     ) -> Packing:
-        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold."""
+        """Raises CapacityError for a sequence longer than a microbatch, or if the sequences do not fit the
+        microbatches."""
         room = capacity(batch, cluster, policy, self.tokens_per_rank)
         pairs = row_weights(Problem(batch, cluster, model, policy), batch.starts)
         bins = _spread(pairs, batch.lengths, self.microbatches, room, self.solver)
@@ -98,16 +100,15 @@ class Balanced(PackPass):
 
 @dataclass(frozen=True)
 class Wlb(PackPass):
-    """WLB-LLM's variable-length packing (Wang et al., OSDI 2025, as DistCA, sections 3.2 and 7, describes it): the
-    predicted time of attention *and* linear layers is balanced, so microbatches have unequal numbers of tokens, up to
-    the cap. The times are those of the cost model.
+    """WLB-LLM's variable-length packing (Wang et al., OSDI 2025, as DistCA, sections 3.2 and 7, describes it): balances
+    the predicted time of attention *and* linear layers, so microbatches have unequal numbers of tokens, up to the cap.
+    Times are from the cost model.
 
-    microbatches, tokens_per_rank, solver: as in `Balanced`.
-    defer: let outliers wait until there is one for every microbatch (WLB-LLM's Algorithm 1). That changes the order of
-    the training data, which is why DistCA's comparison (section 6.1) leaves it out; the deferred sequences are
-    returned, and the caller puts them in front of the next iteration's batch.
-    outlier_tokens: with `defer`, the length from which a sequence is an outlier; or several, rising: each starts a
-    queue of its own.
+    microbatches, tokens_per_rank, solver: as in `Balanced`. defer: delay outliers until there is one for every
+    microbatch (WLB-LLM's Algorithm 1). That changes the order of the training data, so DistCA's comparison (section
+    6.1) omits it; the deferred sequences are returned, and the caller prepends them to the next iteration's batch.
+    outlier_tokens: with `defer`, the length from which a sequence is an outlier; or several ascending lengths, each
+    with its own queue.
     """
 
     microbatches: Count | Literal["auto"] = "auto"
@@ -122,10 +123,10 @@ class Wlb(PackPass):
     def __call__(
         self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
     ) -> Packing:
-        """Raises CapacityError for a sequence longer than a microbatch, or sequences that so many do not hold, and
-        ConfigError where sequences wait for nobody knows how many microbatches."""
-        if self.defer and self.microbatches == "auto":  # a job says how many after the recipe was read
-            rule = "must be a number with defer: outliers wait for one in every microbatch"
+        """Raises CapacityError for a sequence longer than a microbatch, or if the sequences do not fit the
+        microbatches, and ConfigError for `defer` without a number of microbatches."""
+        if self.defer and self.microbatches == "auto":  # a job sets the number after the recipe was parsed
+            rule = "must be a number with defer: outliers wait until every microbatch has one"
             raise ConfigError("recipe.pack.wlb.microbatches", self.microbatches, rule, "give the number")
         room = capacity(batch, cluster, policy, self.tokens_per_rank)
         waits = self._waiting(batch.lengths)
@@ -135,8 +136,8 @@ class Wlb(PackPass):
         return Packing(_members(bins, kept), np.flatnonzero(waits))
 
     def _waiting(self, lengths: Ints) -> Bools:
-        """bool [sequences]: outliers that wait. Of each queue as many leave, first come first served, as go evenly
-        over the microbatches."""
+        """bool [sequences]: deferred outliers. Of each queue, a multiple of the number of microbatches leaves, first
+        in, first out."""
         waits = np.zeros(len(lengths), np.bool_)
         if not isinstance(self.outlier_tokens, tuple) or self.microbatches == "auto":
             return waits
@@ -151,7 +152,7 @@ class Wlb(PackPass):
 
 
 def capacity(batch: Batch, cluster: Cluster, policy: Policy, tokens_per_rank: int | None) -> int:
-    """The most tokens of a microbatch. Raises CapacityError where a sequence is longer."""
+    """The most tokens of a microbatch. Raises CapacityError for a longer sequence."""
     per_rank = [cap for cap in (policy.token_cap, tokens_per_rank) if cap is not None]
     room = min([cap * cluster.ranks for cap in per_rank] + [MOST_TOKENS])
     longest = int(batch.lengths.argmax())
@@ -174,7 +175,7 @@ def work(problem: Problem) -> Ints:
 
 
 def _attention_us(problem: Problem, kind: str) -> Floats:
-    """float64 [sequences]: each as one task."""
+    """float64 [sequences]: attention time of each as one task."""
     lengths, model = problem.batch.lengths, problem.model
     pairs = np.maximum(row_areas(problem.bands[kind], problem.batch.starts), 1)
     sizes = (lengths, lengths, pairs, model.q_heads, model.kv_heads)
@@ -185,7 +186,7 @@ def _attention_us(problem: Problem, kind: str) -> Floats:
 
 
 def _filled(starts: Ints, room: int) -> list[int]:
-    """First sequence of each run that fills up to `room` tokens, and the end."""
+    """First sequence of each run of up to `room` tokens, and the end."""
     cuts, end = [0], len(starts) - 1
     while cuts[-1] < end:
         cuts.append(int(np.searchsorted(starts, starts[cuts[-1]] + room, "right")) - 1)
@@ -193,7 +194,7 @@ def _filled(starts: Ints, room: int) -> list[int]:
 
 
 def _even(starts: Ints, count: int) -> list[int]:
-    """Cuts into `count` runs, none empty, whose longest is as short as can be: bisection over its tokens."""
+    """Cuts into `count` non-empty runs whose longest is as short as possible: bisection over its tokens."""
     low, high = max(int(np.diff(starts).max()), -(-int(starts[-1]) // count)), int(starts[-1])
     while low < high:
         middle = (low + high) // 2
@@ -214,7 +215,7 @@ def _even(starts: Ints, count: int) -> list[int]:
 def _spread(
     weights: Ints, lengths: Ints, wanted: int | Literal["auto"], room: int, solver: PartitionSolver
 ) -> Ints:
-    """int64 [sequences]: the microbatch of each; as many as wanted, or the fewest that a packing was found for."""
+    """int64 [sequences]: the microbatch of each; the wanted number of them, or the fewest found."""
     if wanted != "auto":
         _check_count(len(lengths), wanted)
         bins = _packed(weights, lengths, wanted, room, solver)
@@ -228,14 +229,14 @@ def _spread(
 
 
 def _packed(weights: Ints, lengths: Ints, count: int, room: int, solver: PartitionSolver) -> Ints | None:
-    """By work; where that leaves a sequence without room, by length. None where that does, too."""
-    # a sequence without work weighs a little, or all such would go to the same microbatch
+    """Packs by work; if a sequence does not fit, by length. None if that also fails."""
+    # sequences without work get a small weight, or all would go to the same microbatch
     found = solver(PartitionProblem(np.maximum(weights, 1), lengths, np.full(count, room))).bin
     return found if (found >= 0).all() else _best_fit(lengths, count, room)
 
 
 def _best_fit(lengths: Ints, count: int, room: int) -> Ints | None:
-    """Best fit decreasing: longest first, to the fullest microbatch that has room."""
+    """Best fit decreasing: longest first, to the fullest microbatch with room."""
     left, bins = np.full(count, room, np.int64), np.empty(len(lengths), np.int64)
     for item in np.lexsort((np.arange(len(lengths)), -lengths)).tolist():
         best = int(np.where(left >= lengths[item], left, room + 1).argmin())
@@ -246,7 +247,7 @@ def _best_fit(lengths: Ints, count: int, room: int) -> Ints | None:
 
 
 def _none_empty(bins: Ints, lengths: Ints, count: int) -> Ints:
-    """The shortest sequence of the microbatch that has most of them goes to each that has none."""
+    """Moves the shortest sequence of the microbatch with the most sequences to each empty one."""
     for empty in np.flatnonzero(np.bincount(bins, minlength=count) == 0).tolist():
         members = np.flatnonzero(bins == np.bincount(bins, minlength=count).argmax())
         bins[members[lengths[members].argmin()]] = empty
@@ -254,7 +255,7 @@ def _none_empty(bins: Ints, lengths: Ints, count: int) -> Ints:
 
 
 def _members(bins: Ints, sequences: Ints) -> tuple[Ints, ...]:
-    """The sequences of each microbatch; those are in the order of their first sequence."""
+    """The sequences of each microbatch; microbatches are ordered by their first sequence."""
     number, first = np.unique(bins, return_index=True)
     return tuple(sequences[bins == number[place]] for place in np.argsort(first))
 
@@ -267,7 +268,7 @@ def _none() -> Ints:
 
 
 def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The lengths at which queues of outliers begin, None where nothing is deferred."""
+    """The lengths at which queues of outliers begin, or None without deferral."""
     where = "recipe.pack.wlb"
     if not defer:
         if tokens is not None:
@@ -275,7 +276,7 @@ def _levels(defer: bool, tokens: int | tuple[int, ...] | None) -> tuple[int, ...
         return None
     levels = (tokens,) if isinstance(tokens, int) else tokens or ()
     if not levels or list(levels) != sorted(set(levels)):
-        raise ConfigError(f"{where}.outlier_tokens", levels, "must be lengths that rise", "write 65536")
+        raise ConfigError(f"{where}.outlier_tokens", levels, "must be ascending lengths", "write 65536")
     return levels
 
 
@@ -291,7 +292,7 @@ def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None
     if longest > room:
         raise CapacityError(
             f"{tokens} tokens in order in {microbatches} microbatches make one of at least {longest} tokens, it holds "
-            f"{room}: give more microbatches, more tokens a rank, or pack: balanced, which need not keep the order"
+            f"{room}: give more microbatches, more tokens a rank, or pack: balanced, which may reorder"
         )
 
 

@@ -1,4 +1,4 @@
-"""What other packages add through entry points."""
+"""Entry points of other packages: discovery and loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from apportion.ir.errors import ConfigError
 
 
 def found(group: str) -> dict[str, EntryPoint]:
-    """name -> entry point of the group, by name; nothing is imported. Raises ConfigError where two share a name."""
+    """name -> entry point of the group, sorted by name, without imports. Raises ConfigError if two share a name."""
     points: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
         other = points.setdefault(point.name, point)
@@ -20,8 +20,8 @@ def found(group: str) -> dict[str, EntryPoint]:
 
 
 def load(point: EntryPoint, expected: type[Any] | tuple[type[Any], ...]) -> Any:
-    """What the entry point names. Raises ConfigError, which names the distribution, where it cannot be imported or
-    is no instance of `expected`."""
+    """Loads an entry point. Raises ConfigError, naming the distribution, if it cannot be imported or is not an instance
+    of `expected`."""
     try:
         value = point.load()
     except Exception as error:
@@ -37,7 +37,7 @@ def load(point: EntryPoint, expected: type[Any] | tuple[type[Any], ...]) -> Any:
 
 
 def distribution(point: EntryPoint) -> str:
-    """The package that brings an entry point, with its version."""
+    """The distribution of an entry point, with its version."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
 
 
@@ -46,5 +46,5 @@ def _field(point: EntryPoint) -> str:
 
 
 def misnamed(point: EntryPoint, rule: str, remedy: str) -> ConfigError:
-    """What is wrong with the name of what it brings."""
+    """A ConfigError for the name of an entry point."""
     return ConfigError(f"entry point {point.group}", point.name, f"{distribution(point)} {rule}", remedy)

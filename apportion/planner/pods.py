@@ -1,11 +1,10 @@
-"""Documents to pods of ranks first, then each pod by itself: planning of very many ranks in linear time.
+"""Pods: assigns documents to groups of ranks and plans each separately, for very many ranks in linear time.
 
-    ranks   0 .. 1023 | 1024 .. 2047 | 2048 .. 4095        pods are whole nodes, side by side
-    from    a  b  c   | d  e  f      | g (too long for a pod: two are one), h
+    ranks   0 .. 1023 | 1024 .. 2047 | 2048 .. 4095        pods are whole, consecutive nodes
+    from    a  b  c   | d  e  f      | g (too long for a pod: two joined), h
 
-Every sequence stays inside one pod, so blocks are cut, homes found, and, where no rows move before or after attention,
-tasks scheduled and lowered as if the pod were a cluster of its own. What it costs: pods are as even as whole sequences
-can make them.
+Every sequence stays inside one pod, so sharding, placement and, if no rows move before or after attention, scheduling
+and lowering treat the pod as a separate cluster. The price: balance between pods is limited by whole sequences.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.use import PartitionSolver
 from apportion.planner.tasks.cells import Cells, cut_cells
 
-#: ranks of a pod under `auto`: with fewer, planning is hardly quicker and pods are less even
+#: ranks of a pod under `auto`: smaller pods hardly speed up planning and are less even
 POD_RANKS = 1024
 
 
 class PodsPass(Pass, Protocol):
-    """Shards and places parts of the cluster by themselves. members: how many ranks each rank of the problem stands
-    for, as where groups split heads."""
+    """Shards and places parts of the cluster separately. members: number of ranks per rank of the problem, for groups
+    that split heads."""
 
     @abstractmethod
     def __call__(
         self, problem: Problem, members: int, shard: ShardPass, place: PlacePass, threads: int
     ) -> tuple[Shards, Placement]:
-        """The blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
+        """Returns the blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
         ...
 
     @abstractmethod
-    def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
-        """The parts of a placement, of this step or of another, between which no tile moves."""
+    def apart(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
+        """The parts of a placement, of this step or of another, without tiles between them."""
         ...
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Ranks from `first` on whose sequences are nowhere else."""
+class IsolatedPart:
+    """Ranks from `first` on that share no sequence with others."""
 
     first: int
     problem: Problem
@@ -70,11 +69,11 @@ class Apart:
 
 @dataclass(frozen=True)
 class Documents(PodsPass):
-    """Whole sequences to pods, by their pairs, under half of what token caps leave beyond a pod's share, which is for
-    its own ranks to be uneven. A sequence that is more than a pod's share has pods joined for it. Where sequences fit
-    no pods so small, or are too few, pods are twice as large, in the end all ranks.
+    """Assigns whole sequences to pods by pairs, with half of the slack of the token caps; the other half is for
+    imbalance inside the pod. Pods are joined for a sequence larger than a pod's share. If sequences do not fit, or are
+    too few, pods are doubled, up to all ranks.
 
-    ranks: of a pod, at most, and no less than a node; "auto": 1024. solver: of kind partition.
+    ranks: of a pod, at most, but at least a node; "auto": 1024. solver: of kind partition.
     """
 
     ranks: Count | Literal["auto"] = "auto"
@@ -83,7 +82,7 @@ class Documents(PodsPass):
     def __call__(
         self, problem: Problem, members: int, shard: ShardPass, place: PlacePass, threads: int
     ) -> tuple[Shards, Placement]:
-        """The blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
+        """Returns the blocks of the whole batch and their homes. Raises ConfigError, CapacityError."""
         if problem.batch.home_ranks:
             rule = "cannot be kept where pods choose their own sequences"
             remedy = "drop `pods` or the home_ranks"
@@ -103,16 +102,16 @@ class Documents(PodsPass):
     def _with_departures(
         self, problem: Problem, placement: Placement, largest: int, members: int
     ) -> Placement:
-        """The placement with what it departs from; largest: ranks of the largest pod."""
+        """Adds the departure from the requested pod size; largest: ranks of the largest pod."""
         most = max(self._most, problem.cluster.ranks_per_node * members)
         if largest * members <= most or next(self._pods(problem, members), None) is None:
             return placement
-        why = "whole sequences fit no pods so small, or are too few"
+        why = "whole sequences do not fit such small pods, or are too few"
         joined = Departure("recipe.pods.documents.ranks", most, largest * members, why)
         return replace(placement, departures=(*placement.departures, joined))
 
-    def apart(self, problem: Problem, placement: Placement) -> list[Apart]:
-        """By the smallest pods, where no sequence is in two of them."""
+    def apart(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
+        """Splits by the smallest pods with no sequence in two of them."""
         first = next(self._pods(problem, 1), None)
         if first is None or placement.groups is not None:
             return []
@@ -139,7 +138,7 @@ class Documents(PodsPass):
             pods //= 2
 
     def _assigned(self, problem: Problem, first: Ints) -> Ints | None:
-        """int64 [sequences]: the pod of each; None where they do not fit, or leave a pod without any."""
+        """int64 [sequences]: the pod of each; None if they do not fit, or leave a pod empty."""
         caps = np.add.reduceat(problem.token_caps, first[:-1])
         room = np.minimum(caps, (caps + _shares(problem, first)) / 2)
         weights, sizes = row_weights(problem, problem.batch.starts), problem.batch.lengths
@@ -150,14 +149,14 @@ class Documents(PodsPass):
 
 
 def _shares(problem: Problem, first: Ints) -> Floats:
-    """float64 [pods]: tokens that are theirs by rate."""
+    """float64 [pods]: share of the tokens by rate."""
     shares: Floats = np.add.reduceat(problem.token_shares, first[:-1])
     return shares
 
 
 def _joined(problem: Problem, first: Ints) -> Ints:
-    """The same pods, the first of them joined so that each sequence that is more than a pod's share of pairs or of
-    tokens, the longest first, has a pod for it."""
+    """The pods, the first of them joined so that each sequence with more than a pod's share of pairs or of tokens, the
+    longest first, has its own pod."""
     batch, weights = problem.batch, row_weights(problem, problem.batch.starts)
     pods = len(first) - 1
     need = pods * np.maximum(weights / max(weights.sum(), 1), batch.lengths / batch.tokens)
@@ -172,7 +171,7 @@ def _joined(problem: Problem, first: Ints) -> Ints:
 def _together(
     problem: Problem, first: Ints, of: Ints, shard: ShardPass, place: PlacePass, threads: int
 ) -> tuple[Shards, Placement]:
-    """Each pod's blocks and homes, put together. of: int64 [sequences], the pod of each."""
+    """Plans each pod and merges blocks and homes. of: int64 [sequences], the pod of each."""
 
     def planned(pod: int) -> _Pod:
         index = np.flatnonzero(of == pod)
@@ -185,7 +184,7 @@ def _together(
 
 
 def _part(problem: Problem, begin: int, end: int, index: Ints) -> Problem:
-    """The sequences `index` on the ranks from begin to end, which keep their caps."""
+    """The subproblem of sequences `index` on the ranks from begin to end, with their caps."""
     cluster, speeds = problem.cluster, problem.cluster.speeds
     own = replace(
         cluster,
@@ -203,7 +202,7 @@ def _part(problem: Problem, begin: int, end: int, index: Ints) -> Problem:
 
 @dataclass(frozen=True)
 class _Pod:
-    """A pod, planned up to its homes. index: int64, its sequences among all; first: its first rank."""
+    """A pod with its shards and homes. index: int64, its sequences in the batch; first: its first rank."""
 
     problem: Problem
     index: Ints
@@ -213,13 +212,13 @@ class _Pod:
 
     @property
     def bins(self) -> int:
-        """Ranks, or groups of ranks, that homes count."""
+        """Number of placement bins: ranks, or groups of ranks."""
         groups = self.placement.groups
         return self.problem.ranks if groups is None else len(groups) - 1
 
     def cut(self, batch: Batch, starts: Ints) -> tuple[Ints, Ints]:
-        """Blocks from `starts`, int64 [blocks + 1], cut where sequences meet, as these may lie apart among all: the
-        block of each part, and its first token in `batch`, which has all sequences."""
+        """Cuts blocks at `starts`, int64 [blocks + 1], at sequence boundaries, since a pod's sequences need not be
+        adjacent in the batch: the block of each part, and its first token in `batch`, the whole batch."""
         own = self.problem.batch.starts
         cuts = np.union1d(starts, own)[:-1]
         sequence = np.searchsorted(own, cuts, "right") - 1
@@ -227,11 +226,11 @@ class _Pod:
         return np.searchsorted(starts, cuts, "right") - 1, token
 
     def sequences(self, cells: Cells) -> Ints:
-        """int64 [cells]: the sequence of each cell, among all."""
+        """int64 [cells]: the sequence of each cell, as an index in the batch."""
         return self.index[np.searchsorted(self.problem.batch.starts, cells.q0, "right") - 1]
 
     def execution(self, kind: str, phase: str, cells: Cells) -> Execution:
-        """Who computes which cell: its query block's home where the placement does not say."""
+        """The rank of each cell: by default the home of its query block."""
         if self.placement.execution is not None:
             return self.placement.execution[kind, phase]
         return Execution(np.tile(self.placement.home[cells.q], (self.placement.head_groups, 1)))
@@ -251,14 +250,14 @@ def _all_shards(problem: Problem, pods: list[_Pod]) -> Shards:
 
 
 def _in_order(problem: Problem, first: list[Ints]) -> tuple[Ints, Ints]:
-    """int64 [blocks + 1], the starts of all pods' blocks together; and int64 [blocks], which is which."""
+    """int64 [blocks + 1], the merged starts of all pods' blocks; and int64 [blocks], their order."""
     tokens = np.concatenate(first)
     order = np.argsort(tokens, kind="stable")
     return np.append(tokens[order], problem.batch.tokens), order
 
 
 def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
-    """The mean is all that bounds the busiest rank from below, wherever sequences go."""
+    """Merges placements. Only the mean bounds the busiest rank, since sequences may go to any pod."""
     first, home = list[Ints](), list[Ints]()
     groups: list[Ints] = [np.zeros(1, np.int64)]
     bases = np.cumsum([0, *(pod.bins for pod in pods)])
@@ -283,7 +282,7 @@ def _all_homes(problem: Problem, pods: list[_Pod]) -> Placement:
 
 
 def _all_executions(pods: list[_Pod]) -> dict[tuple[str, str], Execution] | None:
-    """Cells are by band, so by sequence, and in each as its pod has them."""
+    """Merges executions. Cells are sorted by band, hence by sequence, and within it in the order of its pod."""
     if all(pod.placement.execution is None for pod in pods):
         return None
     found: dict[tuple[str, str], Execution] = {}
@@ -313,11 +312,11 @@ def _joined_execution(pods: list[_Pod], own: list[Execution], order: Ints) -> Ex
     return Execution(rank[:, order].astype(np.int32), division)
 
 
-# ---------------------------------------------------------------------------------------------- apart again
+# ---------------------------------------------------------------------------------------------- splitting into parts
 
 
 def _reach(problem: Problem, placement: Placement) -> tuple[Ints, Ints]:
-    """int64 [sequences]: the first and the last rank that holds or computes any of each."""
+    """int64 [sequences] twice: the first and the last rank that holds or computes part of each."""
     starts = problem.batch.starts
     cuts = np.union1d(placement.starts, starts)[:-1]
     home = placement.home[np.searchsorted(placement.starts, cuts, "right") - 1]
@@ -331,8 +330,8 @@ def _reach(problem: Problem, placement: Placement) -> tuple[Ints, Ints]:
     return lowest, highest
 
 
-def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[Apart]:
-    """of: int64 [sequences], the pod of each."""
+def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> list[IsolatedPart]:
+    """Splits a placement into the pods' parts. of: int64 [sequences], the pod of each."""
     pod_of_block = np.searchsorted(first, placement.home, "right") - 1
     executions = _executions_apart(problem, placement, first)
     found = []
@@ -345,14 +344,14 @@ def _apart(problem: Problem, placement: Placement, first: Ints, of: Ints) -> lis
             weight=placement.weight[blocks],
             execution=executions[pod],
         )
-        found.append(Apart(begin, _part(problem, begin, end, np.flatnonzero(of == pod)), own))
+        found.append(IsolatedPart(begin, _part(problem, begin, end, np.flatnonzero(of == pod)), own))
     return found
 
 
 def _executions_apart(
     problem: Problem, placement: Placement, first: Ints
 ) -> list[dict[tuple[str, str], Execution] | None]:
-    """Of each pod, None where the placement does not say who computes."""
+    """The execution of each pod, None if the placement has none."""
     pods = len(first) - 1
     if placement.execution is None:
         return [None] * pods

@@ -1,4 +1,4 @@
-"""What the passes work on: the request, its masks as bands, and the weight of each attention kind."""
+"""Input of the passes: the request, its masks as bands, and the weight of each attention kind."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ _CAP_PERCENT = 102
 
 @dataclass(frozen=True)
 class Problem:
-    """A request with what several passes derive from it.
+    """A request with derived quantities shared by several passes.
 
-    rates: what tokens are shared by, one number > 0 a rank; None: the cluster's speeds. Where ranks are groups, whose
-    speed is that of their slowest member, it is the sum over their members. caps: the largest number of tokens on each
-    rank, where an explicit cap leaves them different ones.
+    rates: proportions of token shares, one number > 0 per rank; None: the cluster's speeds. For groups, whose speed is
+    that of the slowest member, the sum over members. caps: explicit token caps that differ by rank.
     """
 
     batch: Batch
@@ -68,14 +67,14 @@ class Problem:
 
     @cached_property
     def token_rates(self) -> Floats:
-        """float64 [ranks]: what tokens are shared by, the largest 1: alike ranks have 1.0 exactly."""
+        """float64 [ranks]: proportions of token shares, largest 1; exactly 1.0 for equal ranks."""
         rates = self.speeds if self.rates is None else np.asarray(self.rates, np.float64)
         found: Floats = rates / rates.max()
         return found
 
     @cached_property
     def token_shares(self) -> Floats:
-        """float64 [ranks]: the batch's tokens by `token_rates`; the mean where ranks are alike."""
+        """float64 [ranks]: the batch's tokens in proportion to `token_rates`; the mean for equal ranks."""
         shares: Floats = self.batch.tokens * self.token_rates / self.token_rates.sum()
         return shares
 
@@ -99,24 +98,24 @@ class Problem:
 
     @cached_property
     def member_shares(self) -> Ints:
-        """int64 [ranks] > 0: in what proportion the ranks of a group that splits heads share its tokens: their default
-        caps, rounded up, or alike under an explicit cap."""
+        """int64 [ranks] > 0: proportions in which the ranks of a group that splits heads share its tokens: default
+        caps, rounded up, or equal under an explicit cap."""
         return np.ones(self.ranks, np.int64) if self.policy.token_cap is not None else self.member_room
 
     @cached_property
     def member_room(self) -> Ints:
-        """int64 [ranks] > 0: their default caps, rounded up, under an explicit one."""
+        """int64 [ranks] > 0: default caps, rounded up, under an explicit cap."""
         most = np.maximum(np.ceil(_CAP_PERCENT * self.token_shares / 100), 1).astype(np.int64)
         return most if self.policy.token_cap is None else np.minimum(most, self.policy.token_cap)
 
     @cached_property
     def token_cap(self) -> int:
-        """The largest of the ranks' caps: what holds for every rank. Raises CapacityError."""
+        """The largest cap of any rank. Raises CapacityError."""
         return int(self.token_caps.max())
 
     @cached_property
     def cost(self) -> CostModel:
-        """What attention, links and linear layers take on the request's hardware (default: the built-in H100)."""
+        """The cost model of the request's hardware (default: the built-in H100)."""
         return CostModel(self.hardware or Hardware.load("h100"), self.model)
 
     @cached_property
@@ -126,13 +125,13 @@ class Problem:
 
     @cached_property
     def joined_bands(self) -> dict[str, Ints]:
-        """The same with those as one that one task can compute: what predicted times are of."""
+        """kind -> bands after merging those that one task can compute, for predicted times."""
         return {kind: joined(self.batch.bands(kind)) for kind in self.batch.kinds}
 
     @cached_property
     def reach(self) -> dict[str, float]:
-        """kind -> keys that queries see over the tokens of a rank, each query as often as it has pairs: how far keys
-        have to travel."""
+        """kind -> keys seen per query, averaged over pairs, relative to the tokens of a rank: the distance that keys
+        travel."""
         tokens, found = self.batch.tokens / self.ranks, {}
         for kind, bands in self.bands.items():
             pairs = area(bands).astype(np.float64)
@@ -142,7 +141,7 @@ class Problem:
 
     @cached_property
     def picked(self) -> dict[str, Profile]:
-        """kind -> what its rows count where they choose keys at run time (`Model.balance`)."""
+        """kind -> weight of its rows if it chooses keys at run time (`Model.balance`)."""
         found = dict[str, Profile]()
         for kind, held in self.model.balance.items():
             if kind in self.bands:
@@ -156,14 +155,14 @@ class Problem:
 
     @property
     def layer_count(self) -> int:
-        """Layers of all kinds, recurrent ones too."""
+        """Number of layers of all kinds, including recurrent ones."""
         return sum(self.layers.values()) + sum(kind.layers for kind in self.model.recurrent.values())
 
 
 @dataclass(frozen=True)
 class Departure:
-    """What a pass did instead of what its recipe asks for. field: the parameter, as errors name it; asked, used: its
-    values, plain data; why: in words."""
+    """A pass's departure from its recipe. field: the parameter, as named in errors; asked, used: its values, plain
+    data; why: in words."""
 
     field: str
     asked: Any
@@ -172,17 +171,18 @@ class Departure:
 
 
 class Pass(Protocol):
-    """What the passes of all steps say of themselves: frozen dataclasses, whose fields are parameters. A subclass of
-    its step's contract has the defaults; `registry` checks whatever is a pass."""
+    """Contract of all passes: frozen dataclasses whose fields are parameters. Subclasses of a step's contract inherit
+    its defaults; `registry` validates passes."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Blocks: block b is the tokens [starts[b], starts[b + 1]). A piece is what placement cannot split.
+    """Blocks of tokens: block b has tokens [starts[b], starts[b + 1]). A piece is a set of blocks that placement keeps
+    together.
 
     starts: int64 [blocks + 1]; piece: int64 [blocks], numbered from 0; weight: int64 [blocks], allowed pairs of the
-    block's queries, summed over kinds times layers. limit: why blocks are not as small as an even placement takes.
-    solved: the placement of pieces by `weight` that a solver found while blocks were chosen.
+    block's queries, summed over kinds times layers. limit: the reason why blocks are not small enough for an even
+    placement. solved: the solver's placement of pieces by `weight` from the choice of blocks.
     """
 
     starts: Ints
@@ -202,20 +202,20 @@ class Shards:
 
     @cached_property
     def piece_weights(self) -> Ints:
-        """int64 [pieces]"""
+        """int64 [pieces]: weight of each piece."""
         return self.per_piece(self.weight)
 
     def per_piece(self, values: Ints) -> Ints:
-        """Sums of an int64 [blocks] column over the blocks of each piece."""
+        """Sums an int64 [blocks] column over the blocks of each piece."""
         return exact_sums(self.piece, values, self.pieces)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Who computes each cell in one phase of one attention kind.
+    """The rank of each cell in one phase of one attention kind.
 
-    rank: int32 [head groups, cells]; division: int32 [head groups, cells], the part of the phase in which it is
-    computed, counted from 0, or None where tiles say when.
+    rank: int32 [head groups, cells]; division: int32 [head groups, cells], the part of the phase in which it runs, from
+    0, or None if tiles decide.
     """
 
     rank: Ints
@@ -224,15 +224,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Placement:
-    """home: int64 [blocks], the rank of each block of `starts` (which may cut the shards further).
+    """Homes of blocks. home: int64 [blocks], the rank of each block of `starts` (which may cut the shards further).
 
-    bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`.
-    groups: None, or int64 [groups + 1], the first rank of each group of consecutive ranks, and the end: then `home`
-    counts groups, whose ranks share its tokens and split the heads (Ulysses).
-    termination: why the solver stopped that chose the homes, in its own units; None: a heuristic ran to its end.
-    execution: (kind, phase) -> who computes the cells that `cut_cells` makes of the kind's bands and `starts`; None:
-    every rank computes what its queries see. head_groups: contiguous shares of the query heads in it. departures: from
-    what was asked for.
+    bound: a lower bound of the busiest rank's load over its speed, in the units of `weight`. groups: None, or int64
+    [groups + 1], the first rank of each group of consecutive ranks, and the end: `home` then has group numbers, and a
+    group's ranks share its tokens and split the heads (Ulysses). termination: of the solver that chose the homes, in
+    its own units; None: a heuristic ran to its end. execution: (kind, phase) -> ranks of the cells that `cut_cells`
+    makes of the kind's bands and `starts`; None: every rank computes its own queries. head_groups: contiguous shares of
+    the query heads in it. departures: from the recipe's request.
     """
 
     starts: Ints
@@ -250,7 +249,7 @@ class Placement:
         return np.diff(self.starts)
 
     def rank_sums(self, values: Ints, ranks: int) -> Ints:
-        """int64 [ranks]: sums of a per-block column over the blocks of each rank."""
+        """int64 [ranks]: a per-block column summed over the blocks of each rank."""
         return exact_sums(self.home, values, ranks)
 
 
@@ -262,7 +261,8 @@ class ShardPass(Pass, Protocol):
 
 
 class PlacePass(Pass, Protocol):
-    """Gives blocks to ranks. own_cap: it has no token cap of its own: what the fullest rank comes to is promised."""
+    """Assigns blocks to ranks. own_cap: True if it has no token cap, so that the resulting maximum is reported as
+    cap."""
 
     own_cap: ClassVar[bool] = False
 
@@ -271,5 +271,5 @@ class PlacePass(Pass, Protocol):
 
 
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
-    """int64 [size]: sums of int32 or int64 `values` by `index`, exact where float64 would round."""
+    """int64 [size]: exact sums of int32 or int64 `values` by `index`, without float64 rounding."""
     return core.exact_sums(np.ascontiguousarray(index), np.ascontiguousarray(values), size)

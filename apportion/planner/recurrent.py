@@ -1,10 +1,10 @@
-"""What recurrent layers need of a placement: runs, who folds the states of what is cut, and the rows before runs.
+"""Recurrent layers under a placement: runs, folding of states of cut documents, and halo rows before runs.
 
-    rank 0  |aaaa|bb|aaa|       runs: tokens of one branch of a document, side by side
-    rank 1  |aa|cccc|           past of a run: the one that holds the token before its first
-    folds                       a and its runs in their order: each of its ranks folds some heads of all of them
+    rank 0  |aaaa|bb|aaa|       runs: consecutive tokens of one branch of a document
+    rank 1  |aa|cccc|           past of a run: the run with the token before its first
+    folds                       the runs of a in order: each of its ranks folds some heads of all of them
 
-A document in one run needs nothing of other ranks, nor a fold.
+A document in one run needs no communication and no fold.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NONE = -1
 
 
 def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> Recurrence:
-    """The tables of recurrent `kinds`, sorted, over a layout of a batch. Raises ConfigError where its masks give tokens
-    no order."""
+    """The tables of recurrent `kinds`, sorted, over a layout of a batch. Raises ConfigError if its masks define no
+    token order."""
     runs = Runs.of(layout, batch)
     folds, states = _folds(runs, np.array([kind.heads for kind in kinds.values()]))
     return Recurrence(
@@ -38,10 +38,10 @@ def recurrence(layout: Layout, batch: Batch, kinds: Mapping[str, Recurrent]) -> 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of all ranks, by rank and row: int64 [runs] each, but for ptr, [ranks + 1].
+    """The runs of all ranks, by rank and row: int64 [runs] each, except ptr, [ranks + 1].
 
-    token: its first. past: the run before it, counted over all ranks, or -1. document: a number for all that hang
-    together.
+    token: its first. past: the previous run, numbered over all ranks, or -1. document: an equal number for connected
+    runs.
     """
 
     ptr: Ints
@@ -56,7 +56,7 @@ class Runs:
 
     @staticmethod
     def of(layout: Layout, batch: Batch) -> Runs:
-        """Of a layout of a batch. Raises ConfigError where its masks give no order."""
+        """Finds the runs of a layout. Raises ConfigError if the batch's masks define no token order."""
         branches, spans = batch.branches(), layout.spans
         order = np.lexsort((spans["row"], spans.rank_of_row()))
         begin, token, length = (spans.wide(name)[order] for name in ("row", "token", "length"))
@@ -91,19 +91,19 @@ class Runs:
 
     @cached_property
     def leads(self) -> Bools:
-        """bool [runs]: whether one has it as its past."""
+        """bool [runs]: True if some run has it as its past."""
         found = np.zeros(len(self.past), np.bool_)
         found[self.past[self.past >= 0]] = True
         return found
 
     @cached_property
     def number(self) -> Ints:
-        """int64 [runs]: their numbers on their ranks."""
+        """int64 [runs]: the number of each run on its rank."""
         return np.arange(len(self.rank)) - self.ptr[self.rank]
 
     @cached_property
     def cut(self) -> Ints:
-        """int64 [m]: the runs of documents that are several, by document and position."""
+        """int64 [m]: the runs of documents with several runs, by document and position."""
         some = np.flatnonzero((self.past >= 0) | self.leads)
         return some[np.lexsort((self.token[some], self.position[some], self.document[some]))]
 
@@ -117,7 +117,7 @@ def _runs(runs: Runs) -> Table:
 
 
 def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
-    """Slots, and what runs have in them; ranks of a document have even shares of its heads. heads: int64 [kinds]."""
+    """Slots, and the runs' rows in them; ranks of a document have even shares of its heads. heads: int64 [kinds]."""
     ranks, cut = len(runs.ptr) - 1, runs.cut
     document = np.cumsum(changes(runs.document[cut])) - 1
     sizes = np.bincount(document)
@@ -131,7 +131,7 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
     low, high = (heads[:, None] * n // of for n in (place, place + 1))
     kind, share = np.nonzero(low < high)
     folder = holder[share] % ranks
-    order = np.lexsort((kind, folder))  # holders are by document
+    order = np.lexsort((kind, folder))  # holders are sorted by document
     kind, share, folder = kind[order], share[order], folder[order]
 
     count = sizes[holder[share] // ranks]
@@ -151,7 +151,7 @@ def _folds(runs: Runs, heads: Ints) -> tuple[Table, Table]:
 
 
 def _halo(runs: Runs, width: int) -> Table:
-    """The `width` rows before each run, from as many runs before it as hold them."""
+    """The `width` rows before each run, from as many earlier runs as needed."""
     pieces = []
     run = np.flatnonzero(np.minimum(runs.position, width) > 0)
     end, left, held = (runs.number[run] + 1) * width, np.minimum(runs.position[run], width), runs.past[run]

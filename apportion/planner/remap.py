@@ -1,11 +1,11 @@
 """Even tokens for the linear layers: rows move from the attention layout and back (Zeppelin, section 3.4).
 
-    attention layout     |aaaaaaaa|bb|ccc|       what balances attention
-    linear layout        |aaaa|aabb|aacc|        the mean on every rank: surplus rows, the last of a rank's, go where
-                                                 rows are missing, behind those that are there
+    attention layout     |aaaaaaaa|bb|ccc|       balances attention
+    linear layout        |aaaa|aabb|aacc|        the mean on every rank: surplus rows, a rank's last ones, go where
+                                                 rows are missing, after the existing ones
 
-A layer takes two moves forward and two backward: what attention gives goes to the output projection and the
-feed-forward layers, which run on even tokens; and hidden states go back to the projections of Q, K and V.
+A layer takes two moves forward and two backward: attention outputs go to the output projection and the feed-forward
+layers, which run on even tokens; hidden states return to the projections of Q, K and V.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _OBJECTIVES: Mapping[str, Literal["senders", "minmax", "sum"]] = {
     "two_sided": "minmax",
     "sum": "sum",
 }
-#: a layer's forward, and its backward, which is twice as much work
+#: a layer's forward, and its backward, with twice the work
 _PASSES_OF_LINEAR = 3
 
 
 @dataclass(frozen=True)
 class Remapping:
-    """What the report says of a remap, and, where it is used, the layout of even tokens and the move to it."""
+    """The report entry of a remap, and, if it is used, the layout of even tokens and the move to it."""
 
     said: Mapping[str, Any]
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Remapping:
 
 
 class RemapPass(Pass, Protocol):
-    """Gives layers behind attention the layout that they want. source: the layout of callers."""
+    """Provides a separate layout for the layers after attention. source: the layout of callers."""
 
     @abstractmethod
     def __call__(self, problem: Problem, source: Layout) -> Remapping: ...
@@ -56,12 +56,11 @@ class RemapPass(Pass, Protocol):
 
 @dataclass(frozen=True)
 class Flow(RemapPass):
-    """Surplus rows to where rows are missing, by formula (2) of the paper.
+    """Moves surplus rows to ranks that lack rows, by formula (2) of the paper.
 
-    objective: "paper", the rank that pays most for what it sends, as printed; "two_sided", for what it sends or for
-    what it receives; "sum", all ranks together.
-    when: "pays", used only where the linear layers of a layer are predicted to gain more time than its moves take;
-    "always". solver: of kind transport. Raises ConfigError.
+    objective: "paper": the largest sending cost of a rank, as printed; "two_sided": the largest sending or receiving
+    cost; "sum": the total. when: "pays": only if the predicted gain of a layer's linear operations exceeds the time of
+    its moves; "always". solver: of kind transport. Raises ConfigError.
     """
 
     objective: Literal["paper", "two_sided", "sum"] = "two_sided"
@@ -69,11 +68,11 @@ class Flow(RemapPass):
     solver: TransportSolver = TransportSolver("flow")
 
     def __call__(self, problem: Problem, source: Layout) -> Remapping:
-        """Even tokens beside the layout `source`, which callers hold."""
+        """Computes the even layout and the move from `source`, the callers' layout."""
         tokens = source.rows_per_rank.astype(np.int64)
         even, costs = even_tokens(tokens), row_costs(problem.cluster, _row_bytes(problem.model)[1])
         flows = self.solver(TransportProblem(tokens - even, costs, _OBJECTIVES[self.objective]))
-        said = self._said(problem, source, tokens, even, flows)
+        said = self._predictions(problem, source, tokens, even, flows)
         if not said["used"]:
             return Remapping(said)
         pieces = _pieces(tokens, even, flows)
@@ -82,10 +81,10 @@ class Flow(RemapPass):
             said, {LINEAR: layout}, (Move(source.name, LINEAR, move_table(pieces, len(tokens))),)
         )
 
-    def _said(
+    def _predictions(
         self, problem: Problem, source: Layout, tokens: Ints, even: Ints, flows: Transport
     ) -> dict[str, Any]:
-        """Predictions of one layer, forward and backward, in microseconds."""
+        """Predictions for one layer, forward and backward, in microseconds."""
         slowest = [float((rows / problem.speeds).max()) for rows in (tokens, even)]
         share = even_parameters(problem.model) / problem.cost.linear_parameters
         a_token = _PASSES_OF_LINEAR * share * float(problem.cost.linear_us(1))
@@ -102,13 +101,13 @@ class Flow(RemapPass):
 
 
 def row_costs(cluster: Cluster, row_bytes: int) -> TwoLevelCost:
-    """Microseconds of a row of so many bytes, inside a node and between nodes, where ranks may share a NIC."""
+    """Microseconds to move a row of `row_bytes` bytes, inside a node and between nodes, where ranks may share a NIC."""
     near, far = (row_bytes / (gbs * 1e3) for gbs in (cluster.intra_gbs, cluster.inter_gbs_per_rank))
     return TwoLevelCost(cluster.ranks_per_node, near, max(near, far))
 
 
 def _row_bytes(model: Model) -> tuple[int, int]:
-    """Of what attention gives, and of hidden states."""
+    """Bytes of a row of attention output, and of hidden states."""
     return model.q_heads * model.value_dim * model.element_bytes, model.hidden * model.element_bytes
 
 
@@ -146,8 +145,8 @@ def feed_us(feed: Feed, cluster: Cluster, row_bytes: int) -> float:
 
 
 def even_tokens(tokens: Ints) -> Ints:
-    """int64 [ranks]: the mean; ranks with the most tokens, which they need not send then, have one more where it is
-    no whole number."""
+    """int64 [ranks]: the mean; if it is not an integer, the ranks with the most tokens have one more, which they then
+    need not send."""
     mean, more = divmod(int(tokens.sum()), len(tokens))
     even = np.full(len(tokens), mean, np.int64)
     even[np.argsort(-tokens, kind="stable")[:more]] += 1
@@ -155,13 +154,13 @@ def even_tokens(tokens: Ints) -> Ints:
 
 
 def even_parameters(model: Model) -> int:
-    """Parameters of one layer that work on even tokens: the output projection and a gated FFN."""
+    """Parameters of one layer that are applied to even tokens: the output projection and a gated FFN."""
     return model.hidden * (model.q_heads * model.value_dim + 3 * model.ffn)
 
 
 def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
-    """int64 [5, pieces]: source rank and row, target rank and row, rows; by source rank and row. The first of a rank
-    are the rows that it keeps."""
+    """int64 [5, pieces]: source rank and row, target rank and row, rows; by source rank and row. Each rank's first
+    piece is the rows that it keeps."""
     ranks = np.arange(len(tokens))
     src, dst, rows = (
         np.concatenate([own, moved])
@@ -176,7 +175,7 @@ def _pieces(tokens: Ints, even: Ints, flows: Transport) -> Ints:
 
 
 def _running(rows: Ints, order: Ints, rank: Ints) -> Ints:
-    """int64 [pieces]: rows of the pieces of the same rank that come before, in `order`, which is by rank."""
+    """int64 [pieces]: rows in earlier pieces of the same rank, in `order`, which is by rank."""
     before = np.cumsum(rows[order]) - rows[order]
     first = np.searchsorted(rank[order], rank[order])
     running = np.empty_like(rows)
@@ -185,7 +184,7 @@ def _running(rows: Ints, order: Ints, rank: Ints) -> Ints:
 
 
 def _spans(source: Layout, tokens: Ints, pieces: Ints) -> Table:
-    """The spans of the layout that the pieces make of `source`."""
+    """The spans of the layout that results from moving the pieces of `source`."""
     spans, of_rank = source.spans, np.cumsum(tokens) - tokens
     begin = of_rank[spans.rank_of_row()] + spans["row"]  # on the axis of all ranks' rows
     order = np.argsort(begin, kind="stable")

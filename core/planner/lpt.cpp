@@ -93,7 +93,7 @@ struct Items {
   Column<const int64_t> order, weights, sizes, group, group_ptr, bins;
 };
 
-// Who is near whom, `_Near`: the family of each item that has relatives, else -1; the zone of each bin, and the bins of
+// Who is near whom, `_Affinity`: the family of each item that has relatives, else -1; the zone of each bin, and the bins of
 // each zone as CSR. All empty where nobody is.
 struct Near {
   Column<const int64_t> family, zone, zone_ptr, bins;

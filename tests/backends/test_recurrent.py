@@ -112,7 +112,7 @@ def test_ranks_that_do_not_meet(name: str, edit: Edit, words: str) -> None:
     ids=lambda mask: type(mask).__name__,
 )
 def test_masks_without_an_order_are_refused(mask: ap.masks.Mask) -> None:
-    with pytest.raises(ConfigError, match="no order for the model's recurrent layers"):
+    with pytest.raises(ConfigError, match="no token order for the model's recurrent layers"):
         plan_of("blend", batch=ap.Batch.from_lengths([16], mask))
 
 
@@ -122,10 +122,10 @@ def test_kinds_that_disagree_on_the_order_are_refused() -> None:
     turned = [[-1, 5], [0, 3], [0, 3], [2, 2], [1, 2], [1, 2], [2, 2]]
     masks = {"a": ap.masks.tree(nodes), "b": ap.masks.tree(turned)}
     assert ap.Batch.from_lengths([19], masks).tokens == 19
-    with pytest.raises(ConfigError, match="disagree on what follows what"):
+    with pytest.raises(ConfigError, match="disagree on the token order"):
         plan_of("blend", batch=ap.Batch.from_lengths([19], masks))
 
 
 def test_names_of_recurrent_and_attention_kinds_differ() -> None:
-    with pytest.raises(ConfigError, match=r"model.recurrent = 'default': is an attention kind too"):
+    with pytest.raises(ConfigError, match=r"model.recurrent = 'default': is also an attention kind"):
         plan_of("blend", replace(MODEL, recurrent={"default": KINDS["mamba"]}))

@@ -239,7 +239,7 @@ def test_show_tells_what_a_search_tried(tmp_path: Path, capsys: pytest.CaptureFi
     batch.write_text('{"lengths": [900, 500, 60], "mask": {"causal": {}}}')
     args = ["plan", "--batch", str(batch), "--ranks", "4", "--recipe", str(recipe), "-o", path]
     assert cli.main(args) == 0
-    assert "is the best of 3 tried (all there was)" in capsys.readouterr().out
+    assert "is the best of 3 tried (search space exhausted)" in capsys.readouterr().out
     assert cli.main(["show", path]) == 0
     printed = " ".join(capsys.readouterr().out.split("tried", 2)[2].split())
     assert all(

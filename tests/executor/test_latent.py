@@ -242,7 +242,7 @@ def test_what_does_not_serve_latent_rows_says_so() -> None:
         ap.planned_latent_attention(q, latent[1], latent[1], handle, expand, ())
     with pytest.raises(ConfigError, match=r"recipe\.inner\.project"):
         ap.plan(plan.request.batch, ap.Cluster(1, 2), jobs.MODEL, recipe="upipe")
-    with pytest.raises(ConfigError, match="rope_dim 0': must be those of the model's latent rows"):
+    with pytest.raises(ConfigError, match="rope_dim 0': must match the model's latent rows"):
         ap.forecast(plan.request.batch, ap.Cluster(1, 2), jobs.MODEL)
     header = replace(plan.header, dtype="bf16")
     assert obstacle(header, torch.device("cuda")) == "the stage kernels do not expand latent rows"

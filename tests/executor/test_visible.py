@@ -183,7 +183,7 @@ def test_a_plan_whose_queries_travel_is_no_plan_of_a_kind_that_chooses_keys() ->
     for recipe in ("dcp", "distca"):
         plan = ap.plan(batch, cluster, MODEL, recipe)
         request = replace(plan.request, model=replace(MODEL, balance=balance))
-        with pytest.raises(ap.VerifyError, match="does not gather what its queries may see"):
+        with pytest.raises(ap.VerifyError, match="does not gather all visible rows of its queries"):
             ap.verify(replace(plan, request=request, sections=None))
         with pytest.raises(ap.ConfigError, match=f"recipe.steps.place = '{recipe}'"):
             ap.plan(batch, cluster, replace(MODEL, balance=balance), recipe)

@@ -89,7 +89,7 @@ def test_kinds_may_differ_where_a_sequence_brings_its_own() -> None:
     assert batch.labels().tolist() == [1, 2, 3, 4, -1, 6, 7, -1]
     assert Batch.from_data(batch.to_data()) == batch
     for one, other in (("positions", "labels"), ("labels", "positions")):
-        with pytest.raises(ConfigError, match=f"disagree on {other}.*give the sequence {other} of its own"):
+        with pytest.raises(ConfigError, match=f"disagree on {other}.*give the sequence its own {other}"):
             Batch.from_sequences([Sequence(5, both, **{one: own[one]})])
 
 
@@ -274,9 +274,9 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
         (lambda: Batch.from_lengths([4], {}), "mask", "{kind: mask}"),
         (lambda: Batch.from_lengths([4], {"a b": masks.full()}), "mask", "must be a name"),
         (lambda: Batch.from_lengths([4], {"a": 3}), "mask.a", "must be a mask"),  # type: ignore[dict-item]
-        (lambda: Batch.from_lengths([4, 4], home_ranks=[[0]]), "home_ranks", "one entry a sequence (2)"),
+        (lambda: Batch.from_lengths([4, 4], home_ranks=[[0]]), "home_ranks", "one entry per sequence (2)"),
         (lambda: Batch.from_lengths([4], home_ranks=[[65535]]), "home_ranks[0][0]", "65534"),
-        (lambda: Batch.from_lengths([4], home_ranks=[[2, 2]]), "home_ranks[0]", "each once"),
+        (lambda: Batch.from_lengths([4], home_ranks=[[2, 2]]), "home_ranks[0]", "without duplicates"),
         (lambda: Batch.from_lengths([4], home_ranks=[[]]), "home_ranks[0]", "at least one rank"),
         (lambda: Batch.from_cu_seqlens([0, 4, 4]), "cu_seqlens[2]", "more than 4"),
         (lambda: Batch.from_cu_seqlens([1, 4]), "cu_seqlens", "begin with 0"),
@@ -290,7 +290,7 @@ def test_specs_of_real_batches_have_the_pairs_of_their_slices(instance: dict) ->
         (
             lambda: Batch.from_sequences([Sequence(3, positions=[0, 1])]),
             "sequences[0].positions",
-            "one a token (3)",
+            "one per token (3)",
         ),
         (lambda: Batch.from_sequences([Sequence(2, labels=[1, 2])]), "sequences[0].labels[1]", "[-1, 1]"),
         (lambda: Batch.from_data({"lengths": [4], "sequence": []}), "batch.sequence", "did you mean"),
@@ -330,7 +330,7 @@ def test_broken_files_are_named(tmp_path: Path, text: str) -> None:
 
 def test_yaml_bombs_and_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("a: &a {causal: *a}\n")
-    with pytest.raises(ConfigError, match="aliases are not read"):
+    with pytest.raises(ConfigError, match="aliases are not supported"):
         Batch.load(tmp_path / "b.yaml")
     (tmp_path / "b.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):

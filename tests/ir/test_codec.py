@@ -203,7 +203,7 @@ def test_parts_name_neither_layouts_nor_kinds_so_their_order_is_checked(plan: Pl
     with pytest.raises(ConfigError, match=r"layouts = .*in its order: attention, linear -> 2"):
         codec.seal(replace(plan, layouts=turned))
     two = next(p for p in map(random_plan, range(100)) if len(p.header.kinds) == 2)
-    with pytest.raises(ConfigError, match=r"kinds = .*those of the header"):
+    with pytest.raises(ConfigError, match=r"kinds = .*must match the header"):
         codec.seal(replace(two, programs=dict(reversed(two.programs.items()))))
     backwards = {key: plan.programs[key] for key in reversed(plan.programs)}
     assert codec.seal(replace(plan, programs=backwards)) == plan  # phases have an order of their own
@@ -342,7 +342,7 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("ranks", 70_000, "ranks = 70000"),
         ("ranks", 4, "4, but the plan has 5 parts"),
         ("ranks", "5", "Expected `int`"),
-        ("q_heads", 3, "no multiple"),
+        ("q_heads", 3, "not a multiple"),
         ("q_heads", 2**63, "outside"),
         ("kv_heads", -1, "outside"),
         ("head_dim", 16, "the model asked for"),
@@ -350,11 +350,11 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("dtype", "object", "known are bf16"),
         ("kinds", [], "distinct names"),
         ("kinds", ["default", "default"], "distinct names"),
-        ("kinds", ["other"], "diagonals must be of each kind"),
-        ("phases", [], "phases must be of forward, backward"),
-        ("phases", ["backward", "forward"], "phases must be of"),
-        ("phases", ["forward", "sideways"], "phases must be of"),
-        ("layouts", ["attention"], "same layouts"),
+        ("kinds", ["other"], "diagonals must name each kind"),
+        ("phases", [], "phases must be one or more of forward, backward"),
+        ("phases", ["backward", "forward"], "phases must be one or more of"),
+        ("phases", ["forward", "sideways"], "phases must be one or more of"),
+        ("layouts", ["attention"], "different layouts"),
         ("home_layout", "loader", "not among"),
         ("head_sets", [[0, 0]], "distinct heads"),
         ("head_sets", [[4]], "below 4"),
@@ -363,11 +363,11 @@ def test_repeated_keys_and_long_forms(plan: Plan) -> None:
         ("version", [3, 2], "differs"),
         ("diagonals", {"default": [[-(2**62), 2**62]]}, "the masks asked for have"),
         ("diagonals", {"default": []}, "the masks asked for have"),
-        ("diagonals", {}, "diagonals must be of each kind"),
-        ("diagonals", {"default": [], "other": []}, "of each kind"),
+        ("diagonals", {}, "diagonals must name each kind"),
+        ("diagonals", {"default": [], "other": []}, "name each kind"),
         ("diagonals", {"default": [[0, 1], [0, 1]]}, "distinct, sorted"),
         ("diagonals", {"default": [[0, 2], [0, 1]]}, "distinct, sorted"),
-        ("diagonals", {"default": [[0, n] for n in range(9)]}, "8 at most"),
+        ("diagonals", {"default": [[0, n] for n in range(9)]}, "at most 8"),
         ("diagonals", {"default": [[1, 0]]}, r"\[dmin, dmax\]"),
         ("diagonals", {"default": [[0, 2**63]]}, "header"),
         ("diagonals", {"default": [[0, 2**62 + 1]]}, r"\[dmin, dmax\]"),
@@ -390,7 +390,7 @@ def test_malformed_headers(plan: Plan, field: str, value: object, match: str) ->
         ("report", {"gap": [{"x": float("inf")}]}, "finite"),
         ("report", {"blob": b"x"}, "holds a bytes"),
         ("report", {"a": [b"\x01", {"b": b""}]}, "holds a bytes"),
-        ("layouts", {"attention": {"tokens": 1}}, "same layouts"),
+        ("layouts", {"attention": {"tokens": 1}}, "different layouts"),
         ("layouts", {"attention": {"tokens": -1}, "linear -> 2": {"tokens": 1}}, "tokens"),
         ("moves", [["attention", "nowhere"]], "unknown layout"),
         ("moves", [["attention", "linear -> 2"]] * 2, "two moves"),
@@ -447,7 +447,7 @@ def test_no_plan_is_made_that_readers_refuse(
     plan: Plan, section: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MAX_BYTES", dict(wire.MAX_BYTES) | {section: 0})
-    with pytest.raises(CapacityError, match=rf"bytes of {section}, readers take 0: use more ranks"):
+    with pytest.raises(CapacityError, match=rf"bytes of {section}, the limit is 0: use more ranks"):
         codec.seal(plan)
 
 

@@ -61,8 +61,8 @@ def test_what_a_layer_says_fits_the_masks_that_do_that(declared: Declared, fits:
         (
             Declared(512),
             "causal",
-            "window = 512: is not what the plan has for attention kind 'default' in layer 3: causal; plan this kind "
-            "with masks={'default': ap.masks.sliding_window(512)}, or name the kind that is this layer's",
+            "window = 512: differs from the plan's mask of attention kind 'default' in layer 3: causal; plan this kind "
+            "with masks={'default': ap.masks.sliding_window(512)}, or pass this layer's kind",
         ),
         (
             Declared(NO_WINDOW),
@@ -72,7 +72,7 @@ def test_what_a_layer_says_fits_the_masks_that_do_that(declared: Declared, fits:
         (
             Declared(causal=True),
             "full",
-            "causal = True: is not what the plan has for attention kind 'default' in layer 3: full",
+            "causal = True: differs from the plan's mask of attention kind 'default' in layer 3: full",
         ),
         (Declared(causal=False), "causal", "ap.masks.full()}"),
         (Declared(512, False), "full", "ap.masks.sliding_window(512, right)}"),
@@ -97,7 +97,7 @@ def test_the_kind_that_fits_is_named() -> None:
 def test_too_many_masks_pass() -> None:
     many = Batch.from_sequences([Sequence(4, masks.sliding_window(n)) for n in range(1, 10)])
     Declared(99, False).check({"default": many.diagonals("default")}, "default")
-    assert in_words(()) == "too many masks to tell"
+    assert in_words(()) == "too many different masks"
     assert in_words(((2, 3), (-1, 2**62))) == "2 <= q - k <= 3 and causal and 1 ahead"
 
 

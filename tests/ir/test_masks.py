@@ -340,7 +340,11 @@ def test_numpy_numbers_are_numbers(
         ({"tree": {"nodes": []}}, "tree.nodes", "must have a node"),
         ({"tree": {"nodes": [[0, 3]]}}, "tree.nodes[0]", "parent must come before"),
         ({"tree": {"nodes": [[-1]]}}, "tree.nodes[0]", "[parent, length]"),
-        ({"image_spans": {"spans": [[3, 5], [4, 6]]}}, "image_spans.spans[1]", "rise and not overlap"),
+        (
+            {"image_spans": {"spans": [[3, 5], [4, 6]]}},
+            "image_spans.spans[1]",
+            "be ascending and not overlap",
+        ),
         ({"documents": {"lengths": [2**31 - 1, 1]}}, "documents.lengths", "add up"),
         ({"documents": {"lengths": [2], "mask": {"tree": 1}}}, "mask.documents.mask.tree", "mapping"),
         ({"bands": {"bands": [[0, 2, 0, 2, 0]]}}, "bands.bands[0]", "6 numbers"),
@@ -353,7 +357,7 @@ def test_numpy_numbers_are_numbers(
         ({"slices": {"slices": [[0, 0, 0, 2, 0]]}}, "slices.slices[0]", "q0 < q1"),
         ("causal", "mask", "must name one mask"),
         ({"causal": {}, "full": {}}, "mask", "must name one mask"),
-        ({7: {}}, "mask", "no mask of that name"),
+        ({7: {}}, "mask", "unknown mask"),
         ([], "mask", "must name one mask"),
     ],
 )
@@ -398,9 +402,9 @@ def test_masks_nest_as_deep_where_they_are_made_as_where_they_are_read() -> None
         mask = masks.documents([8], mask)
     assert masks.from_data(masks.to_data(mask)) == mask
     for outer in (lambda: masks.documents([8], mask), lambda: masks.image_spans([[0, 1]], mask)):
-        with pytest.raises(ConfigError, match=rf"mask = .*masks nest at most {MAX_NESTING} deep"):
+        with pytest.raises(ConfigError, match=rf"mask = .*masks may nest at most {MAX_NESTING} deep"):
             outer()
-    with pytest.raises(ConfigError, match=f"masks nest at most {MAX_NESTING} deep"):
+    with pytest.raises(ConfigError, match=f"masks may nest at most {MAX_NESTING} deep"):
         masks.from_data({"documents": {"lengths": [8], "mask": masks.to_data(mask)}})
 
 

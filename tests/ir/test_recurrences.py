@@ -121,12 +121,22 @@ def without_past(columns: Columns) -> None:
 CASES = {
     "a run that is short": ("runs", setting("rows", -1, 1), "recurrences", "its runs end at row"),
     "runs with a gap": ("runs", setting("row", 1, 1), "structure", "does not begin where the run before it"),
-    "another sequence": ("runs", setting("sequence", 0, 1), "recurrences", "is not of the sequence"),
+    "another sequence": (
+        "runs",
+        setting("sequence", 0, 1),
+        "recurrences",
+        "does not belong to its stated sequence",
+    ),
     "another position": ("runs", setting("position", 0, 1), "recurrences", "tokens before it"),
-    "no past": ("runs", without_past, "recurrences", "another past"),
-    "leads nobody": ("runs", lambda c: c["leads"].fill(0), "recurrences", "whether a run comes after it"),
-    "a run that is not there": ("folds", setting("run", 0, 99), "recurrences", "a run that is not there"),
-    "a slot behind another": ("folds", setting("parent", 1, -1), "recurrences", "does not stand behind"),
+    "no past": ("runs", without_past, "recurrences", "a past other than"),
+    "leads nobody": ("runs", lambda c: c["leads"].fill(0), "recurrences", "a wrong flag for a run after it"),
+    "a run that is not there": ("folds", setting("run", 0, 99), "recurrences", "a missing run"),
+    "a slot behind another": (
+        "folds",
+        setting("parent", 1, -1),
+        "recurrences",
+        "does not come after the past",
+    ),
     "a slot before its parent": ("folds", setting("parent", 0, 0), "structure", "not an earlier slot"),
     "a head twice": ("folds", setting("head", -1, 0), "recurrences", "head"),
     "heads that are not there": (
@@ -196,7 +206,7 @@ def test_models_without_recurrent_layers_say_nothing_of_them() -> None:
 
 
 def test_tables_and_header_belong_together(good: ap.Plan) -> None:
-    with pytest.raises(ConfigError, match="must be there where the header has recurrent kinds"):
+    with pytest.raises(ConfigError, match="must be set if the header has recurrent kinds"):
         codec.seal(replace(good, recurrence=None))
     other = replace(good.header, recurrent={"delta": replace(KINDS["delta"], heads=6)})
     with pytest.raises(DecodeError, match="header: recurrent"):
@@ -232,5 +242,5 @@ def test_kinds_that_cannot_be(field: str, value: object, words: str) -> None:
     ],
 )
 def test_masks_without_an_order_are_refused(mask: ap.masks.Mask) -> None:
-    with pytest.raises(ConfigError, match="gives tokens no order for the model's recurrent layers"):
+    with pytest.raises(ConfigError, match="defines no token order for the model's recurrent layers"):
         ap.plan(ap.Batch.from_lengths([16], mask=mask), CLUSTER, MODEL, recipe="blend")

@@ -43,7 +43,7 @@ def broken(*changes: tuple[str, str]) -> str:
 def test_results_travel_in_the_models_dtype(dtype: str) -> None:
     plan = planned(dtype)
     model, size = plan.request.model, {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
-    moved = totals.moved(plan.programs, plan.header.head_sets, model, plan.request.cluster)
+    moved = totals.communication_volumes(plan.programs, plan.header.head_sets, model, plan.request.cluster)
     rows = plan.request.batch.tokens * 3 / 4  # of all rows, three quarters of the heads are elsewhere
     lse = max(size, 4)
     assert moved["default", "forward"].sent.sum() == rows * 4 * (3 * 16 * size + 16 * size + lse)

@@ -125,7 +125,7 @@ def test_partial_gradients_and_nothing_else_are_rounded() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_reports_programs_and_the_simulator_count_the_same_bytes(recipe: str) -> None:
     plan = planned(recipe)
-    moved = totals.moved(plan.programs, plan.header.head_sets, NARROW, CLUSTER)
+    moved = totals.communication_volumes(plan.programs, plan.header.head_sets, NARROW, CLUSTER)
     runs = ap.simulate(plan).runs
     for key, found in moved.items():
         assert runs[key].sent_bytes.tolist() == found.sent.tolist()

@@ -8,7 +8,7 @@ import pytest
 import apportion as ap
 from apportion._core import totals as core
 from apportion.ir.masks import bands
-from apportion.ir.plan.totals import in_all, loads, moved
+from apportion.ir.plan.totals import communication_volumes, loads, sum_volumes
 from apportion.ir.request.policy import Policy, Recipe
 from tests.support.strategies import STRATEGIES, cluster
 
@@ -34,6 +34,8 @@ def test_programs_compute_all_pairs_and_move_what_the_report_says(recipe: str) -
     for phase in ("forward", "backward"):
         found = loads(plan, phase)
         assert found.sum() == pytest.approx(3 * batch.area("default"))
-    one = in_all(moved(plan.programs, plan.header.head_sets, model, plan.request.cluster).values())
+    one = sum_volumes(
+        communication_volumes(plan.programs, plan.header.head_sets, model, plan.request.cluster).values()
+    )
     assert int(one.sent.sum()) == int(one.received.sum())
     assert one.summary() == plan.report["bytes"]

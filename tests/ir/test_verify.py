@@ -58,7 +58,7 @@ def test_a_plan_broken_in_one_place_is_refused_there(case: str) -> None:
 def test_a_send_to_another_rank_is_shown_at_both_ends() -> None:
     found = check(broken(("send Q.home[0:8).h3 to 1", "send Q.home[0:8).h3 to 0"), rank=2))
     assert {(v.rule, v.rank, v.instruction) for v in found[:2]} == {("transfers", 1, 0), ("transfers", 2, 0)}
-    assert all("nothing to meet it" in violation.message for violation in found[:2])
+    assert all("no matching tile" in violation.message for violation in found[:2])
 
 
 def test_the_error_shows_rank_instruction_numbers_and_lines() -> None:
@@ -110,7 +110,7 @@ def test_a_span_across_a_restart_of_positions() -> None:
     table = Table.of(np.array([0, 1, 2]), columns)
     found = first(codec.seal(replace(plan, layouts={"attention": Layout("attention", table)})))
     assert (found.rule, found.rank) == ("layouts", 1)
-    assert "goes on from token 11, where the position does not count on" in found.message
+    assert "goes on from token 11, at which the position jumps" in found.message
 
 
 def test_moves_make_the_target_layout() -> None:

@@ -233,5 +233,5 @@ def test_wrong_parameters_are_refused(parameters: dict[str, Any], field: str) ->
 
 def test_a_search_stands_alone() -> None:
     steps = {"search": {"portfolio": {}}, "shard": {"sequences": {}}}
-    with pytest.raises(ConfigError, match="beside a search"):
+    with pytest.raises(ConfigError, match="combined with a search"):
         ap.plan(ap.Batch.from_lengths(LENGTHS), CLUSTER, MODEL, Recipe("both", steps))

@@ -11,13 +11,13 @@ import apportion as ap
 from apportion.ir.errors import CapacityError, VerifyError
 from apportion.planner.pipeline import placing, scheduling
 from apportion.planner.pipeline.checks import Checks, checked_steps
-from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.pipeline.watch import SILENT
 from apportion.planner.place.lpt import Lpt
 from apportion.planner.problem import Placement, PlacePass, Problem, ShardPass, Shards
 from apportion.planner.recipe.recipes import find_recipe, passes_of, with_block
 from apportion.planner.route.gateways import Node
-from apportion.planner.route.routes import Routed, Site
+from apportion.planner.route.routes import Routes, Site
 from apportion.planner.schedule.rounds import Matchings, Schedule
 from apportion.planner.shard.blocks import Blocks
 from apportion.planner.tasks.tasks import Edges, Tasks
@@ -38,7 +38,7 @@ def problem() -> Problem:
     return Problem(ap.Batch.from_lengths([900, 70, 300]), ap.Cluster(2, 2), ap.Model(4, 2, 8), policy)
 
 
-def placed(**passes: object) -> Placed:
+def placed(**passes: object) -> PlacedProblem:
     with checked_steps():
         return placing.place(problem(), replace(passes_of(RECIPE), **passes), SILENT)
 
@@ -73,7 +73,7 @@ class Idle(PlacePass):
 class Loose(Node):
     """Passes tiles on from ranks that have not got them."""
 
-    def __call__(self, edges: Edges, site: Site) -> Routed:
+    def __call__(self, edges: Edges, site: Site) -> Routes:
         made = super().__call__(edges, site)
         relays = made.edges.parent >= 0
         assert relays.any()
@@ -83,7 +83,7 @@ class Loose(Node):
 class AtOnce(Matchings):
     """Passes tiles on before they come."""
 
-    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+    def __call__(self, routed: Routes, ranks: int) -> Schedule:
         made = super().__call__(routed, ranks)
         return replace(made, round=np.zeros_like(made.round))
 
@@ -105,7 +105,7 @@ def test_a_fault_is_found_where_it_is_made(passes: dict, fault: str) -> None:
     ("passes", "fault"),
     [
         ({"route": Loose()}, r"route \(Loose\(.*: parent, to where its children begin is wrong"),
-        ({"schedule": AtOnce(1)}, r"schedule \(AtOnce\(.*: round, behind its parent's is wrong"),
+        ({"schedule": AtOnce(1)}, r"schedule \(AtOnce\(.*: round, after its parent's is wrong"),
     ],
 )
 def test_a_fault_of_a_schedule_too(passes: dict, fault: str) -> None:
@@ -123,7 +123,7 @@ def test_tasks_and_their_stages() -> None:
     with checked_steps():
         checks.lowering(low)
         checks.tasks(bands, low.rows.starts, star, none, 1)
-        with pytest.raises(VerifyError, match="stage, behind its tiles' is wrong"):
+        with pytest.raises(VerifyError, match="stage, after its tiles' is wrong"):
             checks.lowering(replace(low, stage=np.zeros_like(low.stage)))
         with pytest.raises(VerifyError, match="tasks, pairs of all is wrong"):
             checks.tasks(bands, low.rows.starts, Tasks(*[column[1:] for column in star.columns]), none, 1)

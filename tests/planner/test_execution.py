@@ -126,5 +126,5 @@ def test_queries_do_not_go_around_rings() -> None:
     layer, batch = LAYERS[1], random_batch(draw)
     model = Model(*layer[:4], dtype="fp64", layers=1)
     policy = Policy(Recipe("x", steps_), token_cap=batch.tokens)
-    with pytest.raises(ConfigError, match="says who computes"):
+    with pytest.raises(ConfigError, match="assigns computation to ranks"):
         make_plan(batch, Cluster(ranks_per_node=4), model, policy=policy)

@@ -69,8 +69,8 @@ def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> Non
     ("step", "members", "fault"),
     [
         ("place", {"own_caps": True}, "has own_caps: own_cap is meant"),
-        ("place", {"__call__": None}, "has no __call__: PlacePass says what it is"),
-        ("route", {"by_block": None}, "has no by_block: RoutePass says what it is"),
+        ("place", {"__call__": None}, "has no __call__: see PlacePass"),
+        ("route", {"by_block": None}, "has no by_block: see RoutePass"),
     ],
 )
 def test_a_pass_that_lacks_or_misspells_something_is_told(
@@ -96,7 +96,7 @@ MEMBERS = {
 def test_a_pass_needs_no_base_where_it_says_everything() -> None:
     kept = {"__call__": lambda self, *given: None, "own_cap": False, "others": 3}
     assert broken("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
-    assert broken("place", type("Mine", (), kept)) == "which is no dataclass"
+    assert broken("place", type("Mine", (), kept)) == "which is not a dataclass"
 
 
 def install(folder: Path, name: str, value: str, module: str = "") -> None:

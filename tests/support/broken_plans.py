@@ -129,7 +129,7 @@ CASES = {
         "head set",
     ),
     "launch in falling order": (
-        "transfers", 0, "backward", 4, ("launch 1:", "launch 0:"), "rounds must rise",
+        "transfers", 0, "backward", 4, ("launch 1:", "launch 0:"), "rounds must ascend",
     ),
     "forget a wait": ("transfers", 1, "forward", 6, ("  wait 1\n", ""), "never waits"),
     "wait twice": ("transfers", 1, "forward", 8, ("  wait 1\n", "  wait 1\n  wait 1\n"), "a second time"),

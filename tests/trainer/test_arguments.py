@@ -123,6 +123,6 @@ def test_compiled_layers_hold_what_they_say_against_every_plan() -> None:
             fast(*qkv, handle, "1").sum().backward()
             assert all(x.grad is not None for x in qkv)
         else:
-            with pytest.raises(ConfigError, match="is not what the plan has for attention kind 'default'"):
+            with pytest.raises(ConfigError, match="differs from the plan's mask of attention kind 'default'"):
                 fast(*qkv, handle, "1")
     assert counter.frame_count <= 2

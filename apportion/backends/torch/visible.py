@@ -111,7 +111,7 @@ class Gathering:
             raise ConfigError("kind", kind, f"has a plan that does not gather rows: {why}", remedy)
         fetch, layout = Fetch.of(program, handle.rows), handle.slice.layout(handle.slice.header.home_layout)
         own = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))
-        (told,) = Gathering(fetch, fetch.as_they_come, own).brought(handle, (own,))
+        (told,) = Gathering(fetch, fetch.in_arrival_order, own).brought(handle, (own,))
         arranged = fetch.arranged(told[:, 0].numpy())
         ordered = torch.empty_like(told)
         ordered[torch.from_numpy(arranged.place)] = told

@@ -1,1 +1,1 @@
-"""How plans, slices, iterations and requests are stored and sent: `schemas/FORMAT.md`."""
+"""Byte formats of plans, slices, iterations and requests: `schemas/FORMAT.md`."""

@@ -1,4 +1,4 @@
-"""Plans as bytes: msgpack maps around integer columns, with a hash tree over the ranks' parts.
+"""Encodes and decodes plans: msgpack maps around integer columns, with a hash tree over the ranks' parts.
 
     plan ── header, request, layouts, moves, report    plain data, see `sections`
          ├─ parts[rank]                                its spans, programs and moves, see `table_bytes`
@@ -43,11 +43,11 @@ class Plan(PlanTables):
 
     @property
     def id(self) -> bytes:
-        """32 bytes, BLAKE2b over the digests of the encoded sections."""
+        """The plan's id: 32 bytes, BLAKE2b over the digests of the encoded sections."""
         return self.sealed().id
 
     def sealed(self) -> Sections:
-        """The plan as encoded, once."""
+        """The encoded sections, computed once."""
         sealed = encode_sections(self) if self.sections is None else self.sections
         object.__setattr__(self, "sections", sealed)
         return sealed
@@ -56,31 +56,31 @@ class Plan(PlanTables):
         return f"<Plan: {self.header.recipe} on {self.header.ranks} ranks, {self.id.hex()[:12]}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the figures of the report, and the work of each rank."""
+        """HTML for notebooks: the figures of the report and the load of each rank."""
         from apportion.ir import cards
         from apportion.ir.plan.summary import loads, plan_rows
 
         title = f"{self.header.recipe} on {self.header.ranks} ranks, plan {self.id.hex()[:12]}"
-        rows = plan_rows(self.report) if self.report else [("report", "none: it is kept with the first rank")]
-        return cards.card(title, rows, cards.bars("attention work of each rank, and its mean", loads(self)))
+        rows = plan_rows(self.report) if self.report else [("report", "none: only the first rank keeps it")]
+        return cards.card(title, rows, cards.bars("attention load of each rank, and the mean", loads(self)))
 
     def encode(self) -> bytes:
-        """The plan as bytes: a function of request, recipe, seed and version alone."""
+        """Encodes the plan: the bytes depend on request, recipe, seed and version alone."""
         return encode(self)
 
     @staticmethod
     def decode(data: bytes) -> Plan:
-        """The plan in `data`, or in a zstd frame, as files hold it. Raises DecodeError (VersionError for an unknown
+        """Decodes a plan, also from a zstd frame as stored in files. Raises DecodeError (VersionError for an unknown
         major version)."""
         return decode(expanded(data) if isinstance(data, bytes) else data)
 
     def for_rank(self, rank: int) -> Slice:
-        """The rank's slice: its part, the header and the proof that it belongs to this plan's id.
-        Raises ConfigError where the plan has no such rank."""
+        """The rank's slice: its part, the header and the hash path to this plan's id. Raises ConfigError if the plan
+        has no such rank."""
         return slice_plan(self, self.sealed(), checked_rank(rank, self.header.ranks))
 
     def text(self, rank: int | None = None) -> str:
-        """The plan, or one rank of it, as text (`ir.text`)."""
+        """Formats the plan, or one rank of it, as text (`ir.text`)."""
         sealed = self.sealed()
         request, report = map(msgspec.msgpack.decode, (sealed.request, sealed.report))
         return format_plan(self, sealed.id, request, report, rank)
@@ -95,21 +95,21 @@ class Plan(PlanTables):
 def encode_sections(
     plan: Plan, parts: list[bytes] | None = None, request: Mapping[str, object] | None = None
 ) -> Sections:
-    """The plan's sections and their id.
+    """Encodes the plan's sections and computes their id.
 
-    parts: the result of `encode_parts`, where the caller has it; request: the request as it was written, where
-    that is to be kept. Raises ConfigError for a report and numbers that no plan can hold, and where the header names
-    other layouts, kinds or phases, which parts do not name, or recurrent kinds without tables. Raises CapacityError
-    for more bytes than are read.
+    parts: the result of `encode_parts`, if the caller has it; request: the original form of the request, if it is to be
+    kept. Raises ConfigError for reports and numbers that cannot be encoded, for a header whose layouts, kinds or phases
+    differ from the plan's, and for recurrent kinds without tables. Raises CapacityError if a section exceeds the
+    readers' limit.
     """
     _check_order("layouts", tuple(plan.layouts), plan.header.layouts)
     _check_order("kinds", tuple(dict.fromkeys(kind for kind, _ in plan.programs)), plan.header.kinds)
     if plan.programs.keys() != {*product(plan.header.kinds, plan.header.phases)}:
         rule = f"each kind must have the phases of the header: {', '.join(plan.header.phases)}"
-        raise ConfigError("programs", [*plan.programs], rule, "make the header name what the plan has")
+        raise ConfigError("programs", [*plan.programs], rule, "make the header match the plan")
     if bool(plan.header.recurrent) != (plan.recurrence is not None):
-        rule = "must be there where the header has recurrent kinds, and only there"
-        raise ConfigError("recurrence", plan.recurrence, rule, "make the header name what the plan has")
+        rule = "must be set if the header has recurrent kinds, and only then"
+        raise ConfigError("recurrence", plan.recurrence, rule, "make the header match the plan")
     report = _encode_report(plan)
     tokens = plan.request.batch.tokens
     if parts is None:
@@ -129,24 +129,24 @@ def encode_sections(
 
 
 def _check_sizes(sections: Sections) -> None:
-    """Readers refuse sections beyond `wire.MAX_BYTES`: no such plan is made."""
+    """Raises CapacityError for sections beyond `wire.MAX_BYTES`, which readers refuse."""
     sizes = {name: len(getattr(sections, name)) for name in wire.MAX_BYTES if name != "part"}
     for name, size in {**sizes, "part": max(map(len, sections.parts), default=0)}.items():
         if size > wire.MAX_BYTES[name]:
             raise CapacityError(
-                f"the plan has {size} bytes of {name}, readers take {wire.MAX_BYTES[name]}: use more ranks, larger "
+                f"the plan has {size} bytes of {name}, the limit is {wire.MAX_BYTES[name]}: use more ranks, larger "
                 "blocks, or several batches"
             )
 
 
 def _check_order(field: str, held: tuple[str, ...], named: tuple[str, ...]) -> None:
     if held != named:
-        rule = f"must be those of the header, in its order: {', '.join(named)}"
-        raise ConfigError(field, held, rule, "make the header name what the plan has")
+        rule = f"must match the header, in its order: {', '.join(named)}"
+        raise ConfigError(field, held, rule, "make the header match the plan")
 
 
 def _encode_request(plan: Plan) -> bytes:
-    """The request's bytes: those that the plan came with, as long as they say the same."""
+    """Encodes the request; keeps the original bytes as long as they mean the same."""
     now, held = plain.request_data(plan.request), plan.sections
     fresh: bytes = wire.encode_section(now)
     if held is None or held.request == fresh:
@@ -160,23 +160,24 @@ def _encode_report(plan: Plan) -> bytes:
         report: bytes = wire.encode_section(plan.report)
         read_report(report, VERSION)
     except (DecodeError, TypeError, OverflowError) as error:
-        rule, remedy = str(error), "report numbers that are finite, texts, lists and maps with texts as keys"
+        rule, remedy = str(error), "use finite numbers, strings, lists and maps with string keys"
         raise ConfigError("report", plan.report, rule, remedy) from None
     return report
 
 
 def seal(plan: Plan, parts: list[bytes] | None = None) -> Plan:
-    """The plan with fresh sections and the id of what it holds now. `parts` and errors: as in `encode_sections`."""
+    """Returns the plan with freshly encoded sections and the id of its present contents. `parts` and errors: as in
+    `encode_sections`."""
     return replace(plan, sections=encode_sections(plan, parts))
 
 
 def encode(plan: Plan) -> bytes:
-    """The plan as bytes."""
+    """Encodes a plan."""
     return encode_wire(plan.sealed(), plan.header.version)
 
 
 def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
-    """The bytes of a plan with these sections and the id that they store."""
+    """Encodes a plan of these sections, with their stored id."""
     s, (major, minor) = sections, version
     return wire.encode_struct(
         wire.PlanWire(
@@ -189,16 +190,16 @@ def encode_wire(sections: Sections, version: Sequence[int] = VERSION) -> bytes:
 
 
 def decode(data: bytes, check_id: bool = True) -> Plan:
-    """The plan in `data`, its columns int64. Structure and id are checked, meaning is for `verify`.
+    """Decodes a plan, columns as int64. Checks structure and id; `verify` checks the meaning.
 
-    check_id: refuse a plan whose stored id is not that of its bytes; False keeps the stored id in
-    `plan.sections.id` for the verifier to report.
+    check_id: refuse a plan whose stored id does not match its bytes; False keeps the stored id in `plan.sections.id`
+    for the verifier to report.
 
     Raises DecodeError; VersionError for an unknown major version. Allocates at most 240 times `len(data)`.
     """
     found = wire.read_envelope(data, wire.PlanWire, "plan", FORMAT, wire.check_canonical_plan)
     if not 1 <= len(found.parts) <= MAX_RANKS:
-        raise DecodeError(f"plan: {len(found.parts)} parts, from 1 to {MAX_RANKS} are allowed")
+        raise DecodeError(f"plan: {len(found.parts)} parts, must be 1 to {MAX_RANKS}")
     sections = Sections(
         found.header, found.request, found.layouts, found.moves, found.report, found.parts, found.id
     )

@@ -1,12 +1,12 @@
-"""The plans of one training iteration: its microbatches, and the sequences that wait.
+"""The plans of one training iteration: its microbatches and the deferred sequences.
 
     IterationPlan ── plans      one per microbatch, all of the same cluster, model and policy
                   ├─ indexes    which sequences of the iteration's batch each microbatch has
-                  ├─ deferred   which of them it has not; the caller gives them again in the next iteration
+                  ├─ deferred   sequences of no microbatch; the caller passes them again in the next iteration
                   └─ id = H(magic · per microbatch (id · H(indexes)) · H(deferred))
 
-Every rank has as many microbatches as any other: where it holds no token of one, its layouts have no rows there and
-its programs nothing but what other ranks need of it. `schemas/FORMAT.md` describes the bytes.
+All ranks have the same number of microbatches. A rank without tokens of a microbatch has no rows in its layouts, and
+its programs only serve other ranks. `schemas/FORMAT.md` describes the bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.fields import integers
 from apportion.ir.plan.tables import Request
 
-#: what `report` adds up over the microbatches
+#: figures that `report` sums over the microbatches
 SUMS = ("tokens", "area", "bytes", "slots", "max_degree", "rounds", "plan_bytes")
-#: what it takes the largest of
+#: figures of which it takes the maximum
 MAXIMA = ("imbalance", "imbalance_bound", "heaviest_piece_over_mean")
 
 
 class IterationWire(wire.Version):
-    """An iteration plan; each of `plans` is an encoded plan, the others are columns."""
+    """Wire form of an iteration plan; each of `plans` is an encoded plan, the others are columns."""
 
     plans: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
     indexes: Annotated[list[bytes], msgspec.Meta(max_length=MAX_MICROBATCHES)]
@@ -47,11 +47,11 @@ class IterationWire(wire.Version):
 
 @dataclass(frozen=True, eq=False)
 class IterationPlan:
-    """The plans of an iteration's microbatches, in the order in which they run.
+    """The plans of an iteration's microbatches, in execution order.
 
-    plans: of 1 to 4096 microbatches, asked for alike but for the batch. indexes: of each the places of its sequences
-    in the iteration's batch, int64. deferred: int64, rising, the sequences that wait for a later iteration. Each
-    sequence of the batch is in one of these arrays. Equal iteration plans have equal ids. Raises ConfigError.
+    plans: 1 to 4096, whose requests differ in the batch alone. indexes: int64 arrays, the indexes of each microbatch's
+    sequences in the iteration's batch. deferred: int64, ascending, sequences left to a later iteration. Each sequence
+    of the batch is in one of these arrays. Equal iteration plans have equal ids. Raises ConfigError.
     """
 
     plans: tuple[Plan, ...]
@@ -77,23 +77,23 @@ class IterationPlan:
 
     @cached_property
     def id(self) -> bytes:
-        """32 bytes, BLAKE2b over the ids and the sequences of the microbatches and what is deferred."""
+        """The iteration plan's id: 32 bytes, BLAKE2b over the microbatches' ids and sequences and the deferred
+        sequences."""
         return iteration_id([plan.id for plan in self.plans], self.indexes, self.deferred)
 
     def for_rank(self, rank: int) -> tuple[Slice, ...]:
-        """The rank's slice of every microbatch. Raises ConfigError where there is no such rank."""
+        """The rank's slice of every microbatch. Raises ConfigError if there is no such rank."""
         return tuple(plan.for_rank(rank) for plan in self.plans)
 
     def slice_for(self, rank: int) -> IterationSlice:
-        """All that the rank needs of the iteration, and what proves it. Raises ConfigError where there is no such
-        rank."""
+        """The rank's slice of the iteration, with its proof. Raises ConfigError if there is no such rank."""
         return IterationSlice(self.id, self.for_rank(rank), self.indexes, self.deferred)
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        """Number of microbatches, sequences and deferred sequences; the sums and maxima over the microbatches of what
-        the plans report (`SUMS`, `MAXIMA`); their tokens; the ids of the plans in hex; and the sums of their bounds,
-        which hold for this packing. No gap is told where a microbatch has none.
+        """Number of microbatches, sequences and deferred sequences; the sums and maxima over the microbatches of the
+        plans' reports (`SUMS`, `MAXIMA`); their tokens; the ids of the plans in hex; and the sums of their bounds,
+        which hold for this packing. A gap is None if a microbatch has none.
 
         Sums of `bytes.max_rank`, `plan_bytes.largest_rank` and the like add up the worst rank of each microbatch: no
         rank has more over the iteration.
@@ -115,7 +115,7 @@ class IterationPlan:
         return found | {"bounds": _merged_bounds([report.get("bounds") for report in reports])}
 
     def encode(self) -> bytes:
-        """The iteration plan as bytes: a function of its plans and indexes alone."""
+        """Encodes the iteration plan: the bytes depend on its plans and indexes alone."""
         return wire.encode_struct(
             IterationWire(
                 FORMAT,
@@ -129,7 +129,7 @@ class IterationPlan:
 
     @staticmethod
     def decode(data: bytes) -> IterationPlan:
-        """The iteration plan in `data`. Raises DecodeError (VersionError for an unknown major version)."""
+        """Decodes an iteration plan. Raises DecodeError (VersionError for an unknown major version)."""
         found = wire.read_envelope(data, IterationWire, "iteration", FORMAT)
         if len(found.plans) != len(found.indexes):
             raise DecodeError(
@@ -152,7 +152,7 @@ class IterationPlan:
 
 
 def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
-    """What every rank receives, as bytes: `plan.slice_for(rank).encode()` of each, without opening any."""
+    """Every rank's encoded slice, `plan.slice_for(rank).encode()`, without decoding any."""
     columns = zip(*(slices.encode_slices(one, one.sealed()) for one in plan.plans), strict=True)
     return tuple(encode_slice(list(own), plan.indexes, plan.deferred, plan.id) for own in columns)
 
@@ -161,7 +161,7 @@ def encode_slices(plan: IterationPlan) -> tuple[bytes, ...]:
 
 
 def _column(name: str, values: Any) -> Ints:
-    """int64, read-only."""
+    """Validates a column of indexes: int64, read-only."""
     column = integers(f"iteration.{name}", values, 0, 2**32 - 1).copy()
     column.setflags(write=False)
     return column
@@ -174,9 +174,9 @@ def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
     if not 1 <= len(plans) <= MAX_MICROBATCHES or len(plans) != indexes:
         rule = f"must be 1 to {MAX_MICROBATCHES} plans, with as many arrays of indexes ({indexes})"
         raise ConfigError("iteration.plans", len(plans), rule, "give the indexes of each microbatch")
-    first = _asked(plans[0].request)
+    first = _shared_request(plans[0].request)
     for i, plan in enumerate(plans):
-        for name, value in _asked(plan.request).items():
+        for name, value in _shared_request(plan.request).items():
             if value != first[name]:
                 rule = f"has another {name} than the first microbatch"
                 remedy = "plan all microbatches of an iteration alike"
@@ -188,9 +188,9 @@ def _check_plans(plans: tuple[Plan, ...], indexes: int) -> None:
             )
 
 
-def _asked(request: Request) -> dict[str, Any]:
-    """What all microbatches have in common. Where a recipe has no token cap of its own, each plan records what it came
-    to."""
+def _shared_request(request: Request) -> dict[str, Any]:
+    """The fields that the requests of all microbatches share. If a recipe sets no token cap, each plan records the
+    resulting one."""
     policy = replace(request.policy, token_cap=None)
     return {
         "cluster": request.cluster,
@@ -201,15 +201,17 @@ def _asked(request: Request) -> dict[str, Any]:
 
 
 def _check_sequences(iteration: IterationPlan) -> None:
-    """Each microbatch has as many sequences as its plan, and all sequences are there once."""
+    """Checks that each microbatch has as many sequences as its plan, and that each sequence occurs exactly once."""
     for i, (plan, own) in enumerate(zip(iteration.plans, iteration.indexes, strict=True)):
         if len(own) != len(plan.request.batch.lengths):
-            rule = f"must name the {len(plan.request.batch.lengths)} sequences of its plan"
+            rule = (
+                f"must have an index for each of the {len(plan.request.batch.lengths)} sequences of its plan"
+            )
             raise ConfigError(f"iteration.indexes[{i}]", len(own), rule, "give the index of each")
     told = np.sort(np.concatenate([*iteration.indexes, iteration.deferred]))
     if not np.array_equal(told, np.arange(len(told))):
         missing = int(np.flatnonzero(told != np.arange(len(told)))[0])
-        rule = f"must have every sequence of the batch once: {missing} is missing or there twice"
+        rule = f"must have every sequence of the batch once: {missing} is missing or duplicated"
         raise ConfigError("iteration.indexes", told[:8].tolist(), rule, "number the sequences from 0")
     if (np.diff(iteration.deferred) < 0).any():
         raise ConfigError("iteration.deferred", iteration.deferred[:8].tolist(), "must rise", "sort it")
@@ -219,7 +221,7 @@ def _check_sequences(iteration: IterationPlan) -> None:
 
 
 def _merged(values: list[Any], merge: Any) -> Any:
-    """One number of several, maps key by key; None where one of them has something else or nothing."""
+    """Merges one figure over the microbatches, maps key by key; None if they differ in form or one lacks it."""
     if all(isinstance(value, Mapping) for value in values):
         common = [key for key in values[0] if all(key in value for value in values)]
         parts = {key: _merged([value[key] for value in values], merge) for key in common}
@@ -230,7 +232,7 @@ def _merged(values: list[Any], merge: Any) -> Any:
 
 
 def _merged_bounds(values: list[Any]) -> dict[str, dict[str, Any]]:
-    """Bounds of the iteration, {name: {"bound", "value", "gap"}}: microbatches run one after another."""
+    """Bounds of the iteration, {name: {"bound", "value", "gap"}}, summed: microbatches run one after another."""
     totals = _merged(values, sum) or {}
     gaps = _merged(values, max) or {}
     return {

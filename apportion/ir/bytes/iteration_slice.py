@@ -1,11 +1,11 @@
-"""What one rank receives of an iteration's plan: its slice of every microbatch, and the proof of what they belong to.
+"""One rank's share of an iteration plan: its slice of every microbatch, with the hash proof.
 
-    IterationSlice ── slices     one per microbatch, in the order in which they run
+    IterationSlice ── slices     one per microbatch, in execution order
                    ├─ indexes    which sequences of the iteration's batch each microbatch has
-                   ├─ deferred   those that wait for a later iteration
-                   └─ id         of the iteration plan: follows from all of these
+                   ├─ deferred   sequences left to a later iteration
+                   └─ id         of the iteration plan, computed from all of these
 
-Where microbatches hold the sequences one after another, nothing deferred, the bytes say only how many each has.
+If microbatches hold consecutive sequences and none is deferred, only their counts are encoded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from apportion.ir.errors import ConfigError, DecodeError
 from apportion.ir.isa import VERSION
 
 FORMAT = "apportion.iteration.slice"
-# Indexes of more sequences are written out: a few bytes must not make decoding allocate more than a few megabytes.
+# Limit of implicit indexes: a few bytes must not make decoding allocate more than a few megabytes.
 MOST_IMPLIED = 2**20
 
 _Some = msgspec.Meta(max_length=MAX_MICROBATCHES)
@@ -33,7 +33,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class _IterationSliceWire(wire.Version):
-    """Each of `slices` is an encoded slice; `indexes` has columns, or none where sequences follow one another."""
+    """Wire form: `slices` are encoded slices; `indexes` has a column each, or none if sequences are consecutive."""
 
     slices: Annotated[list[bytes], _Some]
     counts: Annotated[list[_Count], _Some]
@@ -44,9 +44,9 @@ class _IterationSliceWire(wire.Version):
 
 @dataclass(frozen=True, eq=False)
 class IterationSlice:
-    """One rank's share of an iteration plan. slices: one a microbatch; indexes: int64 arrays, the places of each
-    microbatch's sequences in the iteration's batch; deferred: int64, rising. Raises ConfigError where the slices are
-    not of one rank."""
+    """One rank's share of an iteration plan. slices: one per microbatch; indexes: int64 arrays, the indexes of each
+    microbatch's sequences in the iteration's batch; deferred: int64, ascending. Raises ConfigError if slices are of
+    different ranks."""
 
     id: bytes
     slices: tuple[Slice, ...]
@@ -56,7 +56,7 @@ class IterationSlice:
     def __post_init__(self) -> None:
         if not 1 <= len(self.slices) <= MAX_MICROBATCHES or len(self.slices) != len(self.indexes):
             rule = f"must be 1 to {MAX_MICROBATCHES}, with as many arrays of indexes ({len(self.indexes)})"
-            raise ConfigError("iteration.slices", len(self.slices), rule, "give one a microbatch")
+            raise ConfigError("iteration.slices", len(self.slices), rule, "give one per microbatch")
         if len({(piece.rank, piece.ranks) for piece in self.slices}) > 1:
             held = [piece.rank for piece in self.slices]
             raise ConfigError("iteration.slices", held, "must be of one rank", "give one rank's slices")
@@ -76,12 +76,12 @@ class IterationSlice:
         return self.slices[0].ranks
 
     def encode(self) -> bytes:
-        """The slice as bytes: a function of what it holds alone."""
+        """Encodes the slice: the bytes depend on its contents alone."""
         return encode_slice([piece.encode() for piece in self.slices], self.indexes, self.deferred, self.id)
 
     @staticmethod
     def decode(data: bytes) -> IterationSlice:
-        """The slice in `data`; its id follows from its bytes. Raises DecodeError (VersionError for an unknown major
+        """Decodes a slice; its id is computed from its bytes. Raises DecodeError (VersionError for an unknown major
         version). Allocates a small multiple of `len(data)`, and 8 bytes for each sequence of the iteration."""
         found = wire.read_envelope(data, _IterationSliceWire, "iteration slice", FORMAT)
         slices = tuple(Slice.decode(piece) for piece in found.slices)
@@ -101,7 +101,7 @@ class IterationSlice:
 
 
 def encode_slice(slices: list[bytes], indexes: tuple[Ints, ...], deferred: Ints, id_: bytes) -> bytes:
-    """What a rank receives, as bytes, from its encoded slices."""
+    """Encodes a rank's share from its encoded slices."""
     columns = [] if _follow(indexes, deferred) else [packed(own) for own in indexes]
     counts = [len(own) for own in indexes]
     found = _IterationSliceWire(FORMAT, VERSION, slices, counts, columns, packed(deferred), id_)
@@ -118,9 +118,9 @@ def _read_indexes(found: _IterationSliceWire) -> tuple[Ints, ...]:
         return _consecutive(found)
     indexes = tuple(unpacked(column) for column in found.indexes)
     if [len(own) for own in indexes] != found.counts:
-        raise DecodeError("iteration slice: its counts are not the lengths of its columns")
+        raise DecodeError("iteration slice: its counts do not match the lengths of its columns")
     if not wire.newer(found.version) and _follow(indexes, unpacked(found.deferred)):
-        raise DecodeError("iteration slice: indexes that follow one another are written out")
+        raise DecodeError("iteration slice: consecutive indexes are written out")
     return indexes
 
 
@@ -132,7 +132,7 @@ def _consecutive(found: _IterationSliceWire) -> tuple[Ints, ...]:
 
 
 def _follow(indexes: tuple[Ints, ...], deferred: Ints) -> bool:
-    """Whether counts say it all."""
+    """True if sequences are consecutive and none is deferred, so that counts are enough."""
     together = np.concatenate(indexes)
     few = len(together) <= MOST_IMPLIED and not len(deferred)
     return few and np.array_equal(together, np.arange(len(together)))

@@ -1,4 +1,4 @@
-"""What all iterations of a training run have in common, and the request for one iteration's plan."""
+"""The request that all iterations of a training run share, and the request for one iteration's plan."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy, Recipe
-from apportion.ir.structs import check, given, to_data, values
+from apportion.ir.structs import check, mapping_of, to_data, values
 
 FORMAT = "apportion.request"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run, as its planner sees it.
+    """The planning request of a training run.
 
-    tokens_per_rank: of a microbatch; microbatches: of an iteration; a recipe with a pack step spreads the samples of an
-    iteration over as many. hardware: what recipes that compare times price with; None is the built-in H100.
-    Raises ConfigError.
+    tokens_per_rank: per microbatch; microbatches: per iteration; a recipe with a pack step distributes the samples of
+    an iteration over that many. hardware: for recipes that compare predicted times; None is the built-in H100. Raises
+    ConfigError.
     """
 
     cluster: Cluster
@@ -58,18 +58,18 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """At most so many in a microbatch, all ranks together."""
+        """The most tokens in a microbatch, over all ranks."""
         return self.ranks * self.tokens_per_rank
 
     @property
     def packs(self) -> bool:
-        """Whether the recipe spreads the samples of an iteration over its microbatches."""
+        """True if the recipe distributes the samples of an iteration over its microbatches."""
         return self.policy.recipe.step("pack") is not None
 
     @staticmethod
     def from_data(data: Any) -> Job:
-        """The job of plain data: a mapping of the fields above, the first four required. Raises ConfigError."""
-        found = dict(given(Job, "job", data))
+        """Builds a job from plain data: a mapping of the fields above, the first four required. Raises ConfigError."""
+        found = dict(mapping_of(Job, "job", data))
         hardware = found.pop("hardware", None)
         return Job(**values(Job, "job", found), hardware=None if hardware is None else _hardware(hardware))
 
@@ -79,22 +79,22 @@ class Job:
 
     @staticmethod
     def load(path: str | Path) -> Job:
-        """The job of a JSON or YAML file. Raises ConfigError."""
+        """Loads a job from a JSON or YAML file. Raises ConfigError."""
         return Job.from_data(load(path))
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes, of everything in the job that plans depend on."""
+        """32-byte digest of all fields that plans depend on."""
         return digest(wire.encode_section([FORMAT, self._planned()]))
 
     def _planned(self) -> dict[str, Any]:
         data = self.to_data() | {"hardware": None if self.hardware is None else self.hardware.digest()}
-        if not self.packs:  # then only the batches say how much is planned
+        if not self.packs:  # without a pack step the batches alone determine the work
             data |= {"tokens_per_rank": None, "microbatches": None}
         return data
 
     def policy_for(self, sequences: int) -> Policy:
-        """The policy of an iteration with so many sequences: a pack step gets the job's figures."""
+        """The policy of an iteration of `sequences` sequences: a pack step gets the job's figures."""
         step = self.policy.recipe.step("pack")
         if step is None:
             return self.policy
@@ -104,8 +104,8 @@ class Job:
         return replace(self.policy, recipe=Recipe(self.policy.recipe.name, steps))
 
     def request_digest(self, batch: Batch, sequences: int, token_cap: int | None) -> bytes:
-        """32 bytes, of the request that the plan of a microbatch has in it. sequences: of the whole iteration.
-        token_cap: what the plan came to, where the job leaves it open."""
+        """32-byte digest of the request stored in a microbatch's plan. sequences: of the whole iteration. token_cap:
+        the plan's resulting cap, if the job sets none."""
         policy = self.policy_for(sequences)
         if policy.token_cap is None:
             policy = replace(policy, token_cap=token_cap)
@@ -124,13 +124,15 @@ class Job:
         return digest(self.digest + wire.encode_section([batch.to_data() for batch in batches]))
 
     def check(self, batches: Sequence[Batch]) -> None:
-        """Raises ConfigError for a wrong number of batches, CapacityError where one is too large."""
+        """Raises ConfigError for a wrong number of batches, CapacityError if one is too large."""
         most = 1 if self.packs else self.microbatches
         if not 1 <= len(batches) <= most:
             rule = f"must be 1 to {most}: " + (
-                "the recipe packs all sequences of the iteration itself" if self.packs else "one a microbatch"
+                "the recipe packs all sequences of the iteration itself"
+                if self.packs
+                else "one per microbatch"
             )
-            raise ConfigError("batches", f"{len(batches)} batches", rule, "group the sequences anew")
+            raise ConfigError("batches", f"{len(batches)} batches", rule, "regroup the sequences")
         room = self.tokens * (self.microbatches if self.packs else 1)
         for i, batch in enumerate(batches):
             if batch.tokens > room:
@@ -141,11 +143,11 @@ class Job:
 
 
 def _hardware(data: Any) -> Hardware:
-    """Built-in hardware by its name, other hardware by its data: what comes from outside never names a file."""
+    """Built-in hardware by name, other hardware from its data: a request from outside never names a file."""
     if isinstance(data, str) and data not in Hardware.builtin():
         rule, remedy = (
             "is not built-in hardware",
-            f"write one of {', '.join(Hardware.builtin())}, or all its data",
+            f"write one of {', '.join(Hardware.builtin())}, or the full hardware data",
         )
         raise ConfigError("job.hardware", data, rule, remedy)
     return Hardware.load(data) if isinstance(data, str) else Hardware.from_data(data)
@@ -160,7 +162,7 @@ _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
-    """The request for an iteration's plan as bytes: equal requests give equal bytes."""
+    """Encodes the request for an iteration's plan: equal requests give equal bytes."""
     return _encode(wire.encode_section(job.to_data()), _sections(batches))
 
 
@@ -173,7 +175,7 @@ def _encode(job: bytes, batches: list[bytes]) -> bytes:
 
 
 def decode_request(data: bytes) -> tuple[Job, tuple[Batch, ...]]:
-    """The job and the batches in `data`. Raises DecodeError, VersionError."""
+    """Decodes the job and the batches. Raises DecodeError, VersionError."""
     found = wire.read_envelope(data, _RequestWire, "iteration request", FORMAT)
     try:
         job = Job.from_data(_section(found.job, found.version))

@@ -1,4 +1,4 @@
-"""What the plans of a training run follow from, as JSON-like data, and where two of these differ."""
+"""The inputs that the plans of a training run depend on, as JSON-like data, and the difference between two of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from apportion.ir.request.sequences import DEFAULT_KIND
 
 
 def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None) -> dict[str, Any]:
-    """The job, with the seed; digests of the samples' lengths and masks, in hex; and whether they are shuffled, None
-    where a trainer has an order of its own. lengths: integers [n]; masks: as `batches_of` takes them."""
+    """The job, with the seed; digests of the samples' lengths and masks, in hex; and the shuffling, None if a trainer
+    sets its own order. lengths: integers [n]; masks: as `batches_of` takes them."""
     held = np.ascontiguousarray(lengths, "<i8")
     return {
         "job": json.loads(json.dumps(job.to_data())),
@@ -31,7 +31,7 @@ def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None
 
 
 def difference(held: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """(name of the field, held, asked) of the first place in which two values of plain data differ."""
+    """(name of the field, held, asked) of the first difference between two values of plain data."""
     if not (isinstance(held, Mapping) and isinstance(asked, Mapping)):
         return None if held == asked else (name, held, asked)
     for key in [*held, *(key for key in asked if key not in held)]:
@@ -42,7 +42,7 @@ def difference(held: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | 
 
 
 def _masks_data(masks: Masks) -> list[Any]:
-    """Equal for masks that make equal batches."""
+    """Plain data of masks, equal for masks that make equal batches."""
     if masks is None or isinstance(masks, Mask | Mapping):
         return [_mask_data(masks)]
     every = [_mask_data(spec) for spec in masks]

@@ -1,5 +1,4 @@
-"""The sections of a plan and the id that they have; those that are plain data: header, request, names of layouts and
-moves, report."""
+"""The sections of a plan and their id; codecs of the plain-data sections: header, request, layouts, moves, report."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from apportion.ir.plan.tables import Header, Request
 
 @dataclass(frozen=True)
 class Sections:
-    """An encoded plan, section by section. `id` is the stored id: `section_id` computes the real one."""
+    """An encoded plan, section by section. `id` is the stored id; `section_id` computes it from the bytes."""
 
     header: bytes
     request: bytes
@@ -37,18 +36,18 @@ class Sections:
 
     @cached_property
     def tree(self) -> list[list[bytes]]:
-        """The hash tree over the parts: its levels from the leaves up."""
+        """The hash tree over the parts: levels from the leaves up."""
         return tree([leaf(part) for part in self.parts])
 
     def with_id(self, id: bytes) -> Sections:
-        """The same sections under another stored id."""
+        """Returns the same sections under another stored id."""
         named = replace(self, id=id)
-        named.__dict__["tree"] = self.tree  # hashing is most of the work: not twice
+        named.__dict__["tree"] = self.tree  # hashing dominates: reuse the tree
         return named
 
 
 def section_id(sections: Sections) -> bytes:
-    """The id that the sections' bytes have (a damaged plan stores another)."""
+    """Computes the id of the sections' bytes; a damaged plan stores another."""
     fixed = (sections.header, sections.request, sections.layouts, sections.moves, sections.report)
     return plan_id(map(digest, fixed), sections.tree[-1][0])
 
@@ -57,7 +56,7 @@ def check_stored_id(stored: bytes, real: bytes, what: str) -> None:
     if stored != real:
         raise DecodeError(
             f"{what}: stored id {stored[:SIZE].hex()} differs from {real.hex()}, the id of its bytes: "
-            "it was changed or damaged after it was made"
+            "it was changed or damaged after planning"
         )
 
 
@@ -72,7 +71,7 @@ _decode_map = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 def read_header(data: bytes, version: tuple[int, int]) -> Header:
-    """The header section. Raises DecodeError."""
+    """Decodes the header section. Raises DecodeError."""
     header: Header = wire.read_section(_decode_header, data, "header", version, header_data)
     if header.version != tuple(version):
         raise DecodeError(f"header: version {header.version} differs from {tuple(version)} outside it")
@@ -81,7 +80,7 @@ def read_header(data: bytes, version: tuple[int, int]) -> Header:
 
 
 def read_request(data: bytes, version: tuple[int, int]) -> Request:
-    """The request section. Raises DecodeError."""
+    """Decodes the request section. Raises DecodeError."""
     found = wire.read_section(_decode_map, data, "request", version)
     return request_from_data(found, strict=not wire.newer(version))
 
@@ -89,10 +88,10 @@ def read_request(data: bytes, version: tuple[int, int]) -> Request:
 def read_tokens(
     data: bytes, header: Header, tokens: int | None, version: tuple[int, int]
 ) -> Mapping[str, int]:
-    """The layouts section: name -> tokens, in the header's order. `tokens`: those of the batch, where known."""
+    """Decodes the layouts section: name -> tokens, in the header's order. `tokens`: of the batch, if known."""
     found: dict[str, _Layout] = wire.read_section(_decode_layouts, data, "layouts", version)
     if sorted(found) != sorted(header.layouts):
-        raise DecodeError("layouts: the section and the header do not name the same layouts")
+        raise DecodeError("layouts: the section and the header name different layouts")
     for name, layout in found.items():
         if not 0 <= layout.tokens <= LIMIT or (tokens is not None and layout.tokens != tokens):
             raise DecodeError(f"layouts: {name} has {layout.tokens} tokens, the batch {tokens}")
@@ -100,14 +99,14 @@ def read_tokens(
 
 
 def read_moves(data: bytes, header: Header, version: tuple[int, int]) -> list[tuple[str, str]]:
-    """The moves section: (source, target) pairs. Raises DecodeError."""
+    """Decodes the moves section: (source, target) pairs. Raises DecodeError."""
     pairs: list[tuple[str, str]] = wire.read_section(_decode_moves, data, "moves", version)
     check_pairs(pairs, header)
     return pairs
 
 
 def read_report(data: bytes, version: tuple[int, int]) -> dict[str, Any]:
-    """The report section: plain data without NaN. Raises DecodeError."""
+    """Decodes the report section: plain data without NaN. Raises DecodeError."""
     report: dict[str, Any] = wire.read_section(_decode_map, data, "report", version)
     wire.check_plain(report, "report")
     return report

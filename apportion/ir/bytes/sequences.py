@@ -1,4 +1,4 @@
-"""Which sequences of an iteration's batch each microbatch has: columns as they are written, and the id over them."""
+"""Sequence indexes of the microbatches of an iteration: encoded columns and the id over them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _INDEX = np.dtype("<u4")
 
 
 def iteration_id(plans: Iterable[bytes], indexes: Iterable[Ints], deferred: Ints) -> bytes:
-    """The id of an iteration plan, from the ids and the sequences of its microbatches and what is deferred."""
+    """Computes the id of an iteration plan from its microbatches' ids and sequences and the deferred sequences."""
     leaves = [part for plan, own in zip(plans, indexes, strict=True) for part in (plan, digest(packed(own)))]
     return digest(b"".join([FORMAT.encode(), b"\0", *leaves, digest(packed(deferred))]))
 
 
 def consecutive(counts: Iterable[int]) -> tuple[Ints, ...]:
-    """Places of sequences that microbatches have one after another, `counts` of them each."""
+    """Sequence indexes of microbatches with `counts` consecutive sequences each."""
     stops = np.cumsum([0, *counts]).tolist()
     return tuple(np.arange(*pair) for pair in pairwise(stops))
 
 
 def packed(column: Ints) -> bytes:
-    """A column as it is written: 4 bytes a number, little endian."""
+    """Encodes a column: 4 bytes a number, little endian."""
     return column.astype(_INDEX).tobytes()
 
 
 def unpacked(data: bytes) -> Ints:
-    """The int64 column that `packed` wrote. Raises DecodeError."""
+    """Decodes a column of `packed`, int64. Raises DecodeError."""
     if len(data) % _INDEX.itemsize:
         raise DecodeError(
             f"iteration: a column of {len(data)} bytes, expected {_INDEX.itemsize} for each sequence"

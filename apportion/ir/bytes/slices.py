@@ -42,34 +42,34 @@ class Slice:
 
     @property
     def token_cap(self) -> int | None:
-        """That of the request's policy."""
+        """The token cap of the request's policy."""
         return int.from_bytes(self.wire.token_cap[:_CAP]) or None
 
     @property
     def request_digest(self) -> bytes:
-        """32 bytes, of the request that the plan was made for."""
+        """32-byte digest of the plan's request."""
         return self.wire.digests[0]
 
     def layout(self, name: str) -> Layout:
         """This rank's rows of the layout of that name. Raises UnknownNameError."""
         if name not in self.layouts:
             raise UnknownNameError(
-                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "use one of these"
             )
         return self.layouts[name]
 
     def encode(self) -> bytes:
-        """The slice as bytes."""
+        """Encodes the slice."""
         return wire.encode_struct(self.wire)
 
     @staticmethod
     def decode(data: bytes) -> Slice:
-        """The slice in `data`; its id follows from its bytes. Raises DecodeError, VersionError."""
+        """Decodes a slice; its id is computed from its bytes. Raises DecodeError, VersionError."""
         found = wire.read_envelope(data, wire.SliceWire, "slice", SLICE_FORMAT)
         check_stored_id(found.id, _slice_id(found), f"slice of rank {found.rank}")
         if found.token_cap != _sealed_cap(int.from_bytes(found.token_cap[:_CAP]), found.id):
             raise DecodeError(
-                f"slice of rank {found.rank}: its token cap was changed or damaged after it was made"
+                f"slice of rank {found.rank}: its token cap was changed or damaged after planning"
             )
         return _open_slice(found)
 
@@ -81,7 +81,7 @@ class Slice:
 
 
 def _sealed_cap(cap: int | None, id: bytes) -> bytes:
-    """A token cap, 0 for none, and a checksum of it that holds for this plan alone."""
+    """Encodes a token cap, 0 for none, with a checksum bound to this plan's id."""
     number = (cap or 0).to_bytes(_CAP)
     return number + digest(id + number)[:_CAP]
 
@@ -107,9 +107,9 @@ def _open_slice(found: wire.SliceWire) -> Slice:
 
 
 def slice_plan(plan: PlanTables, sealed: Sections, rank: int) -> Slice:
-    """The slice of one rank. sealed: the plan as encoded. Raises ConfigError where the plan has no such rank."""
+    """The slice of one rank. sealed: the encoded plan. Raises ConfigError if the plan has no such rank."""
     if not 0 <= rank < plan.header.ranks:
-        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "name one from 0 on")
+        raise ConfigError("rank", rank, f"the plan has {plan.header.ranks} ranks", "use one from 0 on")
     (found,) = _slice_wires(plan, sealed, [rank])
     layouts = {name: Layout(name, layout.spans.rank(rank)) for name, layout in plan.layouts.items()}
     programs = {key: program.rank(rank) for key, program in plan.programs.items()}
@@ -119,7 +119,7 @@ def slice_plan(plan: PlanTables, sealed: Sections, rank: int) -> Slice:
 
 
 def encode_slices(plan: PlanTables, sealed: Sections) -> list[bytes]:
-    """The bytes of every rank's slice, without opening any. sealed: the plan as encoded."""
+    """Encodes every rank's slice without decoding any. sealed: the encoded plan."""
     return [wire.encode_struct(found) for found in _slice_wires(plan, sealed, range(plan.header.ranks))]
 
 

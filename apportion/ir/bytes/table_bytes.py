@@ -1,7 +1,7 @@
-"""The tables of a plan as bytes, rank by rank, and back: spans, programs, moves, recurrences.
+"""Encodes and decodes the tables of a plan, rank by rank: spans, programs, moves, recurrences.
 
-A rank's part is what it has of each table, one behind the other: the spans of each layout, the tables of each program,
-the moves, the tables of recurrent layers. The core (`core/ir/tables.hpp`) has the bytes of a table.
+A rank's part concatenates its rows of each table: the spans of each layout, the tables of each program, the moves, the
+tables of recurrent layers. `core/ir/tables.hpp` describes the bytes of a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tables = tuple[dict[str, Layout], dict[Pair, ProgramSet], tuple[Move, ...], Recu
 
 
 class Parts(list[bytes]):
-    """The parts of all ranks, as they were encoded, which know the tables that they were made from."""
+    """The encoded parts of all ranks, with references to their source tables."""
 
     def __init__(self, parts: Iterable[bytes], tables: Sequence[Table]) -> None:
         super().__init__(parts)
@@ -38,8 +38,8 @@ class Parts(list[bytes]):
                 array.setflags(write=False)
 
     def are_of(self, tables: Sequence[Table]) -> bool:
-        """Whether `encode_parts` would give the same again, told without encoding: these have the very arrays that
-        the parts were made from, and nobody can have written to them. A False may mean that this is not known."""
+        """True if `encode_parts` of these tables would give the same bytes, decided without encoding: the arrays are
+        the same objects, and nothing else can have written to them. False may mean unknown."""
         same = tuple(self) == self._made and len(self._tables) == len(tables)
         return same and all(
             ours.names == known.names
@@ -51,7 +51,7 @@ class Parts(list[bytes]):
 
 
 def _is_owner(array: Ints) -> bool:
-    """Whether nobody else can write to its memory."""
+    """True if no other array can write to its memory."""
     return type(array) is np.ndarray and array.base is None
 
 
@@ -61,7 +61,7 @@ def tables_of(
     moves: Sequence[Move],
     recurrence: Recurrence | None = None,
 ) -> list[Table]:
-    """All tables in the order of a part: kinds as they come, forward before backward."""
+    """All tables in the order of a part: kinds in their given order, forward before backward."""
     found = [layout.spans for layout in layouts.values()]
     kinds = dict.fromkeys(kind for kind, _ in programs)
     ordered = [programs[key] for key in product(kinds, PHASES) if key in programs]
@@ -71,16 +71,16 @@ def tables_of(
 
 
 def encode_parts(tables: Sequence[Table], ranks: int, threads: int = 1) -> Parts:
-    """The part of every rank, of `tables_of` a plan, the same on any number of threads. Raises ConfigError for numbers
-    that no plan can hold.
+    """Encodes the part of every rank from the tables of a plan, as `tables_of` lists them; the result does not depend
+    on `threads`. Raises ConfigError for numbers out of range.
 
-    Arrays are read-only from then on: the verifier need not read the parts.
+    Makes the arrays read-only, so that the verifier need not read the parts.
     """
     return Parts(encode_tables(tables, ranks, threads), tables)
 
 
 def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iterator[bytes]:
-    """As `encode_parts`, of tables in the order of `tables_of`; nothing becomes read-only."""
+    """As `encode_parts`, for tables in the order of `tables_of`, but leaves arrays writeable."""
     for table in tables:
         _check_numbers(table)
     arrays = [(table.ptr, table.values) for table in tables]
@@ -89,11 +89,11 @@ def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iter
 
 
 def _check_numbers(table: Table) -> None:
-    """Raises ConfigError for what no plan can hold."""
+    """Raises ConfigError for tables with too many rows or numbers out of range."""
     longest = int(np.diff(table.ptr).max(initial=0))
     if longest > core.MAX_ROWS:
         raise ConfigError(
-            "rows", longest, f"a rank has at most {core.MAX_ROWS} in a table", "use larger blocks"
+            "rows", longest, f"a rank may have at most {core.MAX_ROWS} rows in a table", "use larger blocks"
         )
     values = table.values
     if values.itemsize > 4 and values.size and (values.min() < -LIMIT or values.max() > LIMIT):
@@ -114,8 +114,8 @@ def read_tables(
     first: int = 0,
     tokens: int | None = None,
 ) -> Tables:
-    """What the ranks from `first` on hold. layouts, moves: these sections; parts: of the ranks; tokens: of the batch,
-    where it is known. Raises DecodeError."""
+    """Decodes the tables of the ranks from `first` on. layouts, moves: these sections; parts: of the ranks; tokens: of
+    the batch, if known. Raises DecodeError."""
     of_layouts = read_tokens(layouts, header, tokens, header.version)
     pairs = read_moves(moves, header, header.version)
     for part in parts:
@@ -142,8 +142,8 @@ def read_tables(
 def read_parts(
     forms: Sequence[tuple[str, tuple[str, ...]]], parts: Sequence[bytes], first: int
 ) -> Iterator[Table]:
-    """The tables of parts, as lowering makes them: operands, instructions and lists int32, where that holds the sum of
-    any two of their numbers; all others int64. forms: of each its place, for messages, and its columns."""
+    """Decodes the tables of parts with the dtypes of lowering: operands, instructions and lists int32 if the sum of any
+    two of their numbers fits, all others int64. forms: (place for messages, columns) of each table."""
     columns = [names for _, names in forms]
     try:
         found = core.decode(parts, [*map(len, columns)], [names in _NARROW for names in columns])

@@ -6,18 +6,18 @@ from backports import zstd
 
 from apportion.ir.errors import DecodeError
 
-MAX_EXPANDED = 1 << 30  # bytes that a frame may hold
+MAX_EXPANDED = 1 << 30  # uncompressed bytes of a frame, at most
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compressed(data: bytes) -> bytes:
-    """`data` as a zstd frame, the same for equal bytes."""
+    """Compresses `data` to a zstd frame, the same for equal bytes."""
     return zstd.compress(data, 3)
 
 
 def expanded(data: bytes, most: int = MAX_EXPANDED) -> bytes:
     """Decompresses a zstd frame that states its size, `most` bytes at most; returns other bytes unchanged. Raises
-    DecodeError, also where something follows the frame."""
+    DecodeError, also for trailing bytes."""
     if not data.startswith(_MAGIC):
         return data
     try:
@@ -29,5 +29,5 @@ def expanded(data: bytes, most: int = MAX_EXPANDED) -> bytes:
     except zstd.ZstdError as error:
         raise DecodeError(f"a compressed body: {error}") from None
     if not reader.eof or reader.unused_data:
-        raise DecodeError("a compressed body: it ends early, or something follows")
+        raise DecodeError("a compressed body: truncated, or followed by other bytes")
     return found

@@ -1,7 +1,7 @@
-"""The msgpack structures of plans and slices, and how untrusted bytes become them.
+"""The msgpack structures of plans and slices, and their decoding from untrusted bytes.
 
-Whatever the bytes, only DecodeError (VersionError) comes out, sizes are checked before anything is built from
-them, and the typed decoders stop at the first value of a wrong type. `schemas/FORMAT.md` describes the layout.
+Raises DecodeError (or VersionError) and nothing else, whatever the bytes; checks sizes before it builds objects; the
+typed decoders stop at the first value of a wrong type. `schemas/FORMAT.md` describes the layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from apportion.ir.errors import DecodeError, VersionError
 from apportion.ir.isa import VERSION
 
-#: largest encoded size of each section, in bytes: a bound on what decoding allocates for untyped data
+#: largest encoded size of each section, in bytes: bounds the memory of decoding untyped data
 MAX_BYTES: Mapping[str, int] = MappingProxyType(
     {
         "header": 4 << 20,
@@ -32,11 +32,11 @@ MAX_BYTES: Mapping[str, int] = MappingProxyType(
 
 _Few = msgspec.Meta(
     max_length=256
-)  # names in a map: far above any plan, so that small bytes stay small in memory
+)  # entries of a map: far above any plan, so that small inputs stay small in memory
 
 
 class Version(msgspec.Struct):
-    """What every version of the format has."""
+    """The fields that every version of the format has."""
 
     format: str
     version: tuple[int, int]
@@ -46,7 +46,7 @@ V = TypeVar("V", bound=Version)
 
 
 class PlanWire(Version):
-    """A plan; each bytes field is a msgpack value of its own."""
+    """Wire form of a plan; each bytes field is a msgpack value of its own."""
 
     header: bytes
     request: bytes
@@ -58,8 +58,8 @@ class PlanWire(Version):
 
 
 class SliceWire(Version):
-    """One rank's part of a plan with the proof that it belongs to the id. token_cap: of the request: who knows the
-    batch makes its digest with it; with a checksum, as the id says nothing of it."""
+    """Wire form of a slice: one rank's part with its proof. token_cap: of the request, for readers who compute its
+    digest from the batch; with a checksum, since the id does not cover it."""
 
     rank: int
     ranks: int
@@ -74,7 +74,7 @@ class SliceWire(Version):
 
 
 def _scalar(value: Any) -> Any:
-    """Scalars and maps that planners put into reports."""
+    """Converts scalars and maps that planners put into reports."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -82,7 +82,7 @@ def _scalar(value: Any) -> Any:
     raise TypeError(f"a plan cannot hold a {type(value).__name__}")
 
 
-# Sections sort their keys, so no dict order enters the bytes. The structures above have a fixed order.
+# Sections sort their keys, so that dict order does not enter the bytes. The structures above have a fixed order.
 encode_section = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_scalar).encode
 _encoder = msgspec.msgpack.Encoder()
 encode_struct = _encoder.encode
@@ -95,12 +95,12 @@ def _decoder(kind: type[Version]) -> Callable[[bytes], Any]:
 
 
 def newer(version: tuple[int, int]) -> bool:
-    """Whether a later minor version wrote it, so that what we do not know is passed over."""
+    """True for a later minor version, whose unknown fields are ignored."""
     return version[1] > VERSION[1]
 
 
 def unpack(decoder: Any, data: bytes, what: str) -> Any:
-    """What `decoder` makes of `data`. Raises DecodeError."""
+    """Decodes `data` with `decoder`. Raises DecodeError."""
     try:
         return decoder(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
@@ -108,7 +108,7 @@ def unpack(decoder: Any, data: bytes, what: str) -> Any:
 
 
 def check_canonical(size: int, value: msgspec.Struct, what: str) -> None:
-    """Refuse bytes that say a thing twice or at length: `value` encodes to `size` bytes."""
+    """Refuses bytes that are not in canonical form: `value` encodes to `size` bytes."""
     _encoder.encode_into(value, buffer := bytearray(size))
     if len(buffer) != size:
         raise DecodeError(f"{what}: repeated or unknown keys, or values not in their shortest form")
@@ -121,8 +121,8 @@ def read_envelope(
     magic: str,
     check: Callable[[int, V, str], None] = check_canonical,
 ) -> V:
-    """The outermost map, once its format and version were found readable. check: given its size, itself and its name,
-    unless a later minor version wrote it. Raises DecodeError, VersionError."""
+    """Decodes the outermost map after checking its format and version. check: called with size, value and name, except
+    for a later minor version. Raises DecodeError, VersionError."""
     head: Version = unpack(_decode_version, data, f"not an Apportion {name}")
     if head.format != magic:
         raise DecodeError(f"not an Apportion {name}: format is {head.format[:40]!r}, expected {magic!r}")
@@ -147,9 +147,9 @@ def read_section(
     version: tuple[int, int],
     plain: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """A section of plain data. Raises DecodeError, also where other bytes would mean the same plan.
+    """Decodes a section of plain data. Raises DecodeError, also for bytes that are not in canonical form.
 
-    plain: makes plain data of what `decoder` gives.
+    plain: converts the decoder's result to plain data.
     """
     check_size(data, what)
     value = unpack(decoder, data, what)
@@ -166,24 +166,22 @@ def check_size(data: bytes, what: str) -> None:
 
 
 def check_canonical_plan(size: int, plan: PlanWire, what: str) -> None:
-    """As `check_canonical`, without writing the parts again: they are most of the plan."""
+    """As `check_canonical`, without re-encoding the parts, which are most of the plan."""
     sizes = [len(part) for part in plan.parts]
     heads = sum(2 if n < 1 << 8 else 3 if n < 1 << 16 else 5 for n in sizes)
-    array = (
-        0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4
-    )  # beyond the byte that an empty one takes
+    array = 0 if len(sizes) < 16 else 2 if len(sizes) < 1 << 16 else 4  # beyond the byte of an empty one
     check_canonical(size - sum(sizes) - heads - array, msgspec.structs.replace(plan, parts=[]), what)
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Refuse NaN, infinities, and what JSON cannot hold, however deep. Raises DecodeError."""
+    """Refuses NaN, infinities and values that JSON cannot hold, at any depth. Raises DecodeError."""
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, dict):
             for key in item:
                 if not isinstance(key, str):
-                    raise DecodeError(f"{what}: keys must be texts")
+                    raise DecodeError(f"{what}: keys must be strings")
             stack.extend(item.values())
         elif isinstance(item, list | tuple):
             stack.extend(item)

@@ -1,1 +1,1 @@
-"""Masks: what a user declares, and the bands that it lowers to."""
+"""Masks: user-facing specs, and the bands that they lower to."""

@@ -1,4 +1,4 @@
-"""Bands: rectangles of (query, key) pairs cut by two diagonals, the one canonical form of every mask.
+"""Bands: rectangles of (query, key) pairs cut by two diagonals, the canonical form of every mask.
 
     band = (q0, q1, k0, k1, dmin, dmax)     q in [q0, q1), k in [k0, k1), dmin <= q - k <= dmax
 
@@ -25,14 +25,14 @@ from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 
 INF = 2**62
 MAX_TOKENS = 2**31 - 1
-MAX_DIAGONALS = 8  # that a plan says of a kind: more would not tell what its layers are
+MAX_DIAGONALS = 8  # diagonals of a kind that a plan records: more would not identify its layers
 
-# types of slices, as users of MagiAttention know them
+# slice types as in MagiAttention
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
-SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # their names, by number
+SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # names by number
 
 _DENSE_CELLS = 2**26
-_CHUNK = 2**20  # candidate pairs looked at together: 100 MB of columns
+_CHUNK = 2**20  # candidate pairs per chunk: 100 MB of columns
 _CANDIDATES_PER_BAND = 256
 _FREE_CANDIDATES = 2**25
 
@@ -43,7 +43,7 @@ def columns(bands: ArrayLike) -> Ints:
 
 
 def describe(band: ArrayLike) -> str:
-    """One band in words."""
+    """Describes one band in words."""
     q0, q1, k0, k1, dmin, dmax = (int(x) for x in np.asarray(band))
     low = "" if dmin <= -INF else f"{dmin} <= "
     high = "" if dmax >= INF else f" <= {dmax}"
@@ -52,7 +52,7 @@ def describe(band: ArrayLike) -> str:
 
 
 def area(bands: ArrayLike) -> Ints:
-    """[n] int64: the number of pairs of each band, exact; 0 where it is empty.
+    """[n] int64: the exact number of pairs of each band.
 
     With a = q - q0 and b = k1 - 1 - k the pairs with q - k <= d are those with a + b < m = d + k1 - q0: a
     triangle of side m, less its parts beyond the rectangle, a >= Q and b >= K (they never meet: m <= Q + K).
@@ -72,11 +72,11 @@ def _pairs_below(q: Ints, k: Ints, m: Ints) -> Ints:
 
 def _triangle(side: Ints) -> Ints:
     side = np.maximum(side, 0)
-    return (side + 1) // 2 * (side | 1)  # halved first: side may be 2**32 - 2
+    return (side + 1) // 2 * (side | 1)  # the even factor is halved first: side may be 2**32 - 2
 
 
 def intersect(bands: ArrayLike, rects: ArrayLike, tight: bool = False) -> Ints:
-    """[n, 6]: each band cut by the rectangle (q0, q1, k0, k1) of its row; `rects` [n, 4] or broadcastable.
+    """[n, 6]: each band intersected with the rectangle (q0, q1, k0, k1) of its row; `rects` [n, 4] or broadcastable.
 
     tight: shrink the results to their bounding rectangles; empty results become rows of zeros.
     """
@@ -89,7 +89,7 @@ def intersect(bands: ArrayLike, rects: ArrayLike, tight: bool = False) -> Ints:
 
 
 def tighten(bands: ArrayLike) -> Ints:
-    """[n, 6]: each band with the smallest rectangle of its pairs, diagonals kept; zeros where empty."""
+    """[n, 6]: each band shrunk to the bounding rectangle of its pairs, diagonals unchanged; zeros if empty."""
     b = columns(bands)
     q0, q1, k0, k1, dmin, dmax = b.T
     tight = np.stack(
@@ -108,7 +108,7 @@ def tighten(bands: ArrayLike) -> Ints:
 
 
 def clip(bands: ArrayLike) -> Ints:
-    """[n, 6]: the same bands with diagonals that pass outside the rectangle moved to its corners."""
+    """[n, 6]: the same bands with diagonals outside the rectangle moved to its corners."""
     b = columns(bands).copy()
     b[:, 4] = np.maximum(b[:, 4], b[:, 0] - b[:, 3] + 1)
     b[:, 5] = np.minimum(b[:, 5], b[:, 1] - 1 - b[:, 2])
@@ -116,7 +116,7 @@ def clip(bands: ArrayLike) -> Ints:
 
 
 def shift(bands: ArrayLike, q: ArrayLike, k: ArrayLike) -> Ints:
-    """[n, 6]: bands moved by `q` query and `k` key tokens (scalars or [n]); finite diagonals follow."""
+    """[n, 6]: bands translated by `q` query and `k` key tokens (scalars or [n]), finite diagonals included."""
     b, q, k = columns(bands), np.asarray(q, np.int64), np.asarray(k, np.int64)
     moved = np.empty((np.broadcast_shapes(b.shape[:1], q.shape, k.shape)[0], 6), np.int64)
     moved[:, 0:2] = b[:, 0:2] + q[..., None]
@@ -127,7 +127,7 @@ def shift(bands: ArrayLike, q: ArrayLike, k: ArrayLike) -> Ints:
 
 
 def diagonals(bands: ArrayLike) -> tuple[tuple[int, int], ...]:
-    """The distinct (dmin, dmax), sorted; where all keys of a band come before its queries dmin counts as 0 at least."""
+    """The distinct (dmin, dmax), sorted; for bands whose keys all precede the queries, dmin counts as at least 0."""
     b = columns(bands)
     dmin = np.where(b[:, 3] <= b[:, 0], np.maximum(b[:, 4], 0), b[:, 4])
     found = np.unique(np.stack([dmin, b[:, 5]], axis=1), axis=0)
@@ -162,7 +162,7 @@ def from_slices(slices: ArrayLike) -> Ints:
 
 
 def number_types(field: str, slices: Any) -> Any:
-    """`slices` with each type that is a name as its number; what is not a list of rows of five stays as it is."""
+    """Converts type names in `slices` to numbers; leaves anything but a list of rows of five unchanged."""
     if not isinstance(slices, list | tuple):
         return slices
     return [[*row[:4], _number(field, i, row[4])] if _is_named(row) else row for i, row in enumerate(slices)]
@@ -179,21 +179,21 @@ def _number(field: str, i: int, name: str) -> int:
 
 
 def check_types(field: str, slices: Ints) -> None:
-    """Raises UnknownNameError where a row of `slices` [n, 5] has a type that there is not."""
+    """Raises UnknownNameError if a row of `slices` [n, 5] has an unknown type."""
     for i in np.flatnonzero((slices[:, 4] < FULL) | (slices[:, 4] > BICAUSAL)):
         raise _no_type(field, int(i), int(slices[i, 4]))
 
 
 def _no_type(field: str, i: int, value: object) -> UnknownNameError:
     listed = ", ".join(f"{name} ({number})" for number, name in enumerate(SLICE_TYPES))
-    return UnknownNameError(f"{field}[{i}] type", value, "there is no such type", f"write one of {listed}")
+    return UnknownNameError(f"{field}[{i}] type", value, "unknown slice type", f"write one of {listed}")
 
 
 def to_slices(bands: ArrayLike) -> Ints:
-    """[m, 5]: slices (q0, q1, k0, k1, type) with exactly the pairs of `bands`, band after band.
+    """[m, 5]: slices (q0, q1, k0, k1, type) of exactly the same pairs, in the order of the bands.
 
-    A diagonal must meet a corner of its slice, so a band is cut at most twice: below the last row that the
-    upper diagonal shortens and above the first row that the lower one does.
+    A diagonal must meet a corner of its slice, so a band is cut at most twice: below the last row shortened by the
+    upper diagonal and above the first row shortened by the lower one.
     """
     b = tighten(bands)
     q0, q1, k0, k1, dmin, dmax = b.T
@@ -223,10 +223,10 @@ def dense(bands: ArrayLike, tokens_q: int, tokens_k: int) -> Bools:
 
 
 def overlaps(bands: ArrayLike) -> Ints:
-    """[m, 2]: the pairs of indices i < j of bands that share a (query, key) pair, in rising order.
+    """[m, 2]: index pairs i < j of bands that share a (query, key) pair, in ascending order.
 
-    Candidates are the pairs whose bounding rectangles overlap, found in O(n log^2 n + candidates); each is
-    decided by exact intersection. Raises CapacityError where there are more than 2**25 + 256 n candidates.
+    Candidates are the pairs whose bounding rectangles overlap, found in O(n log^2 n + candidates); exact intersection
+    decides each. Raises CapacityError for more than 2**25 + 256 n candidates.
     """
     b = columns(bands)
     tight = tighten(b)
@@ -238,12 +238,12 @@ def overlaps(bands: ArrayLike) -> Ints:
 
 
 def _sharing(bands: Ints, pairs: Ints) -> Ints:
-    """Those of the index pairs [c, 2] that share a (query, key) pair."""
+    """Filters index pairs [c, 2] to those that share a (query, key) pair."""
     return pairs[intersect_area(bands[pairs[:, 0]], bands[pairs[:, 1]]) > 0]
 
 
 def check_disjoint(field: str, bands: ArrayLike) -> None:
-    """Raises ConfigError, naming both bands, where two of `bands` share a (query, key) pair."""
+    """Raises ConfigError, naming both bands, if two of `bands` share a (query, key) pair."""
     pairs = overlaps(bands)
     if len(pairs):
         i, j = (int(x) for x in pairs[0])
@@ -259,9 +259,9 @@ def check_disjoint(field: str, bands: ArrayLike) -> None:
 def _candidates(b: Ints) -> Iterator[Ints]:
     """Chunks of index pairs [c, 2] whose rectangles overlap.
 
-    A segment tree over the query axis: each band *covers* O(log n) nodes and *passes* their ancestors.
-    Rectangles that overlap in q meet at a node which one covers and the other covers or passes; there, those
-    that overlap in k are neighbours in the order of k0.
+    A segment tree over the query axis: each band *covers* O(log n) nodes and *passes* their ancestors. Rectangles that
+    overlap in q meet at a node which one covers and the other covers or passes; there, rectangles that also overlap in
+    k are neighbours in the order of k0.
     """
     if len(b) < 2:
         return
@@ -271,7 +271,7 @@ def _candidates(b: Ints) -> Iterator[Ints]:
     stride = int(b[:, 3].max()) + 1
     start, stop = node * stride + b[band, 2], node * stride + b[band, 3]
     every, cover = np.arange(len(node)), np.flatnonzero(covers)
-    # a covering entry meets what starts after it and before its end; a passing one only what covers
+    # a covering entry pairs with later entries that start before its end; a passing entry only with covering ones
     reach = np.searchsorted(start, stop[cover])
     passing = np.flatnonzero(~covers)
     low, high = np.searchsorted(cover, passing), np.searchsorted(start[cover], stop[passing])
@@ -288,7 +288,7 @@ def _check_candidates(bands: int, candidates: int) -> None:
 
 
 def _tree_entries(b: Ints) -> tuple[Ints, Ints, Bools]:
-    """(node, band, covers) of every meeting place that some band covers."""
+    """(node, band, covers) of every entry at a node that some band covers."""
     edges = np.unique(b[:, :2])
     low, high = np.searchsorted(edges, b[:, 0]), np.searchsorted(edges, b[:, 1])
     leaves = 1 << max(int(len(edges) - 1).bit_length(), 1)
@@ -337,8 +337,8 @@ def _expand(band: Ints, rows: Ints, low: Ints, high: Ints, others: Ints) -> Iter
 
 
 def joined(bands: Ints) -> Ints:
-    """int64 [n, 6]: full bands of neighbouring rows that see the same keys (answers to one question) as one; the others
-    as they are, in another order."""
+    """int64 [n, 6]: merges full bands of adjacent rows with the same keys (answers to one question); the order
+    changes."""
     if not len(bands):
         return bands
     q0, q1, k0, k1, dmin, dmax = bands.T

@@ -1,7 +1,7 @@
-"""What a layer says of its mask, held against what a plan does for an attention kind.
+"""Compares the mask that a layer declares with the plan's mask of its attention kind.
 
-A plan says the diagonals of each kind, (dmin, dmax): query i sees key j where dmin <= i - j <= dmax. A layer says its
-window (of so many tokens up to the row itself) and whether it is causal.
+A plan lists the diagonals of each kind, (dmin, dmax): query i sees key j if dmin <= i - j <= dmax. A layer declares its
+window (tokens up to and including the row itself) and whether it is causal.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Diagonals = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Declared:
-    """window: tokens that a row sees up to itself, NO_WINDOW for all of them; causal: whether none behind it. None says
-    nothing."""
+    """A layer's declared mask. window: tokens that a row sees up to itself, NO_WINDOW for all; causal: True if it sees
+    no later token. None: undeclared."""
 
     window: int | None = None
     causal: bool | None = None
@@ -33,14 +33,14 @@ class Declared:
             )
 
     def check(self, kinds: Mapping[str, Diagonals], kind: str, layer: str | int | None = None) -> None:
-        """Raises ConfigError where the plan does something else for the kind. Kinds with too many diagonals to tell
-        pass. layer: its name, for the message."""
+        """Raises ConfigError if the plan's mask of the kind differs. Kinds with too many diagonals to record pass.
+        layer: its name, for the message."""
         for field, value in (("window", self.window), ("causal", self.causal)):
             if value is None:
                 continue
             who = f"attention kind {kind!r}" + ("" if layer is None else f" in layer {layer}")
             if not self._holds(field, kinds[kind]):
-                rule = f"is not what the plan has for {who}: {in_words(kinds[kind])}"
+                rule = f"differs from the plan's mask of {who}: {in_words(kinds[kind])}"
                 raise ConfigError(field, value, rule, self._remedy(kinds, kind))
 
     def _holds(self, field: str, diagonals: Diagonals) -> bool:
@@ -50,13 +50,15 @@ class Declared:
             return all((dmin >= 0) == self.causal for dmin, _ in diagonals)
         if self.window == NO_WINDOW:
             return all(dmax >= INF for _, dmax in diagonals)
-        # images inside text see each other whole, whatever the window
+        # images inside text are bidirectional, whatever the window
         far = {dmax for dmin, dmax in diagonals if (dmin, dmax) != (-INF, INF)}
         return far == {(self.window or 0) - 1}
 
     def _remedy(self, kinds: Mapping[str, Diagonals], kind: str) -> str:
         fits = (
-            of for of in kinds if kinds[of] and all(self._holds(field, kinds[of]) for field in self._said())
+            of
+            for of in kinds
+            if kinds[of] and all(self._holds(field, kinds[of]) for field in self._declared_fields())
         )
         other = next(fits, None)
         if other is not None:
@@ -64,17 +66,15 @@ class Declared:
         mask = "causal()" if self.causal is not False else "full()"
         if self.window is not None and self.window != NO_WINDOW:
             mask = f"sliding_window({self.window}{'' if self.causal is not False else ', right'})"
-        return (
-            f"plan this kind with masks={{{kind!r}: ap.masks.{mask}}}, or name the kind that is this layer's"
-        )
+        return f"plan this kind with masks={{{kind!r}: ap.masks.{mask}}}, or pass this layer's kind"
 
-    def _said(self) -> list[str]:
+    def _declared_fields(self) -> list[str]:
         return [field for field in ("window", "causal") if getattr(self, field) is not None]
 
 
 def in_words(diagonals: Diagonals) -> str:
-    """Diagonals as people call them, such as "causal" or "sliding window of 512"."""
-    return " and ".join(_in_words(*diagonal) for diagonal in diagonals) or "too many masks to tell"
+    """Describes diagonals in common terms, such as "causal" or "sliding window of 512"."""
+    return " and ".join(_in_words(*diagonal) for diagonal in diagonals) or "too many different masks"
 
 
 def _in_words(dmin: int, dmax: int) -> str:

@@ -1,4 +1,4 @@
-"""Samples that begin alike, folded into trees: a compressed trie over token ids (Morrison, "PATRICIA", JACM 1968).
+"""Folds samples with common prefixes into trees: a compressed trie over token ids (Morrison, "PATRICIA", JACM 1968).
 
     samples        [5 6 7 8 9]   [5 6 7 3]   [5 6 4]
 
@@ -8,7 +8,7 @@
                      ╱ ╲                 rows          0 1  2  3 4 │ 0 1  2  5 │ 0 1  6
                  [8 9] [3]
 
-What follows a node differs from branch to branch, so a token at its end predicts a different one in each.
+Branches of a node differ in their first token, so the node's last token has a different label in each.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from apportion.ir.masks.spec import expand_runs
 from apportion.ir.masks.structures import Tree
 
 ROOT = -1
-_ID, _ID_BYTES = ">u4", 4  # big end first: bytes compare as numbers do
+_ID, _ID_BYTES = ">u4", 4  # big endian: bytes compare like the numbers
 
 
 class Saving(NamedTuple):
-    """What folding saves. pairs: (query, key) pairs of causal attention."""
+    """Tokens and attention pairs before and after folding. pairs: (query, key) pairs of causal attention."""
 
-    tokens: int  # of all samples, each by itself
+    tokens: int  # of all samples, unfolded
     folded_tokens: int
     pairs: int
     folded_pairs: int
@@ -45,11 +45,11 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Folded samples, and a dataset for a loader: item i is the tokens of tree i, beside `lengths` and `masks`.
+    """Folded samples, also a dataset for a loader: item i has the tokens of tree i; `lengths` and `masks` go with it.
 
-    A flat row is a token of the trees, which lie end to end. tokens: int64 [flat rows], ids. rows: int64 [tokens of all
-    samples]: the flat row of each, sample after sample, those of sample s from starts[s] to starts[s + 1]. trees: int64
-    [trees + 1], where each tree begins; tree_of: int64 [samples]. masks: of each tree.
+    The trees are concatenated; a flat row is one of their tokens. tokens: int64 [flat rows], ids. rows: int64 [tokens
+    of all samples]: the flat row of each, sample after sample; sample s has rows[starts[s] : starts[s + 1]]. trees:
+    int64 [trees + 1], first flat row of each tree; tree_of: int64 [samples]. masks: one per tree.
     """
 
     tokens: Ints
@@ -68,7 +68,7 @@ class Forest:
 
     @property
     def samples(self) -> int:
-        """How many were folded."""
+        """The number of folded samples."""
         return len(self.tree_of)
 
     @property
@@ -78,30 +78,30 @@ class Forest:
 
     @cached_property
     def position_ids(self) -> Ints:
-        """Of each flat row its place in the samples, int64 [flat rows]."""
+        """The position of each flat row within its samples, int64 [flat rows]."""
         pairs = zip(self.masks, self.lengths.tolist(), strict=True)
         return np.concatenate([expand_runs(*mask.runs(length), length) for mask, length in pairs])
 
     @cached_property
     def weights(self) -> Ints:
-        """How many samples hold each flat row, int64 [flat rows]."""
+        """The number of samples that contain each flat row, int64 [flat rows]."""
         return np.bincount(self.rows, minlength=len(self.tokens))
 
     @cached_property
     def saving(self) -> Saving:
-        """In tokens and in pairs: a token sees itself and all that its path holds before it."""
+        """Savings in tokens and in pairs: a token attends to itself and its path up to it."""
         alone = np.diff(self.starts)
         pairs = int((alone * (alone + 1) // 2).sum())
         return Saving(len(self.rows), len(self.tokens), pairs, int((self.position_ids + 1).sum()))
 
 
 def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_length: int = 1) -> Forest:
-    """The trees of `samples`: what several begin with is held once.
+    """Folds `samples` into trees, in which common prefixes are stored once.
 
-    samples: of each the token ids, in [0, 2**31); at least one, none empty. groups: integers [samples]: samples of
-    different groups share nothing, although they begin alike (with one system prompt, say), so that a loader may put
-    them into different microbatches. min_length: a run of fewer shared tokens is repeated in each branch instead, since
-    short nodes make small tiles of attention.
+    samples: token ids in [0, 2**31) of each; at least one sample, none empty. groups: integers [samples]; samples of
+    different groups share nothing, even with a common prefix (a system prompt, say), so that a loader may put them into
+    different microbatches. min_length: shorter shared runs are repeated in each branch, since short nodes make small
+    attention tiles.
 
     Trees, and branches of a node, are in the order of their first samples; nodes are stored depth first, so a node's
     first branch follows it. Equal samples end in one node. Raises ConfigError.
@@ -113,7 +113,8 @@ def fold(samples: Sequence[ArrayLike], groups: ArrayLike | None = None, min_leng
 
 
 class _Nodes(NamedTuple):
-    """Of each node its parent, or ROOT, and the tokens from the root to its end; of each sample the node it ends in."""
+    """Trie nodes: of each node its parent, or ROOT, and the tokens from the root to its end; of each sample its last
+    node."""
 
     parent: list[int]
     depth: list[int]
@@ -125,11 +126,11 @@ class _Nodes(NamedTuple):
         return len(self.parent) - 1
 
     def start(self, node: int) -> int:
-        """Tokens before it."""
+        """The number of tokens before the node."""
         return self.depth[self.parent[node]] if self.parent[node] != ROOT else 0
 
     def path(self, node: int) -> list[int]:
-        """From the root down to `node`."""
+        """The nodes from the root down to `node`."""
         found = []
         while node != ROOT:
             found.append(node)
@@ -138,7 +139,7 @@ class _Nodes(NamedTuple):
 
 
 def _keys(samples: Sequence[ArrayLike]) -> list[bytes]:
-    """The ids of each, as bytes that compare as the ids do."""
+    """The token ids of each sample as bytes that sort like the ids."""
     if not len(samples):
         raise ConfigError("samples", [], "there is nothing to fold", "give at least one sample")
     keys = [_key(f"samples[{i}]", ids) for i, ids in enumerate(samples)]
@@ -164,7 +165,7 @@ def _groups(groups: ArrayLike | None, samples: int) -> list[int]:
 
 
 def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[int]]:
-    """(samples in lexicographic order, group by group; how many tokens each shares with the one before it)."""
+    """(samples in lexicographic order, group by group; length of the prefix that each shares with the previous one)."""
     order = sorted(range(len(keys)), key=lambda i: (groups[i], keys[i]))
     shared = [0]
     for before, after in pairwise(order):
@@ -174,7 +175,7 @@ def _neighbours(keys: list[bytes], groups: list[int]) -> tuple[list[int], list[i
 
 
 def _shared(a: bytes, b: bytes) -> int:
-    """Tokens that both begin with."""
+    """The length of the common prefix, in tokens."""
     short = min(len(a), len(b)) // _ID_BYTES
     differs = np.frombuffer(a, np.uint32, short) != np.frombuffer(b, np.uint32, short)
     first = int(differs.argmax())
@@ -182,15 +183,17 @@ def _shared(a: bytes, b: bytes) -> int:
 
 
 def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
-    """Grown sample by sample in lexicographic order: what the next one shares with all before is what it shares with
-    the last, whose path is a stack."""
+    """Builds the trie sample by sample in lexicographic order: the longest prefix shared with any earlier sample is
+    shared with the previous one, whose path is a stack."""
     nodes = _Nodes([], [], [0] * len(order))
     path: list[int] = []
     for sample, common in zip(order, shared, strict=True):
         below = ROOT
         while path and nodes.depth[path[-1]] > common:
             below = path.pop()
-        if common > (nodes.depth[path[-1]] if path else 0):  # they part inside `below`, which is cut there
+        if common > (
+            nodes.depth[path[-1]] if path else 0
+        ):  # the paths diverge inside `below`, which is split there
             path.append(nodes.add(nodes.parent[below], common))
             nodes.parent[below] = path[-1]
         if not path or nodes.depth[path[-1]] < lengths[sample]:
@@ -200,11 +203,11 @@ def _trie(order: list[int], shared: list[int], lengths: list[int]) -> _Nodes:
 
 
 def _merged(nodes: _Nodes, lengths: list[int], least: int) -> _Nodes:
-    """The nodes, in place, without those that several samples share and that hold fewer than `least` tokens: each
-    branch repeats these."""
+    """Merges, in place, nodes that several samples share but that have fewer than `least` tokens into their
+    branches."""
     downwards = sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__)
     held = _holders(nodes, downwards)
-    stands = {ROOT: ROOT}  # for each node: itself, or the nearest that is kept above it
+    stands = {ROOT: ROOT}  # for each node: itself, or its nearest ancestor that is kept
     for node in downwards:
         nodes.parent[node] = stands[nodes.parent[node]]
         dropped = held[node] > 1 and nodes.depth[node] - nodes.start(node) < least
@@ -216,7 +219,7 @@ def _merged(nodes: _Nodes, lengths: list[int], least: int) -> _Nodes:
 
 
 def _holders(nodes: _Nodes, downwards: list[int]) -> Counter[int]:
-    """How many samples go through each node."""
+    """The number of samples that pass through each node."""
     held = Counter(nodes.end)
     for node in reversed(downwards):
         held[nodes.parent[node]] += held[node]
@@ -224,7 +227,7 @@ def _holders(nodes: _Nodes, downwards: list[int]) -> Counter[int]:
 
 
 def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
-    """The nodes depth first, each with the tokens that any of its samples has there."""
+    """Lays the nodes out depth first; each takes its tokens from any of its samples."""
     paths = [nodes.path(end) for end in nodes.end]
     order = _depth_first(paths)
     spans = [slice(nodes.start(node), nodes.depth[node]) for node in order]
@@ -243,13 +246,13 @@ def _forest(nodes: _Nodes, keys: list[bytes], lengths: list[int]) -> Forest:
 
 
 def _parents(nodes: _Nodes, order: list[int]) -> Ints:
-    """The place in `order` of each node's parent, or ROOT."""
+    """The position in `order` of each node's parent, or ROOT."""
     place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
     return np.array([place[nodes.parent[node]] for node in order], np.int64)
 
 
 def _depth_first(paths: list[list[int]]) -> list[int]:
-    """The nodes of all paths: a node's branches, and the roots, in the order of the first path through them."""
+    """The nodes of all paths, depth first: siblings, and roots, in the order of the first path through them."""
     branches: dict[int, dict[int, None]] = {}
     for path in paths:
         for above, node in pairwise([ROOT, *path]):

@@ -1,13 +1,12 @@
-"""The order in which a recurrence goes through a sequence: the predecessor of each token, as masks have it.
+"""Order of recurrent layers over a sequence: the predecessor of each token under the mask.
 
-A token comes after the one before it; the first of a document after none, the first of a branch after the last of
-what it branches from:
+A token follows the previous one; the first of a document follows none, the first of a branch the last of its parent:
 
     tree           0 1 2 ┬ 3 4         branches   starts    0  3  5  7
                          └ 5 6 ┬ 7                parent   -1  0  0  2
                                └ 8                position  0  3  3  5   (7 and 8: branches 3 and 4)
 
-Where tokens see later ones, or a mask lists its pairs or images, there is no such order.
+Masks that let tokens see later ones, or that list pairs or images, have no such order.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ NONE = -1
 
 
 class Branches(NamedTuple):
-    """Ranges of the token axis in which each token comes after the one before it, and none but the last comes before
-    any other.
+    """Ranges of the token axis in which each token follows the previous one and only the last has followers elsewhere.
 
-    starts: int64 [n], rising. parent: int64 [n], the branch whose last token comes before its first, or -1; it starts
-    earlier. position: int64 [n], tokens that come before its first.
+    starts: int64 [n], ascending. parent: int64 [n], the branch whose last token precedes this one's first, or -1; it
+    starts earlier. position: int64 [n], number of tokens before its first.
     """
 
     starts: Ints
@@ -41,7 +39,7 @@ class Branches(NamedTuple):
         return np.searchsorted(self.starts, tokens, "right") - 1
 
     def roots(self) -> Ints:
-        """int64 [n]: the branch without parent that each hangs on: its document, or its tree."""
+        """int64 [n]: the root of each branch, the start of its document or tree."""
         root = np.where(self.parent < 0, np.arange(len(self.parent)), self.parent)
         while not np.array_equal(above := root[root], root):
             root = above
@@ -49,7 +47,7 @@ class Branches(NamedTuple):
 
 
 def is_ordered(mask: Mask) -> bool:
-    """Whether a mask gives tokens an order: none sees a later one, and it is no list of pairs, nor of images."""
+    """True if a mask orders tokens: none sees a later one, and it is neither a list of pairs nor of images."""
     if isinstance(mask, Bands | ImageSpans | Slices):
         return False
     inner = getattr(mask, "mask", None)
@@ -57,8 +55,8 @@ def is_ordered(mask: Mask) -> bool:
 
 
 def lower_links(mask: Mask, lengths: Ints, starts: Ints) -> Columns:
-    """(tokens, predecessors) of such sequences under an ordered mask: the tokens that do not come after the one before
-    them, rising, and what they come after or -1."""
+    """(tokens, predecessors) of such sequences under an ordered mask: the tokens that do not follow the previous one,
+    ascending, and their predecessors or -1."""
     if not mask.structured:
         return np.sort(starts), np.full(len(starts), NONE)
     return lower_columns(partial(_links, mask), lengths, starts, _moved)
@@ -86,7 +84,7 @@ def _links(mask: Mask, length: int) -> Columns:
 
 
 def branches_of(tokens: Ints, predecessors: Ints, total: int) -> Branches:
-    """The branches of links, as `lower_links` gives them, on an axis of `total` tokens."""
+    """The branches for links, as `lower_links` returns them, on an axis of `total` tokens."""
     followed = predecessors[predecessors >= 0] + 1
     starts = np.union1d(tokens, followed)
     before = starts - 1
@@ -94,7 +92,7 @@ def branches_of(tokens: Ints, predecessors: Ints, total: int) -> Branches:
     parent = np.where(before < 0, NONE, np.searchsorted(starts, before, "right") - 1)
     length = np.diff(starts, append=total)
     above, position = parent, np.where(parent < 0, 0, length[parent])
-    while (above >= 0).any():  # doubles how far up each has looked
+    while (above >= 0).any():  # pointer doubling up the tree
         position = position + np.where(above < 0, 0, position[above])
         above = np.where(above < 0, NONE, above[above])
     return Branches(starts, parent, position)

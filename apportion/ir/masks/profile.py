@@ -1,6 +1,6 @@
-"""How much work the rows of a batch are, up to any row: of whoever cuts anywhere, or sums up over ranges of rows.
+"""Cumulative attention work of a batch up to any row, for cuts at any row and sums over ranges of rows.
 
-pairs of row q      ╱│    ╱│ ____        linear between the rows where a band begins, bends or ends,
+pairs of row q      ╱│    ╱│ ____        linear between rows at which a band begins, bends or ends,
                    ╱ │   ╱ │╱    │       so the pairs of rows [a, b) are a difference of two parabolas
 rows            ──┴──┴──┴──┴─────┴──►
 """
@@ -19,7 +19,7 @@ from apportion.ir.masks import bands as band_algebra
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Row q of segment i, at[i] <= q < at[i + 1], has value[i] + slope[i] * (q - at[i]) pairs; the rows before at[i]
-    have below[i] in all. int64 [segments]; the first segment begins at row 0."""
+    have below[i] in total. int64 [segments]; the first segment begins at row 0."""
 
     at: Ints
     value: Ints
@@ -28,11 +28,11 @@ class Profile:
 
     @property
     def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """In the order of the fields."""
+        """The fields in order."""
         return self.at, self.value, self.slope, self.below
 
     def upto(self, rows: Ints) -> Ints:
-        """int64: pairs of all rows before each of `rows`."""
+        """int64: total pairs of the rows before each of `rows`."""
         i = np.searchsorted(self.at, rows, "right") - 1
         n = rows - self.at[i]
         pairs: Ints = self.below[i] + self.value[i] * n + self.slope[i] * (n * (n - 1) // 2)
@@ -44,17 +44,17 @@ class Profile:
         return pairs
 
     def capped(self, keys: int) -> Profile:
-        """Where no row has more than `keys` pairs."""
+        """The profile with at most `keys` pairs per row."""
         sloped = np.flatnonzero(self.slope[:-1])
         at, over, slope = self.at[sloped], self.value[sloped] - keys, self.slope[sloped]
-        # the first row above the cap, or of those that fall the first that is not
+        # the first row above the cap, or, in falling segments, the first that is not
         bends = at + np.where(slope > 0, -over // slope + 1, -(-over // -slope))
         rows = np.union1d(self.at, bends[(at < bends) & (bends < self.at[sloped + 1])])
         value, slope = self._lines(rows)
         return _profile(rows, np.minimum(value, keys), np.where(value > keys, 0, slope))
 
     def plus(self, other: Profile, times: int) -> Profile:
-        """With the rows of another one, whose pairs count so many times, beside its own."""
+        """Adds another profile, its pairs counted `times` times."""
         at = np.union1d(self.at, other.at)
         (value, slope), (more, steeper) = self._lines(at), other._lines(at)
         return _profile(at, value + times * more, slope + times * steeper)
@@ -66,7 +66,8 @@ class Profile:
 
 
 def profile(bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
-    """Of bands int64 [n, 6] of each kind, whose pairs count `factor` times, all alike or each band's, int64 [n]."""
+    """The profile of bands, int64 [n, 6] of each kind, whose pairs count `factor` times: one factor, or int64 [n], one
+    per band."""
     events = [_events(held, factor[kind]) for kind, held in bands.items()]
     events.append(np.zeros((1, 3), np.int64))
     flat = np.concatenate(events)
@@ -85,8 +86,8 @@ def _profile(at: Ints, value: Ints, slope: Ints) -> Profile:
 
 
 def _events(bands: Ints, factor: int | Ints) -> Ints:
-    """int64 [events, 3]: the row from which on rows have slope * q + constant pairs more, slope, and constant; each
-    pair counts `factor` times.
+    """int64 [events, 3]: (row, slope, constant): from that row on, rows have slope * q + constant more pairs, each
+    counted `factor` times.
 
     Row q of a band sees the keys from max(k0, q - dmax) up to min(k1, q - dmin + 1).
     """
@@ -96,7 +97,7 @@ def _events(bands: Ints, factor: int | Ints) -> Ints:
     begin = np.stack([q0, one, 1 - dmin - k0])
     bent = np.stack([bend, -one, k1 + dmin - 1])
     dropped = np.stack([drop, -one, k0 + dmax])
-    end = np.stack([q1, *-(begin + bent + dropped)[1:]])  # takes back what the others added
+    end = np.stack([q1, *-(begin + bent + dropped)[1:]])  # cancels the other events
     events = np.stack([begin, bent, dropped, end])
     events[:, 1:] *= factor
     return np.ascontiguousarray(events.transpose(2, 0, 1)).reshape(-1, 3)

@@ -1,12 +1,12 @@
-"""What a mask spec is, and how it lowers to bands, positions and labels.
+"""Base classes of mask specs, and their lowering to bands, positions and labels.
 
-Each spec is a frozen dataclass with a constructor function of its name. On the local tokens 0..length-1:
+Each spec is a frozen dataclass with a constructor function of the same name. On local tokens 0..length-1:
 
     bands(length)        int64 [n, 6], disjoint
-    diagonals()          the (dmin, dmax) of its bands, whatever the length
-    runs(length)         (starts, positions) int64 [r]: where positions do not just count on, and to what
+    diagonals()          the (dmin, dmax) of its bands, for any length
+    runs(length)         (starts, positions) int64 [r]: tokens at which positions jump, and their positions
     unlabelled(length)   (tokens, labels) int64 [m]: the tokens whose label is not the next one (-1: no label)
-    check(length, field) raises ConfigError where the spec does not fit a sequence of that length
+    check(length, field) raises ConfigError if the spec does not fit a sequence of that length
 
 In rules below, i is a query and j a key.
 """
@@ -33,17 +33,17 @@ Diagonals = tuple[tuple[int, int], ...]  # distinct (dmin, dmax), in any order
 
 MAX_PARTS = 2**22  # answers, nodes, spans, documents, raw bands or slices of one sequence
 MAX_BANDS = 2**22  # bands of one sequence
-MAX_NESTING = 8  # masks inside a mask, one in another
+MAX_NESTING = 8  # nesting depth of masks
 ZERO = np.zeros(1, np.int64)
 CAUSAL, FULL = (0, INF), (-INF, INF)
 
-_SHOWN = 100  # characters of a parameter, in a notebook
-_LONGEST_SHOWN = 65536  # tokens, there
+_SHOWN = 100  # characters of a parameter shown in a notebook
+_LONGEST_SHOWN = 65536  # tokens shown there
 
 
 @dataclass(frozen=True)
 class Mask(ABC):
-    """Base of the specs. `structured` ones say themselves where positions restart and labels end."""
+    """Base of the specs. `structured` specs define position restarts and label ends themselves."""
 
     structured: ClassVar[bool] = False
 
@@ -53,22 +53,22 @@ class Mask(ABC):
 
     @abstractmethod
     def diagonals(self) -> Diagonals:
-        """What it declares, also where a sequence is too short to show it. A rectangle whose keys all come before its
-        queries looks back, and counts with dmin = 0 at least."""
+        """The declared diagonals, even those that a short sequence does not show. A rectangle whose keys all precede
+        its queries looks back, and counts as dmin >= 0."""
 
     @property
     def nesting(self) -> int:
-        """How many masks lie inside it, one in another."""
+        """The nesting depth of the masks inside it."""
         inner = getattr(self, "mask", None)
         return 0 if inner is None else 1 + inner.nesting
 
     def parts(self) -> int:
-        """What it makes of one sequence, nested ones multiplied: documents, nodes, answers, spans. Of the spec alone,
-        so that it is known before anything is built."""
+        """The number of documents, nodes, answers and spans that it makes of one sequence, nested ones multiplied;
+        known from the spec alone, before anything is built."""
         return 1
 
     def lower(self, lengths: Ints, starts: Ints) -> Ints:
-        """[m, 6] bands of sequences of `lengths` that begin at `starts`, in no particular order."""
+        """[m, 6]: bands of sequences of `lengths` that begin at `starts`, in no particular order."""
         parts: list[Ints] = [np.zeros((0, 6), np.int64)]
         for length, where in _by_length(lengths, starts):
             local = self.bands(length)
@@ -78,18 +78,18 @@ class Mask(ABC):
         return np.concatenate(parts)
 
     def runs(self, length: int) -> Columns:
-        """(starts, positions): positions count up by one from each start; the first start is 0."""
+        """(starts, positions): positions count up by one from each start, the first of which is 0."""
         return ZERO, ZERO
 
     def unlabelled(self, length: int) -> Columns:
-        """(tokens, labels): every token whose label is not the next token, and its label or -1."""
+        """(tokens, labels) of every token whose label is not the next token; label -1: none."""
         return np.array([length - 1]), np.array([-1])
 
     def check(self, length: int, field: str) -> None:  # noqa: B027 most specs fit any length
-        """Raises ConfigError where the spec does not fit `length`."""
+        """Raises ConfigError if the spec does not fit `length`."""
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the mask on a sequence that is long enough to see it."""
+        """HTML for notebooks: the mask on a sequence long enough to show it."""
         from apportion.ir import cards
 
         length = self.shown_length()
@@ -101,11 +101,12 @@ class Mask(ABC):
         return cards.card(type(self).__name__, rows, picture)
 
     def shown_length(self) -> int:
-        """Tokens of a sequence that shows it: its own length, if it has one, else four times its largest parameter."""
+        """The sequence length for a picture: the mask's own length, if it has one, else four times its largest
+        parameter."""
         length = min(4 * max(12, *_numbers(self)), _LONGEST_SHOWN)
         try:
             self.check(length, "mask")
-        except ConfigError as error:  # it says which length fits
+        except ConfigError as error:  # the error names the length that fits
             length = max(_numbers(error.value))
         return length
 
@@ -114,7 +115,7 @@ class Mask(ABC):
         return expand_runs(*self.runs(length), length)
 
     def labels(self, length: int) -> Ints:
-        """[length] the token that each token predicts, -1 where there is none."""
+        """[length]: the token that each token predicts, or -1."""
         labels = np.arange(1, length + 1)
         tokens, ends = self.unlabelled(length)
         labels[tokens] = ends
@@ -122,19 +123,19 @@ class Mask(ABC):
 
 
 def expand_runs(starts: Ints, positions: Ints, length: int) -> Ints:
-    """[length] positions that count up by one from `positions[r]` at token `starts[r]`."""
+    """[length]: positions that count up by one from `positions[r]` at token `starts[r]`."""
     return np.arange(length) + np.repeat(positions - starts, np.diff(starts, append=length))
 
 
 def as_bands(*rows: Row) -> Ints:
-    """Bands of rows of scalars or equally long columns; those without pairs are dropped."""
+    """Bands from rows of scalars or equally long columns, without the empty ones."""
     tables = [np.stack(np.broadcast_arrays(*(np.asarray(x, np.int64) for x in row)), axis=-1) for row in rows]
     bands = np.concatenate([table.reshape(-1, 6) for table in tables])
     return bands[algebra.area(bands) > 0]
 
 
 def placed(starts: Ints, *rows: Row) -> Ints:
-    """The bands of such rows, one of each for a sequence, moved to where the sequences start (diagonals stay)."""
+    """Bands from such rows, one of each per sequence, moved to the starts of the sequences (diagonals stay)."""
     tables = np.empty((len(rows), len(starts), 6), np.int64)
     for table, row in zip(tables, rows, strict=True):
         for i, column in enumerate(row):
@@ -144,11 +145,11 @@ def placed(starts: Ints, *rows: Row) -> Ints:
 
 
 class Uniform(Mask):
-    """A spec whose bands are the same few formulas of the length: many sequences are lowered at once."""
+    """A spec whose bands are a few formulas of the length, so that many sequences are lowered at once."""
 
     @abstractmethod
     def rows(self, lengths: Ints) -> tuple[Row, ...]:
-        """The bands of sequences of `lengths` [n]: rows of scalars or columns [n]; those without pairs are dropped."""
+        """The bands of sequences of `lengths` [n]: rows of scalars or columns [n]; empty ones are dropped."""
 
     def bands(self, length: int) -> Ints:
         return self.lower(np.array([length]), ZERO)
@@ -166,7 +167,7 @@ class Diagonal(Uniform):
 
 
 class Gridded(Mask):
-    """A spec of one band for each `chunk` tokens. name: in errors."""
+    """A spec with one band per `chunk` tokens. name: for errors."""
 
     name: ClassVar[str]
     chunk: int
@@ -190,14 +191,14 @@ class Gridded(Mask):
 
 
 def lower_runs(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
-    """(starts, positions) of the runs of such sequences, sorted."""
+    """(starts, positions) of the runs of sequences with this spec, sorted."""
     if not spec.structured:
         return np.sort(starts), np.zeros(len(starts), np.int64)
     return lower_columns(spec.runs, lengths, starts, lambda positions, _: positions)
 
 
 def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
-    """(tokens, labels) of such sequences whose label is not the next token, sorted."""
+    """(tokens, labels) of sequences with this spec whose label is not the next token, sorted."""
     if not spec.structured:
         return np.sort(starts + lengths - 1), np.full(len(starts), -1)
     return lower_columns(
@@ -208,7 +209,8 @@ def lower_unlabelled(spec: Mask, lengths: Ints, starts: Ints) -> Columns:
 def lower_columns(
     columns: Callable[[int], Columns], lengths: Ints, starts: Ints, moved: Callable[[Ints, Ints], Ints]
 ) -> Columns:
-    """(tokens, values) of such sequences, sorted. columns: of a length; moved: its values where a sequence starts."""
+    """(tokens, values) of such sequences, sorted. columns: per length; moved: its values shifted to a sequence's
+    start."""
     tokens, values = list[Ints]([ZERO[:0]]), list[Ints]([ZERO[:0]])
     for length, where in _by_length(lengths, starts):
         token, value = columns(length)
@@ -221,7 +223,7 @@ def lower_columns(
 
 
 def _numbers(data: Any) -> list[int]:
-    """All whole numbers in the fields of a mask, however deep, and a 1."""
+    """All integers in the fields of a mask, at any depth, and a 1."""
     if is_dataclass(data):
         data = tuple(vars(data).values())
     if isinstance(data, list | tuple):
@@ -230,7 +232,7 @@ def _numbers(data: Any) -> list[int]:
 
 
 def _by_length(lengths: Ints, starts: Ints) -> Iterable[tuple[int, Ints]]:
-    """(length, starts of the sequences of that length)."""
+    """(length, starts of the sequences of that length) for each distinct length."""
     order = np.argsort(lengths, kind="stable")
     unique, counts = np.unique(lengths, return_counts=True)
     stops = np.cumsum(counts)
@@ -242,14 +244,14 @@ def _by_length(lengths: Ints, starts: Ints) -> Iterable[tuple[int, Ints]]:
 
 
 def appended(ranges: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
-    """`ranges` and [start, stop), joined to the last of them where that ends at `start`."""
+    """Appends [start, stop) to `ranges`, merged with the last one if that ends at `start`."""
     if ranges and ranges[-1][1] == start:
         return (*ranges[:-1], (ranges[-1][0], stop))
     return (*ranges, (start, stop))
 
 
 def merged_runs(starts: Ints, positions: Ints) -> Columns:
-    """The runs whose position is not what the run before counts up to."""
+    """Drops runs that continue the positions of the previous run."""
     breaks = np.diff(positions - starts, prepend=-1) != 0
     breaks[0] = True
     return starts[breaks], positions[breaks]
@@ -274,9 +276,9 @@ def check_inner(field: str, mask: Any) -> None:
 
 
 def check_nesting(field: str, inside: int) -> None:
-    """`inside`: how many masks the mask at `field`, which lies in another, has inside."""
+    """Checks the nesting depth of the mask at `field`, which lies in another and itself nests `inside` masks."""
     if inside >= MAX_NESTING:
-        raise ConfigError(field, "...", f"masks nest at most {MAX_NESTING} deep", "flatten the packs")
+        raise ConfigError(field, "...", f"masks may nest at most {MAX_NESTING} deep", "flatten the packs")
 
 
 def lengths_of(field: str, values: Any) -> tuple[int, ...]:

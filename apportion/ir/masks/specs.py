@@ -1,4 +1,4 @@
-"""The mask specs by name: a constructor for each, and as data."""
+"""The mask specs by name: constructors, and conversion to and from plain data."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def sliding_window(window: int, right: int = 0) -> SlidingWindow:
 
 
 def sink_window(sink: int, window: int) -> SinkWindow:
-    """Causal, on the first `sink` tokens and the `window` most recent ones."""
+    """Causal, restricted to the first `sink` tokens and the `window` most recent ones."""
     return SinkWindow(sink, window)
 
 
 def causal_blockwise(block: int, local: int, sink: int = 1, test: int = 1) -> CausalBlockwise:
-    """Causal, on the first `sink` blocks and `local` blocks back; the last `test` blocks see all."""
+    """Causal, restricted to the first `sink` and the last `local` blocks; the last `test` blocks see all."""
     return CausalBlockwise(block, local, sink, test)
 
 
@@ -63,7 +63,7 @@ def prefix_lm(prefix: int) -> PrefixLM:
 
 
 def block_causal(chunk: int, window: int | None = None) -> BlockCausal:
-    """Chunks that see themselves and the earlier ones: `window` chunks with their own, or all."""
+    """Chunks that see themselves and earlier ones: `window` chunks including their own, or all."""
     return BlockCausal(chunk, window)
 
 
@@ -93,8 +93,8 @@ def bands(rows: ArrayLike) -> Bands:
 
 
 def slices(rows: ArrayLike) -> Slices:
-    """Raw slices (q0, q1, k0, k1, type) on the sequence's own tokens; a type is FULL, CAUSAL, INVCAUSAL, BICAUSAL
-    or its number from 0 on."""
+    """Raw slices (q0, q1, k0, k1, type) on the sequence's own tokens; type: FULL, CAUSAL, INVCAUSAL, BICAUSAL, or its
+    number from 0."""
     return Slices(rows)  # type: ignore[arg-type]
 
 
@@ -123,7 +123,7 @@ _RAW = MappingProxyType({"bands": "bands", "slices": "slices"})  # the data name
 
 
 def to_data(spec: Mask) -> dict[str, Any]:
-    """Plain data {"name": {parameter: value}}; parameters at their default are left out."""
+    """Plain data {"name": {parameter: value}}; parameters with default values are omitted."""
     name = _NAMES[type(spec)]
     params = {}
     for item in fields(spec):
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_data(data: Any) -> bool:
-    """Whether `data` looks like one mask, {"name": {…}}, rather than like {kind: {"name": {…}}}."""
+    """True if `data` looks like one mask, {"name": {…}}, rather than {kind: {"name": {…}}}."""
     return _names_mask(data) and not _names_mask(next(iter(data.values())))
 
 
@@ -153,7 +153,7 @@ def _names_mask(data: Any) -> bool:
 
 
 def from_data(data: Any, field: str = "mask", depth: int = 0) -> Mask:
-    """The spec of plain data {"name": {parameter: value}}. Raises ConfigError, UnknownNameError."""
+    """Builds the spec from plain data {"name": {parameter: value}}. Raises ConfigError, UnknownNameError."""
     check_nesting(field, depth - 1)
     if not isinstance(data, Mapping) or len(data) != 1:
         raise ConfigError(
@@ -161,7 +161,7 @@ def from_data(data: Any, field: str = "mask", depth: int = 0) -> Mask:
         )
     ((name, params),) = data.items()
     if not isinstance(name, str) or name not in SPECS:
-        raise UnknownNameError(field, name, "no mask of that name", suggestion(str(name)[:64], SPECS))
+        raise UnknownNameError(field, name, "unknown mask", suggestion(str(name)[:64], SPECS))
     return _build(SPECS[name], name, {} if params is None else params, f"{field}.{name}", depth)
 
 

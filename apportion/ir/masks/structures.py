@@ -1,4 +1,4 @@
-"""Masks that list the parts of a sequence: answers, images, nodes, documents, bands, slices."""
+"""Mask specs that list the parts of a sequence: answers, images, nodes, documents, bands, slices."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from apportion.ir.masks.windows import Causal
 
 @dataclass(frozen=True)
 class SharedQuestion(Mask):
-    """One prompt, several answers: an answer sees the prompt and itself causally, and its positions
-    go on from the prompt's."""
+    """One prompt with several answers: each answer sees the prompt and itself causally and continues the prompt's
+    positions."""
 
     prompt: int
     answers: tuple[int, ...]
@@ -58,9 +58,7 @@ class SharedQuestion(Mask):
     def bands(self, length: int) -> Ints:
         edges, prompt = self._starts(), self.prompt
         start, stop = edges[1:-1], edges[2:]
-        head = min(
-            int(edges[min(1, len(self.answers))]), length
-        )  # the prompt and, joined to it, the first answer
+        head = min(int(edges[min(1, len(self.answers))]), length)  # the prompt and the first answer, merged
         own = (start, stop, start, stop, 0, INF)
         return as_bands((0, head, 0, head, 0, INF), (start, stop, 0, prompt, -INF, INF), own)
 
@@ -82,7 +80,7 @@ class SharedQuestion(Mask):
 
 @dataclass(frozen=True)
 class ImageSpans(Mask):
-    """`mask` (causal), and i and j in the same span [start, end): images inside text."""
+    """`mask` (causal), plus all pairs within each span [start, end): images inside text."""
 
     spans: tuple[tuple[int, int], ...]
     mask: Mask = field(default_factory=Causal)
@@ -93,7 +91,7 @@ class ImageSpans(Mask):
         for i, (start, end) in enumerate(table):
             if start >= end or (i and start < table[i - 1][1]):
                 raise ConfigError(
-                    f"{where}[{i}]", [start, end], "must rise and not overlap", "sort the spans"
+                    f"{where}[{i}]", [start, end], "must be ascending and not overlap", "sort the spans"
                 )
         object.__setattr__(self, "spans", table)
         check_inner("image_spans.mask", self.mask)
@@ -104,7 +102,7 @@ class ImageSpans(Mask):
     def bands(self, length: int) -> Ints:
         edges = np.array([0, *(edge for span in self.spans for edge in span), length])
         text, image = (edges[0::2], edges[1::2]), (edges[1:-1:2], edges[2:-1:2])
-        if isinstance(self.mask, Causal):  # an image sees all keys before it: one band instead of two
+        if isinstance(self.mask, Causal):  # an image sees all earlier keys: one band instead of two
             return as_bands((*text, 0, text[1], 0, INF), (*image, 0, image[1], -INF, INF))
         return as_bands(*(part.T for part in self._around(self.mask.bands(length), text, image, length)))
 
@@ -113,7 +111,7 @@ class ImageSpans(Mask):
         return (*inner, FULL) if self.spans and FULL not in inner else inner
 
     def _around(self, inner: Ints, text: Columns, image: Columns, length: int) -> Iterable[Ints]:
-        """The inner bands but for the pairs inside an image, and these in full."""
+        """The inner bands without the pairs inside images, and full bands for these."""
         for start, end in zip(*text, strict=True):
             yield algebra.intersect(inner, [start, end, 0, length])
         for start, end in zip(*image, strict=True):
@@ -163,7 +161,8 @@ class Tree(Mask):
         return parent, stop - length, stop
 
     def bands(self, length: int) -> Ints:
-        """A node's own band reaches back over the ancestors stored just before it; others are rectangles."""
+        """Bands of the nodes: a node's own band extends over the ancestors stored just before it; others are
+        rectangles."""
         _, starts, stops = self._columns()
         found: list[tuple[int, int, int, int, int, int]] = []
         paths: list[tuple[tuple[int, int], ...]] = []
@@ -180,7 +179,7 @@ class Tree(Mask):
         return (CAUSAL,)
 
     def _depths(self) -> Ints:
-        """Position of every node's first token."""
+        """Position of each node's first token."""
         depth: list[int] = []
         for parent, _ in self.nodes:
             depth.append(depth[parent] + self.nodes[parent][1] if parent >= 0 else 0)
@@ -242,7 +241,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True)
 class Bands(Mask):
-    """Raw bands (q0, q1, k0, k1, dmin, dmax); diagonals of +-2**62 and beyond are unbounded. Disjoint."""
+    """Raw bands (q0, q1, k0, k1, dmin, dmax); disjoint; diagonals of +-2**62 and beyond are unbounded."""
 
     rows: tuple[tuple[int, ...], ...]
 

@@ -1,4 +1,4 @@
-"""Masks that a rule over positions says: causal, windows, chunks, prefixes."""
+"""Mask specs defined by a rule over positions: causal, windows, chunks, prefixes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Full(Diagonal):
 
 @dataclass(frozen=True)
 class SlidingWindow(Diagonal):
-    """i - window < j <= i + right: `window` keys up to the token itself, `right` after it.
+    """i - window < j <= i + right: `window` keys up to and including the token itself, `right` after it.
 
     (flash-attn's `window_size=(w - 1, 0)` is `sliding_window(w)`.)
     """
@@ -57,7 +57,7 @@ class SlidingWindow(Diagonal):
 
 @dataclass(frozen=True)
 class SinkWindow(Uniform):
-    """j <= i and (j < sink or j > i - window): the first tokens and the recent ones."""
+    """j <= i and (j < sink or j > i - window): the first tokens and the most recent ones."""
 
     sink: int
     window: int
@@ -123,7 +123,7 @@ class PrefixLM(Uniform):
 
 @dataclass(frozen=True)
 class BlockCausal(Gridded):
-    """Chunks of a video: chunk(j) <= chunk(i), and chunk(j) > chunk(i) - window where there is a window."""
+    """Chunks of a video: chunk(j) <= chunk(i), and chunk(j) > chunk(i) - window if there is a window."""
 
     name: ClassVar[str] = "block_causal"
     chunk: int
@@ -144,7 +144,7 @@ class BlockCausal(Gridded):
 
 @dataclass(frozen=True)
 class Chunked(Gridded):
-    """i // chunk == j // chunk and j <= i, as in Llama 4; the grid starts anew in each sequence."""
+    """i // chunk == j // chunk and j <= i, as in Llama 4; the grid restarts in each sequence."""
 
     name: ClassVar[str] = "chunked"
     chunk: int

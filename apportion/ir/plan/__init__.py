@@ -1,1 +1,1 @@
-"""What is answered: layouts and programs as tables, and what follows from them."""
+"""Plans: layouts and programs as tables, and quantities derived from them."""

@@ -1,14 +1,14 @@
-"""What a round puts on the wire: the tiles between two ranks in one direction are one message.
+"""Messages of a round: the tiles between two ranks in one direction form one message.
 
     transfers of a launch    → 2 KV[0:512)   → 5 Q[0:64)   → 2 KV[512:900)        ← 2 dKV[0:128)
     messages                 → 2 (both KV tiles, in this order)   → 5              ← 2
 
-A tile is its rows' numbers as they lie in a work arena (fused tensors: one row after another, k beside v), or one
-part after the other (o, then lse). Parts start at multiples of `ALIGNMENT` bytes, so that any dtype can view them.
+A tile holds the numbers of its rows in the order of a work arena (fused tensors: row by row, k beside v), or part by
+part (o, then lse). Parts start at multiples of `ALIGNMENT` bytes, so that any dtype can view them.
 
-A message is *direct* where its bytes already lie in memory as they travel; the others are *staged*: copied into a
-buffer when the round is launched, and out of one when it was waited for. Results are, and gradients that are rounded on
-their way (`Header.narrows`). Executors and simulator go by this rule.
+A message is *direct* if its bytes already lie contiguously in memory; all others are *staged*: copied into a buffer at
+launch, and out of one after the wait. Results and gradients rounded for transfer (`Header.narrows`) are staged.
+Executors and simulator apply this rule.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from apportion.ir.plan.tables import Header, ProgramSet
 from apportion.ir.request.model import ELEMENT_BYTES
 from apportion.ir.tensors import HEADLESS, Tensor
 
-#: where each part of a message starts
+#: alignment of each part of a message
 ALIGNMENT = 16
 
-#: tensors of one array in arenas; the home rows of KV are two arrays, which the caller passes in
+#: tensors stored as one array in arenas; the home rows of KV are two arrays, which the caller passes in
 _ONE_ARRAY = frozenset(t for t in Tensor if t.contents.fused or len(t.contents.parts) == 1)
 
 _IS_ONE = np.array([[t in _ONE_ARRAY and t != Tensor.KV, t in _ONE_ARRAY] for t in Tensor])  # [tensor, space]
@@ -40,9 +40,9 @@ _IS_ONE = np.array([[t in _ONE_ARRAY and t != Tensor.KV, t in _ONE_ARRAY] for t 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """of: int64 [transfers], the message of each. Of each message, all [messages]: instruction: int64, its launch,
-    counted over the instructions of all ranks; peer: int64; send, staged: bool. A launch's messages are side by side,
-    those it receives first, each side by peer."""
+    """Messages of programs. of: int64 [transfers], the message of each. Per message, all [messages]: instruction:
+    int64, its launch, numbered over all ranks; peer: int64; send, staged: bool. A launch's messages are adjacent,
+    receives first, each direction sorted by peer."""
 
     of: Ints
     instruction: Ints
@@ -55,10 +55,10 @@ class Messages:
 
 
 class RowSizes(NamedTuple):
-    """Where operands lie. heads: int64 [2, none and head sets], how many of them operands have, of the query and of the
-    KV side; ordered: bool [none and head sets], whether a set is 0, 1, ..., as home rows have heads. Of tensors:
-    number_bytes, int64 [tensors], a row of one head; one_array, bool [tensors * spaces], whether it is one array, whose
-    numbers travel as they are."""
+    """Row sizes of operands. heads: int64 [2, none and head sets], head counts of the query and the KV side; ordered:
+    bool [none and head sets], True if a set is 0, 1, ..., the order of home rows. number_bytes: int64 [tensors], bytes
+    of a row of one head; one_array: bool [tensors * spaces], True if the tensor is one array, whose numbers travel
+    unchanged."""
 
     heads: Ints
     ordered: Bools
@@ -67,7 +67,7 @@ class RowSizes(NamedTuple):
 
 
 def find_messages(programs: ProgramSet, header: Header) -> Messages:
-    """The messages of the programs of one rank, or of many."""
+    """Groups the transfers of programs, of one or more ranks, into messages."""
     of, first, staged = core.group(programs.arrays, row_sizes(header), ALIGNMENT)
     table, instructions = programs["transfers"], programs["instructions"]
     at = instruction_of(instructions["op"], instructions["count"], "transfers")[first]
@@ -79,7 +79,7 @@ def find_messages(programs: ProgramSet, header: Header) -> Messages:
 
 
 def row_sizes(header: Header) -> RowSizes:
-    """Those of the plans of a header."""
+    """Row sizes for plans with this header."""
     heads = head_counts(header.q_heads, header.kv_heads, header.head_sets)
     ordered = [True, *([*members] == [*range(len(members))] for members in header.head_sets)]
     as_held = np.array([not header.narrows(tensor) for tensor in Tensor])
@@ -89,7 +89,7 @@ def row_sizes(header: Header) -> RowSizes:
 
 @lru_cache(64)
 def _number_bytes(head_dim: int, v_head_dim: int, dtype: str, latent: Latent | None) -> Ints:
-    """int64 [tensors]: bytes of a row of one head; 1 for the headless, whose width a plan does not know."""
+    """int64 [tensors]: bytes of a row of one head; 1 for headless tensors, whose width a plan does not contain."""
     model, wide = ELEMENT_BYTES[dtype], max(4, ELEMENT_BYTES[dtype])
     found = np.ones(len(Tensor), np.int64)
     for tensor in set(Tensor) - HEADLESS:

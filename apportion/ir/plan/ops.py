@@ -1,4 +1,4 @@
-"""Tables of ops and tensors for loops over columns, by code, derived from `ir.isa`; which rows an instruction has."""
+"""Properties of ops and tensors by code, for vectorized use, derived from `ir.isa`; list rows of instructions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from apportion.ir.arrays import Ints
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, Rule
 from apportion.ir.tensors import HEADLESS, KV_SIDE, Tensor
 
-#: lists by number; NO_LIST stands for none
+#: lists by number; NO_LIST means none
 LISTS = tuple(OPERAND_COLUMNS)
 NO_LIST = len(LISTS)
 
 
 def list_table(rules: Mapping[int, Rule]) -> Ints:
-    """int64 [codes]: the number of the list that an op consumes."""
+    """int64 [codes]: the number of the list that each op consumes."""
     table = np.full(max(rules) + 1, NO_LIST)
     for op, rule in rules.items():
         if rule.list:
@@ -25,7 +25,7 @@ def list_table(rules: Mapping[int, Rule]) -> Ints:
 
 
 LIST_OF_OP = list_table(RULES)
-#: bool [tensors]: whether its heads are KV heads; whether it has none
+#: bool [tensors]: True for tensors with KV heads; True for headless ones
 IS_KEY, IS_HEADLESS = (np.array([tensor in group for tensor in Tensor]) for group in (KV_SIDE, HEADLESS))
 
 

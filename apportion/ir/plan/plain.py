@@ -1,4 +1,4 @@
-"""Header and request of a plan as plain data, and back; and that the header repeats what was asked."""
+"""Plain data of a plan's header and request, and the check that the header matches the request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.ir.request.policy import Policy
 from apportion.ir.structs import to_data
 
 REQUEST_FIELDS = ("batch", "cluster", "model", "policy", "hardware")
-#: header fields that repeat the model, for ranks that see only their slice
+#: header fields copied from the model, for ranks that see only their slice
 MODEL_FACTS = (
     "q_heads",
     "kv_heads",
@@ -31,7 +31,7 @@ MODEL_FACTS = (
 def header_data(header: Header) -> dict[str, Any]:
     """The header as plain data."""
     values = {item.name: getattr(header, item.name) for item in fields(Header)}
-    if header.sent_gradients == "wide":  # equal data has equal bytes: a default is not written
+    if header.sent_gradients == "wide":  # equal data has equal bytes: defaults are omitted
         del values["sent_gradients"]
     del values["recurrent"]
     if header.recurrent:
@@ -54,18 +54,18 @@ def request_data(request: Request) -> dict[str, Any]:
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """What the header repeats of the model."""
+    """The header fields copied from the model."""
     facts = {name: getattr(model, name) for name in MODEL_FACTS}
     return facts | {"v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim}
 
 
 def diagonals_of(batch: Batch, kinds: Sequence[str]) -> dict[str, tuple[tuple[int, int], ...]]:
-    """What the header repeats of the masks; nothing of a kind that the batch does not have."""
+    """The diagonals that the header records of the masks; none for a kind missing from the batch."""
     return {kind: batch.diagonals(kind) if kind in batch.masks else () for kind in kinds}
 
 
 def request_from_data(data: Any, strict: bool = True) -> Request:
-    """The request in plain data; unknown fields are refused where `strict`. Raises DecodeError."""
+    """Builds the request from plain data; `strict` refuses unknown fields. Raises DecodeError."""
     if not isinstance(data, dict) or not isinstance(data.get("hardware", ""), str):
         raise DecodeError("request: expected a map whose hardware is a text")
     unknown = [name for name in data if name not in REQUEST_FIELDS]
@@ -89,7 +89,7 @@ def request_from_data(data: Any, strict: bool = True) -> Request:
 
 
 def check_facts(header: Header, request: Request) -> None:
-    """The header repeats what was asked: it is all that a rank sees. Raises DecodeError."""
+    """Checks that the header matches the request, since ranks see the header alone. Raises DecodeError."""
     if header.ranks != request.cluster.ranks:
         raise DecodeError(
             f"header: ranks = {header.ranks}, the cluster asked for has {request.cluster.ranks}"
@@ -107,7 +107,7 @@ def check_facts(header: Header, request: Request) -> None:
 
 
 def check_pairs(pairs: Sequence[tuple[str, str]], header: Header) -> None:
-    """Moves are between the header's layouts, each pair once. Raises DecodeError."""
+    """Checks that moves connect layouts of the header, each pair once. Raises DecodeError."""
     for pair in pairs:
         if not set(pair) <= set(header.layouts):
             raise DecodeError(f"moves: {pair[0][:40]!r} -> {pair[1][:40]!r} names an unknown layout")

@@ -1,6 +1,6 @@
-"""What follows from the tables of programs: whose rows are whose, what meets what, how many heads, what room.
+"""Quantities derived from program tables: owners of rows, matching transfers, head counts, arena sizes.
 
-Verifier, simulator, messages and executors ask here. Indexes are used as they stand: `ir.plan.wellformed` checked them.
+Used by verifier, simulator, messages and executors. Indexes are not checked again: `ir.plan.wellformed` did.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from apportion.ir.tensors import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Launches in the order (round, rank).
+    """Launches sorted by (round, rank).
 
-    order: int64 [launches] instructions. ptr: int64 [rounds + 1] where each round begins in `order`. rounds: int64
-    [rounds], rising.
+    order: int64 [launches] instructions. ptr: int64 [rounds + 1] start of each round in `order`. rounds: int64
+    [rounds], ascending.
     """
 
     order: Ints
@@ -34,17 +34,17 @@ class Turns:
 
 
 @dataclass(frozen=True, eq=False)
-class Met:
-    """mate: int64 [transfers], the transfer that each one meets, or -1. agreed: bool [transfers], both sides
-    name tiles of equal numbers."""
+class TransferMatches:
+    """Matched transfers. mate: int64 [transfers], the transfer at the other side, or -1. agreed: bool [transfers], True
+    if both sides name tiles of equal numbers."""
 
     mate: Ints
     agreed: Bools
 
 
 class ProgramView:
-    """The programs of all ranks of one kind and phase, read only. An instruction, a launch or a row is counted over all
-    ranks, rank after rank."""
+    """Read-only view of the programs of all ranks for one kind and phase. Instructions, launches and rows are numbered
+    over all ranks, rank after rank."""
 
     source: ProgramSet
 
@@ -76,8 +76,7 @@ class ProgramView:
 
     @cached_property
     def partner(self) -> Ints:
-        """int64 [instructions]: of a wait the launch that it completes, of a launch its first wait; -1 elsewhere and
-        where there is none."""
+        """int64 [instructions]: for a wait the launch that it completes, for a launch its first wait; otherwise -1."""
         round_, at = self.instructions.wide("round"), self.launches
         key = self.rank_of * (int(round_.max(initial=0)) + 1) + round_
         partner = np.full(len(key), -1, np.int64)
@@ -89,13 +88,13 @@ class ProgramView:
         launch = order[found]
         paired = key[launch] == key[waits]
         partner[waits[paired]] = launch[paired]
-        partner[launch[paired][::-1]] = waits[paired][::-1]  # the first one is written last
+        partner[launch[paired][::-1]] = waits[paired][::-1]  # writes the first one last
         return partner
 
-    def met(self, tile: Ints) -> Met:
-        """The k-th send i -> j of a round meets the k-th receive of j from i. tile: int64 [operands], a number that is
-        equal for operands that fit each other."""
-        return Met(*core.match(self.source.arrays, tile))
+    def match(self, tile: Ints) -> TransferMatches:
+        """Matches the k-th send i -> j of a round with the k-th receive of j from i. tile: int64 [operands], equal
+        numbers for operands that fit each other."""
+        return TransferMatches(*core.match(self.source.arrays, tile))
 
     @cached_property
     def arena_rows(self) -> Ints:
@@ -115,7 +114,7 @@ class ProgramView:
 
 
 def head_counts(q_heads: int, kv_heads: int, head_sets: Sequence[Sequence[int]]) -> Ints:
-    """int64 [2, none and head sets]: heads of an operand with the heads of a set, none for all; of the query and of the
-    KV side."""
+    """int64 [2, none and head sets]: the head counts of operands, on the query and the KV side, for all heads and for
+    each head set."""
     sets = [len(members) for members in head_sets]
     return np.array([[q_heads, *sets], [kv_heads, *sets]], np.int64)

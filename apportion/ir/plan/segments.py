@@ -1,12 +1,12 @@
-"""A program in three segments, so that two programs can take turns on a rank.
+"""Splits a program into three segments, so that two programs can alternate on a rank.
 
-    dispatch   up to the last launch that needs nothing to arrive or to be computed before it
+    dispatch   up to the last launch that depends on no arrival and no computation
     compute    up to the last attention task, and the launches that send its results home
-    collect    the rest: waits, sums, what is passed on, finish
+    collect    the rest: waits, sums, forwarding, finish
 
-Ranks cut by rounds, the same on all of them. So where all ranks take turns alike, they launch the rounds of both
-programs in one order, and as with a single program the lowest round under way can always finish: whoever has yet to
-launch it is kept by nothing but waits for lower ones.
+All ranks cut at the same rounds. So if all alternate in the same way, they launch the rounds of both programs in one
+order, and as with a single program the lowest round in flight can always finish: a rank that has not yet launched it
+waits for lower rounds only.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from apportion.ir.isa import ATTENTION, Op
 #: above all rounds
 NO_ROUND = 2**31
 _WAITS = (Op.WAIT,)
-#: what needs something to have arrived, or takes so long that no launch should come after it
+#: ops that depend on an arrival, or take so long that no dispatch launch may follow them
 _LATE = (*_WAITS, *ATTENTION)
 
 
 class Cuts(NamedTuple):
-    """The rounds at which segments begin: dispatch launches those below `compute`, collect those from `collect` on."""
+    """First rounds of segments: dispatch launches rounds below `compute`, collect those from `collect` on."""
 
     compute: int
     collect: int
 
 
 def own_cuts(op: Ints, round_: Ints) -> Cuts:
-    """Where a rank alone would cut; op, round: its instructions, [n]."""
+    """The cuts of one rank alone; op, round: its instructions, [n]."""
     launches, number = op == Op.LAUNCH, np.arange(len(op))
     late = launches & (number >= _first(op, _LATE, 0))
     sent = launches & (number < _first(op, _WAITS, _end(np.isin(op, ATTENTION))))
@@ -43,25 +43,25 @@ def own_cuts(op: Ints, round_: Ints) -> Cuts:
 
 
 def agreed_cuts(ranks: Iterable[Cuts]) -> Cuts:
-    """What all ranks can keep to: none dispatches a round that another has to wait or compute for, and none has to
-    collect before it has computed."""
+    """Cuts valid on all ranks: no rank dispatches a round for which another must wait or compute, and none collects
+    before its compute segment ends."""
     compute, collect = zip(*ranks, strict=True)
     return Cuts(min(compute), max(collect))
 
 
 def segment_ends(op: Ints, round_: Ints, cuts: Cuts) -> tuple[int, int]:
-    """The ends of a rank's dispatch and compute, as numbers of instructions; cuts: those that all ranks agreed on."""
+    """Instruction numbers at which a rank's dispatch and compute segments end; cuts: agreed by all ranks."""
     dispatch, sent = (_end((op == Op.LAUNCH) & (round_ < cut)) for cut in cuts)
     return dispatch, max(dispatch, sent, _end(np.isin(op, ATTENTION)))
 
 
 def _first(op: Ints, ops: tuple[Op, ...], start: int) -> int:
-    """The first instruction from `start` on with one of these ops, or the program's end."""
+    """The first instruction from `start` on with one of these ops, or the program's length."""
     found = np.flatnonzero(np.isin(op[start:], ops))
     return start + int(found[0]) if len(found) else len(op)
 
 
 def _end(chosen: Bools) -> int:
-    """After the last that is chosen; 0 without one."""
+    """The end of the last chosen instruction; 0 if none is."""
     found = np.flatnonzero(chosen)
     return int(found[-1]) + 1 if len(found) else 0

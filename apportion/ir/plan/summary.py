@@ -1,4 +1,4 @@
-"""A plan's figures as people read them: names and values, in words and units."""
+"""Human-readable figures of a plan: names and values, with units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 
 
 def human_bytes(count: float) -> str:
-    """`1.50 GB` and the like, in powers of 1000."""
+    """Formats bytes in powers of 1000, such as `1.50 GB`."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -28,7 +28,7 @@ def percent(share: float) -> str:
 
 
 def plan_rows(record: Record) -> list[tuple[str, str]]:
-    """The lines of a plan's summary, from its record (the names of `bench.Row.record`)."""
+    """Rows of a plan's summary, from its record (fields of `bench.Row.record`)."""
     moved, sizes, spread = record["bytes"], record["plan_bytes"], record["imbalance"]
     rows = [
         ("ranks, tokens", f"{record['ranks']} ranks, {record['tokens']:,} tokens"),
@@ -39,7 +39,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         (
             "imbalance bound",
-            f"{record['imbalance_bound']:.4f} (the least for what this recipe keeps whole)",
+            f"{record['imbalance_bound']:.4f} (lower bound for this recipe's unsplit pieces)",
         ),
         (
             "bytes moved",
@@ -49,7 +49,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ("bytes bound", _bytes_bound(record)),
         (
             "slots",
-            f"{record['slots']}, at least {record['max_degree']} are needed; in {record['rounds']} rounds",
+            f"{record['slots']}, at least {record['max_degree']} needed; in {record['rounds']} rounds",
         ),
         ("plan size", f"{human_bytes(sizes['total'])}, largest rank {human_bytes(sizes['largest_rank'])}"),
     ]
@@ -60,9 +60,7 @@ def _bytes_bound(record: Record) -> str:
     held = record["bounds"]["kv_bytes"]
     if held["gap"] is None:
         return f"none for this batch: {held['void']}" if held.get("void") else "none for this batch"
-    return (
-        f"{human_bytes(held['bound'])} of KV, where queries stay home; {human_bytes(held['value'])} are moved"
-    )
+    return f"{human_bytes(held['bound'])} of KV with queries at home; {human_bytes(held['value'])} moved"
 
 
 def _heaviest(record: Record) -> str:
@@ -70,20 +68,20 @@ def _heaviest(record: Record) -> str:
 
 
 def _departure_rows(record: Record) -> list[tuple[str, str]]:
-    """What passes did instead of what was asked for."""
+    """Rows for departures of passes from the request."""
     return [("instead", departure(one)) for one in record.get("departures", ())]
 
 
-def departure(told: Record) -> str:
-    """What a pass did instead of what was asked for, of a report's `departures`."""
-    return f"{told['field']}: {told['used']} instead of {told['asked']}, as {told['why']}"
+def departure(entry: Record) -> str:
+    """Describes a departure from the request, an entry of a report's `departures`."""
+    return f"{entry['field']}: {entry['used']} instead of {entry['asked']}, because {entry['why']}"
 
 
 def _search_rows(record: Record) -> list[tuple[str, str]]:
     if "search" not in record:
         return []
     held = record["search"]
-    ended = f"ended by {held['stopped']}" if held["stopped"] else "all there was"
+    ended = f"ended by {held['stopped']}" if held["stopped"] else "search space exhausted"
     return [
         ("search", f"{held['recipe']['name']} is the best of {held['steps']} tried ({ended})"),
         (
@@ -107,8 +105,8 @@ def _time_rows(record: Record) -> list[tuple[str, str]]:
 
 
 def loads(plan: PlanTables) -> Floats:
-    """[ranks] pairs of (query, key) that each rank computes forward, or keys that its queries choose, over heads, and
-    layers of each kind."""
+    """float64 [ranks]: (query, key) pairs that each rank computes forward, or keys chosen by its queries, summed over
+    heads and layers of each kind."""
     model, total = plan.request.model, np.zeros(plan.header.ranks)
     for kind in plan.header.kinds:
         total += model.layers_of(kind) * work(plan, kind)
@@ -116,6 +114,6 @@ def loads(plan: PlanTables) -> Floats:
 
 
 def tokens(plan: PlanTables) -> Ints:
-    """[ranks] tokens that each rank holds: in the attention layout where it has rows of its own."""
+    """int64 [ranks]: tokens per rank, in the attention layout if it has rows of its own."""
     name = "attention" if "attention" in plan.layouts else plan.header.home_layout
     return np.asarray(plan.layout(name).rows_per_rank, np.int64)

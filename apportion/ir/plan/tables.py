@@ -1,14 +1,15 @@
-"""The plan: layouts and programs as integer tables of all ranks, one rank after another.
+"""The plan: layouts and programs as integer tables, rank after rank.
 
-    Plan ── header     format, version, recipe, seed, kinds, head sets, what an executor needs of the model
+    Plan ── header     format, version, recipe, seed, kinds, head sets, model facts for executors
          ├─ request    batch, cluster, model, policy, digest of the hardware file
          ├─ layouts    name -> spans of every rank
          ├─ programs   (kind, phase) -> tables of every rank
          ├─ moves      remaps between two layouts
-         ├─ recurrence what recurrent layers need of every rank, where the model has some
+         ├─ recurrence tables of recurrent layers, if the model has some
          └─ report     areas, bytes, slots, rounds, bounds, sizes, imbalance, termination
 
-A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path to the id: it proves itself.
+A rank's *slice* (`Plan.for_rank`) is the header, its own part and a hash path to the id, which proves that it belongs
+to the plan.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from apportion.ir.tensors import GRADIENTS, PHASES, Tensor
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows of all ranks as a matrix: rank r owns rows `ptr[r]:ptr[r + 1]`, `values[i]` is the column `names[i]`.
+    """Rows of all ranks as a matrix: rank r has rows `ptr[r]:ptr[r + 1]`; `values[i]` is the column `names[i]`.
 
-    ptr: int64 [ranks + 1], from 0 to the number of rows, never falling; values: int32 or int64 [columns, rows], copied
-    where a column is not contiguous. Raises ConfigError: the core does not check its indexes.
+    ptr: int64 [ranks + 1], from 0 to the number of rows, non-decreasing; values: int32 or int64 [columns, rows], copied
+    if a column is not contiguous. Raises ConfigError: the core does not check its indexes.
     """
 
     ptr: Ints
@@ -59,7 +60,7 @@ class Table:
 
     @staticmethod
     def of(ptr: Ints, columns: Mapping[str, Ints]) -> Table:
-        """Of columns of integers, which are copied. Raises ConfigError."""
+        """Builds a table from integer columns, which are copied. Raises ConfigError."""
         for name, column in columns.items():
             if column.dtype.kind not in "iu":
                 raise ConfigError(name, column.dtype, "is no dtype of integers", "convert the column")
@@ -78,7 +79,7 @@ class Table:
         return dict(zip(self.names, self.values, strict=True))
 
     def wide(self, name: str) -> Ints:
-        """A column as int64, whatever it is kept in."""
+        """A column as int64, whatever its stored dtype."""
         return self[name].astype(np.int64, copy=False)
 
     @property
@@ -90,12 +91,12 @@ class Table:
         return self.ranks_between(rank, rank + 1)
 
     def ranks_between(self, first: int, end: int) -> Table:
-        """The rows of some ranks (views, no copies)."""
+        """The rows of ranks [first, end) (views, no copies)."""
         lo, hi = int(self.ptr[first]), int(self.ptr[end])
         return Table(self.ptr[first : end + 1] - lo, self.names, self.values[:, lo:hi])
 
     def take(self, rows: Ints, ptr: Ints | None = None) -> Table:
-        """These rows, in this order. ptr: of the ranks that have them, by default as now."""
+        """Selects rows, in this order. ptr: offsets of the ranks in the result, by default unchanged."""
         return Table(self.ptr if ptr is None else ptr, self.names, self.values[:, rows])
 
     def rank_of_row(self) -> Ints:
@@ -112,7 +113,7 @@ class Table:
         return dict(zip(self.names, self.values[:, row].tolist(), strict=True))
 
     def equal(self, other: Table) -> bool:
-        """By value, whatever the dtypes."""
+        """Compares by value, whatever the dtypes."""
         return (
             self.names == other.names
             and np.array_equal(self.ptr, other.ptr)
@@ -121,10 +122,10 @@ class Table:
 
 
 def _check_columns(field: str, table: Table, columns: tuple[str, ...]) -> None:
-    """Tables are encoded and verified by the place of a column, not by its name. Raises ConfigError."""
+    """Checks names and order of columns: encoding and verification use their positions. Raises ConfigError."""
     if table.names != columns:
         rule = f"must have the columns {', '.join(columns)}, in this order"
-        raise ConfigError(field, ", ".join(table.names), rule, "order the columns so")
+        raise ConfigError(field, ", ".join(table.names), rule, "reorder the columns")
 
 
 def empty_table(names: tuple[str, ...], ranks: int) -> Table:
@@ -133,7 +134,7 @@ def empty_table(names: tuple[str, ...], ranks: int) -> Table:
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """The ranks of all tables, one table after another."""
+    """Concatenates the ranks of all tables."""
     ends = np.cumsum([len(table) for table in tables])
     ptr = [
         tables[0].ptr,
@@ -146,9 +147,9 @@ def joined(tables: Sequence[Table]) -> Table:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where each token lives: spans (rank, row, token, length, sequence, position).
+    """Location of each token: spans (rank, row, token, length, sequence, position).
 
-    The layouts of a slice hold one rank, which is 0 here. A rank that is not there is a ConfigError.
+    The layouts of a slice hold one rank, numbered 0. Raises ConfigError for an unknown rank.
     """
 
     name: str
@@ -159,27 +160,27 @@ class Layout:
 
     @cached_property
     def rows_per_rank(self) -> Ints:
-        """[ranks] rows that each rank holds."""
+        """int64 [ranks]: rows of each rank."""
         sums = offsets(self.spans["length"])
         rows: Ints = sums[self.spans.ptr[1:]] - sums[self.spans.ptr[:-1]]
         return rows
 
     def tokens(self, rank: int) -> Ints:
-        """[rows] the global token of each of the rank's rows, in row order."""
+        """[rows]: the global token of each of the rank's rows, in row order."""
         return _expand(self._of(rank), "token")
 
     def position_ids(self, rank: int) -> Ints:
-        """[rows] the position id of each of the rank's rows, in row order."""
+        """[rows]: the position id of each of the rank's rows, in row order."""
         return _expand(self._of(rank), "position")
 
     def sequences(self, rank: int) -> Ints:
-        """[rows] the sequence of each of the rank's rows, in row order."""
+        """[rows]: the sequence of each of the rank's rows, in row order."""
         spans = self._of(rank)
         return np.repeat(spans["sequence"], spans["length"]).astype(np.int64)
 
     def to_cu_seqlens(self, rank: int) -> Ints:
-        """[pieces + 1] int32 cumulative lengths of the runs of consecutive tokens of one sequence that the rank
-        holds, in row order, as varlen attention kernels take them."""
+        """[pieces + 1] int32: cumulative lengths of the rank's runs of consecutive tokens of one sequence, in row
+        order, as varlen attention kernels expect them."""
         lengths = self._of(rank)["length"]
         return offsets(lengths).astype(np.int32)
 
@@ -190,7 +191,7 @@ class Layout:
 
 
 def checked_rank(rank: int, ranks: int) -> int:
-    """The rank. Raises ConfigError where there is none of that number."""
+    """`rank` if it is valid. Raises ConfigError otherwise."""
     return integer("rank", rank, 0, ranks - 1)
 
 
@@ -211,7 +212,7 @@ class ProgramSet:
         for name, table in self.tables.items():
             _check_columns(name, table, TABLES[name])
             if table.ranks != self.ranks:
-                rule = f"must have {self.ranks} ranks, as its instructions have"
+                rule = f"must have {self.ranks} ranks, like its instructions"
                 raise ConfigError(name, table.ranks, rule, "give each rank its rows, or none")
 
     def __getitem__(self, name: str) -> Table:
@@ -227,7 +228,7 @@ class ProgramSet:
 
     @property
     def arrays(self) -> tuple[Ints, ...]:
-        """As the core reads programs: `ptr` and `values` of each of `isa.TABLES`."""
+        """The arrays passed to the core: `ptr` and `values` of each of `isa.TABLES`."""
         tables = (self.tables[name] for name in TABLES)
         return tuple(array for table in tables for array in (table.ptr, table.values))
 
@@ -250,7 +251,7 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Recurrence:
-    """What recurrent layers need of all ranks: the tables of `isa.RECURRENCE_TABLES`, over home rows."""
+    """Tables of recurrent layers for all ranks: `isa.RECURRENCE_TABLES`, over home rows."""
 
     tables: Mapping[str, Table]
 
@@ -268,13 +269,13 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Header:
-    """What every rank must know, with the facts of the model that a backend needs."""
+    """Metadata that every rank needs, with the facts of the model for backends."""
 
     ranks: int
     kinds: tuple[str, ...]
     recipe: str
     seed: int
-    home_layout: str  # the layout of home rows: "loader" where the program reshuffles, else "attention"
+    home_layout: str  # the layout of home rows: "loader" if the program reshuffles, else "attention"
     layouts: tuple[str, ...]
     head_sets: tuple[tuple[int, ...], ...]
     q_heads: int
@@ -284,19 +285,19 @@ class Header:
     dtype: str
     engines: Mapping[str, str] = field(default_factory=dict)
     version: tuple[int, int] = VERSION
-    #: kind -> distinct (dmin, dmax) of its masks, sorted; of too many none
+    #: kind -> distinct (dmin, dmax) of its masks, sorted; empty if there are too many
     diagonals: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    sent_gradients: str = "wide"  # as of the model
+    sent_gradients: str = "wide"  # of the model
     phases: tuple[str, ...] = PHASES  # of every kind
-    recurrent: Mapping[str, Recurrent] = field(default_factory=dict)  # as of the model
-    latent: Latent | None = None  # as of the model
+    recurrent: Mapping[str, Recurrent] = field(default_factory=dict)  # of the model
+    latent: Latent | None = None  # of the model
 
     def narrows(self, tensor: Tensor) -> bool:
-        """Whether tiles of a tensor are rounded to the model's dtype on their way, as `Model.narrows` says."""
+        """True if tiles of a tensor are rounded to the model's dtype for transfer, as in `Model.narrows`."""
         return self.sent_gradients == "model" and tensor in GRADIENTS
 
     def heads_of(self, tensor: Tensor) -> int:
-        """How many heads a tensor has; 1 where it has none."""
+        """The number of heads of a tensor; 1 if it is headless."""
         if tensor.contents.side is None:
             return 1
         return self.kv_heads if tensor.contents.side == "key" else self.q_heads
@@ -304,18 +305,18 @@ class Header:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked: enough to verify the plan from itself alone."""
+    """The request of a plan: enough to verify the plan without other input."""
 
     batch: Batch
     cluster: Cluster
     model: Model
     policy: Policy
-    hardware: str = ""  # hex digest of the hardware file, "" where none was used
+    hardware: str = ""  # hex digest of the hardware file, "" for none
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:
-    """What a plan says, whatever its bytes."""
+    """The contents of a plan, without its encoding."""
 
     header: Header
     request: Request
@@ -323,20 +324,20 @@ class PlanTables:
     programs: Mapping[tuple[str, str], ProgramSet]  # (kind, phase)
     moves: tuple[Move, ...] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
-    recurrence: Recurrence | None = None  # where the header has recurrent kinds
+    recurrence: Recurrence | None = None  # set if the header has recurrent kinds
 
     def layout(self, name: str) -> Layout:
         """The layout of that name. Raises UnknownNameError."""
         if not isinstance(name, str) or name not in self.layouts:
             raise UnknownNameError(
-                "layout", name, f"the plan has {', '.join(self.layouts)}", "name one of these"
+                "layout", name, f"the plan has {', '.join(self.layouts)}", "use one of these"
             )
         return self.layouts[name]
 
     def program(self, rank: int, kind: str, phase: str) -> ProgramSet:
         """One rank's program of one attention kind and phase, as one-rank tables.
 
-        Raises ConfigError where the plan has no such rank, UnknownNameError for a kind or phase it does not have.
+        Raises ConfigError if the plan has no such rank, UnknownNameError for an unknown kind or phase.
         """
         choice("kind", kind, dict.fromkeys(kind for kind, _ in self.programs))
         choice("phase", phase, [held for of, held in self.programs if of == kind])

@@ -1,4 +1,4 @@
-"""What programs do in all: the pairs that they attend to, the bytes that they move, and in how many rounds."""
+"""Totals of programs: attention pairs, bytes sent and number of rounds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Key = tuple[str, str]  # kind, phase
 
 
 def pairs(programs: ProgramSet, header: Header, phase: str = "forward") -> Floats:
-    """[ranks] pairs of (query, key) that each rank's programs of a phase compute, over heads."""
+    """float64 [ranks]: (query, key) pairs that each rank's programs compute in a phase, over heads."""
     sizes = np.array([header.q_heads, *(len(heads) for heads in header.head_sets)], np.int64)
     return core.pairs(programs.arrays, phase == "backward", sizes)
 
 
 def picked(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | None:
-    """[ranks] keys that queries of a kind choose at run time, by `Model.balance`, where the layout has them; None where
-    they choose none."""
+    """float64 [ranks]: keys that queries of a kind choose at run time, by `Model.balance`, in the layout; None for
+    kinds without such a choice."""
     keys, spans = model.keys_of(kind), layout.spans
     if keys is None:
         return None
@@ -40,7 +40,7 @@ def picked(batch: Batch, model: Model, kind: str, layout: Layout) -> Floats | No
 
 
 def work(plan: PlanTables, kind: str, phase: str = "forward") -> Floats:
-    """[ranks] pairs that each rank's program computes, over heads, or keys that its queries choose."""
+    """float64 [ranks]: pairs that each rank's program computes, over heads, or keys that its queries choose."""
     layout = plan.layouts.get("attention") or plan.layout(plan.header.home_layout)
     chosen = picked(plan.request.batch, plan.request.model, kind, layout)
     return (
@@ -51,7 +51,7 @@ def work(plan: PlanTables, kind: str, phase: str = "forward") -> Floats:
 
 
 def loads(plan: PlanTables, phase: str) -> Floats:
-    """[ranks] `work` times layers of all kinds in a phase, in shares of the heads."""
+    """float64 [ranks]: `work` times the layers of all kinds in a phase, divided by the number of heads."""
     found = np.zeros(plan.header.ranks)
     for kind, own in plan.programs:
         if own == phase:
@@ -61,7 +61,7 @@ def loads(plan: PlanTables, phase: str) -> Floats:
 
 
 def rounds(programs: Mapping[Key, ProgramSet]) -> int:
-    """Rounds that are launched anywhere, of all programs together."""
+    """The number of rounds launched by any rank, over all programs."""
     found = 0
     for program in programs.values():
         instructions = program["instructions"]
@@ -71,31 +71,31 @@ def rounds(programs: Mapping[Key, ProgramSet]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Moved:
-    """Bytes that programs send. sent, received: int64 [ranks]; between: those that cross nodes."""
+class CommunicationVolume:
+    """Bytes sent and received by programs. sent, received: int64 [ranks]; between: bytes that cross nodes."""
 
     sent: Ints
     received: Ints
     between: int
 
     def summary(self) -> dict[str, int]:
-        """total; of the busiest rank, the larger of what it sends and receives; and between nodes."""
+        """Total bytes, the larger of sent and received at the busiest rank, and bytes between nodes."""
         busiest = int(max(self.sent.max(), self.received.max()))
         return {"total": int(self.sent.sum()), "max_rank": busiest, "inter_node": self.between}
 
 
-def in_all(parts: Iterable[Moved]) -> Moved:
-    """Of several programs together."""
+def sum_volumes(parts: Iterable[CommunicationVolume]) -> CommunicationVolume:
+    """Sums over several programs."""
     every = list(parts)
     sent, received = (np.sum([getattr(one, way) for one in every], axis=0) for way in ("sent", "received"))
-    return Moved(sent, received, sum(one.between for one in every))
+    return CommunicationVolume(sent, received, sum(one.between for one in every))
 
 
-def moved(
+def communication_volumes(
     programs: Mapping[Key, ProgramSet], head_sets: Sequence[Sequence[int]], model: Model, cluster: Cluster
-) -> dict[Key, Moved]:
-    """What each program moves, by its sends. head_sets: as in a plan's header."""
+) -> dict[Key, CommunicationVolume]:
+    """Bytes that each program sends. head_sets: as in a plan's header."""
     heads = head_counts(model.q_heads, model.kv_heads, head_sets)
     row_bytes = [[model.sent_bytes(tensor, 1), model.sent_result_bytes(tensor)] for tensor in Tensor]
     sizes = heads, np.array([*zip(*row_bytes, strict=True)], np.int64), cluster.ranks_per_node
-    return {key: Moved(*core.move(program.arrays, *sizes)) for key, program in programs.items()}
+    return {key: CommunicationVolume(*core.move(program.arrays, *sizes)) for key, program in programs.items()}

@@ -1,4 +1,4 @@
-"""The rows that a rank's queries may see, as its forward program brings them: what is left of it without attention.
+"""Fetched rows visible to a rank's queries: its forward program reduced to transfers, without attention.
 
 home rows | rows that came, round by round ──Fetch.of──► hops, and what each task sees of these rows
 their tokens, which travel first           ──arranged──► visible rows in the order of tokens | rows that are passed on
@@ -23,7 +23,8 @@ from apportion.ir.tensors import KV_SIDE, Space, Tensor
 
 
 def obstacle(program: ProgramSet) -> str | None:
-    """Why a forward program, of one rank or of all, does not bring the rows that home queries see; None: it does."""
+    """The reason why a forward program, of one rank or of all, does not fetch every visible row for home queries, or
+    None."""
     operands = program["operands"]
     tensor, at_work = operands["tensor"], operands["space"] == Space.WORK
     if (tensor == Tensor.X).any():
@@ -36,7 +37,7 @@ def obstacle(program: ProgramSet) -> str | None:
 
 
 class Hop(NamedTuple):
-    """One round of a rank. behind: earlier hops whose rows it passes on; sends, receives: peer -> rows, int64 [n]."""
+    """One round of a rank. behind: earlier hops whose rows it forwards; sends, receives: peer -> rows, int64 [n]."""
 
     channel: int
     behind: tuple[int, ...]
@@ -45,7 +46,7 @@ class Hop(NamedTuple):
 
 
 class TaskKeys(NamedTuple):
-    """What one task attends to: query i, counted from home row `query`, sees keys[j] where dmin <= i - j <= dmax."""
+    """The keys of one task: query i, counted from home row `query`, sees keys[j] if dmin <= i - j <= dmax."""
 
     query: int
     queries: int
@@ -55,16 +56,16 @@ class TaskKeys(NamedTuple):
 
     @property
     def some(self) -> Ints:
-        """The keys that any query sees."""
+        """The keys that some query sees."""
         return self.keys[max(0, -self.dmax) : max(0, self.queries - self.dmin)]
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Rows in their places: the visible ones, each token once and in the order of tokens, then all others.
+    """A permutation of rows: the visible ones, each token once in token order, then all others.
 
-    place: int64 [rows]; visible: how many are; spans: int64 [home rows, most, 2], the visible rows that each query
-    sees, as ranges [first, end) in rising order, (0, 0) where it has fewer.
+    place: int64 [rows]; visible: number of visible rows; spans: int64 [home rows, most, 2], the visible rows of each
+    query as ranges [first, end), ascending, padded with (0, 0).
     """
 
     place: Ints
@@ -74,7 +75,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Rows of one rank: its home rows, then those that come, in the order in which they do. home, rows: how many."""
+    """Rows of one rank: its home rows, then received rows in order of arrival. home, rows: row counts."""
 
     home: int
     rows: int
@@ -83,7 +84,7 @@ class Fetch:
 
     @staticmethod
     def of(program: ProgramSet, home: int) -> Fetch:
-        """Of one rank's forward program, which has no `obstacle`."""
+        """Builds the fetch of a rank's forward program, which must have no `obstacle`."""
         walk, instructions = _Walk(program, home), program["instructions"]
         starts = starts_of(instructions["op"], instructions.wide("count"))
         columns = (instructions[name].tolist() for name in ("op", "round", "channel", "count"))
@@ -92,8 +93,8 @@ class Fetch:
         return Fetch(home, walk.rows, tuple(walk.hops), tuple(walk.seen))
 
     @property
-    def as_they_come(self) -> Arrangement:
-        """All rows, in the order of their numbers."""
+    def in_arrival_order(self) -> Arrangement:
+        """All rows, in order of arrival."""
         return Arrangement(np.arange(self.rows), self.rows, np.zeros((self.home, 1, 2), np.int64))
 
     def arranged(self, tokens: Ints) -> Arrangement:
@@ -104,7 +105,7 @@ class Fetch:
         those = np.flatnonzero(seen)
         _, first, at = np.unique(tokens[those], return_index=True, return_inverse=True)
         place, where = np.full(self.rows, -1), np.full(self.rows, -1)
-        where[those] = at  # of what came twice, both
+        where[those] = at  # both copies of duplicates
         place[those[first]] = np.arange(len(first))
         others = np.flatnonzero(place < 0)
         place[others] = len(first) + np.arange(len(others))
@@ -112,7 +113,7 @@ class Fetch:
 
 
 class _Walk:
-    """A forward program, step by step. held: the row that each work row of keys holds; begins: the first row of each
+    """Steps through a forward program. held: the row stored in each work row of keys; begins: the first row of each
     hop."""
 
     def __init__(self, program: ProgramSet, home: int) -> None:
@@ -135,12 +136,12 @@ class _Walk:
                     self._of(c)[:] = self._of(a)
 
     def _of(self, operand: int) -> Ints:
-        """The rows of an operand; of work rows a view."""
+        """The rows of an operand; a view for work rows."""
         _, space, row, rows, _, _ = self._tables["operands"][operand]
         return np.arange(row, row + rows) if space == Space.HOME else self._held[row : row + rows]
 
     def _launch(self, channel: int, transfers: Sequence[tuple[int, ...]]) -> None:
-        # in the order of the table: the k-th tile sent to a peer meets the k-th that it receives
+        # in table order: the k-th tile sent to a peer matches the k-th received from it
         sends: dict[int, list[Ints]] = {}
         receives: dict[int, list[Ints]] = {}
         behind: set[int] = set()
@@ -166,8 +167,8 @@ def _joined(tiles: Mapping[int, list[Ints]]) -> dict[int, Ints]:
 
 
 def _ranges(seen: Iterable[TaskKeys], where: Ints) -> Ints:
-    """int64 [n, 3]: query, and first and end of a range of visible rows that it sees; sorted, none of them empty.
-    where: int64 [rows], the visible row of each."""
+    """int64 [n, 3]: (query, first, end) of non-empty ranges of visible rows that it sees, sorted. where: int64 [rows],
+    the visible row of each row."""
     found = [np.zeros((0, 3), np.int64)]
     for task in seen:
         at, i = where[task.keys], np.arange(task.queries)[:, None]
@@ -182,7 +183,7 @@ def _ranges(seen: Iterable[TaskKeys], where: Ints) -> Ints:
 
 
 def _spans(home: int, ranges: Ints) -> Ints:
-    """int64 [home, most, 2] of sorted ranges, int64 [n, 3]: those that touch are one."""
+    """int64 [home, most, 2] from sorted ranges, int64 [n, 3]; adjacent ranges are merged."""
     query, first, end = ranges.T
     fresh = changes(query)
     fresh[1:] |= first[1:] != end[:-1]

@@ -1,8 +1,8 @@
-"""What every plan must satisfy before its meaning can be discussed: codes, ranges, indexes and counts.
+"""Well-formedness checks that precede all checks of meaning: codes, ranges, indexes and counts.
 
-They run on every plan that comes in as bytes or text. After them consumers may index operands, walk lists by
-`count` and do int64 arithmetic without care: no value exceeds 2**48. Whether the plan computes the right thing
-is for `ir.verify`.
+They run on every plan decoded from bytes or text. After them consumers may index operands, walk lists by `count` and
+use int64 arithmetic without overflow: no value exceeds 2**48. `ir.verify` checks that the plan computes the right
+thing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from apportion.ir.request.recurrent import MAX_KINDS, widest_halo
 from apportion.ir.tensors import PHASES, SENT_GRADIENTS, Space, Tensor
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32", "fp64")
-#: those narrower than accumulators
+#: dtypes narrower than accumulators
 HALF_NAMES = DTYPE_NAMES[:2]
 
-#: (table, column) -> lowest and highest value; the others are 0 to LIMIT
+#: (table, column) -> lowest and highest value; all others: 0 to LIMIT
 _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
     ("arenas", "tensor"): (1, max(Tensor)),
     ("arenas", "rows"): (1, LIMIT),
@@ -72,13 +72,13 @@ _RANGES: Mapping[tuple[str, str], tuple[int, int]] = {
 
 
 def check_header(header: Header) -> None:
-    """Names, counts, head sets and diagonals. Raises DecodeError."""
+    """Checks names, counts, head sets and diagonals. Raises DecodeError."""
     _between("ranks", header.ranks, 1, MAX_RANKS)
     for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim"):
         _between(name, getattr(header, name), 1, MAX_HEADS)
     if header.q_heads % header.kv_heads:
         raise DecodeError(
-            f"header: q_heads = {header.q_heads} is no multiple of kv_heads = {header.kv_heads}"
+            f"header: q_heads = {header.q_heads} is not a multiple of kv_heads = {header.kv_heads}"
         )
     if header.dtype not in DTYPE_NAMES:
         raise DecodeError(f"header: dtype = {header.dtype[:40]!r}, known are {', '.join(DTYPE_NAMES)}")
@@ -90,12 +90,12 @@ def check_header(header: Header) -> None:
         halves = " and ".join(HALF_NAMES)
         raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")
     if header.latent is not None and (header.kv_heads != 1 or header.latent.rope >= header.head_dim):
-        raise DecodeError("header: latent rows have one KV head, and rope is less than head_dim")
+        raise DecodeError("header: latent rows need one KV head, and rope less than head_dim")
     _names("kinds", header.kinds)
     _check_recurrent(header)
     _names("layouts", header.layouts)
     if not header.phases or header.phases != tuple(phase for phase in PHASES if phase in header.phases):
-        raise DecodeError(f"header: phases must be of {', '.join(PHASES)}, in this order, and one at least")
+        raise DecodeError(f"header: phases must be one or more of {', '.join(PHASES)}, in this order")
     if header.home_layout not in header.layouts:
         raise DecodeError(f"header: home_layout = {header.home_layout[:40]!r} is not among its layouts")
     for number, heads in enumerate(header.head_sets, 1):
@@ -121,18 +121,18 @@ def _check_heads(number: int, heads: tuple[int, ...], q_heads: int) -> None:
 def _check_recurrent(header: Header) -> None:
     kinds = header.recurrent
     if kinds and (len(kinds) > MAX_KINDS or list(kinds) != sorted(kinds)):
-        raise DecodeError(f"header: recurrent must have {MAX_KINDS} kinds at most, sorted")
+        raise DecodeError(f"header: recurrent must have at most {MAX_KINDS} kinds, sorted")
     if kinds:
         _names("recurrent", (*kinds, *header.kinds))
 
 
 def _check_diagonals(kinds: tuple[str, ...], diagonals: Mapping[str, tuple[tuple[int, int], ...]]) -> None:
     if diagonals.keys() != set(kinds):
-        raise DecodeError("header: diagonals must be of each kind")
+        raise DecodeError("header: diagonals must name each kind")
     for kind, pairs in diagonals.items():
         if len(pairs) > MAX_DIAGONALS or sorted(set(pairs)) != list(pairs):
             raise DecodeError(
-                f"header: diagonals of {kind} must be distinct, sorted, and {MAX_DIAGONALS} at most"
+                f"header: diagonals of {kind} must be distinct, sorted, and at most {MAX_DIAGONALS}"
             )
         if not all(-INF <= dmin <= dmax <= INF for dmin, dmax in pairs):
             raise DecodeError(f"header: diagonals of {kind} must be [dmin, dmax] in [{-INF}, {INF}]")
@@ -147,8 +147,8 @@ def check(
     recurrence: Recurrence | None = None,
     first_rank: int = 0,
 ) -> None:
-    """Refuse tables that cannot be walked. `first_rank` is that of their first. Raises DecodeError naming rank, table
-    and row."""
+    """Refuses tables that cannot be walked. `first_rank`: number of the tables' first rank. Raises DecodeError naming
+    rank, table and row."""
     for name, spans in layouts.items():
         _check_spans(_TablePlace(f"layout {name}", "spans", spans, first_rank), tokens[name])
     for (source, target), table in moves.items():
@@ -166,7 +166,7 @@ def check(
 
 
 class _TablePlace:
-    """A table and where it stands, for messages."""
+    """A table and its place, for messages."""
 
     def __init__(self, where: str, name: str, table: Table, first_rank: int) -> None:
         self.where, self.name, self.table, self.first_rank = where, name, table, first_rank
@@ -198,7 +198,7 @@ def _check_spans(place: _TablePlace, tokens: int) -> None:
 
 
 def _check_recurrence(header: Header, held: Recurrence, first_rank: int) -> None:
-    """Codes and ranges; runs lie row after row, parents come before their slots, and what is named is there: runs of
+    """Checks codes and ranges; runs are contiguous rows, parents precede their slots, and references are valid: runs of
     the rank itself, heads of the kind, rows of the halo."""
     ranges = _ranges_of_recurrence(header.ranks, len(header.recurrent))
     places = {name: _TablePlace("recurrence", name, held[name], first_rank) for name in RECURRENCE_TABLES}
@@ -210,12 +210,12 @@ def _check_recurrence(header: Header, held: Recurrence, first_rank: int) -> None
 
 
 def _recurrence_faults(header: Header, held: Recurrence) -> Iterator[tuple[str, Bools, str]]:
-    """Of each rule its table, the rows that break it, and what is wrong there."""
+    """For each rule its table, the rows that violate it, and the message."""
     runs, folds, states, halo = (held[name] for name in RECURRENCE_TABLES)
     number, before = within(np.diff(runs.ptr)), np.roll(runs.wide("row") + runs["rows"], 1)
     due = np.where(number == 0, 0, before)
     yield "runs", runs["row"] != due, "it does not begin where the run before it ends"
-    yield "runs", (runs["past"] < 0) & (runs["peer"] > 0), "a peer without a past"
+    yield "runs", (runs["past"] < 0) & (runs["peer"] > 0), "it has a peer without a past"
     yield "folds", folds["parent"] >= within(np.diff(folds.ptr)), "its parent is not an earlier slot"
     heads = np.array([kind.heads for kind in header.recurrent.values()])
     for name, table in (("folds", folds), ("states", states)):
@@ -229,14 +229,14 @@ def _recurrence_faults(header: Header, held: Recurrence) -> Iterator[tuple[str, 
 
 
 def _ranges(table: str, more: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> Ints:
-    """int64 [columns, 2]: lowest and highest number of each column."""
+    """int64 [columns, 2]: lowest and highest value of each column."""
     columns = {"spans": SPAN_COLUMNS, "moves": MOVE_COLUMNS, **RECURRENCE_TABLES, **TABLES}[table]
     return np.array([more.get(name) or _RANGES.get((table, name), (0, LIMIT)) for name in columns])
 
 
 @lru_cache(64)
 def _ranges_of_programs(ranks: int, head_sets: int) -> Ints:
-    """int64 [columns of all tables, 2]."""
+    """int64 [columns of all tables, 2]: lowest and highest values."""
     more = {"peer": (0, ranks - 1), "heads": (0, head_sets)}
     limits = {"transfers": more, "operands": more}
     return np.concatenate([_ranges(name, limits.get(name, {})) for name in TABLES])
@@ -244,7 +244,7 @@ def _ranges_of_programs(ranks: int, head_sets: int) -> Ints:
 
 @lru_cache(64)
 def _ranges_of_recurrence(ranks: int, kinds: int) -> Mapping[str, Ints]:
-    """Of each table int64 [columns, 2]."""
+    """Table -> int64 [columns, 2], lowest and highest values."""
     more = {"peer": (0, ranks - 1), "kind": (0, kinds - 1)}
     return {name: _ranges(name, more) for name in RECURRENCE_TABLES}
 
@@ -252,7 +252,7 @@ def _ranges_of_recurrence(ranks: int, kinds: int) -> Mapping[str, Ints]:
 def _refuse_program(
     header: Header, where: str, tables: Sequence[Table], first_rank: int, found: core.Refusal
 ) -> NoReturn:
-    """Raises the DecodeError of what the core found."""
+    """Raises the DecodeError for a refusal of the core."""
     flaw, number, row, column, consumed = found
     name, table = tuple(TABLES)[number], tables[number]
     place = _TablePlace(where, name, table, first_rank)

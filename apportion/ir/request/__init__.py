@@ -1,1 +1,1 @@
-"""What is asked: batch, cluster, model, hardware, policy."""
+"""The planning request: batch, cluster, model, hardware, policy."""

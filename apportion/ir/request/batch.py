@@ -1,4 +1,4 @@
-"""The batch: sequences laid end to end on the token axis, and a mask for each attention kind."""
+"""The batch: concatenated sequences on the token axis, and a mask for each attention kind."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _COMPACT_FIELDS = ("lengths", "mask", "home_ranks")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences in order; build with the `from_` functions, which validate.
+    """Sequences in order; build with the validating `from_` functions.
 
     lengths: int64 [n], each at least 1. masks: attention kind -> its `Kind`, sorted. home_ranks, own_positions and
-    own_labels: what single sequences carry, by sequence index. Errors are ConfigError (UnknownNameError for a
-    kind that is not there).
+    own_labels: fields of single sequences, by sequence index. Raises ConfigError (UnknownNameError for an unknown
+    kind).
     """
 
     lengths: Ints
@@ -71,9 +71,10 @@ class Batch:
         mask: Mask | Mapping[str, Mask] | None = None,
         home_ranks: Iterable[Iterable[int] | None] | None = None,
     ) -> Batch:
-        """Sequences of these lengths, all under `mask` (causal): one spec, or {kind: spec} for several kinds.
+        """Builds a batch of sequences of these lengths, all under `mask` (causal): one spec, or {kind: spec} for
+        several kinds.
 
-        home_ranks: for each sequence the ranks where it must live, or None.
+        home_ranks: for each sequence its allowed home ranks, or None.
         """
         array = integers("lengths", lengths, 1, MAX_TOKENS)
         index = np.zeros(len(array), np.int64)
@@ -82,7 +83,7 @@ class Batch:
 
     @staticmethod
     def from_sequences(sequences: Iterable[Sequence]) -> Batch:
-        """Sequences that each carry their own mask; all name the same attention kinds."""
+        """Builds a batch of sequences with their own masks; all name the same attention kinds."""
         held = list(instances("sequences", sequences, Sequence))
         lengths = integers("lengths", [item.length for item in held], 1, MAX_TOKENS)
         by_kind = [masks_by_kind(f"sequences[{i}].mask", item.mask) for i, item in enumerate(held)]
@@ -96,7 +97,7 @@ class Batch:
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: ArrayLike, mask: Mask | Mapping[str, Mask] | None = None) -> Batch:
-        """Sequences between cumulative lengths [n + 1], as varlen attention kernels take them."""
+        """Builds a batch from cumulative lengths [n + 1], as varlen attention kernels use them."""
         cu = integers("cu_seqlens", cu_seqlens, 0, MAX_TOKENS)
         if len(cu) < 2 or cu[0] != 0:
             raise ConfigError(
@@ -110,18 +111,19 @@ class Batch:
 
     @staticmethod
     def from_slices(tokens: int, slices: ArrayLike) -> Batch:
-        """One sequence of `tokens` tokens under raw slices (q0, q1, k0, k1, type), as `masks.slices` takes them."""
+        """Builds a batch of one sequence of `tokens` tokens under raw slices (q0, q1, k0, k1, type), as `masks.slices`
+        accepts them."""
         return Batch.from_lengths([integer("tokens", tokens, 1, MAX_TOKENS)], masks.slices(slices))
 
     @staticmethod
     def from_data(data: Any) -> Batch:
-        """The batch of plain data, in either form:
+        """Builds a batch from plain data, in either form:
 
             {"sequences": [{"length": 8192, "mask": {"causal": {}}}, …]}
             {"lengths": [8192, …], "mask": {"causal": {}}}
 
-        A mask may be {kind: mask}; without one it is causal. Sequences may have home_ranks, positions and
-        labels; beside lengths there may be home_ranks, one entry a sequence.
+        A mask may be {kind: mask}; the default is causal. Sequences may have home_ranks, positions and labels; the form
+        with lengths may have home_ranks, one entry per sequence.
         """
         known("batch", data, ("sequences", *_COMPACT_FIELDS))
         if "sequences" in data:
@@ -138,11 +140,11 @@ class Batch:
 
     @staticmethod
     def load(path: str | Path) -> Batch:
-        """The batch of a JSON or YAML file."""
+        """Loads a batch from a JSON or YAML file."""
         return Batch.from_data(load(path))
 
     def take(self, indexes: ArrayLike) -> Batch:
-        """The batch of these sequences, in the order of `indexes` (integers [m], each once), with all they carry."""
+        """Selects sequences, in the order of `indexes` (distinct integers [m]), with all their fields."""
         taken = checked_places(indexes, len(self.lengths))
         return Batch(
             self.lengths[taken],
@@ -155,7 +157,7 @@ class Batch:
     def to_data(self) -> dict[str, Any]:
         """Plain data that `from_data` reads; equal batches give equal data.
 
-        The compact form where all sequences share their masks and none has positions or labels of its own.
+        Uses the compact form if all sequences share their masks and none has its own positions or labels.
         """
         if not (
             self.own_positions or self.own_labels or any(len(kind.specs) > 1 for kind in self.masks.values())
@@ -185,7 +187,7 @@ class Batch:
         return f"<Batch: {self.tokens} tokens in {len(self.lengths)} sequences>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: how many tokens in how long sequences, under which masks."""
+        """HTML for notebooks: number of tokens, sequence lengths, masks."""
         from apportion.ir import cards
 
         longest = int(self.lengths.max())
@@ -199,7 +201,7 @@ class Batch:
         for kind, held in self.masks.items():
             names = sorted({type(spec).__name__ for spec in held.specs})
             rows.append((f"mask of {kind}", ", ".join(names)))
-        return cards.card("Batch", rows, cards.bars("tokens of each sequence, and their mean", self.lengths))
+        return cards.card("Batch", rows, cards.bars("tokens of each sequence, and the mean", self.lengths))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Batch) and self.to_data() == other.to_data()
@@ -220,7 +222,7 @@ class Batch:
 
     @property
     def starts(self) -> Ints:
-        """[n + 1] int64: the first global token of each sequence, and the number of tokens."""
+        """[n + 1] int64: the first global token of each sequence, and the total number of tokens."""
         return self._cached("starts", lambda: offsets(self.lengths))
 
     def bands(self, kind: str) -> Ints:
@@ -228,8 +230,8 @@ class Batch:
         return self._cached(("bands", self._kind(kind)), lambda: self._lower(kind))
 
     def diagonals(self, kind: str) -> tuple[tuple[int, int], ...]:
-        """The distinct (dmin, dmax) that the masks of a kind declare, sorted, whatever the lengths; none where they are
-        more than `MAX_DIAGONALS`."""
+        """The distinct (dmin, dmax) declared by the masks of a kind, sorted, for any lengths; empty if more than
+        `MAX_DIAGONALS`."""
         key = "diagonals", self._kind(kind)
         if key not in self._cache:
             specs = self.masks[kind].specs
@@ -238,7 +240,7 @@ class Batch:
         return self._cache[key]  # type: ignore[no-any-return]
 
     def to_slices(self, kind: str) -> list[tuple[int, ...]]:
-        """The mask of a kind as slices (q0, q1, k0, k1, type) in global tokens, which `from_slices` reads."""
+        """The mask of a kind as slices (q0, q1, k0, k1, type) in global tokens, as `from_slices` accepts them."""
         return [tuple(row) for row in algebra.to_slices(self.bands(kind)).tolist()]
 
     def area(self, kind: str) -> int:
@@ -250,23 +252,23 @@ class Batch:
         return expand_runs(*self._runs(), self.tokens)
 
     def position_breaks(self) -> Ints:
-        """[r] int64, rising: the tokens where a sequence starts or the position is not the last one + 1."""
+        """[r] int64, ascending: tokens at which a sequence starts or the position is not the previous one + 1."""
         return self._runs()[0]
 
     def branches(self) -> Branches:
-        """How recurrent layers go through the tokens. Raises ConfigError where a mask gives no order."""
+        """The order of recurrent layers over the tokens. Raises ConfigError if a mask defines no order."""
         if "branches" not in self._cache:
             self._cache["branches"] = branches_of(*self._links(), self.tokens)
         return self._cache["branches"]  # type: ignore[no-any-return]
 
     @property
     def last_position(self) -> int:
-        """The largest position id. Takes no memory for each token."""
+        """The largest position id, in memory independent of the number of tokens."""
         starts, positions = self._runs()
         return int((positions + np.diff(starts, append=self.tokens)).max()) - 1
 
     def position_at(self, tokens: ArrayLike) -> Ints:
-        """int64, shaped like `tokens`: the position ids of these global tokens."""
+        """int64, shaped like `tokens`: the position ids of global tokens."""
         tokens = np.asarray(tokens)
         tokens = tokens if tokens.size else tokens.astype(np.int64)
         tokens = integers("tokens", tokens.ravel(), 0, self.tokens - 1).reshape(tokens.shape)
@@ -276,8 +278,8 @@ class Batch:
         return found
 
     def labels(self, first: int = 0, stop: int | None = None) -> Ints:
-        """[stop - first] int64: the global token that each token of [first, stop) predicts, -1 where there is none; by
-        default of all tokens."""
+        """[stop - first] int64: the label of each token in [first, stop), a global token or -1; by default of all
+        tokens."""
         first = integer("first", first, 0, self.tokens)
         stop = self.tokens if stop is None else integer("stop", stop, first, self.tokens)
         labels = np.arange(first + 1, stop + 1)
@@ -291,9 +293,9 @@ class Batch:
             labels[here] = np.where(part < 0, -1, part + start)
         return labels
 
-    def most_over(self, rows: Ints, shares: Floats) -> float:
-        """Rows of the fullest rank over its share, less 1. rows: int64 [ranks]; shares: float64 [ranks], of all tokens.
-        Ranks that `home_ranks` of all sequences leave out have none: they are dedicated attention servers."""
+    def largest_excess(self, rows: Ints, shares: Floats) -> float:
+        """Largest relative excess of a rank's rows over its share. rows: int64 [ranks]; shares: float64 [ranks], of all
+        tokens. Ranks in no sequence's `home_ranks`, if all have them, are dedicated attention servers with share 0."""
         if len(self.home_ranks) == len(self.lengths):
             homes = sorted({rank for own in self.home_ranks.values() for rank in own})
             rows, shares = rows[homes], shares[homes] * (self.tokens / shares[homes].sum())
@@ -301,14 +303,14 @@ class Batch:
 
     @property
     def labelled(self) -> int:
-        """How many tokens have a label. Takes no memory for each token."""
+        """The number of tokens with a label, in memory independent of the number of tokens."""
         tokens, ends = self._ends()
         sequence = np.searchsorted(self.starts, tokens, side="right") - 1
         missing = int(((ends < 0) & ~np.isin(sequence, list(self.own_labels))).sum())
         return self.tokens - missing - sum(int((own < 0).sum()) for own in self.own_labels.values())
 
     def _ends(self) -> tuple[Ints, Ints]:
-        """(tokens, labels) where masks say that the label is not the next token; tokens rise."""
+        """(tokens, labels) whose label is not the next token, according to the masks; tokens ascending."""
         tokens, ends = self._cached("ends", self._make_ends)
         return tokens, ends
 
@@ -330,7 +332,7 @@ class Batch:
 
     def _kind(self, kind: str) -> str:
         if not isinstance(kind, str) or kind not in self.masks:
-            rule = "the batch has no attention kind of that name"
+            rule = "unknown attention kind of this batch"
             raise UnknownNameError("kind", kind, rule, suggestion(str(kind), self.kinds))
         return kind
 
@@ -345,11 +347,11 @@ class Batch:
                 )
         bands = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if len(parts) == 1 and isinstance(self.masks[kind].specs[0], Diagonal):
-            return bands  # one band a sequence, in order
+            return bands  # one band per sequence, in order
         return bands[np.lexsort((bands[:, 2], bands[:, 0]))]
 
     def _layout(self) -> Iterable[tuple[Mask, Ints]]:
-        """(spec, sequences): what gives each sequence's positions and labels, its structured spec if any."""
+        """(spec, sequences): the source of each sequence's positions and labels, its structured spec if it has one."""
         if len(self.masks) == 1:
             return next(iter(self.masks.values())).groups()
         by_kind = [kind.groups() for kind in self.masks.values()]
@@ -376,11 +378,11 @@ class Batch:
         return starts[order], positions[order]
 
     def _links(self) -> tuple[Ints, Ints]:
-        """(tokens, predecessors) where a token does not come after the one before it. Raises ConfigError."""
+        """(tokens, predecessors) of tokens that do not follow the previous one. Raises ConfigError."""
         of_kinds = [(kind, *group) for kind, held in self.masks.items() for group in held.groups()]
         for kind, spec, _ in of_kinds:
             if not is_ordered(spec):
-                rule = "gives tokens no order for the model's recurrent layers"
+                rule = "defines no token order for the model's recurrent layers"
                 remedy = "use causal masks, windows, documents or trees, or a model without recurrent layers"
                 raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
         found = self._lower_links(self._layout())
@@ -389,7 +391,7 @@ class Batch:
             own = np.isin(np.searchsorted(self.starts, found[0], side="right") - 1, members)
             if not np.array_equal(found[:, own], self._lower_links([(spec, members)])):
                 rule, remedy = (
-                    "attention kinds disagree on what follows what",
+                    "attention kinds disagree on the token order",
                     "use the same tree in all kinds",
                 )
                 raise ConfigError(f"mask of {kind}", type(spec).__name__, rule, remedy)
@@ -412,14 +414,16 @@ class Batch:
 
 
 def _check_structure(batch: Batch) -> None:
-    """Two structured masks of one sequence must agree on what it does not bring itself of positions and labels."""
+    """Checks that structured masks of one sequence agree on positions and labels that it does not provide itself."""
     held = list(batch.masks.values())
     if len(held) < 2 or sum(any(spec.structured for spec in kind.specs) for kind in held) < 2:
         return
     owns = np.zeros((2, len(batch.lengths)), np.int64)
     owns[0, list(batch.own_positions)] = owns[1, list(batch.own_labels)] = 1
     alike = np.column_stack([batch.lengths, *owns, *(kind.index for kind in held)])
-    for i in sorted(np.unique(alike, axis=0, return_index=True)[1].tolist()):  # one of each kind
+    for i in sorted(
+        np.unique(alike, axis=0, return_index=True)[1].tolist()
+    ):  # one sequence per combination of specs
         specs, length = [kind.specs[kind.index[i]] for kind in held], int(batch.lengths[i])
         structured = [spec for spec in specs if spec.structured]
         for what, own, of in (
@@ -427,9 +431,7 @@ def _check_structure(batch: Batch) -> None:
             ("labels", batch.own_labels, _labels),
         ):
             if i not in own and len({of(spec, length) for spec in structured}) > 1:
-                remedy = (
-                    f"use the same documents or tree in all kinds, or give the sequence {what} of its own"
-                )
+                remedy = f"use the same documents or tree in all kinds, or give the sequence its own {what}"
                 raise ConfigError(
                     f"sequences[{i}].mask", batch.kinds, f"attention kinds disagree on {what}", remedy
                 )

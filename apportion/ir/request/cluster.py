@@ -14,7 +14,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, integers, load
 from apportion.ir.isa import MAX_RANKS
-from apportion.ir.structs import Amount, Count, Positive, check, given, to_data
+from apportion.ir.structs import Amount, Count, Positive, check, mapping_of, to_data
 
 #: of a cluster that a forecast divides into tensor-parallel groups and stages; plans have at most MAX_RANKS ranks
 MAX_GPUS = 2**20
@@ -22,12 +22,12 @@ MAX_GPUS = 2**20
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` x `ranks_per_node` ranks, node after node. Tensor parallelism stays outside.
+    """`nodes` x `ranks_per_node` ranks, node after node, without tensor parallelism.
 
-    Bandwidths are GB/s (1e9 bytes) in each direction, memory GiB. The defaults are one DGX H100: NVLink 900
-    GB/s both ways together and eight 400 Gb/s NICs (NVIDIA's data sheets); the latencies are assumed.
-    `speeds` has one relative speed a rank; None means that all are 1.0. At most 2**20 ranks, of which a plan can
-    have 65,535. Raises ConfigError.
+    Bandwidths are GB/s (1e9 bytes) in each direction, memory in GiB. The defaults are one DGX H100: NVLink 900 GB/s for
+    both directions together and eight 400 Gb/s NICs (NVIDIA's data sheets); the latencies are assumed. `speeds`:
+    relative speed of each rank; None: all 1.0. At most 2**20 ranks, of which a plan can have 65,535. Raises
+    ConfigError.
     """
 
     nodes: Count = 1
@@ -44,7 +44,7 @@ class Cluster:
         check(self, "cluster")
         self.check_ranks(MAX_GPUS)
         if self.speeds is not None and len(self.speeds) != self.ranks:
-            rule = f"must have one speed a rank ({self.ranks})"
+            rule = f"must have one speed per rank ({self.ranks})"
             raise ConfigError("cluster.speeds", list(self.speeds), rule, "list 1.0 for a normal rank")
 
     def _repr_html_(self) -> str:
@@ -64,7 +64,7 @@ class Cluster:
         return cards.card("Cluster", rows, speeds)
 
     def check_ranks(self, most: int = MAX_RANKS) -> None:
-        """Raises ConfigError where there are more ranks than a plan can have, or than `most`."""
+        """Raises ConfigError for more ranks than a plan may have, or than `most`."""
         if self.ranks > integer("most", most):
             field, rule = "cluster.nodes x cluster.ranks_per_node", f"must be at most {most}"
             raise ConfigError(field, self.ranks, rule, "use fewer ranks, or several plans")
@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def inter_gbs_per_rank(self) -> float:
-        """GB/s between nodes that a rank has where all of its node send: several may share a NIC, and none uses two."""
+        """GB/s between nodes per rank while all ranks of a node send: several may share a NIC, and none uses two."""
         return self.inter_gbs * min(1.0, self.nics_per_node / self.ranks_per_node)
 
     @overload
@@ -91,11 +91,10 @@ class Cluster:
         """The cluster that torchrun (WORLD_SIZE, LOCAL_WORLD_SIZE) or SLURM (SLURM_NTASKS with
         SLURM_NTASKS_PER_NODE or SLURM_NNODES) describes in the environment, with default links.
 
-        group: the data x context group where it is not all ranks: the list of its global ranks, or an object
-        with `size()`, as torch process groups have. Its ranks are then taken to be spread evenly over all nodes;
-        where they are not, give the list (`torch.distributed.get_process_group_ranks`).
-        Raises ConfigError where neither set of variables is there, a rank is listed twice or ranks do not divide
-        evenly.
+        group: the data x context group if it is not all ranks: the list of its global ranks, or an object with
+        `size()`, as torch process groups have. Its ranks are assumed to be spread evenly over all nodes; otherwise pass
+        the list (`torch.distributed.get_process_group_ranks`). Raises ConfigError if neither set of variables is set, a
+        rank is listed twice or ranks do not divide evenly.
         """
         world, local = _world(os.environ)
         if group is None:
@@ -111,8 +110,8 @@ class Cluster:
 
     @staticmethod
     def from_data(data: Any) -> Cluster:
-        """The cluster of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
-        return Cluster(**given(Cluster, "cluster", data))
+        """Builds a cluster from plain data: a mapping of the fields above, all optional. Raises ConfigError."""
+        return Cluster(**mapping_of(Cluster, "cluster", data))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
@@ -120,12 +119,12 @@ class Cluster:
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """The cluster of a JSON or YAML file."""
+        """Loads a cluster from a JSON or YAML file."""
         return Cluster.from_data(load(path))
 
 
 def _world(env: Mapping[str, str]) -> tuple[int, int]:
-    """(ranks, ranks per node) of the launcher's variables."""
+    """(ranks, ranks per node) from the launcher's variables."""
     if "WORLD_SIZE" in env:
         world = _variable(env, "WORLD_SIZE")
         local = _variable(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
@@ -168,7 +167,7 @@ def _divided(field: str, ranks: int, parts: int) -> int:
 def _distinct(members: Ints) -> Ints:
     if not len(members) or len(np.unique(members)) != len(members):
         raise ConfigError(
-            "group", members.tolist(), "must name at least one rank, each once", "list global ranks"
+            "group", members.tolist(), "must name at least one rank, without duplicates", "list global ranks"
         )
     return members
 
@@ -179,6 +178,6 @@ def _check_even(nodes: Sequence[int] | Ints) -> None:
         raise ConfigError(
             "group",
             counts.tolist(),
-            "must have as many ranks on each node",
+            "must have the same number of ranks on each node",
             "choose a group of whole node shares",
         )

@@ -1,4 +1,4 @@
-"""What times are predicted from: single numbers with their sources, and grids of times of attention tasks."""
+"""Inputs of time predictions: single numbers with their sources, and grids of attention task times."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
 from apportion.ir.structs import Amount, Text, to_data
 
-LEAST, MOST = 1e-6, 1e12  # of times and figures that must be above 0: sums of products stay finite
-#: a causal task's time over the full one's, at most: kernels without a mask of their own cut it into three calls
+LEAST, MOST = 1e-6, 1e12  # bounds of times and positive figures: sums of products stay finite
+#: largest ratio of a causal task's time to the full one's: kernels without masks split it into three calls
 MOST_CAUSAL = 3.0
 
 Share = Annotated[float, Meta(ge=LEAST, le=1)]
@@ -24,8 +24,8 @@ Rows = tuple[tuple[Annotated[float, Meta(ge=LEAST, le=MOST)], ...], ...]
 
 @dataclass(frozen=True)
 class Figure:
-    """One number with where it comes from; `assumed`: nobody measured or published it for this hardware. interval: the
-    least and the most that it may be, where that is known. Raises ConfigError."""
+    """A number and its source; `assumed`: neither measured nor published for this hardware. interval: lower and upper
+    bound of the true value, if known. Raises ConfigError."""
 
     value: Amount
     source: Text
@@ -33,14 +33,14 @@ class Figure:
     interval: tuple[Amount, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", float(self.value))  # 8 and 8.0 have one digest
+        object.__setattr__(self, "value", float(self.value))  # 8 and 8.0 have the same digest
         if self.interval is None:
             return
         object.__setattr__(self, "interval", tuple(map(float, self.interval)))
         if len(self.interval) != 2 or not self.interval[0] <= self.value <= self.interval[1]:
             rule = f"must be two numbers around the value {self.value:g}"
             raise ConfigError(
-                "hardware.figures.interval", list(self.interval), rule, "name the least and the most"
+                "hardware.figures.interval", list(self.interval), rule, "give the lower and the upper bound"
             )
 
     def to_data(self) -> dict[str, Any]:
@@ -52,10 +52,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class MessageRates:
-    """Share of the rate between nodes that a message reaches by its size, latency left out of account.
+    """Fraction of the inter-node bandwidth that a message reaches by its size, without latency.
 
-    bytes: sizes, rising. share: of each, with low and high, its interval. Between sizes shares lie on straight lines
-    over the logarithm of the size; smaller and larger messages have those of the ends. Raises ConfigError."""
+    bytes: sizes, ascending. share: of each size, with low and high, its interval. Between sizes shares are linear in
+    the logarithm of the size; beyond the ends they are constant. Raises ConfigError.
+    """
 
     bytes: tuple[Annotated[int, Meta(ge=1, le=2**40)], ...]
     share: tuple[Share, ...]
@@ -66,11 +67,13 @@ class MessageRates:
 
     def __post_init__(self) -> None:
         if not self.bytes or any(size >= larger for size, larger in pairwise(self.bytes)):
-            rule = "must be sizes that rise, one at least"
-            raise ConfigError("hardware.message_rates.bytes", list(self.bytes), rule, "sort them, each once")
+            rule = "must be one or more ascending sizes"
+            raise ConfigError(
+                "hardware.message_rates.bytes", list(self.bytes), rule, "sort them without duplicates"
+            )
         for name in ("share", "low", "high"):
             if len(getattr(self, name)) != len(self.bytes):
-                rule = f"must have {len(self.bytes)} numbers, as bytes has"
+                rule = f"must have {len(self.bytes)} numbers, like bytes"
                 where = f"hardware.message_rates.{name}"
                 raise ConfigError(where, len(getattr(self, name)), rule, "add or drop numbers")
         for at, (low, share, high) in enumerate(zip(self.low, self.share, self.high, strict=True)):
@@ -79,12 +82,12 @@ class MessageRates:
                 raise ConfigError(f"hardware.message_rates.share[{at}]", share, rule, "widen the interval")
 
     def of(self, message_bytes: Ints) -> Floats:
-        """float64, shaped like `message_bytes`: the share of each."""
+        """float64, shaped like `message_bytes`: the share of each message."""
         sizes = np.log2(np.maximum(message_bytes, 1))
         return np.interp(sizes, np.log2(self.bytes), self.share)
 
 
-#: of hardware files that do not say what lies between a rank and its host's memory
+#: default for hardware files without the bandwidth between a rank and its host's memory
 HOST = Figure(
     50.0,
     "PCIe 5.0 x16, 64 GB/s each way by NVIDIA's H100 data sheet; four fifths of it for large copies",
@@ -98,13 +101,11 @@ class Grid:
 
     full, causal: [axis][axis], rows of queries by rows of keys, each result written once in the dtype of the grids. Of
     rows x keys pairs, `causal` allows all but the corner triangle of side min(rows, keys) - 1 (dmin = min(0, rows -
-    keys)). No time falls along an axis. Those in `causal` may be above those in `full`, up to `MOST_CAUSAL` times: a
-    kernel that cuts a task into calls may take longer for fewer pairs.
-    launch_us: once a kernel. tile_us: one kernel tile on one multiprocessor, of which an instruction's
-    longest chain is made; 0 where the grids hold it already.
-    window_us: what each query row of a task takes longer that its band hides early keys from too (dmax cuts it), than
-    what lies between the causal grid and a band one tile wide: kernels without windows of their own compute strips of
-    rows under a mask, and pairs that it hides.
+    keys)). Times never fall along an axis. `causal` times may exceed `full` ones up to `MOST_CAUSAL` times, since a
+    kernel that splits a task into calls may take longer for fewer pairs. launch_us: per kernel. tile_us: one kernel
+    tile on one multiprocessor, for an instruction's longest chain of tiles; 0 if the grids include it. window_us: extra
+    time per query row if the band also hides early keys (dmax cuts it), beyond interpolation between the causal grid
+    and a band one tile wide: kernels without windows compute strips of rows under a mask, including hidden pairs.
     """
 
     full: Rows
@@ -116,7 +117,7 @@ class Grid:
     window_us: Time = 0.0
 
     def check(self, field: str, points: int) -> None:
-        """Raises ConfigError where times are not [points][points], fall along an axis, or are too long in `causal`."""
+        """Raises ConfigError if times are not [points][points], fall along an axis, or exceed the limit in `causal`."""
         for kind in ("full", "causal"):
             _check_rising(f"{field}.{kind}", getattr(self, kind), points)
         full, causal = np.array(self.full), np.array(self.causal)
@@ -132,17 +133,17 @@ class Grid:
 
     def to_data(self) -> dict[str, Any]:
         data = to_data(self)
-        if not self.window_us:  # as files were before there was this field: they keep their digests
+        if not self.window_us:  # omitted when 0, so that older files keep their digests
             del data["window_us"]
         return data
 
 
 def _check_rising(field: str, rows: Rows, points: int) -> None:
     if len(rows) != points:
-        raise ConfigError(field, len(rows), f"must have {points} rows, as the axis has", "add or drop rows")
+        raise ConfigError(field, len(rows), f"must have {points} rows, like the axis", "add or drop rows")
     for i, row in enumerate(rows):
         if len(row) != points:
-            rule = f"must have {points} times, as the axis has"
+            rule = f"must have {points} times, like the axis"
             raise ConfigError(f"{field}[{i}]", len(row), rule, "add or drop times")
     grid = np.array(rows)
     for axis in (0, 1):

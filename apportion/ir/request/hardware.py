@@ -1,10 +1,10 @@
-"""Hardware: the figures that times are predicted from, each with its source.
+"""Hardware: the inputs of time predictions, each with its source.
 
     Hardware ── figures     memory, linear layers, links: one number each
              ├─ forward     grids of one attention task, microseconds over (query rows, key rows): every pair
              │              allowed (`full`), or all but one corner triangle (`causal`)
              ├─ backward    the same
-             └─ measured    where a profile was taken: device, versions, date; no part of the digest
+             └─ measured    origin of a profile: device, versions, date; not part of the digest
 
 A file is the JSON of `to_data` (schema: apportion:hardware). Profiles write it; the built-in ones, in the folder
 `chips`, are from data sheets and papers, with grids of a small model of a flash kernel (`benchmarks/chips.py`).
@@ -32,21 +32,21 @@ from apportion.ir.request.model import ELEMENT_BYTES
 from apportion.ir.structs import Name, Text, one_of, read, to_data, values
 
 VERSION = 1
-#: names of built-in hardware: chips with the flash kernels of libraries, and with the kernels in Triton of the engine
-#: that runs an instruction at once
+#: names of built-in hardware: chips with library flash kernels, and with the Triton kernels of the engine that runs an
+#: instruction at once
 BUILTIN = tuple(
     f"{chip}{engine}" for engine in ("", "-stage") for chip in ("h100", "h200", "a100", "a800", "h20", "b200")
 )
 _CHIPS = Path(__file__).with_name("chips")
-#: engines of executors that grids can be of: all tasks of an instruction in one kernel, a flash kernel of a library for
-#: each task, plain matrix products
+#: executor engines that grids may describe: one kernel for all tasks of an instruction, a library flash kernel per
+#: task, plain matrix products
 ENGINES = ("stage", "flash", "plain")
 MAX_AXIS = 64  # points of a grid's axis
 MAX_ROWS = 2**20  # of the largest task on the axis
 MAX_FILE_BYTES = 2**22  # four grids of 64 x 64 times are some 300 KB
-_CLOSE = 0.1  # links of a cluster within this are taken to be the hardware's
+_CLOSE = 0.1  # relative tolerance for a cluster's links to match the hardware's
 
-# What a cluster says and the hardware says too.
+# Fields that both a cluster and its hardware have.
 _SHARED = (
     "intra_gbs",
     "inter_gbs",
@@ -59,7 +59,7 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Where and when a profile was taken: device, versions of software, date (ISO 8601)."""
+    """Origin of a profile: device, software versions, date (ISO 8601)."""
 
     device: Text
     versions: Annotated[Mapping[str, Text], Meta(max_length=32)] = field(hash=False)
@@ -70,21 +70,19 @@ class Measured:
 class Hardware:
     """One kind of rank and its links.
 
-    engine: whose kernels the grids are of, see `ENGINES`. axis: rows of the grids' points, rising, for queries and for
-    keys. tile: rows of queries and of keys are
-    rounded up to multiples of it. q_heads, kv_heads, head_dim, dtype: what the grids were taken with.
-    memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s. peak_tflops: dense, of the dtype, from the data sheet;
-    linear_tflops: achieved by linear layers; 1e12 FLOP/s. rowop_us: what a kernel on rows (copy, merge, add, pack, ...)
-    costs besides its bytes. post_us: what a message costs to post, before any transfer of its round is complete.
-    host_gbs: between a rank and its host's memory, each way, 1e9 bytes/s; files may leave it out.
-    contention: by how much longer a kernel takes while a transfer of its rank is on the wire, whose own kernels take
-    multiprocessors: 0.1 is a tenth, 0 none.
-    rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, of the bytes that `apportion.ir.layer_work` counts, at which row
-    work of layers, the loss, and Adam go; None: not measured, they are taken to be bound by memory_gbs.
-    incast: by how much longer a transfer between nodes takes for each further NIC that sends to its receiver's in a
-    round, of `incast_peers` at most; one_peer: share of the rate that a NIC gets from a single peer; message_rates: of
-    messages by their size. None: not known, the rate is `inter_gbs` whoever sends (see `planner.congestion`).
-    Make one with `load`, `from_data` or a profile: these check it.
+    engine: the engine whose kernels the grids describe, see `ENGINES`. axis: row counts of the grid points, ascending,
+    for queries and for keys. tile: rows of queries and of keys are rounded up to multiples of it. q_heads, kv_heads,
+    head_dim, dtype: configuration of the grids. memory_gbs, intra_gbs, inter_gbs (of one NIC): 1e9 bytes/s.
+    peak_tflops: dense, of the dtype, from the data sheet; linear_tflops: achieved by linear layers; 1e12 FLOP/s.
+    rowop_us: fixed cost of a row kernel (copy, merge, add, pack, ...) besides its bytes. post_us: cost of posting a
+    message, before any transfer of its round completes. host_gbs: between a rank and its host's memory, each way, 1e9
+    bytes/s; optional in files. contention: relative slowdown of kernels during a transfer of their rank, whose kernels
+    occupy multiprocessors: 0.1 is a tenth, 0 none. rows_gbs, loss_gbs, optimizer_gbs: 1e9 bytes/s, in the bytes of
+    `apportion.ir.layer_work`, for row work of layers, the loss, and Adam; None: not measured, memory_gbs is used.
+    incast: relative slowdown of an inter-node transfer for each further NIC, up to `incast_peers`, that sends to the
+    same NIC in a round; one_peer: share of the rate that a NIC reaches with a single peer; message_rates: rate by
+    message size. None: unknown, the rate is always `inter_gbs` (see `planner.congestion`). Create with `load`,
+    `from_data` or a profile, which validate.
     """
 
     name: Name
@@ -121,12 +119,12 @@ class Hardware:
     message_rates: MessageRates | None = None
 
     def figures(self) -> dict[str, Figure]:
-        """The single numbers, by name; optional ones where there are some."""
+        """The single numbers by name, including the optional ones that are set."""
         found = {name: getattr(self, name) for name in (*_FIGURES, *_OPTIONAL)}
         return {name: figure for name, figure in found.items() if figure is not None}
 
     def rate_gbs(self, name: str) -> float:
-        """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`, that of memory where it was not measured."""
+        """1e9 bytes/s of `rows_gbs`, `loss_gbs` or `optimizer_gbs`; memory bandwidth if not measured."""
         figure: Figure | None = getattr(self, choice("figure", name, _RATES))
         return self.memory_gbs.value if figure is None else figure.value
 
@@ -135,23 +133,24 @@ class Hardware:
         return self.forward if choice("phase", phase, ("forward", "backward")) == "forward" else self.backward
 
     def cluster(self, nodes: int = 1, ranks_per_node: int = 8) -> Cluster:
-        """A cluster with this hardware's links and memory."""
+        """Builds a cluster with this hardware's links and memory."""
         links = {field: getattr(self, field).value for field in _SHARED}
         return Cluster(nodes, ranks_per_node, **links | {"nics_per_node": int(self.nics_per_node.value)})
 
     def mismatch(self, cluster: Cluster) -> list[str]:
-        """A warning for each link or memory figure in which the cluster differs by more than a tenth.
+        """Warnings for each link or memory figure of the cluster that differs by more than a tenth.
 
-        Predicted times take links from the cluster and kernels from the hardware."""
+        Predicted times use the cluster's links and the hardware's kernels.
+        """
         pairs = ((field, getattr(cluster, field), getattr(self, field).value) for field in _SHARED)
         return [
-            f"cluster.{field} is {said:g} where hardware {self.name} has {known_:g}: times use the cluster's"
-            for field, said, known_ in pairs
-            if abs(said - known_) > _CLOSE * max(said, known_)
+            f"cluster.{field} is {ours:g} where hardware {self.name} has {known_:g}: times use the cluster's"
+            for field, ours, known_ in pairs
+            if abs(ours - known_) > _CLOSE * max(ours, known_)
         ]
 
     def digest(self) -> str:
-        """BLAKE2b, hex, of the figures and grids: the same numbers and sources, wherever and whenever taken."""
+        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, whatever their origin."""
         return self._digest
 
     @cached_property
@@ -160,7 +159,7 @@ class Hardware:
         return digest(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hex()
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data with every field, in the form that `from_data` reads."""
+        """Plain data with every field, in the form of `from_data`."""
         data = to_data(self)
         figures = {name: data.pop(name) for name in (*_FIGURES, *_OPTIONAL)}
         figures = {name: figure for name, figure in figures.items() if figure is not None}
@@ -171,16 +170,14 @@ class Hardware:
 
     @staticmethod
     def from_data(data: Any) -> Hardware:
-        """The hardware of plain data. Raises ConfigError, which names field, value, rule and remedy."""
+        """Builds hardware from plain data. Raises ConfigError, which names field, value, rule and remedy."""
         keys = ("version", *_PLAIN, "axis", "figures", "forward", "backward")
         data = dict(known("hardware", data, (*keys, "measured", "message_rates"), keys))
         integer("hardware.version", data.pop("version"), VERSION, VERSION)
         figures = known("hardware.figures", data.pop("figures"), (*_FIGURES, *_OPTIONAL), _NEEDED)
-        if (
-            not 2 <= len(sequence("hardware.axis", data["axis"])) <= MAX_AXIS
-        ):  # before the points are looked at
+        if not 2 <= len(sequence("hardware.axis", data["axis"])) <= MAX_AXIS:  # before the points are checked
             rule = f"must have 2 to {MAX_AXIS} points"
-            raise ConfigError("hardware.axis", len(data["axis"]), rule, "choose fewer or more")
+            raise ConfigError("hardware.axis", len(data["axis"]), rule, "use fewer or more")
         held = values(Hardware, "hardware", data) | {
             key: _figure(key, value) for key, value in figures.items()
         }
@@ -195,20 +192,20 @@ class Hardware:
 
     @staticmethod
     def builtin() -> tuple[str, ...]:
-        """Names that `load` knows without a file."""
+        """Names of built-in hardware, which `load` accepts."""
         return BUILTIN
 
     @staticmethod
     def named(hardware: Hardware | str | None) -> Hardware | None:
-        """The hardware, loaded where it is a name or the path of a file. Raises ConfigError."""
+        """The hardware, loaded if it is a name or a file path. Raises ConfigError."""
         if hardware is None or isinstance(hardware, Hardware):
             return hardware
         return Hardware.load(hardware)
 
     @staticmethod
     def load(source: str | Path) -> Hardware:
-        """The built-in hardware of that name, or that of a JSON (or YAML) file. Raises ConfigError, also
-        UnknownNameError for what is neither a name nor the path of a file."""
+        """Loads built-in hardware by name, or hardware from a JSON (or YAML) file. Raises ConfigError, and
+        UnknownNameError for a source that is neither a name nor a file path."""
         if not isinstance(source, str | Path):
             rule = "must be a Hardware, a name or a file"
             raise ConfigError("hardware", source, rule, f"use one of {', '.join(Hardware.builtin())}")
@@ -222,7 +219,7 @@ class Hardware:
 
 
 _FIGURES = tuple(item.name for item in fields(Hardware) if item.type == "Figure")
-#: those that every file has; the others have defaults
+#: required in every file; all others have defaults
 _NEEDED = tuple(item.name for item in fields(Hardware) if item.name in _FIGURES and item.default is MISSING)
 _OPTIONAL = tuple(item.name for item in fields(Hardware) if item.type == "Figure | None")
 _RATES = ("rows_gbs", "loss_gbs", "optimizer_gbs")
@@ -231,9 +228,7 @@ _MAY_BE_0 = (
     *("rowop_us", "post_us", "contention", "nics_per_node", "intra_latency_us", "inter_latency_us"),
     *("incast", "incast_peers"),
 )
-MOST_CONTENTION = (
-    10.0  # kernels that take eleven times as long: beyond, transfers do not overlap with them at all
-)
+MOST_CONTENTION = 10.0  # kernels eleven times as slow: beyond that, transfers do not overlap with them at all
 _MOST = {"contention": MOST_CONTENTION, "incast": 10.0, "incast_peers": 2.0**16, "one_peer": 1.0}
 
 

@@ -1,10 +1,10 @@
-"""Models and masks out of a Hugging Face `config.json`, read as data: neither transformers nor torch is needed.
+"""Models and masks from a Hugging Face `config.json`, read as data, without transformers or torch.
 
     {"model_type": "gemma3", "text_config": {…, "layer_types": ["sliding_attention", …, "full_attention"]}}
       ──► Model(…, layers={"full_attention": 5, "sliding_attention": 29})
           {"full_attention": causal(), "sliding_attention": sliding_window(1024)}
 
-What a file leaves out is filled in by `hf_fields`; what is not planned is refused by the tables of `hf_layers`.
+`hf_fields` fills in omitted fields; the tables of `hf_layers` refuse unsupported layers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from apportion.ir.request.model import Model
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
-    """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
-    is a number. Of MLA rows of KV are latent rows. Raises ConfigError."""
+    """The model of a config. Attention kinds are the distinct layer types; with a single one, `layers` is a number. KV
+    rows of MLA are latent rows. Raises ConfigError."""
     return Model(**model_fields(config), recurrent=recurrent_kinds(config))
 
 
 def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
-    """The mask of each attention kind of `model_of`; of a single kind its mask, None where that is causal, which is the
-    default anywhere. A checkpoint's own: what a trainer lays over them (documents, trees) it must say itself. Raises
+    """The mask of each attention kind of `model_of`; for a single kind its mask, or None if it is causal, the default
+    everywhere. These are the checkpoint's own masks: a trainer must add documents or trees itself. Raises
     ConfigError."""
     text = text_config(config)
     ahead = {
@@ -49,7 +49,7 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
         "is_causal": text.get("is_causal") is False,
     }
     for field in filter(ahead.__getitem__, ahead):
-        rule = "tokens see what comes after them, by a rule of the model's own"
+        rule = "tokens see later ones, by a rule specific to the model"
         raise ConfigError(field, text[field], rule, "give masks= to the loader, --mask to a command")
     found = {kind: _mask(text, kind) for kind in sorted(set(attention_types(text)))}
     if len(found) > 1:
@@ -59,21 +59,21 @@ def masks_of(config: Mapping[str, Any]) -> Mask | dict[str, Mask] | None:
 
 
 def windows_of(config: Mapping[str, Any]) -> list[int | None]:
-    """Of each layer how many tokens a row sees up to itself: -1 without a limit, None in layers of chunks and without
-    attention. Raises ConfigError."""
+    """Each layer's window, in tokens up to and including the row itself: -1 for no limit, None for chunked layers and
+    layers without attention. Raises ConfigError."""
     text = text_config(config)
     fixed = {FULL: -1, BOTH: -1}
     return [count(text, SLIDING_WINDOW) if kind == SLIDING else fixed.get(kind) for kind in layer_types(text)]
 
 
 def head_fields(config: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
-    """`vocab` and `tied` of a training, but for those that are given. Raises ConfigError."""
+    """Training fields `vocab` and `tied`, except those in `given`. Raises ConfigError."""
     text = text_config(config)
     told = (part.get("tie_word_embeddings") for part in (text, config))
     tied = next((bool(found) for found in told if found is not None), _ties(text["model_type"]))
     if "vocab" not in given and text.get("vocab_size") is None:
-        rule = f"a config of type {text['model_type']} must say it"
-        raise ConfigError("vocab_size", None, rule, "write it down, or give `vocab` of the training")
+        rule = f"a config of type {text['model_type']} must have it"
+        raise ConfigError("vocab_size", None, rule, "add it, or set `vocab` of the training")
     vocab = {} if "vocab" in given else {"vocab": count(text, "vocab_size")}
     return vocab if "tied" in given else {**vocab, "tied": tied}
 

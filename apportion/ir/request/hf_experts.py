@@ -1,5 +1,5 @@
-"""What layers of a Hugging Face `config.json` have besides attention and one FFN: experts, and MLA's projections of low
-rank, as the classes of transformers 5.23 read them.
+"""Experts and low-rank MLA projections of layers in a Hugging Face `config.json`, as the classes of transformers 5.23
+read them.
 
     {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, …}
       ──► {"experts": {"count": 128, "active": 8, "width": 768, "shared": 0, "dense": 0, "nodes": 0}, …}
@@ -35,7 +35,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
     kind = text["model_type"]
     if kind not in words("experts") | words("leading_dense"):
-        rule = f"how layers of a {kind} use experts is not known"
+        rule = f"unknown use of experts in layers of a {kind}"
         raise ConfigError(
             field, text[field], rule, "plan, compare and simulate its attention, without a forecast"
         )
@@ -55,7 +55,7 @@ def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
 
 
 def _sparse(text: Mapping[str, Any], layers: int) -> list[bool]:
-    """Of each layer, whether it has experts."""
+    """True for each layer with experts."""
     listed = text.get("mlp_layer_types")
     if listed is not None:
         kinds = sequence("mlp_layer_types", listed)

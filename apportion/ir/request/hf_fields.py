@@ -1,6 +1,7 @@
-"""The data of a Hugging Face `config.json`: what it says and leaves out, as transformers has it.
+"""Fields of a Hugging Face `config.json`, with the defaults of transformers.
 
-Files of older releases lack what the configuration classes of transformers 5.23 fill in: `hf_types.toml` has it.
+Files of older releases lack fields that the configuration classes of transformers 5.23 fill in: `hf_types.toml` lists
+these.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from apportion.ir.latent import Latent
 from apportion.ir.request.hf_layers import check_layers, recurrence_of, table, words
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-LINEAR = "linear_attention"  # a recurrence
-BOTH = "hybrid"  # attention and a recurrence, beside one another
+LINEAR = "linear_attention"  # recurrent layers
+BOTH = "hybrid"  # attention and a recurrence side by side
 SLIDING_WINDOW = "sliding_window"
 WINDOW_OF = MappingProxyType({SLIDING: SLIDING_WINDOW, CHUNKED: "attention_chunk_size"})
 _MAX_SIZE = 2**24
 _DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"})
-# Of layer types, by their name before transformers 5, or in GPT-Neo.
+# Layer types by their names before transformers 5, or in GPT-Neo.
 _LEGACY = MappingProxyType({"attention": FULL, "global": FULL, "local": SLIDING, "mamba": LINEAR})
-_NEITHER = ("mlp", "moe")  # layers of Nemotron-H without tokens' mixing
+_NEITHER = ("mlp", "moe")  # layers of Nemotron-H without token mixing
 _PATTERN = MappingProxyType({"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"})  # of hybrid_override_pattern
 
 
 def is_config(data: Any) -> bool:
-    """Whether this is the data of a `config.json` of Hugging Face, and none of this package's own."""
+    """True for the data of a Hugging Face `config.json`, as opposed to this package's own model files."""
     return isinstance(data, Mapping) and not {
         "architectures",
         "model_type",
@@ -53,8 +54,8 @@ class ModelFields(TypedDict):
 
 
 def model_fields(config: Mapping[str, Any]) -> ModelFields:
-    """What planning must know of the layers. Attention kinds are the distinct layer types; where there is one, `layers`
-    is a number. Of MLA rows of KV are latent rows. Raises ConfigError."""
+    """The model's fields. Attention kinds are the distinct layer types; with a single one, `layers` is a number. KV
+    rows of MLA are latent rows. Raises ConfigError."""
     text = text_config(config)
     heads, hidden = count(text, "num_attention_heads"), count(text, "hidden_size")
     kinds = Counter(attention_types(text))
@@ -73,8 +74,7 @@ def model_fields(config: Mapping[str, Any]) -> ModelFields:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part about the language model, with what its class fills in. Raises ConfigError where it has layers that are
-    not planned."""
+    """The config of the language model, with the defaults of its class. Raises ConfigError for unsupported layers."""
     nested = config.get("text_config")
     own = config if nested is None else mapping("text_config", nested)
     kind = str(own.get("model_type") or f"{config.get('model_type')}{'' if own is config else '_text'}")
@@ -93,7 +93,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def field_value(text: Mapping[str, Any], field: str) -> tuple[str, Any]:
-    """Returns the name that a config has for a field, and the value; None where it is left out."""
+    """(name, value) of a field under any of its names; value None if absent."""
     names = (field, *table("aliases").get(field, ()))
     name = next((name for name in names if text.get(name) is not None), field)
     return name, text.get(name)
@@ -104,8 +104,8 @@ def count(text: Mapping[str, Any], field: str) -> int:
     name, value = field_value(text, field)
     if value is None:
         others = " or ".join(("it", *table("aliases").get(field, ())))
-        rule = f"a config of type {text['model_type']} must say {others}"
-        raise ConfigError(field, None, rule, "write it down, or write a model file (q_heads, kv_heads, …)")
+        rule = f"a config of type {text['model_type']} must have {others}"
+        raise ConfigError(field, None, rule, "add it, or write a model file (q_heads, kv_heads, …)")
     return integer(name, value, 1, _MAX_SIZE)
 
 
@@ -116,7 +116,7 @@ def _ffn(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _widths(text: Mapping[str, Any], heads: int, hidden: int) -> tuple[int, int, int | None, Latent | None]:
-    """KV heads, head dim, head dim of V (None: equal), latent rows (None: none)."""
+    """(KV heads, head dim, head dim of V or None if equal, latent rows or None)."""
     if text.get("qk_nope_head_dim") is not None or text["model_type"] in words("mla"):
         own, rope, width = map(partial(count, text), ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         return 1, own + rope, width, Latent(count(text, "kv_lora_rank"), rope)
@@ -139,13 +139,13 @@ def _dtype(text: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     held = (part.get(field) for part in (text, config) for field in ("dtype", "torch_dtype"))
     name = str(next((found for found in held if found is not None), "bfloat16")).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ConfigError("dtype", name, "attention is not planned in it", suggestion(name, _DTYPES))
+        raise ConfigError("dtype", name, "attention does not support it", suggestion(name, _DTYPES))
     return _DTYPES[name]
 
 
 def attention_types(text: Mapping[str, Any]) -> list[str]:
-    """Lists the type of each layer with attention. Raises ConfigError where one is not planned or not known, and where
-    there is none."""
+    """The type of each layer with attention. Raises ConfigError for an unsupported or unknown type, and if there is
+    none."""
     types = layer_types(text)
     found = [FULL if kind == BOTH else kind for kind in types if kind not in (LINEAR, *_NEITHER)]
     if not found:
@@ -155,12 +155,12 @@ def attention_types(text: Mapping[str, Any]) -> list[str]:
 
 
 def layer_types(text: Mapping[str, Any]) -> list[str]:
-    """Lists the type of each layer. Raises ConfigError where one is not planned or not known."""
+    """The type of each layer. Raises ConfigError for an unsupported or unknown type."""
     name, listed = _listed(text)
     told = field_value(text, "num_hidden_layers")[1] is not None or not isinstance(listed, list)
     layers = (
         count(text, "num_hidden_layers") if told else len(listed)
-    )  # Nemotron-H says it by the types alone
+    )  # Nemotron-H, whose types alone give the number
     found = (
         _inferred(text, layers)
         if listed is None
@@ -174,13 +174,13 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
         planned += (LINEAR, BOTH, *_NEITHER)
     for kind in found:
         if kind not in planned:
-            remedy = f"there is {', '.join(planned)}; write a model file for the layers that are"
-            raise ConfigError(name, kind, "layers of this type are not planned", remedy)
+            remedy = f"use {', '.join(planned)}, or write a model file for the supported layers"
+            raise ConfigError(name, kind, "layers of this type are not supported", remedy)
     return found
 
 
 def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
-    """The field that says the type of each layer, and the types; None where none does."""
+    """(field, types) of the field that lists the type of each layer; types None if there is none."""
     name, listed = field_value(text, "layer_types")
     if listed is not None or recurrence_of(text["model_type"]) is None:
         return name, listed
@@ -201,7 +201,7 @@ def _listed(text: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
-    """As `_listed`, of Kimi Linear's own files, which count layers from 1."""
+    """As `_listed`, for Kimi Linear's own files, which number layers from 1."""
     held = mapping("linear_attn_config", text.get("linear_attn_config") or {})
     if "full_attn_layers" not in held:
         return "layer_types", None
@@ -211,7 +211,7 @@ def _kimi(text: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
-    """What the configuration class of a type with recurrent layers makes where the file does not say their types."""
+    """Layer types of a model with recurrent layers by its configuration class, if the file lists none."""
     kind, numbers = text["model_type"], range(layers)
     if kind == "falcon_h1":
         return [BOTH] * layers
@@ -223,7 +223,7 @@ def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
         (field for field in ("full_attention_interval", "layer_group_size") if text.get(field)), None
     )
     if every is None:
-        rule = f"which layers of a {kind} have attention is not said"
+        rule = f"the file does not name the attention layers of a {kind}"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
     interval = count(text, every)
     found = [LINEAR if (number + 1) % interval else FULL for number in numbers]
@@ -233,12 +233,12 @@ def _hybrid(text: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
-    """What the configuration class makes where the file has no `layer_types`."""
+    """Layer types by the configuration class, if the file has no `layer_types`."""
     kind, (field, window) = text["model_type"], field_value(text, SLIDING_WINDOW)
     if recurrence_of(kind) is not None:
         return _hybrid(text, layers)
     if kind in words("must_say"):
-        rule = f"which layers of a {kind} have a window is not said"
+        rule = f"the file does not name the layers of a {kind} with a window"
         raise ConfigError("layer_types", None, rule, "write layer_types, as transformers 5 saves them")
     if kind == "llama4_text":
         every = count(text, "no_rope_layer_interval")
@@ -255,14 +255,14 @@ def _inferred(text: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _spaced(text: Mapping[str, Any], layers: int, field: str, window: Any) -> list[str]:
-    """Every so many layers one is full, the last of them, or the first as ModernBERT has it."""
+    """Full attention in one of every few layers: the last of each group, or the first as in ModernBERT."""
     kind = text["model_type"]
     own = table("defaults").get(kind, {})
     if "global_attn_every_n_layers" in own:
         every = count(text, "global_attn_every_n_layers")
         return [SLIDING if number % every else FULL for number in range(layers)]
     if "sliding_window_pattern" not in own:
-        rule = f"which layers of a {kind} have this window is not said"
+        rule = f"the file does not name the layers of a {kind} with this window"
         raise ConfigError(field, window, rule, "write layer_types, as transformers 5 saves them")
     every = count(text, "sliding_window_pattern")
     return [SLIDING if (number + 1) % every else FULL for number in range(layers)]

@@ -1,9 +1,9 @@
-"""Refuses Hugging Face configs whose layers are neither plain softmax attention nor a recurrence that is planned, by
-field and by model type.
+"""Refuses Hugging Face configs with layers other than plain softmax attention and supported recurrences, by field and
+by model type.
 
-A field is refused if its name speaks of attention, kinds of layers or state, unless it is listed as one that
-planning reads or may leave aside, or its value switches it off. Model types whose classes of transformers 5.23 do
-something else without a field that says so are listed by type (`hf_types.toml`).
+A field whose name mentions attention, layer kinds or state is refused unless it is listed as read or irrelevant, or its
+value switches it off. Model types of transformers 5.23 that deviate without a telling field are listed by type
+(`hf_types.toml`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from apportion.ir.errors import ConfigError
 
 
 def table(name: str) -> Any:
-    """A table of `hf_types.toml`, which says what each is."""
+    """A table of `hf_types.toml`, which documents each."""
     return _tables()[name]
 
 
@@ -45,8 +45,8 @@ _REMEDY = "write a model file (q_heads, kv_heads, …) for the layers of softmax
 
 
 def check_layers(text: Mapping[str, Any], idle: Collection[str]) -> None:
-    """Refuses a config with layers that are not planned, or with a field about that which is not understood. idle:
-    pattern fields that are read, or need not be. Raises ConfigError."""
+    """Refuses a config with unsupported layers, or with an unknown field about them. idle: pattern fields that are read
+    or irrelevant. Raises ConfigError."""
     kind = text["model_type"]
     for reason, listed in table("reasons").items():
         for field in listed.split():
@@ -58,19 +58,19 @@ def check_layers(text: Mapping[str, Any], idle: Collection[str]) -> None:
     for field, value in text.items():
         understood = field in words("understood") or field in idle or _of_recurrence(kind, field)
         if _SPEAKS.search(field.lower()) and not understood and _is_on(field, value):
-            rule = f"not understood of a model of type {kind}: it may change what its layers attend to"
+            rule = f"unknown field of a model of type {kind}: it may change its attention"
             raise ConfigError(field, value, rule, _REMEDY)
 
 
 def recurrence_of(kind: str) -> str | None:
-    """Which recurrence layers of a model type have, by the table `recurrent` of `hf_types.toml`; None without any."""
+    """The recurrence of a model type, by the table `recurrent` of `hf_types.toml`; None if it has none."""
     named = {kind, f"{kind}_text"}
     families = ("gated_delta_net", "kimi_delta", "mamba2", "lightning")
     return next((name for name in families if not named.isdisjoint(table("recurrent")[name].split())), None)
 
 
 def _of_recurrence(kind: str, field: str) -> bool:
-    """Whether a type has recurrent layers that are planned, and the field is about these."""
+    """True if a type has supported recurrent layers and the field describes them."""
     known = table("recurrent")
     own = field in known["fields"].split() or field.startswith(tuple(known["prefixes"].split()))
     return own and recurrence_of(kind) is not None

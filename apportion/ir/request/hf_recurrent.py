@@ -1,4 +1,4 @@
-"""Recurrent layers out of a Hugging Face `config.json`.
+"""Recurrent layers of a Hugging Face `config.json`.
 
 Gated DeltaNet          Qwen3-Next, Qwen3.5, OLMo Hybrid          decay of a head, delta rule
 Kimi Delta Attention    Kimi Linear, Bailing                      decay of a channel, delta rule
@@ -21,7 +21,7 @@ Text = Mapping[str, Any]
 
 
 def recurrent_kinds(config: Mapping[str, Any]) -> dict[str, Recurrent]:
-    """The recurrent kinds of `Model.recurrent`: none, or `linear_attention`. Raises ConfigError."""
+    """The recurrent kinds for `Model.recurrent`: none, or `linear_attention`. Raises ConfigError."""
     text = text_config(config)
     family = recurrence_of(text["model_type"])
     if family is None or not (layers := sum(kind in (LINEAR, BOTH) for kind in layer_types(text))):
@@ -39,7 +39,7 @@ def _gated_delta_net(text: Text, layers: int) -> Recurrent:
 
 
 def _kimi_delta(text: Text, layers: int) -> Recurrent:
-    own = mapping("linear_attn_config", text.get("linear_attn_config") or {})  # of its own files
+    own = mapping("linear_attn_config", text.get("linear_attn_config") or {})  # Kimi's own files
     held = {field: own[name] for name, field in _KIMI.items() if name in own}
     heads = _count({**text, **held}, "linear_num_heads", text["num_attention_heads"])
     width = _count({**text, **held}, "linear_head_dim", text.get("head_dim"))
@@ -66,11 +66,11 @@ def _lightning(text: Text, layers: int) -> Recurrent:
 
 
 def _count(text: Text, field: str, default: Any) -> int:
-    """A positive integer that a file may leave out."""
+    """A positive integer field with a default."""
     return count({**text, field: default} if text.get(field) is None else text, field)
 
 
-#: field of `linear_attn_config` -> as transformers has it
+#: field of `linear_attn_config` -> name in transformers
 _KIMI = {
     "num_heads": "linear_num_heads",
     "head_dim": "linear_head_dim",

@@ -1,4 +1,4 @@
-"""The model: what planning and execution must know of the layers."""
+"""The model: facts about the layers for planning and execution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apportion.ir.tensors import GRADIENTS, HEADLESS, SENT_GRADIENTS, Tensor
 
 ELEMENT_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 
-MAX_HEADS = 2**16  # and widths of a head, as in the header of a plan
+MAX_HEADS = 2**16  # limit of widths too, as in the header of a plan
 _MAX_SIZE = 2**24
 Heads = Annotated[int, Meta(ge=1, le=MAX_HEADS)]
 Width = Annotated[int, Meta(ge=1, le=_MAX_SIZE)]
@@ -30,16 +30,16 @@ Width = Annotated[int, Meta(ge=1, le=_MAX_SIZE)]
 
 @dataclass(frozen=True)
 class Model:
-    """Heads are those of one tensor-parallel rank; `v_head_dim` differs from `head_dim` in MLA (None: equal).
+    """Layer dimensions; heads are counted per tensor-parallel rank. `v_head_dim` differs from `head_dim` in MLA (None:
+    equal).
 
-    `layers` is the number of attention layers, or one number for each attention kind, sorted. `sent_gradients` says how
-    gradients that are no results travel from rank to rank: `wide`, in the accumulators' dtype, or rounded to that of
-    a bf16 or fp16 `model` on their way, which halves their bytes; they are added up in float32 in any case. `recurrent`
-    has the kinds of linear recurrent layers beside attention, sorted. `balance` names kinds whose layers choose keys at
-    run time by a kernel of their own: their rows are gathered, their queries stay home with all heads, and a query
-    counts as min(keys it may see, keys), {kind: {"keys": n}}. `latent` says that rows of KV are latent rows, of one KV
-    head, which the layer's own projection expands to a k and v of each query head where attention is computed; head
-    dims are those of the expanded heads. Raises ConfigError.
+    `layers`: the number of attention layers, or one number for each attention kind, sorted. `sent_gradients`: transfer
+    dtype of partial gradients: `wide`, that of the accumulators, or `model`, rounded to bf16 or fp16, which halves
+    their bytes; sums are in float32 in any case. `recurrent`: kinds of linear recurrent layers, sorted. `balance`:
+    kinds whose layers choose keys at run time in their own kernel: rows are gathered, queries stay home with all heads,
+    and a query counts as min(visible keys, n), {kind: {"keys": n}}. `latent`: KV rows are latent rows, of one KV head,
+    which the layer's projection expands to k and v of each query head where attention is computed; head dims are those
+    of the expanded heads. Raises ConfigError.
     """
 
     q_heads: Heads = 32
@@ -79,7 +79,7 @@ class Model:
             raise ConfigError(
                 "model.sent_gradients",
                 self.sent_gradients,
-                f"is for bf16 and fp16: gradients of {self.dtype} travel in the model's dtype as they are",
+                f"is for bf16 and fp16: gradients of {self.dtype} already travel in the model's dtype",
                 "leave it out",
             )
 
@@ -114,36 +114,34 @@ class Model:
             return
         check(self.latent, "model.latent")
         if self.kv_heads != 1:
-            remedy = "write kv_heads: 1, or leave latent out where keys and values travel expanded"
+            remedy = "write kv_heads: 1, or leave latent out if keys and values travel expanded"
             raise ConfigError("model.kv_heads", self.kv_heads, "must be 1: a latent row is one head", remedy)
         if self.latent.rope >= self.head_dim:
-            rule = f"must be less than head_dim ({self.head_dim}): the rest of k is each head's own"
+            rule = f"must be less than head_dim ({self.head_dim}): the rest of k is specific to each head"
             raise ConfigError("model.latent.rope", self.latent.rope, rule, "correct the sizes")
 
     def check_recurrent(self, kinds: Collection[str]) -> None:
-        """Refuses recurrent kinds with the name of an attention kind. Raises ConfigError."""
+        """Refuses recurrent kinds named like an attention kind. Raises ConfigError."""
         for kind in self.recurrent:
             if kind in kinds:
-                raise ConfigError(
-                    "model.recurrent", kind, "is an attention kind too", "name one of them otherwise"
-                )
+                raise ConfigError("model.recurrent", kind, "is also an attention kind", "rename one of them")
 
     @property
     def expansion(self) -> int:
-        """Multiplications by which a latent row becomes k and v of one head, and weights of that head; 0 without
-        latents."""
+        """Multiplications that expand a latent row to k and v of one head, also the number of weights of that head; 0
+        without latents."""
         if self.latent is None:
             return 0
         return self.latent.rank * (self.head_dim - self.latent.rope + self.value_dim)
 
     @property
     def expanded(self) -> Model:
-        """The model without latent rows: k and v of every query head, which is what kernels see."""
+        """The model without latent rows, as kernels see it: k and v of every query head."""
         return self if self.latent is None else replace(self, kv_heads=self.q_heads, latent=None)
 
     @property
     def key_products(self) -> int:
-        """Multiplications that make k and v of a token where it lives, or its latent row."""
+        """Multiplications to compute k and v of a token, or its latent row, on its home rank."""
         if self.latent is not None:
             return self.hidden * sum(self.latent.widths)
         return self.hidden * self.kv_heads * (self.head_dim + self.value_dim)
@@ -156,13 +154,13 @@ class Model:
             raise UnknownNameError(
                 "model.layers",
                 kind,
-                "no attention kind of that name",
+                "unknown attention kind",
                 suggestion(str(kind), () if isinstance(self.layers, int) else self.layers),
             )
         return self.layers[kind]
 
     def keys_of(self, kind: str) -> int | None:
-        """How many keys a query of an attention kind counts for at most; None: all that it sees."""
+        """The most keys for which a query of an attention kind counts; None: all visible keys."""
         return self.balance[kind]["keys"] if kind in self.balance else None
 
     @property
@@ -177,27 +175,27 @@ class Model:
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of one number of an accumulator or partial: float32, float64 for a float64 model."""
+        """Bytes of one number of an accumulator or partial: float32, or float64 for a float64 model."""
         return max(4, self.element_bytes)
 
     def row_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
-        """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all); of X without its
+        """Bytes of one row of a tensor with `heads` of its heads (KV heads for KV and dKV; None: all); X without its
         position id."""
         of_head, count = self._head_bytes[tensor]
         return of_head * (count if heads is None or tensor in HEADLESS else heads)
 
     def narrows(self, tensor: Tensor) -> bool:
-        """Whether tiles of a tensor are rounded to the model's dtype on their way, complete or not."""
+        """True if tiles of a tensor, complete or not, are rounded to the model's dtype for transfer."""
         return self.sent_gradients == "model" and tensor in GRADIENTS
 
     def sent_bytes(self, tensor: Tensor, heads: int | None = None) -> int:
-        """As `row_bytes`, of a row that travels, but not as a result."""
+        """As `row_bytes`, for a row in transfer that is not a result."""
         held = self.row_bytes(tensor, heads)
         return held // self.accumulator_bytes * self.element_bytes if self.narrows(tensor) else held
 
     @cached_property
     def _head_bytes(self) -> Mapping[Tensor, tuple[int, int]]:
-        """Of each tensor the bytes of a row of one head, without its position id, and the number of heads."""
+        """For each tensor the bytes of a row of one head, without position id, and the number of heads."""
         count, found = {"query": self.q_heads, "key": self.kv_heads, None: 1}, {}
         for tensor in Tensor:
             contents = tensor.contents
@@ -209,28 +207,28 @@ class Model:
         return found
 
     def result_bytes(self, tensor: Tensor) -> int:
-        """Bytes of one row of one head of a sum, once it is a result in the model's dtype; without its LSE."""
+        """Bytes of one row of one head of a sum as a result in the model's dtype; without its LSE."""
         widths = tensor.contents.widths(self.head_dim, self.value_dim, self.hidden, self.latent)
         return sum(widths) * self.element_bytes
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of a row of one head of what the forward gives: the output in the model's dtype, and its LSE."""
+        """Bytes of a row of one head of the forward result: the output in the model's dtype, and its LSE."""
         return self.result_bytes(Tensor.O) + self.accumulator_bytes
 
     def sent_result_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a row of one head of a sum that travels as a result; 0 of what is no sum with heads."""
+        """Bytes of a row of one head of a sum sent as a result; 0 for other tensors."""
         if not tensor.contents.partial or tensor in HEADLESS:
             return 0
         return self.output_bytes if tensor == Tensor.O else self.result_bytes(tensor)
 
     @staticmethod
     def from_data(data: Any) -> Model:
-        """The model of plain data: a mapping of the fields above, all optional. Raises ConfigError."""
+        """Builds a model from plain data: a mapping of the fields above, all optional. Raises ConfigError."""
         return read(Model, "model", data)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data with every field; those that came later where they are not the default."""
+        """Plain data; fields of later format versions are omitted at their defaults."""
         data = to_data(self)
         if not self.balance:
             del data["balance"]
@@ -246,7 +244,8 @@ class Model:
 
     @staticmethod
     def load(path: str | Path) -> Model:
-        """The model of a JSON or YAML file, or of the `config.json` of a Hugging Face model. Raises ConfigError."""
+        """Loads a model from a JSON or YAML file, or from the `config.json` of a Hugging Face model. Raises
+        ConfigError."""
         data = load(path)
         if not is_config(data):
             return Model.from_data(data)

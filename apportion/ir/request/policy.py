@@ -1,4 +1,4 @@
-"""Recipe and policy: which pass runs at each step, and what the plan must hold."""
+"""Recipe and policy: the pass of each planning step, and limits for the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.fields import choice, keep, known, load, mapping, name, plain
 from apportion.ir.structs import Amount, Count, Natural, Positive, check, read, to_data
 
-#: plans, jobs and files of before may have it, with the one value that it could have; nothing reads or writes it
+#: obsolete field of older plans, jobs and files, with its only possible value; neither read nor written
 _GONE = "objective"
 
 _SWITCH = {True: "on", False: "off"}
@@ -19,8 +19,8 @@ _SWITCH = {True: "on", False: "off"}
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe: the pass that runs there and its parameters, plain data. A switch is a pass `on` or `off`.
-    Raises ConfigError."""
+    """One step of a recipe: its pass and the parameters, plain data. A switch is a pass `on` or `off`. Raises
+    ConfigError."""
 
     step: str
     name: str
@@ -34,14 +34,14 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A strategy as data: the pass of each step. The order of steps is that given, and has no meaning: a plan sorts
-    them, and recipes that differ in it alone are equal.
+    """A planning strategy as data: the pass of each step. The order of steps has no meaning: a plan sorts them, and
+    recipes that differ in it alone are equal.
 
-    steps: a mapping step -> {pass: parameters}, or true or false for a step that is only switched, as in
+    steps: a mapping step -> {pass: parameters}, or true or false for a switch, as in
 
         {"shard": {"blocks": {"block": "auto", "zigzag": True}}, "place": {"lpt": {}}, "reshuffle": False}
 
-    Kept as a tuple of `Step`. Which steps and passes exist is the planner's to say. Raises ConfigError.
+    Stored as a tuple of `Step`. The planner defines the available steps and passes. Raises ConfigError.
     """
 
     name: str
@@ -61,38 +61,37 @@ class Recipe:
         return hash((self.name, frozenset(self)))
 
     def step(self, step: str) -> Step | None:
-        """What the recipe says of a step, None where it says nothing."""
+        """The recipe's entry for a step, or None."""
         return next((item for item in self if item.step == step), None)
 
     @staticmethod
     def from_data(data: Any) -> Recipe:
-        """The recipe of plain data {"name": …, "steps": {…}}. Raises ConfigError."""
+        """Builds a recipe from plain data {"name": …, "steps": {…}}. Raises ConfigError."""
         data = known("recipe", data, ("name", "steps"), ("name", "steps"))
         return Recipe(data["name"], mapping("recipe.steps", data["steps"]))
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data, in the form that `from_data` reads."""
+        """Plain data in the form of `from_data`."""
         return {"name": self.name, "steps": {item.step: _step_data(item) for item in self}}
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
-        """The recipe of a JSON or YAML file."""
+        """Loads a recipe from a JSON or YAML file."""
         return Recipe.from_data(load(path))
 
 
-#: of a request that names none: no single recipe is near the best in every situation (benchmarks/situations.py)
+#: default recipe of a request: no single recipe is near the best in every situation (benchmarks/situations.py)
 DEFAULT_RECIPE = "auto"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a plan must hold.
+    """Limits and options of a plan.
 
-    token_cap: most tokens of a rank, one number for all; None is 1.02 x each rank's share, rounded up. Shares are by
-    the cluster's speeds: the mean where ranks are alike.
-    memory_cap_gib: None is the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None promises
-    nothing. budget (most steps; None is the recipe's own): for recipes that search, as `auto` does.
-    seed: part of the plan's identity, although `fcp` draws nothing at random. Raises ConfigError.
+    token_cap: largest number of tokens of any rank; None: 1.02 x each rank's share by cluster speed, rounded up.
+    memory_cap_gib: None: the cluster's memory. tolerance: largest compute imbalance, max/mean - 1; None: no limit.
+    budget: most search steps of recipes that search, such as `auto`; None: the recipe's default. seed: part of the
+    plan's identity, although `fcp` uses no random numbers. Raises ConfigError.
     """
 
     recipe: Recipe
@@ -107,7 +106,7 @@ class Policy:
 
     @staticmethod
     def from_data(data: Any) -> Policy:
-        """The policy of plain data: a mapping of the fields above, `recipe` required. Raises ConfigError."""
+        """Builds a policy from plain data: a mapping of the fields above, `recipe` required. Raises ConfigError."""
         data = dict(mapping("policy", data))
         choice(f"policy.{_GONE}", data.pop(_GONE, "makespan"), ("makespan",))
         return read(Policy, "policy", data)
@@ -118,7 +117,7 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """The policy of a JSON or YAML file."""
+        """Loads a policy from a JSON or YAML file."""
         return Policy.from_data(load(path))
 
 
@@ -126,7 +125,7 @@ def _steps(steps: Any) -> tuple[Step, ...]:
     if isinstance(steps, tuple) and all(isinstance(item, Step) for item in steps):
         named = [item.step for item in steps]
         for twice in (name for name in named if named.count(name) > 1):
-            raise ConfigError("recipe.steps", twice, "is there twice", "give each step one pass")
+            raise ConfigError("recipe.steps", twice, "occurs twice", "give each step one pass")
         return steps
     return tuple(_step(step, value) for step, value in mapping("recipe.steps", steps).items())
 

@@ -1,7 +1,7 @@
-"""Linear recurrent layers: what planning and execution must know of those that stand beside attention.
+"""Linear recurrent layers of models with attention: facts for planning and execution.
 
-Of each head a state of [key_dim, value_dim] is handed from token to token. Over a run of tokens it is affine in the
-state that comes in: out = M · in + U, in which M and U depend on the run alone.
+Each head passes a state of [key_dim, value_dim] from token to token. Over a run of tokens it is affine in the incoming
+state: out = M · in + U, where M and U depend on the run alone.
 
     Gated DeltaNet       gate scalar,   delta         M [key_dim, key_dim]
     Kimi Delta Attention gate diagonal, delta         M [key_dim, key_dim]
@@ -30,12 +30,12 @@ _Size = Annotated[int, Meta(ge=1, le=2**16)]
 
 @dataclass(frozen=True)
 class Recurrent:
-    """A kind of recurrent layers; heads are those of one tensor-parallel rank.
+    """A kind of recurrent layers; heads are counted per tensor-parallel rank.
 
-    heads: those with a state, which are those of V; key_heads: those of Q and K, each for as many of V (None: as
-    heads). gate: one decay a head, or one for each of its key_dim. delta: whether a token also takes away what the
-    state holds for its key. conv: width of the causal depthwise convolution of Q, K and V before it, 0 without one.
-    layers: how many there are. Raises ConfigError.
+    heads: heads with a state, those of V; key_heads: heads of Q and K, each shared by equally many of V (None: as
+    heads). gate: one decay per head, or one for each of its key_dim. delta: True if a token first removes the state's
+    value for its key. conv: width of the causal depthwise convolution of Q, K and V before it, 0 for none. layers:
+    number of layers. Raises ConfigError.
     """
 
     heads: _Size
@@ -61,32 +61,32 @@ class Recurrent:
 
     @property
     def shared_heads(self) -> int:
-        """The heads of Q and K."""
+        """The number of heads of Q and K."""
         return self.heads if self.key_heads is None else self.key_heads
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a head's state, and of U."""
+        """Numbers in a head's state, also in its U."""
         return self.key_dim * self.value_dim
 
     @property
     def transition_numbers(self) -> int:
-        """Numbers of a head's M."""
+        """Numbers in a head's M."""
         return self.key_dim**2 if self.delta else self.key_dim if self.gate == "diagonal" else 1
 
     @property
     def conv_channels(self) -> int:
-        """Numbers of a row that the convolution is over: Q, K and V."""
+        """Channels of the convolution: numbers of Q, K and V in a row."""
         return 2 * self.shared_heads * self.key_dim + self.heads * self.value_dim
 
     @property
     def halo(self) -> int:
-        """Rows before a run that the convolution reads."""
+        """Rows before a run that its convolution reads."""
         return max(self.conv - 1, 0)
 
     @staticmethod
     def from_data(data: Any) -> Recurrent:
-        """Of plain data: a mapping of the fields above. Raises ConfigError."""
+        """Builds a kind from plain data: a mapping of the fields above. Raises ConfigError."""
         return read(Recurrent, "recurrent", data)
 
     def to_data(self) -> dict[str, Any]:

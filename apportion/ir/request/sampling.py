@@ -1,4 +1,4 @@
-"""Which samples make up each iteration: the one order that loaders and offline planning draw."""
+"""Selects the samples of each iteration: the common order of loaders and offline planning."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from apportion.ir.masks.specs import causal
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sequences import Sequence as Sample
 
-#: one spec, or one of each attention kind
+#: one spec, or one per attention kind
 MaskSpec = Mask | Mapping[str, Mask]
-#: for all samples, or one of each sample; None is causal
+#: for all samples, or one per sample; None is causal
 Masks = MaskSpec | Sequence[MaskSpec | None] | None
 
 
@@ -40,11 +40,11 @@ def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """Microbatches are filled with consecutive samples, as many as fit, and iterations with consecutive microbatches.
+    """Fills microbatches with as many consecutive samples as fit, and iterations with consecutive microbatches.
 
-    lengths: tokens of each sample, integers [n]; tokens: at most so many in a microbatch, all ranks together.
-    microbatches: of an iteration; the last one of an epoch may have fewer. shuffle: in an order drawn from seed and
-    the epoch's number. Raises ConfigError, and CapacityError for a sample longer than a microbatch.
+    lengths: tokens of each sample, integers [n]; tokens: the most in a microbatch, over all ranks. microbatches: per
+    iteration; the last one of an epoch may have fewer. shuffle: use a random order by seed and epoch number. Raises
+    ConfigError, and CapacityError for a sample longer than a microbatch.
     """
 
     lengths: ArrayLike
@@ -68,7 +68,7 @@ class Sampling:
             )
 
     def epoch(self, number: int) -> list[list[Ints]]:
-        """The iterations of an epoch: of each the sample numbers, int64, of its microbatches."""
+        """The iterations of an epoch, each a list of its microbatches' sample numbers, int64."""
         lengths = np.asarray(self.lengths)
         order = np.arange(len(lengths))
         if self.shuffle:
@@ -78,7 +78,7 @@ class Sampling:
 
 
 def _filled(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
-    """Consecutive samples, as many as fit into `tokens`, microbatch by microbatch."""
+    """Fills microbatches of `tokens` tokens with consecutive samples, as many as fit."""
     stops = np.cumsum(lengths)
     batches, begin = [], 0
     while begin < len(order):
@@ -90,8 +90,8 @@ def _filled(order: Ints, lengths: Ints, tokens: int) -> list[Ints]:
 
 
 def batches_of(samples: Sequence[Ints], lengths: ArrayLike, masks: Masks, packs: bool) -> tuple[Batch, ...]:
-    """What is asked of the planner for an iteration: a batch for each microbatch, or one of all samples where the
-    recipe packs them itself. samples: int64 arrays, the sample numbers of each microbatch. Raises ConfigError."""
+    """The batches to plan for an iteration: one per microbatch, or one of all samples if the recipe packs them itself.
+    samples: int64 arrays, the sample numbers of each microbatch. Raises ConfigError."""
     lengths = np.asarray(lengths)
     groups = [np.concatenate(samples)] if packs else samples
     if masks is None or isinstance(masks, Mask | Mapping):

@@ -1,4 +1,4 @@
-"""The sequences of a batch and the masks of an attention kind: as data, read and checked."""
+"""Sequences of a batch and masks of an attention kind: parsing and validation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _SEQUENCE_FIELDS = ("length", "mask", "home_ranks", "positions", "labels")
 class Sequence:
     """One training sample.
 
-    mask: a spec, or {kind: spec}. home_ranks: the ranks where it must live. positions, labels: its own, one
-    for each token; a label is the local index of the token to predict, or -1. Without them the mask says.
+    mask: a spec, or {kind: spec}. home_ranks: its allowed home ranks. positions, labels: one per token; a label is the
+    local index of the token to predict, or -1. The mask provides the defaults.
     """
 
     length: int
@@ -50,7 +50,7 @@ class Kind:
     index: Ints
 
     def groups(self) -> Iterable[tuple[Mask, Ints]]:
-        """(spec, the sequences that have it)."""
+        """(spec, indexes of the sequences with it) for each spec."""
         if len(self.specs) == 1:
             yield self.specs[0], np.arange(len(self.index))
             return
@@ -76,7 +76,7 @@ def check_lengths(lengths: Ints) -> None:
 
 
 def check_fit(kind: str, held: Kind, lengths: Ints) -> None:
-    """Every spec fits its sequences, and all of them make no more parts than a batch may have: looked at once for each
+    """Checks that every spec fits its sequences and that all together make at most `MAX_PARTS` parts, once for each
     spec and length, before anything is built."""
     parts = 0
     for spec, members in held.groups():
@@ -130,7 +130,7 @@ def read_homes(home_ranks: Any, count: int) -> dict[int, tuple[int, ...]]:
     listed = sequence("home_ranks", home_ranks)
     if len(listed) != count:
         raise ConfigError(
-            "home_ranks", len(listed), f"must have one entry a sequence ({count})", "write null for any"
+            "home_ranks", len(listed), f"must have one entry per sequence ({count})", "write null for any"
         )
     return {i: _home(f"home_ranks[{i}]", ranks) for i, ranks in enumerate(listed) if ranks is not None}
 
@@ -139,37 +139,40 @@ def _home(where: str, ranks: Any) -> tuple[int, ...]:
     home = tuple(integers(where, ranks, 0, MAX_RANKS - 1).tolist())
     if not home or len(set(home)) != len(home):
         raise ConfigError(
-            where, home, "must name at least one rank, each once", "write null where any rank will do"
+            where,
+            home,
+            "must name at least one rank, without duplicates",
+            "write null where any rank will do",
         )
     return home
 
 
 def checked_places(indexes: ArrayLike, count: int) -> Ints:
-    """Indexes of some of `count` sequences, checked."""
+    """Validates indexes of some of `count` sequences."""
     places = integers("indexes", indexes, 0, count - 1)
     if len(np.unique(places)) < len(places):
         values, times = np.unique(places, return_counts=True)
         raise ConfigError(
-            "indexes", int(values[times.argmax()]), "is there more than once", "name each sequence once"
+            "indexes", int(values[times.argmax()]), "occurs more than once", "name each sequence once"
         )
     return places
 
 
 def masks_taken(held: Kind, taken: Ints) -> Kind:
-    """The masks of some sequences, without the specs that none of them has."""
+    """Masks of selected sequences, without unused specs."""
     used, index = np.unique(held.index[taken], return_inverse=True)
     return Kind(tuple(held.specs[spec] for spec in used), index)
 
 
 def carried(held: Mapping[int, T], taken: Ints) -> dict[int, T]:
-    """What single sequences carry, under their places among those taken."""
+    """Fields of single sequences, renumbered for the selected ones."""
     if not held:
         return {}
     return {place: held[i] for place, i in enumerate(taken.tolist()) if i in held}
 
 
 def own_columns(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[int, Ints]:
-    """Each sequence's own positions or labels, by index."""
+    """Positions or labels of the sequences that provide them, by index."""
     held = {}
     for i, column in enumerate(columns):
         if column is not None:
@@ -177,7 +180,7 @@ def own_columns(what: str, columns: list[Any], lengths: Ints, low: int) -> dict[
             held[i] = integers(where, column, low, length - 1 if what == "labels" else MAX_TOKENS)
             if len(held[i]) != length:
                 raise ConfigError(
-                    where, len(held[i]), f"must have one a token ({length})", "correct the list"
+                    where, len(held[i]), f"must have one per token ({length})", "correct the list"
                 )
     return held
 
@@ -200,5 +203,5 @@ def read_mask(data: Any, where: str) -> Mask | dict[str, Mask]:
 
 
 def without_default(mask: dict[str, Any]) -> dict[str, Any]:
-    """The mask itself where its only kind is the default one."""
+    """The mask itself if its only kind is the default one."""
     return mask[DEFAULT_KIND] if tuple(mask) == (DEFAULT_KIND,) else mask

@@ -1,17 +1,17 @@
 """Workloads: lists of real or synthetic samples, and batches drawn from them.
 
-A file is read by its top-level key; rows become samples:
+The top-level key of a file determines its form; each row is a sample:
 
-    lengths  [tokens, …]                            a document each
-    rows     [[…, tokens, …], …]                    a document each, of the column whose name in `format` begins
-                                                    with tokens or est_tokens
-             [[text, [image tokens, …], output], …] a text with images each
-    pairs    [[prompt, response], …]                a document each, of the sum
-    groups   [[prompt, [answers]], …]               a shared question each
-    trees    [{"nodes": [[parent or -1, length]]}]  a tree each
-    turns    [[tokens, …], …]                       a document each, of the sum
+    lengths  [tokens, …]                            a document
+    rows     [[…, tokens, …], …]                    a document, by the column whose name in `format` starts with
+                                                    tokens or est_tokens
+             [[text, [image tokens, …], output], …] a text with images
+    pairs    [[prompt, response], …]                a document of the total length
+    groups   [[prompt, [answers]], …]               a shared question
+    trees    [{"nodes": [[parent or -1, length]]}]  a tree
+    turns    [[tokens, …], …]                       a document of the total length
 
-Answers and nodes without tokens are left out.
+Answers and nodes without tokens are dropped.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from apportion.ir.request.lengths import length_values
 from apportion.ir.request.sampling import find_overlong
 from apportion.ir.request.sequences import Sequence
 
-LONGEST = 524_288  # tokens of a log-normal document
-_DRAWS = 1024  # indices drawn together
+LONGEST = 524_288  # tokens of a log-normal document, at most
+_DRAWS = 1024  # random numbers per chunk
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Samples: lengths int64 [n], and each one's mask; None is a plain document, which may be cut."""
+    """Samples: lengths int64 [n], and each sample's mask; None is a plain document, which may be cut."""
 
     lengths: Ints
     masks: tuple[Mask | None, ...]
@@ -68,7 +68,7 @@ class Workload:
 
 
 def read_workload(path: str | Path) -> Workload:
-    """The samples of a JSON or YAML workload file. Raises ConfigError."""
+    """Reads the samples of a JSON or YAML workload file. Raises ConfigError."""
     return workload_from_data(load(path))
 
 
@@ -78,7 +78,7 @@ def read_lengths(path: str | Path, column: str | None = None) -> Workload:
 
 
 def workload_from_data(data: Any) -> Workload:
-    """The samples of the plain data of a workload file; what is not a sample key describes the file."""
+    """Builds samples from the plain data of a workload file; keys other than the sample key describe the file."""
     data = mapping("workload", data)
     keys = [key for key in _READERS if key in data]
     if len(keys) != 1:
@@ -117,10 +117,10 @@ def sample(
 def lognormal_lengths(
     seed: int, tokens: int, median: float = 2048, sigma: float = 1.5, longest: int = LONGEST
 ) -> Ints:
-    """int64 [n]: document lengths that fill `tokens` exactly, the last one cut; the benchmarks' workload.
+    """int64 [n]: log-normal document lengths that add up to `tokens`, the last one cut; the benchmarks' workload.
 
-    Lengths are `median * exp(sigma * z)`, rounded to the nearest integer and clipped to [1, longest], for
-    z = `numpy.random.Generator(PCG64(seed)).standard_normal` in chunks of 1024.
+    Lengths are `median * exp(sigma * z)`, rounded to the nearest integer and clipped to [1, longest], for z =
+    `numpy.random.Generator(PCG64(seed)).standard_normal` in chunks of 1024.
     """
     rng = np.random.Generator(np.random.PCG64(integer("seed", seed, 0)))
     chunks, filled = [], 0
@@ -132,7 +132,7 @@ def lognormal_lengths(
 
 
 def _fill(lengths: Ints, tokens: int) -> Ints:
-    """The first of `lengths`, cut so that they add up to `tokens`."""
+    """The first of `lengths` that add up to `tokens`, the last one cut."""
     stops = np.cumsum(lengths)
     last = int(np.searchsorted(stops, tokens))
     kept = lengths[: last + 1].copy()
@@ -141,7 +141,7 @@ def _fill(lengths: Ints, tokens: int) -> Ints:
 
 
 def _draw(lengths: Ints, tokens: int, max_sample: int, seed: int) -> tuple[Ints, int]:
-    """(indices drawn, the last of which reaches or passes `tokens`; number of samples skipped on the way)."""
+    """(indexes drawn, of which the last one reaches `tokens`; number of samples skipped)."""
     rng = np.random.Generator(np.random.PCG64(seed))
     kept, filled, skipped = [np.zeros(0, np.int64)], 0, 0
     while filled < tokens:
@@ -156,7 +156,7 @@ def _draw(lengths: Ints, tokens: int, max_sample: int, seed: int) -> tuple[Ints,
 
 
 def _cut(workload: Workload, drawn: Ints, tokens: int) -> tuple[Ints, list[int]]:
-    """(lengths, indices): the samples drawn, with the last one cut or dropped where it passes `tokens`."""
+    """(lengths, indexes) of the drawn samples, the last one cut or dropped if it exceeds `tokens`."""
     lengths, chosen = workload.lengths[drawn], drawn.tolist()
     if lengths.sum() > tokens and workload.masks[chosen[-1]] is not None:
         return lengths[:-1], chosen[:-1]
@@ -194,7 +194,7 @@ def _read_rows(data: Mapping[str, Any], samples: Any) -> Workload:
     values = []
     for i, row in enumerate(samples):
         if not isinstance(row, list) or len(row) <= column:
-            rule = f"must have {column + 1} columns, as format says"
+            rule = f"must have {column + 1} columns, by format"
             raise ConfigError(f"workload.rows[{i}]", row, rule, "correct the row or format")
         values.append(row[column])
     return _plain(values, "workload.rows tokens")
@@ -210,7 +210,7 @@ def _token_column(layout: Any) -> int:
 
 
 def _image_row(field: str, row: Any) -> tuple[int, Mask | None]:
-    """[text, [image tokens, …], output]: the images stand side by side in the middle of the text."""
+    """[text, [image tokens, …], output]: the images are adjacent in the middle of the text."""
     if not isinstance(row, list) or len(row) != 3:
         raise ConfigError(field, row, "must be [text, [image tokens, ...], output]", "write three columns")
     text, output = (
@@ -257,7 +257,7 @@ def _tree(field: str, row: Any) -> tuple[int, Mask | None]:
 
 
 def _filled_nodes(field: str, nodes: list[list[Any]]) -> list[list[int]]:
-    """The nodes that have tokens; the children of the others go to their parent."""
+    """Nodes with tokens; children of empty nodes move to the parent."""
     kept: list[list[int]] = []
     number: list[int] = []  # of each node, or of its nearest ancestor that is kept
     for i, (parent, length) in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Writes plans, and single instructions, as text. `ir.text` shows the form."""
+"""Formats plans and single instructions as text, in the form of `ir.text`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from apportion.ir.text.words import FORMS, NONE, SPACE_NAMES, Operand, Row
 
 
 def format_plan(plan: PlanTables, id: bytes, request: Any, report: Any, rank: int | None = None) -> str:
-    """The plan as text, or one rank of it. id, request, report: as encoded, the latter two as plain data.
+    """Formats the plan, or one rank of it. id, request, report: as encoded, the latter two as plain data.
 
-    Raises ConfigError where the plan has no such rank.
+    Raises ConfigError if the plan has no such rank.
     """
     if rank is None:
         blocks = [_head_lines(plan, id, request, report)]
@@ -39,19 +39,19 @@ def format_plan(plan: PlanTables, id: bytes, request: Any, report: Any, rank: in
 
 
 def format_instruction(program: ProgramSet, index: int) -> str:
-    """One instruction of a one-rank program, as its line of text."""
+    """Formats one instruction of a one-rank program as a line of text."""
     table = program["instructions"]
     start = int(starts_of(table.wide("op"), table.wide("count"))[index])
     return _Writer(program).instruction(index, start)
 
 
 def instruction_lines(program: ProgramSet) -> list[str]:
-    """The instructions of a one-rank program, a line each."""
+    """Formats the instructions of a one-rank program, one line each."""
     return list(_Writer(program).lines())
 
 
 def excerpt(program: ProgramSet, index: int, context: int = 2) -> str:
-    """The numbered lines around an instruction of a one-rank program, with `>` at the instruction."""
+    """Numbered lines around an instruction of a one-rank program, marked with `>`."""
     lines = instruction_lines(program)
     shown = range(max(0, index - context), min(len(lines), index + context + 1))
     return "\n".join(f"{'>' if at == index else ' '} {at:4d}  {lines[at]}" for at in shown)
@@ -123,9 +123,9 @@ def _move_rows(table: Table) -> list[str]:
 
 
 def _name(name: str) -> str:
-    """As it is, or quoted where it holds anything but letters, digits, '_', '.' and '-'."""
+    """The name, quoted if it contains anything but letters, digits, '_', '.' and '-'."""
     plain = re.fullmatch(r"[\w.-]+", name, re.ASCII)
-    return name if plain else json.dumps(name).replace("#", "\\u0023")  # no comment begins inside a name
+    return name if plain else json.dumps(name).replace("#", "\\u0023")  # a name must not start a comment
 
 
 def _operand(operand: Operand) -> str:
@@ -143,7 +143,7 @@ def _bounds(dmin: int, dmax: int, q_rows: int, kv_rows: int) -> str:
 
 
 class _Writer:
-    """Prints the instructions of a one-rank program, noting operands in order of first use."""
+    """Formats the instructions of a one-rank program and records operands in order of first use."""
 
     def __init__(self, program: ProgramSet) -> None:
         self.instructions = _rows(program["instructions"], TABLES["instructions"])
@@ -162,7 +162,7 @@ class _Writer:
                 start[name] += count
 
     def instruction(self, index: int, start: int) -> str:
-        """The line of an instruction whose list rows begin at `start`."""
+        """Formats the instruction whose list rows begin at `start`."""
         number, round, channel, mode, count = self.instructions[index]
         op = Op(number)
         name = op.rule.list

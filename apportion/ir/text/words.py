@@ -1,4 +1,4 @@
-"""How instructions are written: their words, and the form of each op's rows."""
+"""Text forms of instructions: keywords, and the row syntax of each op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPACE_NAMES = MappingProxyType({Space.HOME: "home", Space.WORK: "work"})
 
 @dataclass(frozen=True)
 class Form:
-    """How a row of an op's list is written: `reads -> writes bounds flags`."""
+    """Syntax of a row of an op's list: `reads -> writes bounds flags`."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -26,7 +26,7 @@ class Form:
 
 
 def form_of(rule: Rule) -> Form:
-    """What is read stands before the arrow. Each sum has its flag where a row has several."""
+    """Derives the form of a rule: inputs precede the arrow; each sum has its own flag if a row has several."""
     reads = tuple(argument.column for argument in rule.arguments if argument.use.reads)
     writes = tuple(argument.column for argument in rule.arguments if not argument.use.reads)
     sums = [argument for argument in rule.arguments if argument.use is Use.ADD]
@@ -34,7 +34,7 @@ def form_of(rule: Rule) -> Form:
     return Form(reads, writes, several if len(sums) > 1 else {"first": 1})
 
 
-#: ops that are written as rows; a launch and a wait have a form of their own
+#: ops written as rows; launch and wait have forms of their own
 FORMS: Mapping[Op, Form] = MappingProxyType(
     {op: form_of(op.rule) for op in Op if op.rule.list not in (None, "transfers")}
 )

@@ -4,9 +4,9 @@
     (no rule,   8         1         (no rule)  4           7       6        3          5          5         2
     all need it)                                        then samples, 2 again, recurrences, 10, and last report, 9
 
-It shares the codec and the band algebra with the planner and nothing else. One walk over every rank (`walk/judge.py`)
-proves the rules of programs at once, and coverage. Where it refuses a plan `explain/` says what it saw, at which place,
-and which rule that breaks: the rule that names the place comes first and what follows from it after.
+It shares only the codec and the band algebra with the planner. One walk over every rank (`walk/judge.py`) proves the
+rules of programs together, and coverage. If it refuses a plan, `explain/` reports the fault, its place and the violated
+rule, the root cause before its consequences.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class VerifierRule:
-    """One rule. `needs`: rules that must hold before it means anything. `stage`: violations are listed by stage,
-    inside a stage by when they happened."""
+    """A rule. `needs`: rules that must hold first. `stage`: violations are sorted by stage, within a stage by time."""
 
     name: str
     number: int | None
@@ -51,7 +50,7 @@ class VerifierRule:
 
 
 def _walk(rule: str) -> Callable[[Subject], Iterator[Violation]]:
-    """What finds the violations of a rule that the walk proves."""
+    """Returns a check that yields the walk's violations of a rule."""
     return lambda subject: (one for one in words.violations(subject) if one.rule == rule)
 
 
@@ -75,16 +74,17 @@ _OF_PROGRAMS = (
     ),
     VerifierRule("recurrences", 10, recurrences.check, 10, _WALKED),
 )
-# of a plan that is broken, a report says nothing
+# skipped for plans that violate another rule
 _REPORT = VerifierRule("report", 9, reported.check, 11, tuple(rule.name for rule in _OF_PROGRAMS))
 RULES = (*_OF_PROGRAMS, _REPORT)
 _STAGES = {rule.name: rule.stage for rule in RULES}
 
 
 def verify(plan: Plan, threads: int = 1) -> None:
-    """Raises VerifyError, which lists the violations, where the plan breaks a rule. threads: how many may look.
+    """Raises VerifyError with all violations if the plan breaks a rule. threads: number of threads.
 
-    Raises ConfigError for what is no plan, and threads that are no number of threads."""
+    Raises ConfigError for other objects than plans, and for an invalid number of threads.
+    """
     violations = check(instance("plan", plan, Plan, "make one with plan(...)"), threads)
     if violations:
         rest = len(violations) - _SHOWN
@@ -97,7 +97,7 @@ def verify(plan: Plan, threads: int = 1) -> None:
 def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
     """The violations of all rules, the root cause first; at most a few of each rule.
 
-    Never raises for what a plan says, however broken it is.
+    Never raises for a broken plan.
     """
     subject = Subject(plan, checked_threads(threads))
     found: dict[str, tuple[Violation, ...]] = {}
@@ -107,7 +107,7 @@ def check(plan: Plan, threads: int = 1) -> tuple[Violation, ...]:
     every = [violation for violations in found.values() for violation in violations]
     if not every and not subject.holds:
         every = [
-            Violation("coverage", None, None, None, None, "the walk does not follow what its tasks attend to")
+            Violation("coverage", None, None, None, None, "the walk cannot trace the attention of its tasks")
         ]
     return tuple(_with_excerpt(plan, violation) for violation in sorted(every, key=lambda v: _rank(v, found)))
 
@@ -120,7 +120,7 @@ def _apply(rule: VerifierRule, subject: Subject) -> tuple[Violation, ...]:
 
 
 def _rank(violation: Violation, found: dict[str, tuple[Violation, ...]]) -> tuple[int, int]:
-    """Stage and time; what another rule's violation explains comes after that rule."""
+    """(stage, time); a violation explained by another rule's comes after that rule."""
     explained = bool(violation.cause and found.get(violation.cause))
     stage = _STAGES[violation.cause] if explained else _STAGES[violation.rule]
     return 2 * stage + explained, violation.order
@@ -132,7 +132,7 @@ def _with_excerpt(plan: Plan, violation: Violation) -> Violation:
     kind, phase = violation.kind or "", violation.phase or ""
     try:
         lines = text.excerpt(plan.program(violation.rank, kind, phase), violation.instruction)
-    except (ApportionError, ValueError, IndexError):  # a program too broken to print
+    except (ApportionError, ValueError, IndexError):  # too broken to print
         return violation
     return replace(violation, excerpt=lines)
 

@@ -1,4 +1,4 @@
-"""What tasks attend to, as bands of tokens, and how bands are held against each other: areas and overlaps, exactly."""
+"""Attention of tasks as bands of tokens, and exact comparison of bands: areas and overlaps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.orders import stable_order
 
-MOST = 16  # overlaps that are told
+MOST = 16  # reported overlaps
 _FREE_STEPS = 2**26  # comparisons of two bands: a tenth of a second
 _STEPS_PER_BAND = 512
 _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
@@ -19,12 +19,12 @@ _FREE_PIECES, _PIECES_PER_TASK = 2**22, 64
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """The pieces of attention of a program, in global tokens.
+    """The attention of a program in pieces of global tokens.
 
     bands: int64 [6, pieces], clipped; task: int64 [pieces], the row of the task list of each; heads: int64 [pieces],
-    the head set of its queries. complete: whether the tokens of all tasks are known (a fault of the dataflow hides
-    some). times: int64 [lists, heads] where pieces are of lists instead of tasks, as many as heads have (`lists.py`),
-    how often; then `heads` names the list, and no task is named.
+    the head set of its queries. complete: False if a dataflow fault hides the tokens of some tasks. times: int64
+    [lists, heads], if pieces belong to lists (`lists.py`) instead of tasks: how often each head has each list; `heads`
+    is then the list, and `task` is empty.
     """
 
     bands: Ints
@@ -35,17 +35,17 @@ class Tasks:
 
 
 def most_pieces(tasks: int) -> int:
-    """The most runs of tokens that so many tasks may fall into."""
+    """Limit of token runs for `tasks` tasks."""
     return _FREE_PIECES + _PIECES_PER_TASK * tasks
 
 
 def too_many_pieces(most: int) -> CapacityError:
-    """Tasks have more pieces than that."""
+    """The error for tasks with more pieces than the limit."""
     return CapacityError(f"the tasks fall into more than {most} runs of tokens: too many to verify")
 
 
 def areas_inside(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
-    """int64 [tasks] twice: the pairs of each task, and those of them that the mask allows."""
+    """int64 [tasks] twice: the pairs of each task, and those allowed by the mask."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * (bands.shape[1] + mask.shape[1])
     found = core.measure(bands, mask, budget)
     if found is None:
@@ -54,12 +54,12 @@ def areas_inside(bands: Ints, mask: Ints) -> tuple[Ints, Ints]:
 
 
 def by_corner(bands: Ints) -> Ints:
-    """The order of bands by (q0, k0)."""
+    """The sorting order of bands by (q0, k0)."""
     return stable_order(bands[0] * (int(bands[3].max(initial=0)) + 1) + bands[2])
 
 
 def overlaps(bands: Ints) -> Ints:
-    """int64 [found, 3] (piece, later piece, shared pairs) of pieces that share a pair; at most a few."""
+    """int64 [found, 3]: (piece, later piece, shared pairs) of pieces that share a pair; at most `MOST`."""
     budget = _FREE_STEPS + _STEPS_PER_BAND * bands.shape[1]
     found = core.sweep(bands, by_corner(bands), budget, MOST)
     if found is None:
@@ -68,6 +68,6 @@ def overlaps(bands: Ints) -> Ints:
 
 
 def is_exact(bands: Ints, mask: Ints, area: int) -> bool:
-    """Whether bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
+    """True if bands, int64 [6, pieces], cover a mask, int64 [6, bands] of that area, exactly. Raises CapacityError."""
     areas, inside = areas_inside(bands, mask)
     return bool(np.array_equal(areas, inside)) and int(areas.sum()) == area and not len(overlaps(bands))

@@ -5,9 +5,9 @@
     address    0 1 2 3 4    5 6 7 8      9 ..
     tokens     [0,3) [90,92)  ..                      runs of consecutive tokens
 
-Every token has one home row (the rule `layouts`), so its address tells as well which it is. Tiles are home rows side by
-side and so one run of addresses, where they may be hundreds of runs of tokens: a rank's rows hold a piece of every
-sequence when sequences are cut over all ranks.
+Every token has one home row (the rule `layouts`), so its address identifies it. A tile of adjacent home rows is one run
+of addresses but may be hundreds of runs of tokens: if sequences are cut over all ranks, a rank's rows hold a piece of
+every sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN = 3
 @dataclass(frozen=True, eq=False)
 class Homes:
     """rows: int64 [ranks]. first: int64 [ranks], the address of each rank's row 0. starts: int64 [runs + 1], addresses
-    where a run of consecutive tokens begins, and the end; tokens: int64 [runs], its first token."""
+    at which a run of consecutive tokens begins, and the end; tokens: int64 [runs], its first token."""
 
     rows: Ints
     first: Ints
@@ -33,7 +33,7 @@ class Homes:
     tokens: Ints
 
     def spans(self, address: int, rows: int) -> list[tuple[int, int]]:
-        """(first token, end) of the runs of tokens at so many addresses; what lies beyond the axis has none."""
+        """(first token, end) of the token runs in an address range; addresses beyond the axis have none."""
         first, last = np.searchsorted(self.starts, (address, address + rows - 1), side="right") - 1
         found = []
         for run in range(max(int(first), 0), min(int(last) + 1, len(self.tokens))):
@@ -43,14 +43,14 @@ class Homes:
         return found
 
     def describe(self, address: int, rows: int) -> str:
-        """The tokens at so many addresses, in words."""
+        """Describes the tokens of an address range in words."""
         spans = [f"[{begin}, {end})" for begin, end in self.spans(address, rows)]
         shown = ", ".join(spans[:_SHOWN]) + ", …" * (len(spans) > _SHOWN)
         return f"tokens {shown}" if spans else "no tokens"
 
 
 def find_homes(layout: Layout) -> Homes:
-    """The axis of a layout that holds every token once."""
+    """Builds the axis of a layout that holds every token once."""
     spans, rows = layout.spans, np.ascontiguousarray(layout.rows_per_rank, np.int64)
     rank = spans.rank_of_row()
     row, token, length = (np.asarray(spans[name], np.int64) for name in ("row", "token", "length"))

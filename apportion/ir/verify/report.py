@@ -1,4 +1,4 @@
-"""What a rule finds: violations, with rank, instruction, numbers and the lines of the program around the place."""
+"""Violations: rule, rank, instruction, numbers and an excerpt of the program."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from apportion.ir.tensors import HEADLESS, TENSOR_NAMES, Tensor
 if TYPE_CHECKING:
     from apportion.ir.verify.view import Program
 
-#: a rule that finds more reports this many and says so
+#: reported violations per rule; the last one states that there are more
 MOST_PER_RULE = 8
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken promise.
+    """One violation of a rule.
 
-    rule: its name in `verify.RULES`. rank, kind, phase, instruction: where, None where the rule is about more than
-    that. message: one sentence with the numbers. excerpt: lines of the rank's program around the instruction.
-    order: when it happened, among rules that look at the same thing. cause: a rule whose violation would explain it.
+    rule: its name in `verify.RULES`. rank, kind, phase, instruction: place; None if the violation is not specific.
+    message: one sentence with the numbers. excerpt: lines of the rank's program around the instruction. order: time of
+    the fault, for sorting among related rules. cause: a rule whose violation would explain it.
     """
 
     rule: str
@@ -37,7 +37,7 @@ class Violation:
 
     @property
     def place(self) -> str:
-        """Where it is: `rank 3, causal forward, instruction 14`."""
+        """The place, such as `rank 3, causal forward, instruction 14`."""
         program = " ".join(part for part in (self.kind, self.phase) if part is not None)
         named = (("rank ", self.rank), ("", program or None), ("instruction ", self.instruction))
         return ", ".join(f"{name}{value}" for name, value in named if value is not None)
@@ -49,7 +49,7 @@ class Violation:
 
 
 def first_few(violations: Iterator[Violation], most: int = MOST_PER_RULE) -> tuple[Violation, ...]:
-    """At most `most` of them; the last one says where more were found (rules find them one by one)."""
+    """At most `most` violations; the last one states that there are more. Rules yield them one by one."""
     found = list(islice(violations, most + 1))
     if len(found) > most:
         found = found[:most]
@@ -58,19 +58,19 @@ def first_few(violations: Iterator[Violation], most: int = MOST_PER_RULE) -> tup
 
 
 def at_instruction(rule: str, program: Program, instruction: int, message: str) -> Violation:
-    """A violation at an instruction, given by its number over all ranks."""
+    """A violation at an instruction, numbered over all ranks."""
     table = program["instructions"]
     rank, local = table.rank_and_row(instruction)
     return Violation(rule, rank, program.kind, program.phase, local, message)
 
 
 def span(start: int, rows: int) -> str:
-    """A half-open range."""
+    """Formats a half-open range."""
     return f"[{start}, {start + rows})"
 
 
 def describe_operand(operand: dict[str, int]) -> str:
-    """`KV work rows [4096, 8192)`, with head columns and set where it has not all heads."""
+    """Formats an operand: `KV work rows [4096, 8192)`, with head columns and set if it does not have all heads."""
     tensor = Tensor(operand["tensor"])
     where = "work" if operand["space"] else "home"
     heads = "" if tensor in HEADLESS or not operand["heads"] else f" of head set {operand['heads']}"

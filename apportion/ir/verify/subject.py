@@ -1,4 +1,4 @@
-"""The plan under verification, and what rules derive from it, once."""
+"""The plan under verification, with cached quantities derived from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.isa import Op
 from apportion.ir.plan.tables import Layout
-from apportion.ir.plan.totals import Moved, moved
+from apportion.ir.plan.totals import CommunicationVolume, communication_volumes
 from apportion.ir.tensors import Tensor
 from apportion.ir.verify.attended import Tasks, most_pieces, too_many_pieces
 from apportion.ir.verify.homes import Homes, find_homes
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A plan as the rules see it. threads: how many may walk."""
+    """A plan as the rules see it. threads: number of threads of the walk."""
 
     plan: Plan
     threads: int = 1
@@ -43,12 +43,13 @@ class Subject:
 
     @cached_property
     def attention(self) -> Layout:
-        """The layout in which attention is computed; where ranks split heads and have no such rows, home rows'."""
+        """The layout in which attention is computed; home rows if ranks split heads and the plan has no separate
+        layout."""
         return self.plan.layouts.get("attention", self.home)
 
     @cached_property
     def token_shares(self) -> Floats:
-        """float64 [ranks]: the batch's tokens by speed."""
+        """float64 [ranks]: the batch's tokens, in proportion to speed."""
         request = self.plan.request
         speeds = np.asarray(request.cluster.speeds or np.ones(request.cluster.ranks), np.float64)
         rates = speeds / speeds.max()
@@ -57,7 +58,7 @@ class Subject:
 
     @cached_property
     def homes(self) -> Homes:
-        """Its rows on one axis."""
+        """The home rows on one axis of addresses."""
         return find_homes(self.home)
 
     @cached_property
@@ -72,14 +73,16 @@ class Subject:
         )
 
     def mask(self, kind: str) -> Ints:
-        """int64 [bands, 6]: what a kind allows, in global tokens, sorted by (q0, k0)."""
+        """int64 [bands, 6]: the mask of a kind, in global tokens, sorted by (q0, k0)."""
         return self.plan.request.batch.bands(kind)
 
     @cached_property
-    def moved(self) -> Mapping[tuple[str, str], Moved]:
-        """(kind, phase) -> bytes that a program moves."""
+    def volumes(self) -> Mapping[tuple[str, str], CommunicationVolume]:
+        """(kind, phase) -> bytes moved by a program."""
         plan = self.plan
-        return moved(plan.programs, plan.header.head_sets, plan.request.model, plan.request.cluster)
+        return communication_volumes(
+            plan.programs, plan.header.head_sets, plan.request.model, plan.request.cluster
+        )
 
     @cached_property
     def _sets(self) -> Sets:
@@ -89,7 +92,8 @@ class Subject:
 
     @cached_property
     def holds(self) -> bool:
-        """Whether all is right with the programs, and their tasks cover the masks. False for what is too large."""
+        """True if all programs are correct and their tasks cover the masks; False also if they are too large to
+        decide."""
         try:
             try:
                 return self._are_right(together=False)
@@ -103,7 +107,7 @@ class Subject:
         return all(self._is_right(program, every, together) for program in self.programs)
 
     def _is_right(self, program: Program, every: dict[str, Lists], together: bool) -> bool:
-        """every: the lists of each kind so far. Raises CapacityError, ZerosError."""
+        """True if a program is correct. every: the lists of each kind so far. Raises CapacityError, ZerosError."""
         kind = program.kind
         lists = every.setdefault(kind, Lists(program.q_sets, self.homes, self.mask(kind)))
         before, count = lists.following, len(program.source[program.task_list])
@@ -121,9 +125,9 @@ class Subject:
         return True
 
     def taken(self, program: Program) -> frozenset[Tensor]:
-        """Tensors whose home rows hold values when the program starts.
+        """Tensors whose home rows hold values at the start.
 
-        Forward gets X where the layer's projection makes Q and KV, else Q and KV. Backward gets what forward had, the
+        Forward: X if the layer's projection computes Q and KV, else Q and KV. Backward: the inputs of forward, the
         output and its gradient.
         """
         first = next((p for p in self.programs if (p.kind, p.phase) == (program.kind, "forward")), None)
@@ -133,14 +137,14 @@ class Subject:
         return inputs if program is first else inputs | {Tensor.O, Tensor.DO}
 
     def tasks(self, program: Program) -> Tasks:
-        """Its tasks in global tokens; of a plan that `holds` those of its lists, which name no task. Raises
+        """The program's tasks in global tokens; for a plan that `holds` from its lists, without task numbers. Raises
         CapacityError."""
         if self.holds:
             return self._tasks[program.kind, program.phase]
         return self.traced_tasks(program)
 
     def traced_tasks(self, program: Program) -> Tasks:
-        """Its tasks in global tokens, one by one. Raises CapacityError."""
+        """The program's tasks in global tokens, one by one. Raises CapacityError."""
         return self.once("tasks", program, self._cut)
 
     def _cut(self, program: Program) -> Tasks:
@@ -153,18 +157,18 @@ class Subject:
         return Tasks(pieces[:6], pieces[6], pieces[7], found.is_complete)
 
     def trace(self, program: Program) -> Trace | None:
-        """What the walk sees of it, rank by rank; None where it cannot begin. Raises CapacityError."""
+        """The trace of the walk, rank by rank; None if it cannot start. Raises CapacityError."""
         return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.taken(p)))
 
     def once(self, what: str, program: Program, make: Callable[[Program], T]) -> T:
-        """What `make` says of the program, under that name, made where it is asked for first."""
+        """Returns `make(program)`, cached under `what` and the program."""
         key = (what, program.kind, program.phase)
         if key not in self._cache:
             self._cache[key] = make(program)
         return self._cache[key]  # type: ignore[no-any-return]
 
     def home_of(self, token: int) -> tuple[int, int]:
-        """(rank, row) where a global token is at home."""
+        """(rank, row): the home of a global token."""
         spans = self.home.spans
         inside = np.flatnonzero((spans["token"] <= token) & (token < spans["token"] + spans["length"]))
         span = int(inside[0])

@@ -1,4 +1,4 @@
-"""Programs as the rules read them: tables with int64 columns, and what several rules derive from these."""
+"""Programs with int64 columns for the rules, and shared derived quantities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints
 from apportion.ir.isa import TASK_LIST, Op
 from apportion.ir.plan.ops import IS_HEADLESS, IS_KEY
-from apportion.ir.plan.programs import Met, ProgramView
+from apportion.ir.plan.programs import ProgramView, TransferMatches
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.tensors import Space, Tensor
 
@@ -19,7 +19,7 @@ HOME, WORK = int(Space.HOME), int(Space.WORK)
 
 @dataclass(frozen=True, eq=False)
 class HeadSets:
-    """The head sets of a plan as the heads of query-side or KV-side tensors. Set 0 is all heads.
+    """The head sets of a plan, in heads of query-side or KV-side tensors. Set 0 is all heads.
 
     members[i]: heads of set i. size: int64 [sets]. canonical: int64 [sets], equal for equal sets.
     """
@@ -62,7 +62,7 @@ class Program(ProgramView):
 
     @cached_property
     def splits_heads(self) -> bool:
-        """Whether an operand has some of the heads only."""
+        """True if some operand has only part of the heads."""
         return len(self.q_sets.members) > 1 and bool(self.source["operands"]["heads"].any())
 
     @property
@@ -71,7 +71,7 @@ class Program(ProgramView):
 
     @cached_property
     def kv_side(self) -> Bools:
-        """bool [operands]: whether an operand's heads are KV heads."""
+        """bool [operands]: True for operands with KV heads."""
         return IS_KEY[self["operands"]["tensor"]]
 
     @cached_property
@@ -83,18 +83,18 @@ class Program(ProgramView):
 
     @cached_property
     def same_heads(self) -> Ints:
-        """int64 [operands]: a number that is equal for operands with the same heads in the same order."""
+        """int64 [operands]: equal numbers for operands with the same heads in the same order."""
         heads = self["operands"]["heads"]
         found: Ints = np.where(self.kv_side, self.kv_sets.canonical[heads], self.q_sets.canonical[heads])
         return found
 
     def list_name(self, instruction: int) -> str | None:
-        """The list that an instruction consumes; None for one that has none, and for -1."""
+        """The list that an instruction consumes, or None; also None for -1."""
         return Op(int(self["instructions"]["op"][instruction])).rule.list if instruction >= 0 else None
 
     @cached_property
     def clock(self) -> Ints:
-        """int64 [instructions]: how far its rank has come, in rounds: a time that ranks can be compared by."""
+        """int64 [instructions]: the progress of its rank in rounds, a clock comparable between ranks."""
         table = self["instructions"]
         day = int(table["round"].max(initial=0)) + 2
         launched = np.where(table["op"] == Op.LAUNCH, table["round"] + 1, 0)
@@ -121,8 +121,8 @@ class Program(ProgramView):
         return self["transfers"].values
 
     @cached_property
-    def meeting(self) -> Met:
-        """Whether both sides of a transfer name the same tensor, rows and heads, and which sides these are."""
+    def matches(self) -> TransferMatches:
+        """Matched transfers: both sides must have the same tensor, number of rows and heads."""
         table = self["operands"]
         tile = (table["rows"] * (max(Tensor) + 1) + table["tensor"]) * len(self.q_sets.size) + self.same_heads
-        return self.met(tile)
+        return self.match(tile)

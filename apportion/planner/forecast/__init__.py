@@ -1,4 +1,4 @@
-"""What a training step takes: attention simulated, all else by closed forms, each with its source.
+"""Forecast of training step times: attention is simulated, all else follows closed forms with cited sources.
 
 batches × parallelisms ──plan, simulate──► attention ──layers, traffic, schedule──► Step ──scenarios──► Row
 """

@@ -1,4 +1,4 @@
-"""The attention of a step: planned for the microbatches of every group, and simulated."""
+"""Attention of a step: plans the microbatches of the decisive groups and simulates them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from apportion.planner.remap import LINEAR
 from apportion.planner.simulate import makespans_us, recurrent_runs
 from apportion.planner.simulate.pair.run import turns_us
 
-#: of the groups of a static grid with the most pairs so many are planned
+#: number of static-grid groups, those with the most pairs, that are planned
 HEAVIEST = 3
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedMicrobatch:
-    """The plan of one microbatch in one group, or of its halves, plan and pong, which take turns.
+    """Plan of one microbatch in one group, or of its two halves, ping and pong, which alternate.
 
-    tokens: of the fullest rank; busy: tokens over speed of the rank that takes longest, and even: the same in the
-    layout of even tokens, where there is one; rows: of each rank, in the layout in which the FFN runs; bytes: home and
-    work rows of a call on the rank that needs most; stages: in which its programs make Q, K and V of some heads at a
-    time, 0 where the layer makes them; moves_us: of moves between the layouts, a layer, both phases.
+    tokens: of the fullest rank; busy: tokens over speed of the slowest rank, and even: the same in the layout of even
+    tokens, if there is one; rows: of each rank, in the layout of the FFN; bytes: home and work rows of a call on the
+    rank with the most; stages: number of stages in which its programs compute Q, K and V of some heads, 0 if the layer
+    computes them; moves_us: of moves between the layouts, per layer, both phases.
     """
 
     plan: Plan
@@ -56,7 +56,7 @@ class PlannedMicrobatch:
 
     @property
     def projects(self) -> bool:
-        """Whether its programs make Q, K and V."""
+        """True if its programs compute Q, K and V."""
         return self.stages > 0
 
 
@@ -78,8 +78,8 @@ def plan_attention(
     hardware: Hardware,
     seed: int,
 ) -> tuple[list[list[PlannedMicrobatch]], int]:
-    """Of the groups that are planned, the microbatches in order; and the pairs of all groups. batch: all sequences of a
-    step. Raises ConfigError, CapacityError."""
+    """Plans the microbatches, in order, of the decisive groups; also returns the pairs of all groups. batch: all
+    sequences of a step. Raises ConfigError, CapacityError."""
     group, rank_model = parallelism.group(cluster), parallelism.rank_model(model)
     policy = Policy(parallelism.recipe, seed=seed)
     count, packing = parallelism.groups(cluster), parallelism.packing or "order"
@@ -100,20 +100,20 @@ def plan_attention(
 
 
 def _pairs(model: Model, batch: Batch) -> int:
-    """That the masks allow, over all layers."""
+    """Pairs allowed by the masks, over all layers."""
     return sum(model.layers_of(kind) * batch.area(kind) for kind in batch.kinds)
 
 
 def _slowest(groups: Sequence[Sequence[Batch]], pairs: Sequence[int]) -> list[int]:
-    """Which groups are planned: the one with the most tokens, and those with the most pairs. A group has no more than
-    its share of the tokens, so that only attention differs, and the step ends with the slowest."""
+    """Chooses groups to plan: the one with the most tokens, and those with the most pairs. Groups have at most their
+    even share of tokens, so they differ in attention only, and the step ends with the slowest."""
     most = max(range(len(groups)), key=lambda number: sum(own.tokens for own in groups[number]))
     heaviest = sorted(range(len(groups)), key=lambda number: -pairs[number])
     return list(dict.fromkeys((most, *heaviest[:HEAVIEST])))
 
 
 def _halves(batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware) -> list[Batch]:
-    """Even in predicted time. Raises CapacityError for a single sequence."""
+    """Splits a batch into halves of even predicted time. Raises CapacityError for a single sequence."""
     packing = Wlb(microbatches=2)(batch, cluster, model, policy, hardware)
     return [batch.take(indexes) for indexes in packing.microbatches]
 
@@ -127,7 +127,7 @@ def _microbatches(
     packer = replace(pack_of(policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
     packing = packer(batch, group, model, policy, hardware)
     if waiting := len(packing.deferred):
-        rule = f"{waiting} sequences would wait for a later step, and a forecast has none"
+        rule = f"{waiting} sequences would be deferred to a later step, and a forecast has none"
         raise ConfigError("recipe.pack.defer", True, rule, "use the recipe without defer")
     return [batch.take(indexes) for indexes in packing.microbatches]
 
@@ -156,7 +156,7 @@ def _even_layout(made: Plan) -> str:
 
 
 def _stages(instructions: Table) -> int:
-    """The most projections of a rank."""
+    """The largest number of projections on a rank."""
     return int(np.bincount(instructions.rank_of_row()[instructions["op"] == Op.PROJECT]).max(initial=0))
 
 
@@ -164,9 +164,9 @@ def attend(
     planned: PlannedMicrobatch,
     under: Sequence[tuple[CostModel, Cluster]],
     around: Sequence[Mapping[str, tuple[float, float]]],
-) -> list[Attended]:
-    """The simulated calls, under each of several costs and clusters of one group; of halves what they take beyond the
-    work around attention, as `turns_us` has it, of the rank that has most of it."""
+) -> list[AttentionTimes]:
+    """Simulates the calls under several costs and clusters of one group; for halves, returns the time beyond the work
+    around attention (as for `turns_us`) of the rank with the most of it."""
     if planned.pong is None:
         layers = makespans_us(planned.plan, under)
     else:
@@ -197,6 +197,6 @@ def _recurrent_us(made: Plan, costs: CostModel, cluster: Cluster) -> tuple[float
 
 
 def largest(planned: list[list[PlannedMicrobatch]]) -> PlannedMicrobatch:
-    """The one with the most tokens on a rank; its bytes are the most of all."""
+    """The microbatch with the most tokens on a rank, with the largest bytes of all."""
     every = [one for group in planned for one in group]
     return replace(max(every, key=lambda one: one.tokens), bytes=int(np.max([one.bytes for one in every])))

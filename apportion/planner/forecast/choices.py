@@ -1,4 +1,4 @@
-"""Which parallelisms are forecast: plans over all ranks, static grids of every degree, and what a search tries."""
+"""Candidate parallelisms of forecasts: plans over all ranks, static grids of every degree, and a search space."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from apportion.planner.forecast.experts import NO_EXPERTS, Experts
 from apportion.planner.forecast.parallelism import PACKINGS, Degrees, Parallelism
 from apportion.planner.recipe.recipes import entries, find_recipes
 
-#: recipes that a team without a planner runs, at every degree, as static grids
+#: recipes used without a planner, forecast as static grids of every degree
 GRID_RECIPES = ("ring", "allgather", "ulysses", "usp")
 
 
 def recipe_parallelisms(
     recipes: Sequence[Recipe | str] | None = None, degrees: Degrees | None = None
 ) -> list[Parallelism]:
-    """One plan over all data × context ranks, by each recipe (None: all that there are). Raises ConfigError."""
+    """One plan over all data × context ranks, for each recipe (None: all known ones). Raises ConfigError."""
     chosen = find_recipes("recipes", list(entries()) if recipes is None else recipes)
     held = Degrees() if degrees is None else degrees
     return [Parallelism(recipe, held) for recipe in chosen]
@@ -30,9 +30,8 @@ def recipe_parallelisms(
 def static_grids(
     cluster: Cluster, recipes: Sequence[Recipe | str] = GRID_RECIPES, degrees: Degrees | None = None
 ) -> list[Parallelism]:
-    """Static grids of every context degree that divides the data × context ranks of a stage, by each recipe, under both
-    packings. recipes: by default ring, all-gather, Ulysses and USP, which are one where nothing is to be shared. Raises
-    ConfigError."""
+    """Static grids of every context degree that divides the data × context ranks of a stage, for each recipe and both
+    packings. recipes: by default ring, all-gather, Ulysses and USP, merged at degree 1. Raises ConfigError."""
     instance("cluster", cluster, Cluster)
     chosen, held = find_recipes("recipes", recipes), Degrees() if degrees is None else degrees
     stage = Parallelism(chosen[0], held).stage(cluster)
@@ -48,7 +47,7 @@ def static_grids(
 
 
 def _degrees(stage: Cluster) -> list[int]:
-    """Divisors of the ranks that are whole nodes, or divide one."""
+    """Divisors of the ranks that are multiples of a node or divide it."""
     on_node = stage.ranks_per_node
     return [degree for degree in _divisors(stage.ranks) if degree % on_node == 0 or on_node % degree == 0]
 
@@ -65,8 +64,8 @@ def search_space(
     microbatches: int = 1,
     experts: Experts = NO_EXPERTS,
 ) -> list[Parallelism]:
-    """Each recipe over all ranks under every tensor, pipeline and expert degree that fits the model and the cluster,
-    and interleaved with two chunks where the layers allow it."""
+    """Each recipe over all ranks under every tensor, pipeline and expert degree that fits the model and the cluster;
+    also interleaved with two chunks if the layers allow it."""
     tried = [
         Degrees(tensor, pipeline, virtual, microbatches, expert)
         for tensor in _divisors(cluster.ranks_per_node)

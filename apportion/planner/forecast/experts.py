@@ -1,4 +1,4 @@
-"""Layers with experts, and attention with projections of low rank (MLA): what they hold, compute and send.
+"""Mixture-of-experts layers and low-rank attention projections (MLA): memory, compute and communication.
 
     tokens of a rank ──router──► active rows each ──all-to-all──► experts' ranks ──all-to-all──► sums of rows
                                                    dispatch        FFN of `width`   combine
@@ -25,14 +25,13 @@ from apportion.planner.options import Natural, Option, Positive
 
 @dataclass(frozen=True)
 class Experts(Option):
-    """count: routed experts of a layer, 0: none. active: of a token. width: FFN size of one. shared: FFN size of those
-    that see every token, together. dense: layers with one FFN instead, of the model's size.
+    """count: routed experts of a layer, 0: none. active: experts per token. width: FFN size of one expert. shared:
+    total FFN size of the shared experts. dense: layers with one FFN of the model's size instead.
 
-    imbalance: rows of the fullest rank of experts over the mean, assumed: no closed form knows the router; scenarios
-    vary what is above 1, from none to twice. capacity: rows that an expert has room for, over
-    an even share of those of the fullest rank, to which all are padded; none: as many as come (dropless).
-    dispatch: what travels between nodes, a row for each expert, or one for each node, handed on inside it, and summed
-    there on its way back (DeepEP). nodes: that a token's experts are on at most, 0: any. Raises ConfigError.
+    imbalance: rows of the fullest rank of experts over the mean, assumed, as the router is unknown; scenarios scale the
+    part above 1 from 0 to 2. capacity: rows per expert, relative to an even share on the fullest rank, to which all are
+    padded; none: dropless. dispatch: transfers between nodes, one row per expert, or one per node, forwarded inside it
+    and summed there on return (DeepEP). nodes: most nodes of a token's experts, 0: any. Raises ConfigError.
     """
 
     count: Natural = 0
@@ -50,35 +49,37 @@ class Experts(Option):
         if not self.count:
             for field in ("active", "width", "shared", "dense"):
                 if getattr(self, field):
-                    rule, remedy = "is of layers with experts, and there are none", "write count"
+                    rule, remedy = "is for layers with experts, and there are none", "write count"
                     raise ConfigError(f"training.experts.{field}", getattr(self, field), rule, remedy)
         elif not 1 <= self.active <= self.count:
             rule = f"must be from 1 to count ({self.count})"
-            raise ConfigError("training.experts.active", self.active, rule, "write experts of a token")
+            raise ConfigError(
+                "training.experts.active", self.active, rule, "write the number of experts per token"
+            )
         elif not self.width:
             raise ConfigError(
                 "training.experts.width", 0, "must be at least 1", "write the FFN size of an expert"
             )
 
     def share(self, layers: int) -> float:
-        """Of so many layers, those with experts. Raises ConfigError."""
+        """The fraction of `layers` layers that have experts. Raises ConfigError."""
         if self.dense > layers:
             rule = f"must be at most the {layers} layers"
             raise ConfigError("training.experts.dense", self.dense, rule, "count those without experts")
         return (layers - self.dense) / layers if self.count else 0.0
 
     def spread(self, degree: int, excess: float = 1.0) -> float:
-        """Rows of the fullest rank of experts over the mean; excess: a factor of what is above 1."""
+        """Rows of the fullest rank of experts over the mean; excess: a factor on the part above 1."""
         if self.capacity is not None:
             return self.capacity
         return 1.0 if degree == 1 else 1 + (self.imbalance - 1) * excess
 
-    def reads(self, where: str, value: Any) -> Self:
+    def parse(self, where: str, value: Any) -> Self:
         if isinstance(value, type(self)):
             return value
         return options.read(type(self), where, mapping(where, value))
 
-    def says(self) -> str:
+    def describe(self) -> str:
         return "a mapping: count, active, width, shared, dense, imbalance, capacity, dispatch, nodes"
 
     def data(self) -> dict[str, Any]:
@@ -92,9 +93,9 @@ NO_EXPERTS = Experts()
 
 
 class ExpertRows(NamedTuple):
-    """Of one layer with experts and one microbatch. sent: that the rank with the most tokens sends; received: of the
-    fullest rank of experts; both with padding, where experts have a capacity; mean: of an expert, without it; uneven:
-    the most tokens of a rank over the mean of ranks that share experts."""
+    """Rows of one layer with experts for one microbatch. sent: by the rank with the most tokens; received: by the
+    fullest rank of experts; both padded if experts have a capacity; mean: per expert, without padding; uneven: the most
+    tokens of a rank over the mean of ranks that share experts."""
 
     sent: float
     received: float
@@ -103,8 +104,8 @@ class ExpertRows(NamedTuple):
 
     @staticmethod
     def of(experts: Experts, tokens: Ints, degree: int, tensor: int, spread: float) -> ExpertRows:
-        """tokens: int64 [ranks], of the tensor-parallel groups of a plan; degree: ranks that share experts; spread: see
-        `Experts`."""
+        """Computes the rows. tokens: int64 [ranks], of the tensor-parallel groups of a plan; degree: ranks that share
+        experts; spread: see `Experts`."""
         together = min(max(1, degree // tensor), len(tokens))
         means = tokens.reshape(-1, together).mean(1)
         most, mean = float(tokens.max()), float(means.max())
@@ -116,8 +117,8 @@ class ExpertRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Ranks that share experts, and those that have the same ones. cluster: all ranks, with their links; degree:
-    of the first; ranks: GPUs of a stage. Raises ConfigError."""
+    """Ranks that share the experts of a layer, and their copies. cluster: all ranks, with their links; degree: number
+    of ranks that share; ranks: GPUs of a stage. Raises ConfigError."""
 
     cluster: Cluster
     degree: int
@@ -131,22 +132,24 @@ class ExpertRanks:
 
     @cached_property
     def copies(self) -> Cluster:
-        """The ranks that have the same experts, which stand `degree` ranks apart."""
+        """The ranks with the same experts, which are `degree` ranks apart."""
         on_node = max(1, min(self.ranks, self.cluster.ranks_per_node) // self.degree)
         nodes, gbs = self.ranks // self.degree // on_node, self.cluster.inter_gbs_per_rank
         shape = replace(self.cluster, nodes=nodes, ranks_per_node=on_node, speeds=None)
         return replace(shape, nics_per_node=on_node, inter_gbs=gbs)
 
     def dispatch_us(self, experts: Experts, rows: ExpertRows, row_bytes: float) -> float:
-        """One all-to-all, to the experts or back: the slower of what the fullest rank has for other nodes and for its
-        own, which go at once, and a latency. Every expert is as likely as another."""
+        """Time of one all-to-all, to the experts or back: the slower of the fullest rank's concurrent transfers to
+        other nodes and within its own, and a latency. All experts are equally likely."""
         if self.degree == 1:
             return 0.0
         on_node = min(self.degree, self.cluster.ranks_per_node)
         nodes, most = self.degree // on_node, max(rows.sent, rows.received) * row_bytes
         far = (nodes - 1) / nodes
         if experts.dispatch == "node":
-            reached = nodes * (1 - (1 - 1 / nodes) ** experts.active)  # expected nodes of a token's experts
+            reached = nodes * (
+                1 - (1 - 1 / nodes) ** experts.active
+            )  # expected number of nodes of a token's experts
             far *= min(reached, experts.nodes or reached) / experts.active
         near = (on_node - 1) / on_node * (1.0 if experts.dispatch == "node" else 1 / nodes)
         slower = max(

@@ -1,4 +1,5 @@
-"""Sequences for the groups of a static grid: data-parallel groups of context-parallel ranks, each with its own plan."""
+"""Assigns sequences to the groups of a static grid: data-parallel groups of context-parallel ranks, each with its own
+plan."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from apportion.ir.request.sequences import Kind
 
 
 def groups_of(batch: Batch, groups: int, packing: str) -> list[Batch]:
-    """The batch of each group, none above an even share of the tokens.
+    """The batch of each group, at most an even share of the tokens.
 
     order: in the order of the data, cut where a group is full. balanced: longest first, to the group with the least
-    work that has room; those that no group has room for are cut to fill up what is left. Only causal sequences and
-    windows can be cut, and each part then sees nothing of the others. Raises CapacityError.
+    work that has room; sequences that fit no group are cut to fill the remaining room. Only causal sequences and
+    windows can be cut, and the parts do not see each other. Raises CapacityError.
     """
     if groups == 1:
         return [batch]
@@ -63,7 +64,7 @@ def _balanced(batch: Batch, groups: int, room: int) -> list[list[Part]]:
 
 
 def _batch(batch: Batch, parts: list[Part]) -> Batch:
-    """The parts of sequences as sequences of their own. Raises CapacityError where a mask does not allow that."""
+    """Builds a batch with parts of sequences as separate sequences. Raises CapacityError if a mask cannot be cut."""
     index = np.array([sequence for sequence, _, _ in parts], np.int64)
     lengths = np.array([end - begin for _, begin, end in parts], np.int64)
     cut = np.flatnonzero(lengths < batch.lengths[index])

@@ -1,4 +1,4 @@
-"""Copies between a rank and its host's memory: bytes of a layer, by closed forms."""
+"""Copies between a rank and its host's memory: bytes per layer, in closed form."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _FLOAT32 = 4
 
 
 class Copies(NamedTuple):
-    """Bytes that a rank sends to the host and takes from it, in one layer."""
+    """Bytes that a rank sends to and receives from the host, in one layer."""
 
     to_host: float = 0.0
     to_device: float = 0.0
 
     def us(self, host_gbs: float) -> float:
-        """Microseconds at so many GB/s each way: the longer of the two ways, as a link carries both at once."""
+        """Microseconds at `host_gbs` each way: the longer direction, since both run at once."""
         return max(self) / (host_gbs * 1e3)
 
 
 def copies(layers: Layers, tokens: int, phase: str, stages: int = 0) -> Copies:
-    """Of one layer of a microbatch with so many tokens on the rank. phase: forward or backward; stages: see
-    `PlannedMicrobatch`. Offloading sends what the layer keeps, and brings it back."""
+    """Copies of one layer of a microbatch with `tokens` tokens on the rank. phase: forward or backward; stages: see
+    `PlannedMicrobatch`. Offloading sends the saved activations, and fetches them again."""
     training = layers.training
     if not training.offload:
         return Copies()
@@ -35,17 +35,17 @@ def copies(layers: Layers, tokens: int, phase: str, stages: int = 0) -> Copies:
 
 def _chunked(layers: Layers, tokens: int, phase: str, again: int) -> Copies:
     """FPDT's copies for causal attention of one sequence: a rank has its share of the heads and all tokens of a chunk,
-    which is as much as its share of the tokens with all heads, unless ranks share KV heads.
+    the same amount as its share of the tokens with all heads unless ranks share KV heads.
 
     Counted from the loops of its implementation in DeepSpeed, under full checkpointing. forward: the layer's input, its
-    norm, Q, K, V, O and the LSE go to the host once, and every chunk of queries takes K and V of the chunks before.
-    backward: the layer's input comes, and the forward runs again; then each chunk of K and V and of the norm comes
-    once, dO goes out once, and each chunk of K and V brings all chunks of queries that see it: Q, O, the LSE, dO (which
-    the first chunk finds on the device) and dQ in float32, which goes back after each. For a chunk or two that happen
-    to be on the device nothing is taken off.
+    norm, Q, K, V, O and the LSE go to the host once, and every chunk of queries fetches K and V of the earlier chunks.
+    backward: the layer's input is fetched, and the forward runs again; then each chunk of K and V and of the norm is
+    fetched once, dO is sent once, and each chunk of K and V fetches all chunks of queries that see it: Q, O, the LSE,
+    dO (on the device for the first chunk) and dQ in float32, which is sent back after each. Chunks that happen to be on
+    the device are not deducted.
 
-    again: head stages behind the first (UPipe), each over all chunks. Every one brings the norm again, for its own
-    projections, and in backward its gradient in float32, which the stage before has sent out.
+    again: head stages after the first (UPipe), each over all chunks. Each fetches the norm again, for its own
+    projections, and in backward its gradient in float32, as sent by the previous stage.
     """
     m, chunks, row = layers.model, layers.training.chunks, hidden_row(layers)
     queries = float(m.q_heads * m.head_dim * m.element_bytes)

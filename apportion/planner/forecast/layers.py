@@ -1,8 +1,8 @@
-"""What layers take besides attention, by closed forms: microseconds, FLOPs and parameters of one tensor-parallel rank.
-Tokens are those of a rank over its speed.
+"""Layers besides attention, in closed form: microseconds, FLOPs and parameters of one tensor-parallel rank. Tokens are
+a rank's tokens over its speed.
 
-Forward; backward is two products of the same size for each of the forward, and its row work is counted twice. Rows that
-norms and residual sums go over are split among tensor-parallel ranks (sequence parallelism: Korthikanti et al., 2022).
+Times are forward; backward has two products of the same size for each forward one, and twice the row work. Rows of
+norms and residual sums are split among tensor-parallel ranks (sequence parallelism: Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class Layers:
 
     @property
     def linear_parameters(self) -> float:
-        """Of the products of one layer that each token takes part in, on one rank: all but those of routed experts."""
+        """Parameters of one layer's products that every token uses, on one rank: all but routed experts."""
         return linear_parameters(self.model, self.training, self.sparse, self.tensor)
 
     @property
     def parameters(self) -> float:
-        """Of one layer, on one rank: its products and two norms; without routed experts."""
+        """Parameters of one layer on one rank: products and two norms, without routed experts."""
         return self.linear_parameters + 2 * self.model.hidden
 
     @property
     def expert_parameters(self) -> float:
-        """Of routed experts, on one rank."""
+        """Parameters of routed experts on one rank."""
         experts = self.training.experts
         return self.sparse * experts.count / self.degree * 3 * self.model.hidden * experts.width
 
     def experts_us(self, rows: float) -> float:
-        """Products of so many rows of a layer with experts; its gate; and what dispatching and summing them moves."""
+        """Time of the experts for `rows` rows: products, gate, and memory traffic of dispatch and combine."""
         m, width = self.model, self.training.experts.width
         products = 6 * m.hidden * width / (self.hardware.linear_tflops.value * 1e6)
         moved = m.element_bytes * (GATED * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
         return self.sparse * rows * (products + moved)
 
     def ffn_numbers(self, gates: float, sparse: float) -> float:
-        """Numbers that a token has in FFNs, with so many of their size, on one rank, where such a share of the layers
-        has experts: the rows of those come and go beside."""
+        """Numbers per token in FFNs on one rank: `gates` of the FFN's size, averaged with a fraction `sparse` of layers
+        with experts; dispatched rows are counted separately."""
         m, experts = self.model, self.training.experts
         rows = experts.active * self.spread
         routed = (gates * (experts.shared + rows * experts.width) + 2 * rows * m.hidden) / self.tensor
@@ -77,7 +77,7 @@ class Layers:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Of the head, or the embedding, on one rank."""
+        """Parameters of the head, or the embedding, on one rank."""
         return -(-self.training.vocab // self.tensor) * self.model.hidden
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
@@ -87,7 +87,7 @@ class Layers:
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
 
     def mlp_us(self, tokens: float) -> float:
-        """The FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
+        """Time of the FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
         m = self.model
         products = 6 * m.hidden * m.ffn / (self.hardware.linear_tflops.value * 1e6)
         return tokens * (products + m.element_bytes * GATED * m.ffn / self._bytes_per_us("rows_gbs"))
@@ -108,13 +108,13 @@ class Layers:
         return self.hardware.rate_gbs(rate) * 1e3
 
     def head_us(self, tokens: float) -> float:
-        """The products of the head, and what its loss reads and writes."""
+        """Time of the head: its products, and the memory traffic of the loss."""
         m, logits = self.model, tokens * self.vocabulary_parameters / self.model.hidden
         products = 2 * logits * m.hidden / (self.hardware.linear_tflops.value * 1e6)
         return products + logits * LOSS * m.element_bytes / self._bytes_per_us("loss_gbs")
 
     def optimizer_us(self, parameters: float) -> float:
-        """A step of Adam over so many parameters, bound by memory; of a smaller or larger state, each byte of it read
+        """Time of an Adam step over `parameters` parameters, memory-bound; each byte of the optimizer's state is read
         and written."""
         moved = adam_bytes(self.gradient_bytes, self.model.element_bytes)
         moved += 2 * (self.optimizer_bytes - adam_state_bytes(self.model.element_bytes))
@@ -122,18 +122,18 @@ class Layers:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of state a parameter."""
+        """Bytes of optimizer state per parameter."""
         given = self.training.optimizer_bytes
         return adam_state_bytes(self.model.element_bytes) if given is None else given
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a parameter."""
+        """Bytes of gradient per parameter."""
         return self.model.element_bytes if self.training.gradients == "model" else 4
 
     def tensor_us(self, tokens: float, cluster: Cluster) -> float:
-        """One layer, forward or backward: two all-gathers and two reduce-scatters of its input rows, which nothing
-        hides; routed experts are whole, and need none."""
+        """Tensor-parallel communication of one layer, forward or backward, fully exposed: two all-gathers and two
+        reduce-scatters of its input rows; routed experts are not split and need none."""
         if self.tensor == 1:
             return 0.0
         moved = tokens * self.model.hidden * self.model.element_bytes * (self.tensor - 1) / self.tensor
@@ -142,7 +142,7 @@ class Layers:
 
 
 def attention_parameters(model: Model, training: Training) -> int:
-    """Projections of Q, K, V and O of one layer, on one rank; of MLA those to the low ranks are whole on each."""
+    """Parameters of one layer's Q, K, V and O projections on one rank; MLA's down-projections are replicated."""
     m, rope = model, training.rope_dim
     output = m.hidden * m.q_heads * m.value_dim
     if not training.kv_rank:
@@ -154,8 +154,8 @@ def attention_parameters(model: Model, training: Training) -> int:
 
 
 def linear_parameters(model: Model, training: Training, sparse: float, tensor: int = 1) -> float:
-    """Of one layer's products on one rank, without routed experts, where such a share of the layers has some: the mean
-    of both kinds."""
+    """Parameters of one layer's products on one rank, without routed experts, averaged over layers with (a fraction
+    `sparse`) and without experts."""
     experts, dense = training.experts, 3 * model.hidden * model.ffn
     always = model.hidden * (experts.count + 3 * experts.shared / tensor)
     mixers = attention_share(model) * attention_parameters(model, training)
@@ -164,8 +164,8 @@ def linear_parameters(model: Model, training: Training, sparse: float, tensor: i
 
 
 def whole_parameters(model: Model, training: Training, layers: int, routed: int) -> float:
-    """Of all layers' products, with so many routed experts in each that has some: `count` for all that there are,
-    `active` for those of a token."""
+    """Parameters of all layers' products, with `routed` routed experts per sparse layer: `count` for all, `active` for
+    those of a token."""
     sparse = training.experts.share(layers)
     each = 3 * model.hidden * training.experts.width * routed
     return layers * (linear_parameters(model, training, sparse) + sparse * each)

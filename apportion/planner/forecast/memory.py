@@ -1,9 +1,9 @@
-"""Memory of a rank, by closed forms, and what a plan's programs need beside: bytes by part.
+"""Memory of a rank in closed form, with the home and work rows of a plan's programs: bytes by part.
 
-weights, gradients, optimizer    of the rank's layers and its share of embedding and head; of what is sharded also,
-                                 whole, weights of two layers, of embedding and head, and a layer's gradient
-kept                             activations of the layers that wait for their backward
-working                          of the layer at work and the head, at the fullest of three moments of backward
+weights, gradients, optimizer    of the rank's layers and its share of embedding and head; if sharded, also gathered
+weights of two layers, of embedding and head, and a layer's gradient kept                             activations saved
+for backward working                          of the current layer and the head, at the largest of three moments of
+backward
 
     moment         beside what is kept
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
@@ -14,7 +14,7 @@ working                          of the layer at work and the head, at the fulle
                    gradient; and, whole, the gradient of a head whose gradients are sharded
 
 Ranks of a tensor-parallel group keep a share of the rows (sequence parallelism: Korthikanti et al., 2022), but FFN and
-head have their input and its gradient of all tokens, or of a tile's.
+head have input and input gradient of all tokens, or of a tile.
 
 Tiles are those of ALST (Bekman et al., 2025), chunks those of FPDT (Yao et al., 2024).
 """
@@ -36,7 +36,7 @@ from apportion.planner.forecast.training import Held, Training
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of activations on a rank: `kept` and, beside these, one of the moments at a time; `host`: on the host."""
+    """Activation bytes on a rank: `kept`, plus one of the moments at a time; `host`: in host memory."""
 
     kept: float
     attention: float
@@ -50,18 +50,18 @@ class Activations:
 
     @property
     def working(self) -> float:
-        """At the fullest moment."""
+        """Bytes at the largest moment."""
         return max(self.moments.values())
 
     @property
     def peak(self) -> float:
-        """Bytes on the device at that moment."""
+        """Peak bytes on the device."""
         return self.kept + self.working
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes."""
+    """Memory of a rank, in bytes."""
 
     weights: float
     gradients: float
@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes on the device by part, which add up."""
+        """Bytes on the device by part."""
         states = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer")}
         return {**states, "kept": self.activations.kept, "working": self.activations.working}
 
@@ -79,7 +79,7 @@ class Memory:
         return float(sum(self.parts.values()))
 
     def to_data(self, cap_gib: float) -> dict[str, float | bool | dict[str, float]]:
-        """GiB by part, the total, the cap, and whether it fits; what each moment needs, and what is on the host."""
+        """GiB by part, the total, the cap, and whether it fits; GiB of each moment, and on the host."""
         gib = {name: size / 2**30 for name, size in self.parts.items()}
         moments = {name: size / 2**30 for name, size in self.activations.moments.items()}
         total, held = self.total / 2**30, self.activations.host / 2**30
@@ -89,7 +89,7 @@ class Memory:
 
 
 def attention_row(layers: Layers) -> float:
-    """Bytes of a token's Q, K and V; of its latent row in the place of K and V."""
+    """Bytes of a token's Q, K and V, or of Q and its latent row."""
     m = layers.model
     keys = m.head_dim + m.value_dim if m.latent is None else sum(m.latent.widths)
     return float((m.q_heads * m.head_dim + m.kv_heads * keys) * m.element_bytes)
@@ -124,9 +124,9 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
 
 
 def in_flight(stages: int, microbatches: int, virtual: int, last: bool = False) -> float:
-    """Microbatches whose activations the first stage holds at once, each with all layers of the stage: under 1F1B as
-    many as there are stages; interleaved 1 + (stages - 1) / (stages virtual) times that (Korthikanti et al., 2022).
-    last: the last stage, which holds one, and interleaved the chunks before its last of as many as there are stages."""
+    """Microbatches whose activations the first stage holds at once, each with all layers of the stage: under 1F1B the
+    number of stages; interleaved, 1 + (stages - 1) / (stages virtual) times that (Korthikanti et al., 2022). last: for
+    the last stage, which holds one, or, interleaved, all chunks but its last of `stages` microbatches."""
     chunks = (virtual - 1) * stages + 1 if last else virtual * stages + (stages - 1) * (virtual > 1)
     return min(float(microbatches), chunks / virtual)
 
@@ -139,14 +139,14 @@ def activations(
     projects: bool = False,
     head: bool = True,
 ) -> Activations:
-    """Of a rank with so many tokens of a microbatch. count: layers whose activations it holds, times microbatches in
-    flight; attention_bytes: home and work rows of a call; projects: whether its programs make Q, K and V, so that these
-    rows hold the norm's output, and the rest of the layer no Q, K and V, and dX takes the place of attention's output,
-    which stays, though, where the layer is not made again; head: whether the logits are here.
+    """Activations of a rank with `tokens` tokens of a microbatch. count: layers whose activations it holds, times
+    microbatches in flight; attention_bytes: home and work rows of a call; projects: True if programs compute Q, K and
+    V: these rows then include the norm's output, the rest of the layer has no Q, K and V, and dX replaces attention's
+    output, which is kept unless the layer is recomputed; head: True if the logits are on this rank.
 
-    With offloading all that is kept is on the host, but for the layer that comes next. In chunks a layer has one chunk
-    of its input, norm, Q, K, V and O on the device; its FFN has whole what is beside its own tensors, as FPDT has it in
-    DeepSpeed."""
+    With offloading all saved activations are on the host, except for the next layer. With chunks a layer has one chunk
+    of its input, norm, Q, K, V and O on the device; its FFN has full tensors besides its own, as FPDT in DeepSpeed.
+    """
     training, m, row = layers.training, layers.model, hidden_row(layers)
     chunks, kept = training.chunks, kept_bytes(layers, training.recompute) * tokens
     waiting = max(count - 1, 0.0)
@@ -182,12 +182,13 @@ def memory(
     head: bool = True,
     copies: int = 1,
 ) -> Memory:
-    """Of the fullest rank. stage_layers: layers of a stage; ranks: that share its weights; ends: how many matrices of
-    the vocabulary's size it has (embedding, head); head: whether the head is one of them; copies: ranks that share the
+    """Memory of the fullest rank. stage_layers: layers of a stage; ranks: ranks that shard its weights; ends: number of
+    vocabulary-sized matrices (embedding, head); head: True if one of them is the head; copies: ranks that shard the
     weights of its experts.
 
-    What one rank holds alone is whole already. Sharded ones stay gathered through both passes, as those of FSDP's root
-    module; the head's gradient is whole until it is scattered."""
+    With a single rank nothing is gathered. Sharded vocabulary matrices stay gathered through both passes, like FSDP's
+    root module; the head's gradient is full until it is scattered.
+    """
     training, number = layers.training, layers.model.element_bytes
     parameters = layers.parameters * stage_layers + layers.vocabulary_parameters * ends
     experts = layers.expert_parameters * stage_layers
@@ -211,7 +212,7 @@ def memory(
 
 
 def vocabularies(training: Training, stages: int) -> tuple[float, float]:
-    """Matrices of the vocabulary's size on the first and on the last stage."""
+    """Number of vocabulary-sized matrices on the first and on the last stage."""
     if stages == 1:
         both = 1.0 if training.tied else 2.0
         return both, both

@@ -1,4 +1,4 @@
-"""How ranks are laid out: tensor × context × data × pipeline, the innermost first.
+"""Parallel layout of ranks: tensor × context × data × pipeline, innermost first.
 
     GPUs    0 1 2 3 4 5 6 7 │ 8 9 ...
             └tp┘└tp┘                     the heads and the FFN of a layer
@@ -6,9 +6,8 @@
             └─── data ─────────┘         batches
     stage   └──── pipeline ────┘         layers
 
-With `context` unset one plan holds all sequences of a microbatch over all data × context ranks: that is what this
-planner is for. With a number it is a static grid: groups of so many ranks, each with sequences of its own, which wait
-for each other once a step.
+Without `context`, one plan distributes all sequences of a microbatch over all data × context ranks, this planner's use.
+With `context` it is a static grid: groups of that many ranks with separate sequences, synchronized once per step.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from apportion.ir.request.policy import Recipe
 from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.forecast.experts import NO_EXPERTS, ExpertRanks, Experts
 
-#: how a static grid gives sequences to its groups
+#: ways to assign sequences to the groups of a static grid
 PACKINGS: tuple[Literal["order", "balanced"], ...] = ("order", "balanced")
 
 
 @dataclass(frozen=True)
 class Degrees:
     """tensor: ranks that share heads and FFN; pipeline: stages; virtual: chunks of layers of a stage (interleaved
-    1F1B). microbatches: of a step where there is one stage; with more, times their number, so that a rank holds as many
-    tokens at a time. expert: ranks of a stage that share the experts of a layer. Raises ConfigError.
+    1F1B). microbatches: per step with one stage; times the number of stages with more, so that a rank holds
+    equally many tokens at a time. expert: ranks of a stage that share the experts of a layer. Raises ConfigError.
     """
 
     tensor: int = 1
@@ -51,11 +50,11 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """recipe: of the attention plans. context: ranks of a group of a static grid, None where one plan holds all.
-    packing: of static grids, how their groups get sequences: in the order of the data, cut where a group is full, or
-    longest first to the group with the least work. ping_pong: whether each microbatch is planned as two halves, whose
-    layers take turns: messages of one travel beside the other's attention, products, row work and traffic of tensor
-    parallelism. Raises ConfigError.
+    """recipe: of the attention plans. context: ranks per group of a static grid, None for one plan over all ranks.
+    packing: for static grids, assignment of sequences to groups: in data order, cut when a group is full, or longest
+    first to the group with the least work. ping_pong: True if each microbatch is planned as two halves whose layers
+    alternate: messages of one overlap the other's attention, products, row work and tensor-parallel traffic. Raises
+    ConfigError.
     """
 
     recipe: Recipe
@@ -71,7 +70,7 @@ class Parallelism:
         if self.context is None:
             if self.packing is not None:
                 raise ConfigError(
-                    "parallelism.packing", self.packing, "is for static grids", "drop it, or say context"
+                    "parallelism.packing", self.packing, "is for static grids", "drop it, or set context"
                 )
         else:
             keep(self, "parallelism.context", integer)
@@ -94,7 +93,7 @@ class Parallelism:
         return self.degrees.virtual
 
     def ranks(self, cluster: Cluster) -> int:
-        """Data × context ranks of a stage. Raises ConfigError where the degrees do not divide the cluster."""
+        """Data × context ranks of a stage. Raises ConfigError if the degrees do not divide the cluster."""
         per_stage = self.tensor * self.pipeline
         if cluster.ranks % per_stage:
             rule = f"must divide the {cluster.ranks} ranks"
@@ -102,9 +101,9 @@ class Parallelism:
         return cluster.ranks // per_stage
 
     def stage(self, cluster: Cluster) -> Cluster:
-        """The data × context ranks of a stage as the planner sees them: one for each tensor-parallel group, whose
-        ranks share its node and each move their own heads. Where ranks share a NIC, a rank has its part of it,
-        whichever group or stage the others are of. Raises ConfigError."""
+        """The data × context ranks of a stage for the planner: one per tensor-parallel group, whose ranks share its
+        node and each move their own heads. Ranks that share a NIC each have their part of it, also across groups and
+        stages. Raises ConfigError."""
         ranks = self.ranks(cluster)
         _divides("parallelism.tensor", self.tensor, cluster.ranks_per_node, "the ranks of a node")
         on_node = cluster.ranks_per_node // self.tensor
@@ -125,13 +124,13 @@ class Parallelism:
         )
 
     def group(self, cluster: Cluster) -> Cluster:
-        """Of `stage`, the ranks of one group. Raises ConfigError."""
+        """The ranks of one group of `stage`. Raises ConfigError."""
         stage = self.stage(cluster)
         if self.context is None:
             return stage
         _divides("parallelism.context", self.context, stage.ranks, "the data x context ranks of a stage")
         if stage.speeds is not None:
-            rule = "a static grid knows no speeds"
+            rule = "static grids do not support speeds"
             raise ConfigError(
                 "cluster.speeds", stage.speeds[:4], rule, "leave them out, or plan over all ranks"
             )
@@ -143,15 +142,15 @@ class Parallelism:
         return replace(stage, nodes=self.context // of_node, ranks_per_node=of_node, nics_per_node=share)
 
     def groups(self, cluster: Cluster) -> int:
-        """Groups of a stage; one where one plan holds all. Raises ConfigError."""
+        """Number of groups of a stage; 1 for a plan over all ranks. Raises ConfigError."""
         return self.stage(cluster).ranks // self.group(cluster).ranks
 
     def steps(self) -> int:
-        """Microbatches that each stage sees in a step."""
+        """Microbatches per stage in a step."""
         return self.degrees.microbatches * self.pipeline
 
     def rank_model(self, model: Model) -> Model:
-        """The model of one tensor-parallel rank; KV heads that there are too few of are on several. Raises
+        """The model of one tensor-parallel rank; if there are fewer KV heads than ranks, they are replicated. Raises
         ConfigError."""
         if self.tensor == 1:
             return model
@@ -179,15 +178,14 @@ class Parallelism:
         return replace(kind, heads=heads, key_heads=shared)
 
     def stage_layers(self, layers: int) -> float:
-        """Layers of each stage. Raises ConfigError where they do not divide."""
+        """Layers of each stage. Raises ConfigError if they do not divide evenly."""
         _divides(
             "parallelism.pipeline x parallelism.virtual", self.pipeline * self.virtual, layers, "the layers"
         )
         return layers / self.pipeline
 
     def check(self, cluster: Cluster, model: Model, layers: int, experts: Experts = NO_EXPERTS) -> None:
-        """Raises ConfigError where degrees do not divide what they share, and where halves take turns that have
-        experts."""
+        """Raises ConfigError for degrees that do not divide evenly, and for ping-pong halves with experts."""
         self.group(cluster)
         self.rank_model(model)
         self.stage_layers(layers)
@@ -218,18 +216,19 @@ class Parallelism:
             rule = "experts are priced on ranks of one speed"
             raise ConfigError("cluster.speeds", cluster.speeds[:4], rule, "leave them out")
         if self.ping_pong:
-            rule = "halves that take turns are not priced with experts"
+            rule = "ping-pong halves are not priced with experts"
             raise ConfigError("parallelism.ping_pong", True, rule, "leave it out")
 
     def planned_as(self, cluster: Cluster) -> Parallelism:
-        """The one that has its plans: degrees that attention does not see are 1, and a grid of one group is none."""
+        """The parallelism with the same plans: degrees without effect on attention are 1, and a grid of one group is a
+        plan over all ranks."""
         degrees = replace(self.degrees, virtual=1, expert=1)
         if self.context is None or self.context * self.tensor * self.pipeline < cluster.ranks:
             return replace(self, degrees=degrees)
         return replace(self, degrees=degrees, context=None, packing=None)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data; microbatches as each stage sees them."""
+        """Plain data; microbatches per stage."""
         return {
             "recipe": self.recipe.name,
             "context": self.context,
@@ -255,7 +254,7 @@ class Parallelism:
         if cluster.speeds is None:
             return None
         if self.tensor * self.pipeline > 1:
-            rule = "ranks of one speed for each tensor-parallel group and stage are not known"
+            rule = "speeds are per rank, not per tensor-parallel group and stage"
             raise ConfigError(
                 "cluster.speeds", cluster.speeds[:4], rule, "leave them out, or use TP 1 and PP 1"
             )

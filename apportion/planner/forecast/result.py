@@ -1,4 +1,4 @@
-"""Forecasts of several recipes and static grids beside each other, with intervals and what one saves over another."""
+"""Forecast results: rows of recipes and static grids side by side, with intervals and speed-ups."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from apportion.planner.forecast.step import PARTS, StepForecast
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.scenarios import SCENARIOS, Scenario
 
-#: what is varied for an interval, one at a time: what `SCENARIOS` has but for all at once, and kernels a tenth faster.
-#: Bandwidths and latencies of hardware files are those of data sheets: nothing is expected to be better
+#: single-scenario variations for an interval: `SCENARIOS` except their combination, and kernels a tenth faster.
+#: Bandwidths and latencies of hardware files are data-sheet values, so none is expected to be better
 INTERVAL = (*(one for one in SCENARIOS if one.name != "all"), Scenario("fast-kernels", compute=0.9))
-#: and of models with experts: these as even as can be, and twice as uneven as assumed
+#: for models with experts: perfectly even experts, and twice the assumed unevenness
 UNEVEN = (Scenario("even-experts", experts=0.0), Scenario("uneven-experts", experts=2.0))
-#: share of the pairs that a static grid must compute to be proposed or what others are held against: one that cuts long
-#: sequences trains something else
+#: fraction of the pairs that a static grid must compute to qualify as best or baseline: one that cuts long sequences
+#: trains a different objective
 KEPT = 0.98
 HOURS_A_WEEK = 168
 
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """One parallelism over all batches. steps: by scenario, then batch; groups: of a
-    static grid, its data-parallel degree; reason: why it is refused, then without."""
+    """Forecast of one parallelism over all batches. steps: by scenario, then batch; groups: of a static grid, its
+    data-parallel degree; reason: why it is refused, then without steps."""
 
     parallelism: Parallelism
     steps: tuple[tuple[StepForecast, ...], ...] = ()
@@ -43,7 +43,7 @@ class ForecastRow:
 
     @property
     def seconds(self) -> list[float]:
-        """Means over batches, of each scenario."""
+        """Mean seconds over batches, for each scenario."""
         return [float(np.mean([one.seconds for one in held])) for held in self.steps]
 
     @property
@@ -52,29 +52,29 @@ class ForecastRow:
 
     @property
     def kept(self) -> float:
-        """The share of the pairs of whole sequences that is computed: below 1 where a static grid cuts sequences.
-        Masks that allow none drop none."""
+        """Fraction of the pairs of whole sequences that is computed: below 1 if a static grid cuts sequences. Masks
+        without pairs lose none."""
         whole = sum(one.whole_pairs for one in self.nominal)
         return sum(one.pairs for one in self.nominal) / whole if whole else 1.0
 
     def parts(self) -> dict[str, float]:
-        """Seconds by part, means over batches."""
+        """Mean seconds by part over batches."""
         return {name: float(np.mean([one.parts[name] for one in self.nominal])) for name in PARTS}
 
     def experts(self) -> dict[str, float] | None:
-        """Rows of experts and how uneven tokens are, of the microbatch that sends most; None: there are no experts."""
+        """Rows of experts and unevenness of tokens, for the microbatch that sends most; None without experts."""
         found = [one.experts for one in self.nominal if one.experts is not None]
         return max(found)._asdict() if found else None
 
     def memory(self) -> Memory:
-        """Of the batch that needs most."""
+        """Memory of the batch with the largest need."""
         return max((one.memory for one in self.nominal), key=lambda memory: memory.total)
 
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Rows in the order of what was asked; the baseline is the one that savings refer to, the fastest static grid that
-    fits where none is named."""
+    """Rows in the order of the request; the baseline, by default the fastest static grid that fits, is the reference of
+    speed-ups."""
 
     rows: tuple[ForecastRow, ...]
     cluster: Cluster
@@ -85,19 +85,19 @@ class Forecast:
     named: str | None = None
 
     def fits(self, row: ForecastRow) -> bool:
-        """Whether it was served and holds its memory."""
+        """True if the row has a forecast and fits in memory."""
         return bool(row.steps) and row.memory().total <= self.cluster.memory_gib * 2**30
 
     @cached_property
     def baseline(self) -> ForecastRow | None:
-        """None where there is no such row."""
+        """The reference row, or None if there is none."""
         if self.named is not None:
             return next((row for row in self.rows if row.steps and str(row.parallelism) == self.named), None)
         return _fastest(row for row in self._candidates if row.parallelism.context is not None)
 
     @cached_property
     def best(self) -> ForecastRow | None:
-        """The fastest row that fits and cuts next to nothing, None where there is none."""
+        """The fastest row that fits and cuts next to nothing, or None."""
         return _fastest(self._candidates)
 
     @property
@@ -105,15 +105,15 @@ class Forecast:
         return [row for row in self.rows if self.fits(row) and row.kept >= KEPT]
 
     def gain(self, row: ForecastRow) -> dict[str, float] | None:
-        """Steps of the row in the time of one of the baseline's: as figures say, and the least and most of scenarios,
-        each applied to both."""
+        """Speed-up of the row over the baseline: nominal, and the minimum and maximum over scenarios, each applied to
+        both."""
         if self.baseline is None or not row.steps:
             return None
         ratios = [base / mine for base, mine in zip(self.baseline.seconds, row.seconds, strict=True)]
         return {"value": ratios[0], "low": min(ratios), "high": max(ratios)}
 
     def record(self) -> dict[str, Any]:
-        """Plain data: rows, and what they were made from."""
+        """Plain data: rows and inputs."""
         return {
             "rows": [self._record(row) for row in self.rows],
             "baseline": None if self.baseline is None else str(self.baseline.parallelism),
@@ -128,8 +128,8 @@ class Forecast:
         }
 
     def _parameters(self) -> dict[str, float]:
-        """Of the whole model without norms: all, and those of a token's products, the head's too, not the
-        embedding's."""
+        """Parameters of the whole model without norms: total, and active per token, including the head but not the
+        embedding."""
         model, training = self.model, self.training
         layers = layer_count(model)
         head, experts = model.hidden * training.vocab, training.experts

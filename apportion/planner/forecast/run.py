@@ -1,4 +1,4 @@
-"""From batches to a forecast: every parallelism plans them, is simulated under every scenario, and is made a row."""
+"""Runs a forecast: every parallelism plans the batches, is simulated under every scenario, and becomes a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.cost import CostModel
-from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, attend, plan_attention
+from apportion.planner.forecast.attention import AttentionTimes, PlannedMicrobatch, attend, plan_attention
 from apportion.planner.forecast.choices import recipe_parallelisms, static_grids
 from apportion.planner.forecast.parallelism import Parallelism
 from apportion.planner.forecast.result import INTERVAL, UNEVEN, Forecast, ForecastRow
@@ -36,13 +36,13 @@ def forecast(
     seed: int = 0,
     progress: Progress = lambda done: None,
 ) -> Forecast:
-    """What training steps take, for each parallelism: means over the batches, each of which is one step's sequences; or
-    one batch.
+    """Forecasts training step times for each parallelism, averaged over batches, each with one step's sequences.
 
-    parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: whole, also with tensor
+    parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: the whole model, also with tensor
     parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's. baseline:
-    the name of the parallelism that gains refer to, by default the fastest static grid that fits. progress: called with
-    the name of each that is done. One that cannot serve a batch keeps its row, with the reason. Raises ConfigError.
+    name of the reference parallelism for speed-ups, by default the fastest static grid that fits. progress: called with
+    the name of each finished one. A parallelism that cannot serve a batch keeps its row, with the reason. Raises
+    ConfigError.
     """
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
@@ -57,11 +57,11 @@ def forecast(
     if (own := model.latent) is not None and (own.rank, own.rope) != (trained.kv_rank, trained.rope_dim):
         said = f"kv_rank {trained.kv_rank}, rope_dim {trained.rope_dim}"
         remedy = f"write kv_rank: {own.rank}, rope_dim: {own.rope}"
-        raise ConfigError("training", said, "must be those of the model's latent rows", remedy)
+        raise ConfigError("training", said, "must match the model's latent rows", remedy)
     names = [str(form) for form in chosen]
     if baseline is not None and (not isinstance(baseline, str) or baseline not in names):
         raise ConfigError(
-            "baseline", baseline, "is none of the parallelisms", f"use one of {'; '.join(names)}"
+            "baseline", baseline, "is not one of the parallelisms", f"use one of {'; '.join(names)}"
         )
     used = Hardware.named(hardware) or Hardware.load("h100")
     scenarios = INTERVAL + UNEVEN * bool(trained.experts.count)
@@ -84,7 +84,7 @@ def forecast(
 
 
 def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
-    """What is given, one or several, all of that kind. Raises ConfigError."""
+    """The value or values as a list, each checked to be of the class. Raises ConfigError."""
     held = [given] if isinstance(given, kind) else list(instances(field, given, kind))
     if not held:
         raise ConfigError(field, [], "there is nothing to forecast", remedy)
@@ -92,18 +92,19 @@ def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:
 
 
 class _Attention(NamedTuple):
-    """Of each batch, group that is planned, and microbatch. attended: under each scenario; pairs: of each batch."""
+    """Simulated attention by batch, planned group and microbatch. attended: under each scenario; pairs: of each
+    batch."""
 
     planned: list[list[list[PlannedMicrobatch]]]
     pairs: list[int]
-    attended: list[list[list[list[Attended]]]]
+    attended: list[list[list[list[AttentionTimes]]]]
 
 
 def _row(
     settings: Sequence[Setting], batches: Sequence[Batch], seed: int, shared: list[_Attention]
 ) -> ForecastRow:
-    """settings: one a scenario. shared: filled by the first of several rows with the same plans; halves that take turns
-    differ in the work around them."""
+    """The row of one parallelism. settings: one per scenario. shared: attention of the first of several rows with the
+    same plans, filled on first use; alternating halves differ in the work around them."""
     nominal, *_ = settings
     form = nominal.parallelism
     try:
@@ -116,7 +117,7 @@ def _row(
 def steps_of(
     settings: Sequence[Setting], batches: Sequence[Batch], seed: int, shared: list[_Attention]
 ) -> tuple[tuple[StepForecast, ...], ...]:
-    """The steps of all batches under each setting, planned for the first one. shared: as in `_row`. Raises ConfigError,
+    """Steps of all batches under each setting, planned for the first one. shared: as in `_row`. Raises ConfigError,
     CapacityError."""
     nominal, *_ = settings
     for batch in batches:
@@ -143,7 +144,7 @@ def _attention(settings: Sequence[Setting], batches: Sequence[Batch], seed: int)
     planned, pairs = (list(part) for part in zip(*made, strict=True))
     projects = planned[0][0][0].projects
     if projects and nominal.training.kv_rank:
-        rule = f"{form.recipe.name} makes Q, K and V of some heads at a time from hidden states, not from a low rank"
+        rule = f"{form.recipe.name} computes Q, K and V of some heads at a time from hidden states, not low-rank rows"
         raise ConfigError("training.kv_rank", nominal.training.kv_rank, rule, "use another recipe")
     under = [(CostModel(one.hardware, model), form.group(one.cluster)) for one in settings]
     around = [around_us(one, projects) for one in settings]

@@ -1,11 +1,11 @@
-"""Pipeline schedules: 1F1B and interleaved 1F1B (Megatron-LM: Narayanan et al., 2021) over microbatches that take
-different times.
+"""Pipeline schedules: 1F1B and interleaved 1F1B (Megatron-LM: Narayanan et al., 2021) over microbatches of different
+durations.
 
-    stage 0   F0 F1 F2 F3 .  .  B0 F4 B1 ..        warm-up, one forward one backward, then what is left
+    stage 0   F0 F1 F2 F3 .  .  B0 F4 B1 ..        warm-up, one forward one backward, drain
     stage 1   .  F0 F1 F2 .  B0 F3 B1 F4 ..
 
-Each stage runs its list in order; an item waits for the one before it in its own list, and for the stage that it hears
-from, `hop_us` later.
+Each stage runs its list in order; an item starts after the previous one in its list, and `hop_us` after its input is
+complete on the neighbouring stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from apportion.ir.arrays import Floats
 
 
 class Item(NamedTuple):
-    """What a stage does at a time: a chunk of layers of a microbatch, forward or backward."""
+    """A unit of work of a stage: a chunk of layers of a microbatch, forward or backward."""
 
     backward: bool
     chunk: int
@@ -26,8 +26,8 @@ class Item(NamedTuple):
 
 
 def orders(stages: int, microbatches: int, virtual: int = 1) -> list[list[Item]]:
-    """What each stage does, in order. Interleaved stages take their chunks in groups of as many microbatches as there
-    are stages, and warm up with twice the stages behind them and a group for each chunk but the last."""
+    """The items of each stage in order. Interleaved stages process their chunks in groups of `stages` microbatches;
+    their warm-up has twice the number of stages behind them, and a group for each chunk but the last."""
     return [_order(stage, stages, microbatches, virtual) for stage in range(stages)]
 
 
@@ -53,7 +53,7 @@ def _turns(stages: int, microbatches: int, virtual: int, backward: bool) -> list
 
 
 def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_us: float = 0.0) -> float:
-    """When the last stage is done. forward_us, backward_us: float64 [stages, microbatches], of all chunks of a stage
+    """End time of the last stage. forward_us, backward_us: float64 [stages, microbatches], of all chunks of a stage
     together; hop_us: from a stage to the next."""
     stages, microbatches = forward_us.shape
     lists = orders(stages, microbatches, virtual)
@@ -73,12 +73,12 @@ def makespan_us(forward_us: Floats, backward_us: Floats, virtual: int = 1, hop_u
                 done[int(item.backward), place, item.microbatch] = clock[stage]
                 at[stage], moved = at[stage] + 1, True
         if not moved:
-            raise AssertionError("the stages wait for each other")  # no order of `orders` does
+            raise AssertionError("the stages wait for each other")  # cannot happen for orders of `orders`
     return max(clock)
 
 
 def _ready(done: Floats, item: Item, place: int, hop_us: float) -> float:
-    """When what an item needs has arrived; below 0 where that is not known yet."""
+    """Time at which an item's input has arrived; negative if not yet known."""
     if not item.backward:
         return 0.0 if place == 0 else _later(done[0, place - 1, item.microbatch], hop_us)
     if place == done.shape[1] - 1:

@@ -1,12 +1,12 @@
-"""From attention to the whole step: what each stage does with each microbatch, and how long all of it takes.
+"""Assembles a step from attention: the work of each stage on each microbatch, and the time of the pipeline.
 
     microbatch   forward   attention │ linear │ rows │ head          of the stage's layers
                  backward  attention │ linear │ rows │ head │ recomputation
-    step         pipeline of the microbatches │ what data-parallel traffic does not hide │ optimizer
+    step         pipeline of the microbatches │ exposed data-parallel traffic │ optimizer
 
-Ranks of a plan wait for each other in every layer, so a layer takes what attention's last rank takes and what its
-fullest rank takes for the rest. Groups of a static grid wait for each other once a step. Traffic of weights and
-gradients hides behind products and row work, not behind attention, which has the links.
+Ranks of a plan synchronize in every layer, so a layer takes the time of attention's last rank plus that of the fullest
+rank for the rest. Groups of a static grid synchronize once per step. Traffic of weights and gradients overlaps products
+and row work, but not attention, which uses the links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.congestion import Congestion
-from apportion.planner.forecast.attention import Attended, PlannedMicrobatch, largest
+from apportion.planner.forecast.attention import AttentionTimes, PlannedMicrobatch, largest
 from apportion.planner.forecast.collectives import exposed_us, gather_us, reduce_us
 from apportion.planner.forecast.experts import ExpertRanks, ExpertRows
 from apportion.planner.forecast.host import copies
@@ -44,10 +44,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StepForecast:
-    """One step. parts: seconds by `PARTS`, of the stage that is busy longest in the group that is done last; they add
-    up. tokens, flops: of all ranks, without recomputation; pairs: that are computed, over all layers, and whole_pairs,
-    those of sequences that are not cut; memory: of the rank that needs most; experts: rows of the microbatch that
-    sends most, where there are experts."""
+    """Forecast of one step. parts: seconds by `PARTS`, of the busiest stage in the slowest group; they add up. tokens,
+    flops: of all ranks, without recomputation; pairs: computed pairs, over all layers, and whole_pairs, with uncut
+    sequences; memory: of the rank with the largest need; experts: rows of the microbatch that sends most, if there are
+    experts."""
 
     parts: dict[str, float]
     tokens: int
@@ -64,8 +64,8 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step runs on. cluster: all ranks, and their links; model: whole; hardware: of its kernels; excess: see
-    `Experts.spread`."""
+    """Inputs of a step. cluster: all ranks, and their links; model: the whole model; hardware: of its kernels; excess:
+    see `Experts.spread`."""
 
     parallelism: Parallelism
     cluster: Cluster
@@ -75,7 +75,7 @@ class Setting:
     excess: float = 1.0
 
     def check(self, batch: Batch) -> None:
-        """Raises ConfigError where degrees do not divide what they share, or there are no such chunks."""
+        """Raises ConfigError for degrees that do not divide evenly, and for unsupported chunks."""
         layers = all_layers(self.model, batch.kinds)
         self.parallelism.check(self.cluster, self.model, layers, self.training.experts)
         if self.model.recurrent and self.training.chunks > 1:
@@ -85,17 +85,17 @@ class Setting:
             self._check_chunks(batch)
 
     def _check_chunks(self, batch: Batch) -> None:
-        """Raises ConfigError where the recipe has no chunks, a sequence is not causal or not alone, or a rank has fewer
-        tokens than chunks."""
+        """Raises ConfigError if the recipe does not support chunks, a sequence is not causal or not alone, or a rank
+        has fewer tokens than chunks."""
         form, chunks = self.parallelism, self.training.chunks
         if form.recipe.name not in ("ulysses", "upipe"):
-            rule = f"are of heads that ranks share, which {form.recipe.name} is not"
+            rule = f"need heads split among ranks, unlike {form.recipe.name}"
             raise ConfigError("training.chunks", chunks, rule, "use --recipes ulysses or upipe, or 1")
         microbatches = form.steps() * form.groups(self.cluster)
         causal = all(isinstance(spec, Causal) for kind in batch.masks.values() for spec in kind.specs)
         if len(batch.lengths) > microbatches or not causal:
-            found = f"here are {len(batch.lengths)} in {microbatches}" if causal else "a mask is another"
-            rule = f"are of one causal sequence a microbatch, and {found}"
+            found = f"here are {len(batch.lengths)} in {microbatches}" if causal else "a mask is not causal"
+            rule = f"need one causal sequence per microbatch, but {found}"
             raise ConfigError("training.chunks", chunks, rule, "give such a batch, or write 1")
         tokens = batch.tokens // (form.stage(self.cluster).ranks * form.steps())
         if chunks > max(tokens, 1):
@@ -125,7 +125,7 @@ class Setting:
         return ExpertRows.of(experts, planned.rows, form.expert, form.tensor, self.layers.spread)
 
     def experts_us(self, planned: PlannedMicrobatch) -> tuple[float, float]:
-        """Of one layer, forward: products and rows of routed experts, and both all-to-alls."""
+        """Time of one layer's routed experts, forward: products and rows, and both all-to-alls."""
         layers, experts = self.layers, self.training.experts
         if not experts.count:
             return 0.0, 0.0
@@ -147,12 +147,14 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
         return layer_count(model)
     strange = [kind for kind in kinds if kind not in model.layers]
     if strange:
-        rule = f"has no kind {strange[0]}, of which the sequences have masks"
+        rule = f"lacks kind {strange[0]}, which the sequences have masks for"
         remedy = "give each kind a mask in the batch, or by --mask '{kind: mask}'"
         raise ConfigError("model.layers", dict(model.layers), rule, remedy)
     missing = [kind for kind in model.layers if kind not in kinds]
     if missing:
-        rule = f"has layers of kind {missing[0]}, of which the sequences have no mask: a step has all layers"
+        rule = (
+            f"has layers of kind {missing[0]}, which the sequences have no mask for: a step runs all layers"
+        )
         raise ConfigError("model.layers", dict(model.layers), rule, "give that kind a mask, or leave it out")
     return layer_count(model)
 
@@ -160,12 +162,12 @@ def all_layers(model: Model, kinds: Iterable[str]) -> int:
 def step(
     setting: Setting,
     planned: list[list[PlannedMicrobatch]],
-    attended: list[list[Attended]],
+    attended: list[list[AttentionTimes]],
     pairs: int,
     batch: Batch,
 ) -> StepForecast:
-    """The step of one batch. planned, attended: of the groups that are planned, their microbatches; pairs: of all.
-    Raises ConfigError."""
+    """The step of one batch. planned, attended: microbatches of the planned groups; pairs: of all groups. Raises
+    ConfigError."""
     if setting.parallelism.expert > setting.parallelism.tensor * len(planned[0][0].rows):
         attended = [[_last(took) for took in zip(*attended, strict=True)]] * len(planned)
     timed = [_group(setting, held, took) for held, took in zip(planned, attended, strict=True)]
@@ -192,9 +194,9 @@ def _last(attended: Sequence[Attended]) -> Attended:
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
-    """Of each phase, microseconds of a layer that a token takes before and after attention, in which the other half's
-    messages travel: products, row work, traffic of tensor parallelism, and in backward what is made anew. projects:
-    whether programs make Q, K and V."""
+    """Microseconds per layer and token before and after attention, for each phase, which overlap the other half's
+    messages: products, row work, tensor-parallel traffic, and recomputation in backward. projects: True if programs
+    compute Q, K and V."""
     layers, stage = setting.layers, setting.stage
     products = layers.linear_us(1, projects=True)
     projections = layers.linear_us(1) - products
@@ -208,9 +210,9 @@ def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]
 
 
 def _group(
-    setting: Setting, held: Sequence[PlannedMicrobatch], attended: Sequence[Attended]
+    setting: Setting, held: Sequence[PlannedMicrobatch], attended: Sequence[AttentionTimes]
 ) -> dict[str, float]:
-    """Microseconds by part of the stage of a group that is busy longest, and what it is idle."""
+    """Microseconds by part of the busiest stage of a group, including its idle time."""
     stages = setting.parallelism.pipeline
     works = [
         [_StageWork.of(setting, one, took, stage) for one, took in zip(held, attended, strict=True)]
@@ -229,14 +231,14 @@ def _group(
 
 @dataclass(frozen=True)
 class _StageWork:
-    """What a stage does with a microbatch. parts: microseconds, forward and backward together."""
+    """Work of a stage on a microbatch. parts: microseconds, forward and backward together."""
 
     forward_us: float
     backward_us: float
     parts: dict[str, float]
 
     @staticmethod
-    def of(setting: Setting, planned: PlannedMicrobatch, attended: Attended, stage: int) -> _StageWork:
+    def of(setting: Setting, planned: PlannedMicrobatch, attended: AttentionTimes, stage: int) -> _StageWork:
         form, layers = setting.parallelism, setting.layers
         count, recompute = setting.stage_layers(planned), setting.training.recompute
         linear, rows = _products_us(layers, planned) * count, layers.rows_us(planned.even) * count
@@ -273,7 +275,7 @@ class _StageWork:
 
 
 def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
-    """Of one layer, forward; where tokens are moved part of it runs on even ones."""
+    """Products of one layer, forward; with a remap, part of them on even tokens."""
     linear = layers.linear_us(planned.busy, planned.projects)
     if planned.even == planned.busy:
         return linear
@@ -282,14 +284,14 @@ def _products_us(layers: Layers, planned: PlannedMicrobatch) -> float:
 
 
 def _copied_us(setting: Setting, planned: PlannedMicrobatch, phase: str, work_us: float) -> float:
-    """Copies to and from the host that are longer than the layers, which take `work_us` together."""
+    """Exposed host copies: the excess over the layers' work, `work_us` in total."""
     count, host_gbs = setting.stage_layers(planned), setting.hardware.host_gbs.value
     moved = copies(setting.layers, planned.tokens, phase, planned.stages)
     return max(moved.us(host_gbs) * count - work_us, 0.0)
 
 
 def _behind_us(setting: Setting, planned: PlannedMicrobatch) -> float:
-    """What hides traffic of weights and gradients: products and row work of one layer, forward, or nothing."""
+    """Work that hides traffic of weights and gradients: products and row work of one layer, forward, or none."""
     if not setting.training.overlap:
         return 0.0
     layers = setting.layers
@@ -297,10 +299,9 @@ def _behind_us(setting: Setting, planned: PlannedMicrobatch) -> float:
 
 
 def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[float, float]:
-    """Microseconds in which a microbatch waits for weights, forward, and for weights and gradients, backward: where
-    gradients are sharded they are scattered as each microbatch makes them, and where weights are, too, these are
-    gathered for every pass over a layer. Nothing hides those of the embedding, which is used first, and whose gradient
-    comes last; those of the head are hidden where anything is."""
+    """Exposed microseconds of a microbatch, (forward, backward): gathering of sharded weights for every pass over a
+    layer, and scattering of sharded gradients after each microbatch. The embedding's are fully exposed, since it is
+    used first and its gradient comes last; the head's are hidden if anything is."""
     if not setting.training.shards("gradients"):
         return 0.0, 0.0
     layers, ranks = setting.layers, setting.stage
@@ -319,8 +320,8 @@ def _exposed(setting: Setting, planned: PlannedMicrobatch, stage: int) -> tuple[
 
 
 def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], size: int) -> float:
-    """Of the weights or gradients of a layer, of so many bytes each: of all ranks, and of those with the same
-    experts."""
+    """Collective time for the weights or gradients of a layer, `size` bytes each: dense ones over all ranks, experts
+    over their copies."""
     layers, shared = setting.layers, collective(setting.layers.parameters * size, setting.stage)
     if not layers.sparse:
         return shared
@@ -328,13 +329,13 @@ def _layer_us(setting: Setting, collective: Callable[[float, Cluster], float], s
 
 
 def _least_behind(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> float:
-    """Of the microbatches that are last in their groups, the least work."""
+    """The least work that hides traffic, among the last microbatches of the groups."""
     return min(_behind_us(setting, held[-1]) for held in planned)
 
 
 def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[str, float]:
-    """Microseconds once a step: the reduction of gradients that are not sharded as they are made, the gathering of
-    weights whose optimizer is sharded (of the vocabulary's nothing is hidden), and the optimizer."""
+    """Microseconds once per step: reduction of gradients that were not scattered earlier, gathering of weights with a
+    sharded optimizer (the vocabulary's fully exposed), and the optimizer."""
     layers, training = setting.layers, setting.training
     stage = setting.stage
     count = setting.stage_layers(planned)
@@ -361,7 +362,7 @@ def _after(setting: Setting, planned: PlannedMicrobatch, behind: float) -> dict[
 
 
 def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
-    """Hidden states of the largest microbatch from a stage to the next."""
+    """Time to send hidden states of the largest microbatch to the next stage."""
     form, cluster, model = setting.parallelism, setting.cluster, setting.model
     if form.pipeline == 1:
         return 0.0
@@ -370,12 +371,12 @@ def _hop_us(setting: Setting, held: Sequence[PlannedMicrobatch]) -> float:
     inside = stage.ranks * form.tensor * form.pipeline <= cluster.ranks_per_node
     if inside:
         return moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us
-    known = Congestion.of(setting.hardware) or Congestion()  # a stage has one peer
+    known = Congestion.of(setting.hardware) or Congestion()  # each stage sends to a single peer
     return moved / (cluster.inter_gbs_per_rank * known.one_peer * 1e3) + cluster.inter_latency_us
 
 
 def _memory(setting: Setting, planned: list[list[PlannedMicrobatch]]) -> Memory:
-    """Of the first or the last stage, whichever needs more."""
+    """Memory of the first or the last stage, whichever needs more."""
     form, most, layers = setting.parallelism, largest(planned), setting.layers
     ranks, count = setting.stage.ranks, setting.stage_layers(most)
     found = []

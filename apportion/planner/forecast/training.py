@@ -1,4 +1,4 @@
-"""How a model is trained, besides its attention: what a forecast must know and a planner need not."""
+"""Training configuration besides attention: inputs of forecasts that plans do not depend on."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ Held = Literal["optimizer", "gradients", "weights"]
 
 @dataclass(frozen=True)
 class Training:
-    """vocab: tokens that the head tells apart. tied: whether head and embedding are one matrix.
+    """vocab: size of the vocabulary. tied: True if head and embedding share a matrix.
 
-    sharding: who holds what of the optimizer's state, the gradients and the weights: every rank all of it (`ddp`), or
-    a share of the first (`zero1`), of the first two (`zero2`), of all three (`fsdp`).
-    gradients: the dtype in which they are kept and summed, float32 or the model's. optimizer_bytes: of state a
-    parameter; none: Adam's, with a float32 copy of weights that are narrower.
-    recompute: what backward makes anew: nothing, all but attention's outputs (`selective`), or all of a layer (`full`).
-    loss_tokens: of how many tokens the logits are there at once; losses that are tiled or fused keep no more.
-    mlp_tile: of how many tokens the FFN is computed at a time, none: of all. Forward keeps nothing of a tile, so
-    backward runs its forward once more (ALST's tiled MLP).
-    offload: whether what layers keep for backward is in host memory (ALST); copies run beside the work of a layer.
-    chunks: parts of the sequence that a layer is computed in, with all that is not at work on the host (FPDT); of one
-    long causal sequence under `ulysses` or `upipe`, with full recomputation and offloading.
-    overlap: whether traffic of weights and gradients runs beside work of the layers, or while nothing else does, as in
-    Megatron-LM where its overlapping is not switched on.
-    experts: of the layers that have some. kv_rank, q_rank: of MLA's projections of low rank, 0: none; rope_dim: of its
-    heads' numbers those that K shares among heads.
-    Raises ConfigError.
+    sharding: of optimizer state, gradients and weights over ranks: nothing (`ddp`), the first (`zero1`), the first two
+    (`zero2`), all three (`fsdp`). gradients: dtype in which they are stored and summed, float32 or the model's.
+    optimizer_bytes: state per parameter; none: Adam's, with a float32 copy of narrower weights. recompute: what
+    backward recomputes: nothing, all but attention's outputs (`selective`), or whole layers (`full`). loss_tokens:
+    tokens whose logits exist at once, for tiled or fused losses. mlp_tile: tokens per tile of the FFN, none: all.
+    Forward saves nothing of a tile, so backward repeats its forward (ALST's tiled MLP). offload: True if saved
+    activations are in host memory (ALST); copies overlap the work of a layer. chunks: number of sequence chunks per
+    layer, with inactive data on the host (FPDT); for one long causal sequence under `ulysses` or `upipe`, with full
+    recomputation and offloading. overlap: True if traffic of weights and gradients overlaps the layers' work; False as
+    in Megatron-LM without its overlap options. experts: of layers with experts. kv_rank, q_rank: ranks of MLA's
+    low-rank projections, 0: none; rope_dim: numbers of K shared among heads. Raises ConfigError.
     """
 
     vocab: Count = 128256
@@ -59,7 +54,10 @@ class Training:
         instance("training.experts", self.experts, Experts, "use Training.from_data for a mapping")
         options.keep(self, "training")
         if self.chunks > 1 and not (self.offload and self.recompute == "full"):
-            rule, remedy = "chunks live on the host and are made anew", "write offload: true, recompute: full"
+            rule, remedy = (
+                "chunks are kept on the host and recomputed",
+                "write offload: true, recompute: full",
+            )
             raise ConfigError("training.chunks", self.chunks, rule, remedy)
 
         if self.experts.count and self.tiles_mlp:
@@ -68,14 +66,13 @@ class Training:
 
     @property
     def tiles_mlp(self) -> bool:
-        """Whether backward runs the FFN's forward once more, tile by tile or, as FPDT does in DeepSpeed, in chunks."""
+        """True if backward repeats the FFN's forward, tile by tile or, as FPDT in DeepSpeed, in chunks."""
         return self.mlp_tile is not None or self.chunks > 1
 
     @staticmethod
     def from_data(data: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Training:
-        """The training of plain data, all fields optional. config: the data of a Hugging Face `config.json`, which says
-        `vocab`, `tied`, experts and MLA's ranks where `data` do not. Raises ConfigError, also where experts are
-        of a type that is not priced."""
+        """Builds a training from plain data, all fields optional. config: data of a Hugging Face `config.json`, the
+        default for `vocab`, `tied`, experts and MLA's ranks. Raises ConfigError, also for unsupported experts."""
         if config is not None:
             found = head_fields(mapping("config", config), data) | layer_fields(config)
             data = mapping("training", data)
@@ -88,6 +85,6 @@ class Training:
         return asdict(self)
 
     def shards(self, what: Held) -> bool:
-        """Whether each rank holds only a share of it."""
+        """True if each rank holds only a share of it."""
         held = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}[self.sharding]
         return held > ("optimizer", "gradients", "weights").index(what)

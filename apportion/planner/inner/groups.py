@@ -3,10 +3,10 @@
     group    0                       1
     ranks    0     1     2     3     4     5     6     7
     tokens   a quarter of the group's rows each          home rows
-    heads    all rows of the group, a quarter of the heads each, while attention is computed
+    heads    all rows of the group, a quarter of the heads each, during attention
 
-Attention of a group is planned as if it were one rank; its ranks run that program side by side, each for its heads,
-and talk to those of other groups that have the same heads.
+Attention of a group is planned as if it were one rank; its ranks run that program side by side, each for its heads, and
+communicate with the ranks of other groups that have the same heads.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from apportion.ir.arrays import Bools, Ints, group_of, offsets
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
-from apportion.planner.inner.lone import Lone, find_lone
+from apportion.planner.inner.lone import LoneSequences, find_lone
 from apportion.planner.options import Count, Share
 from apportion.planner.problem import Departure, Pass, Problem
 from apportion.planner.tasks.rows import Rows
 
-# A kind whose queries see fewer keys than this share of a rank's tokens is computed where its rows live.
+# "auto" computes kinds with queries that see fewer keys than this share of a rank's tokens on their home ranks.
 NEAR = 0.2
 
 
 @dataclass(frozen=True)
 class Groups:
-    """first: int64 [groups + 1], the first rank of each group, and the end; departures: from what was asked for."""
+    """first: int64 [groups + 1], the first rank of each group, and the end; departures: from the recipe's request."""
 
     first: Ints
     departures: tuple[Departure, ...] = ()
 
     @staticmethod
     def single(ranks: int) -> Groups:
-        """Every rank by itself."""
+        """Groups of one rank each."""
         return Groups(np.arange(ranks + 1))
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Groups:
 
     @property
     def split(self) -> bool:
-        """Whether any group has several ranks."""
+        """True if any group has several ranks."""
         return len(self) < self.ranks
 
     @cached_property
@@ -69,25 +69,25 @@ class Groups:
 
     @cached_property
     def member(self) -> Ints:
-        """int64 [ranks]: the place of each rank in its group."""
+        """int64 [ranks]: the index of each rank within its group."""
         return np.arange(self.ranks) - self.first[self.of_rank]
 
     def spread(self, group: Ints) -> tuple[Ints, Ints]:
-        """For values of groups: the index of the value that each member takes, and the member's rank."""
+        """Expands group values to members: the value's index for each member, and the member's rank."""
         sizes = self.sizes[group]
         index = group_of(sizes)
         ends = np.cumsum(sizes)
         return index, self.first[group[index]] + np.arange(len(index)) - (ends - sizes)[index]
 
     def member_rows(self, rows: Rows, shares: Ints) -> Rows:
-        """The home rows of every rank where the rows of each group are cut among its ranks, in order, in proportion to
-        their shares, int64 [ranks] > 0. A group of no more rows than the sum of its shares gives no rank more than
-        its own."""
+        """The home rows of every rank: the rows of each group are cut among its ranks, in order, in proportion to their
+        shares, int64 [ranks] > 0. A group with no more rows than the sum of its shares gives no rank more than its
+        share."""
         held, first_row = rows.per_rank, np.cumsum(rows.per_rank) - rows.per_rank
         of, edges = self.of_rank, offsets(shares)
         whole, before = edges[self.first[1:]] - edges[self.first[:-1]], edges[:-1] - edges[self.first[of]]
         inside = held[of] * before // whole[of]
-        cut = first_row[of] + inside  # in rows of all groups, one after another
+        cut = first_row[of] + inside  # in rows of all groups, concatenated
         cut = cut[(before > 0) & (inside < held[of])]
         ends = np.cumsum(rows.lengths[rows.order])
         block = rows.order[np.searchsorted(ends, cut, "right")]
@@ -102,10 +102,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class HeadSets:
-    """Which heads each rank computes. sets: as in the plan's header; query, key: int64 [ranks], number of the rank's
-    set of query and of KV heads (0: all); query_heads, key_heads: int64 [ranks], how many these are; shared: bool
-    [groups], whether KV heads of a group are computed by several of its ranks. stages: where heads take turns; then
-    query_heads and key_heads count those of all turns, and the numbers of sets stand there."""
+    """Heads computed by each rank. sets: as in the plan's header; query, key: int64 [ranks], number of the rank's set
+    of query and of KV heads (0: all); query_heads, key_heads: int64 [ranks], sizes of these sets; shared: bool
+    [groups], True if several ranks of a group compute a KV head. stages: for heads in stages; query_heads and key_heads
+    are then totals over stages, and `stages` has the set numbers."""
 
     sets: tuple[tuple[int, ...], ...]
     query: Ints
@@ -117,23 +117,23 @@ class HeadSets:
 
     @property
     def key_columns(self) -> Ints:
-        """int64 [ranks]: head columns of KV arenas. Where KV heads are shared, gradients arrive from other ranks, maybe
+        """int64 [ranks]: head columns of KV arenas. With shared KV heads, gradients arrive from other ranks, possibly
         of other groups, with as many heads as those have."""
         return np.full_like(self.key_heads, self.key_heads.max()) if self.shared.any() else self.key_heads
 
     @property
     def turns(self) -> int:
-        """How often attention of a group is computed, each time with some of the heads."""
+        """Number of stages in which attention of a group is computed, each with some of the heads."""
         return 1 if self.stages is None else len(self.stages)
 
     @property
     def tile_turns(self) -> int:
-        """How often KV tiles of a group come."""
+        """Number of times that KV tiles of a group arrive."""
         return self.stages.windows if self.stages is not None and self.stages.hold else self.turns
 
     @cached_property
     def tile_heads(self) -> Ints:
-        """int64 [ranks]: KV heads of a tile, in all turns."""
+        """int64 [ranks]: KV heads of a tile, over all stages."""
         if self.stages is None or self.stages.hold:
             return self.key_heads
         held = self.stages.key_heads[self.stages.window].sum(0)
@@ -141,7 +141,7 @@ class HeadSets:
 
     @staticmethod
     def of(model: Model, groups: Groups) -> HeadSets:
-        """Contiguous shares of the query heads; the KV heads that they use follow. Raises ConfigError."""
+        """Contiguous shares of the query heads, with the KV heads that they use. Raises ConfigError."""
         numbers: dict[tuple[int, ...], int] = {}
         columns = np.zeros((4, groups.ranks), np.int64)
         columns[2], columns[3] = model.q_heads, model.kv_heads
@@ -159,14 +159,13 @@ class HeadSets:
 
 @dataclass(frozen=True)
 class HeadStages:
-    """Heads of the ranks of every group, stage after stage (UPipe). All groups have the same size.
+    """Heads of the ranks of every group by stage (UPipe). All groups have the same size.
 
-    sets: as in the plan's header; query: int64 [stages, size], number of the set of query heads that each rank of a
-    group computes; window: int64 [stages], rising by one: in stages of one window ranks keep their KV heads; key: int64
-    [windows, size], number of the set of those. query_heads: of a rank in a stage; key_heads: int64 [windows, size];
-    shared: whether any KV head is held by several ranks of a group, or in several windows. project: whether the
-    program makes the heads itself; ahead: stages that come in while one is computed; hold: whether tiles of other
-    groups stay for the stages of a window, too.
+    sets: as in the plan's header; query: int64 [stages, size], number of each rank's set of query heads; window: int64
+    [stages], non-decreasing: during a window ranks keep their KV heads; key: int64 [windows, size], number of each
+    rank's set of KV heads. query_heads: per rank and stage; key_heads: int64 [windows, size]; shared: True if any KV
+    head is on several ranks of a group, or in several windows. project: True if the program computes the heads itself;
+    ahead: stages received in advance during a stage; hold: True if tiles of other groups also stay during a window.
     """
 
     sets: tuple[tuple[int, ...], ...]
@@ -189,7 +188,8 @@ class HeadStages:
         ahead: int,
         hold: bool,
     ) -> HeadStages:
-        """shares: query heads of the ranks of a group in each stage; keys: their KV heads in each window."""
+        """Builds the stages. shares: query heads of the ranks of a group in each stage; keys: their KV heads in each
+        window."""
         numbers: dict[tuple[int, ...], int] = {}
         query, key = (
             np.array([[numbers.setdefault(heads, len(numbers) + 1) for heads in row] for row in rows])
@@ -211,11 +211,11 @@ class HeadStages:
 
     @property
     def widest(self) -> int:
-        """KV heads of a rank at a time, at most."""
+        """Largest number of KV heads of a rank at a time."""
         return int(self.key_heads.max())
 
     def totals(self, groups: Groups) -> HeadSets:
-        """The head sets of the plan, with the heads of every rank in all stages, and KV heads in all windows."""
+        """The head sets of the plan, with the heads of every rank over all stages, and KV heads over all windows."""
         every, none = np.ones(groups.ranks, np.int64), np.zeros(groups.ranks, np.int64)
         keys = self.key_heads.sum(0)[groups.member]
         queries = every * self.query_heads * len(self)
@@ -223,7 +223,7 @@ class HeadStages:
 
 
 def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query heads of one of `size` ranks, and their KV heads."""
+    """Query heads of one of `size` ranks, and the KV heads that they use."""
     if model.q_heads % size:
         rule = f"must divide the {model.q_heads} query heads among the ranks of a group"
         raise ConfigError("recipe.inner.ulysses.degree", size, rule, f"use {gcd(size, model.q_heads)}")
@@ -233,19 +233,19 @@ def _share(model: Model, size: int, place: int) -> tuple[tuple[int, ...], tuple[
 
 
 class InnerPass(Pass, Protocol):
-    """Makes groups of ranks that share tokens and split the heads. overlap: rows go in and out while others are
-    computed with."""
+    """Forms groups of ranks that share tokens and split the heads. overlap: rows are exchanged while others are
+    computed."""
 
     def splits(self, problem: Problem) -> frozenset[str]:
-        """The attention kinds whose heads are split; others are computed where their rows live."""
+        """The attention kinds whose heads are split; others are computed on their rows' home ranks."""
         return frozenset(problem.batch.kinds)
 
     @property
     def overlap(self) -> bool:
         return False
 
-    def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
-        """The sequences that stay whole on one rank, None: none do."""
+    def find_lone(self, problem: Problem, groups: Groups) -> LoneSequences | None:
+        """The sequences that stay whole on one rank, or None."""
         return None
 
     @abstractmethod
@@ -259,11 +259,11 @@ class InnerPass(Pass, Protocol):
 class Ulysses(InnerPass):
     """Groups of `degree` consecutive ranks. degree: a number, "auto" (the largest that divides the ranks and the query
     heads), "node" (the largest that divides the ranks of a node and the query heads) or "half_node" (the same of half a
-    node, so that a node of an even number of ranks has several groups). overlap: whether rows go in and out while
-    others are computed with; then tasks that need no tile are spread over the stages. lone: sequences of no more than
-    this share of a rank's time stay whole on one rank, with all heads; "auto": as many as leave the ranks of a group
-    even. kinds: the attention kinds whose heads are split; the others' are computed with all heads where their rows
-    live, which serves windows: they need few keys from elsewhere; "auto": those that see many keys."""
+    node, so that a node of an even number of ranks has several groups). overlap: True to exchange rows while others are
+    computed; tasks that need no tile are then spread over the stages. lone: sequences up to this share of a rank's time
+    stay whole on one rank, with all heads; "auto": as many as leave the ranks of a group even. kinds: attention kinds
+    whose heads are split; others are computed with all heads on their rows' home ranks, which suits windows with few
+    remote keys; "auto": kinds that see many keys."""
 
     name: ClassVar[str] = "ulysses"
 
@@ -273,8 +273,8 @@ class Ulysses(InnerPass):
     kinds: Literal["all", "auto"] | Annotated[tuple[str, ...], Meta(min_length=1)] = "all"
 
     def splits(self, problem: Problem) -> frozenset[str]:
-        """The kinds whose heads are split: none that choose keys at run time. Raises ConfigError for one of these, or
-        that the batch does not have."""
+        """The kinds whose heads are split, without those that choose keys at run time. Raises ConfigError for such a
+        kind in `kinds`, and for kinds missing from the batch."""
         known = tuple(kind for kind in problem.batch.kinds if kind not in problem.picked)
         if self.kinds == "all" or not known:
             return frozenset(known)
@@ -288,21 +288,21 @@ class Ulysses(InnerPass):
         return frozenset(self.kinds)
 
     def _field(self, name: str) -> str:
-        """A parameter as errors name it."""
+        """The full name of a parameter in errors."""
         return f"recipe.inner.{self.name}.{name}"
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
-        """Who computes which heads. Raises ConfigError."""
+        """The heads of each rank. Raises ConfigError."""
         return HeadSets.of(model, groups)
 
-    def find_lone(self, problem: Problem, groups: Groups) -> Lone | None:
-        """The sequences that stay whole, if any; none where sequences have `home_ranks`, which groups refuse."""
+    def find_lone(self, problem: Problem, groups: Groups) -> LoneSequences | None:
+        """The lone sequences, if any; None for sequences with `home_ranks`, which groups refuse."""
         if self.lone is None or not groups.split or problem.batch.home_ranks:
             return None
         return find_lone(problem, groups.first, self.lone)
 
     def groups(self, problem: Problem) -> Groups:
-        """The groups of the cluster's ranks. Raises ConfigError where the degree does not divide."""
+        """The groups of the cluster's ranks. Raises ConfigError if the degree does not divide them."""
         ranks, heads = problem.ranks, problem.model.q_heads
         most = self._most(problem)
         degree = most if isinstance(self.degree, int) else gcd(most, heads)
@@ -317,7 +317,7 @@ class Ulysses(InnerPass):
         return Groups(np.arange(0, ranks + 1, degree), (less,) if degree < less.asked else ())
 
     def _most(self, problem: Problem) -> int:
-        """Ranks of a group, if the heads allow it."""
+        """Largest number of ranks of a group, before the heads' limit."""
         if isinstance(self.degree, int):
             return self.degree
         if self.degree == "auto":
@@ -328,10 +328,10 @@ class Ulysses(InnerPass):
         return per_node // 2 if per_node % 2 == 0 else 1
 
 
-def virtual_problem(problem: Problem, groups: Groups, lone: Lone | None = None) -> Problem:
-    """The problem whose ranks are the groups, all of one size: their links and their share of the tokens are those of
-    all members together, their speed that of the slowest, because heads are split evenly. Without lone sequences, and
-    with what these leave of the groups' time and tokens. Raises ConfigError, CapacityError."""
+def virtual_problem(problem: Problem, groups: Groups, lone: LoneSequences | None = None) -> Problem:
+    """The problem whose ranks are the groups, all of equal size: links and tokens are sums over members; speed is that
+    of the slowest member, because heads are split evenly. Excludes lone sequences and the time and tokens that they
+    use. Raises ConfigError, CapacityError."""
     if not groups.split:
         return problem
     if problem.batch.home_ranks:
@@ -369,8 +369,8 @@ def _virtual_cluster(cluster: Cluster, size: int) -> Cluster:
 
 
 def check_groups(groups: Groups, tiles: int) -> None:
-    """Groups that a placement made, where any has several ranks, cannot exchange tiles: their sizes may differ, and so
-    may the heads of their ranks. Raises CapacityError."""
+    """Raises CapacityError for tiles between placement-defined groups with several ranks: their sizes, and so their
+    ranks' heads, may differ."""
     if tiles and groups.split:
         raise CapacityError(
             f"{tiles} tiles would have to move between groups of {sorted(set(groups.sizes.tolist()))} ranks, whose "

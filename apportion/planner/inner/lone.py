@@ -1,14 +1,14 @@
-"""Sequences that stay whole on one rank, with all heads, where the others are split among groups of ranks.
+"""Lone sequences: whole on one rank, with all heads, while the others are split among groups of ranks.
 
     group       0                       home rows of each rank
-    rank 0      a a b │ x x x x         a .. d: lone sequences, which need nothing from anybody;
-    rank 1      c d │ x x x y y         x, y: the group's, a share of the heads on each rank while they are computed
+    rank 0      a a b │ x x x x         a .. d: lone sequences, without communication;
+    rank 1      c d │ x x x y y         x, y: the group's, a share of the heads on each rank during attention
 
-Splitting heads serves what is too long for one rank, and burdens all that is split: rows go out and come back, and
-kernels have fewer heads. Lone sequences go without, and are computed while rows of the others travel.
+Splitting heads serves sequences too long for one rank, at a cost for all that is split: rows are exchanged twice, and
+kernels have fewer heads. Lone sequences avoid that, and are computed while rows of the others travel.
 
-A group shares the rest of its work evenly, so what counts is that its ranks have equally much of lone sequences; groups
-may differ, as the rest is placed by the time that each has left.
+A group shares the rest of its work evenly, so its ranks need equally much lone work; groups may differ, since the rest
+is placed by the time that each has left.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from apportion.planner.shard.blocks import row_times, row_weights
 from apportion.planner.solvers.partition.lpt import makespan_bound
 from apportion.planner.tasks.rows import Rows
 
-# Shares of a rank's time up to which sequences are lone, the first that leaves ranks even enough: on average a group's
-# busiest has no more than this part of its time beyond the mean, and of all work no more than that part is where groups
-# lack the tokens for it.
+# Candidate upper limits of a lone sequence's share of a rank's time; the first one that leaves ranks even enough is
+# used: on average a group's busiest rank exceeds the mean by at most this fraction of its time, and at most this
+# fraction of all work is in groups without enough tokens for it.
 SHARES, UNEVEN, APART = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03), 0.004, 0.04
-# What is left is so many times as uneven at most; else none are lone.
+# Lone sequences may increase the unevenness of the rest at most by this factor; else none are lone.
 MOST_UNEVEN = 8
-# A sequence with more of a rank's tokens is never lone, nor do lone ones fill a rank where there are others.
+# A sequence with a larger share of a rank's tokens is never lone, nor do lone sequences exceed this share if there are
+# others.
 TOKENS, FILLED = 0.6, 0.98
-# So much longer than the link takes for them rows of others come in, as they are packed and unpacked too.
-COME = 1.5
-# What a group has left at least, of its time: others are placed in proportion.
+# Unpacking slows the reception of the others' rows by this factor over the link's time.
+UNPACK_FACTOR = 1.5
+# Least fraction of a group's time left for the others, which are placed in proportion.
 LEAST_LEFT = 1e-3
 
 
 @dataclass(frozen=True)
-class Lone:
-    """index, others: int64, the sequences of `batch` that are lone, and those that are not; home: int64 [lone], their
-    ranks, of `ranks`; time: int64 [lone], nanoseconds of all layers; left: float64 [groups], which part of its time
-    each group has for the others; come: nanoseconds of all layers in which rows of the others come in."""
+class LoneSequences:
+    """Lone sequences of a batch. index, others: int64, lone and other sequences; home: int64 [lone], their ranks, of
+    `ranks`; time: int64 [lone], nanoseconds over all layers; left: float64 [groups], fraction of each group's time left
+    for the others; come: nanoseconds over all layers in which rows of the others arrive."""
 
     batch: Batch
     ranks: int
@@ -59,7 +60,7 @@ class Lone:
 
     @property
     def is_all(self) -> bool:
-        """Whether there are no others."""
+        """True if all sequences are lone."""
         return not len(self.others)
 
     @cached_property
@@ -72,18 +73,19 @@ class Lone:
 
     @cached_property
     def rows(self) -> Rows:
-        """Home rows of lone sequences, from 0 on each rank, by their own tokens."""
+        """Home rows of the lone sequences, from 0 on each rank, by their own tokens."""
         return Rows(self.alone.starts, self.home, self.ranks)
 
     def in_groups(self, others: Rows, of_rank: Ints) -> tuple[Ints, Ints]:
-        """Starts int64 [blocks + 1] of the whole batch and the group of each block. others: rows of groups; of_rank:
+        """Starts int64 [blocks + 1] of the whole batch, and the group of each block. others: rows of groups; of_rank:
         int64 [ranks], their groups."""
         rows = self.beside(others)
         assert rows.later is not None
         return rows.starts, np.where(rows.later, rows.home, of_rank[rows.home])
 
     def beside(self, others: Rows) -> Rows:
-        """Home rows of the whole batch. others: home rows of the others, by their own tokens, which lie behind."""
+        """Home rows of the whole batch. others: home rows of the other sequences, by their own tokens, which come after
+        the lone ones."""
         starts = np.union1d(others.starts, self.shared.starts)[:-1]
         sequence = np.searchsorted(self.shared.starts, starts, "right") - 1
         moved = self.batch.starts[self.others[sequence]] + starts - self.shared.starts[sequence]
@@ -95,8 +97,8 @@ class Lone:
 
     @cached_property
     def early(self) -> Bools:
-        """bool [lone]: those that are computed while rows come in, as long as that takes, the others while results
-        leave. The longest first that still fit, so that all ranks of a group start on the others at about one time."""
+        """bool [lone]: True for those computed while rows arrive, up to that time; the rest run while results leave.
+        The longest fitting ones are first, so that all ranks of a group start on the others at about the same time."""
         early, room = np.zeros(len(self.index), bool), np.full(self.ranks, self.come)
         for one in np.argsort(-self.time, kind="stable").tolist():
             rank, time = self.home[one], self.time[one]
@@ -106,17 +108,19 @@ class Lone:
         return early
 
     def placement(self, problem: Problem) -> tuple[Shards, Placement]:
-        """Of the whole batch, where all sequences are lone."""
+        """The placement of a batch with only lone sequences."""
         starts = problem.batch.starts
         weight = row_weights(problem, starts)
         bound = makespan_bound(weight, problem.speeds)
         return Shards(starts, np.arange(len(weight)), weight, 0), Placement(starts, self.home, weight, bound)
 
 
-def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> Lone | None:
-    """Which sequences are lone where ranks are in groups, of `first` ranks int64 [groups + 1]; None: none are.
+def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> LoneSequences | None:
+    """The lone sequences for groups of consecutive ranks that begin at `first`, int64 [groups + 1]; None if there are
+    none.
 
-    share: of a rank's time that a lone sequence takes at most."""
+    share: largest fraction of a rank's time for a lone sequence.
+    """
     sizes = problem.batch.lengths
     times = np.maximum(row_times(problem, problem.batch.starts) - _spared(problem, sizes), 1)
     best, least = None, np.inf
@@ -130,8 +134,8 @@ def find_lone(problem: Problem, first: Ints, share: float | Literal["auto"]) -> 
 
 
 def _spared(problem: Problem, rows: Ints) -> Ints:
-    """int64, like `rows`: nanoseconds of all layers that a rank spends on rows of its own that are exchanged: they are
-    packed, and their results unpacked. The more lone rows it has, the fewer of these."""
+    """int64, like `rows`: nanoseconds over all layers to pack a rank's own exchanged rows and unpack their results. The
+    more lone rows it has, the fewer rows it exchanges."""
     model, moved = problem.model, 0
     for phase in PHASES:
         for side, heads in zip(SIDES, (model.q_heads, model.kv_heads), strict=True):
@@ -141,8 +145,10 @@ def _spared(problem: Problem, rows: Ints) -> Ints:
     return np.rint(spent).astype(np.int64)
 
 
-def _find(problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float) -> tuple[Lone | None, float]:
-    """The lone sequences, and how uneven they leave ranks: at most 1 is even enough."""
+def _find(
+    problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float
+) -> tuple[LoneSequences | None, float]:
+    """The lone sequences, and the unevenness that they leave: at most 1 is even enough."""
     speeds, members = problem.speeds, np.diff(first)
     whole = float(times.sum()) / float(speeds.sum())
     fits = sizes <= TOKENS * float(problem.token_shares.max())
@@ -174,14 +180,14 @@ def _find(problem: Problem, first: Ints, times: Ints, sizes: Ints, share: float)
     lacking = np.maximum(wanted / wanted.sum() - there / max(tokens.sum(), 1.0), 0)
     apart = float(lacking.sum() * times[others].sum() / times.sum())
     come = _come(problem, int(sizes[others].sum()) / problem.ranks, int(members.max()))
-    lone = Lone(problem.batch, problem.ranks, index, others, home, times[index], left, come)
+    lone = LoneSequences(problem.batch, problem.ranks, index, others, home, times[index], left, come)
     return lone, max(uneven / UNEVEN, apart / APART)
 
 
 def _come(problem: Problem, rows: float, members: int) -> float:
-    """Nanoseconds of all layers, both phases, in which a rank's share of rows comes from the members of its group."""
+    """Nanoseconds over all layers and both phases to receive a rank's share of rows from the members of its group."""
     moved = sum(
         problem.model.row_bytes(t) for phase in PHASES for side in SIDES for t in FETCHED[side, phase]
     )
     sent = moved * rows * (members - 1) / members
-    return COME * sum(problem.layers.values()) * sent / problem.cluster.intra_gbs
+    return UNPACK_FACTOR * sum(problem.layers.values()) * sent / problem.cluster.intra_gbs

@@ -1,13 +1,13 @@
 """UPipe: a group's heads in stages, so that only the heads of a stage exist at a time (UPipe, sections 3.3 and 4.1).
 
     16 query heads, 4 KV heads, 4 ranks, 4 query heads a stage           rank    0        1        2        3
-    order gqa: every KV head is brought once                 stage 0    q0  k0   q4  k1   q8  k2   q12 k3
+    order gqa: every KV head is received once                 stage 0    q0  k0   q4  k1   q8  k2   q12 k3
     and stays for the stages of its query heads              stage 1    q1       q5       q9       q13
                                                              stage 2    q2       q6       q10      q14  ..
     order natural                                            stage 0    q0  k0   q1  k0   q2  k0   q3  k0
                                                              stage 1    q4  k1   q5  k1   q6  k1   q7  k1   ..
 
-Heads are named by lists of their numbers: no weights are permuted, in either order.
+Stages list heads by number: no weights are permuted, in either order.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class UPipe(Ulysses):
     """Groups of `degree` consecutive ranks (as in Ulysses) that compute `heads` query heads at a time.
 
     heads: the paper's U, a multiple of the degree that divides the query heads; "auto": the degree, the least memory.
-    order: which heads share a stage. "gqa": as many KV heads as can be, which stay for the stages that need them;
-    "natural": heads by number. keep: for how many stages a rank keeps the KV heads that these need, from the first of
-    them on; "auto": as long as no rank needs others. project: the program takes hidden states and makes the heads of
-    each stage itself, forward and again backward; else q, k and v are home rows. ahead: 1 exchanges the rows of the
-    next stage while one is computed, with one more arena; 0 is the paper's. hold: tiles that come from other groups
-    stay for the stages that keep the KV heads, and travel once for all of these; else every stage brings its own.
+    order: assignment of heads to stages. "gqa": as many KV heads as possible, which stay for all stages that need them;
+    "natural": heads by number. keep: number of consecutive stages for which a rank keeps its KV heads; "auto": as long
+    as no rank needs others. project: True if the program takes hidden states and computes the heads of each stage
+    itself, forward and again backward; else q, k and v are home rows. ahead: 1 exchanges the rows of the next stage
+    while one is computed, with one more arena; 0 as in the paper. hold: True if tiles of other groups stay as long as
+    the KV heads, and travel once; else every stage fetches its own.
     """
 
     name: ClassVar[str] = "upipe"
@@ -54,27 +54,33 @@ class UPipe(Ulysses):
     def __post_init__(self) -> None:
         if self.overlap:
             raise ConfigError(
-                self._field("overlap"), True, "rows of whole stages go in and out", "use ahead: 1"
+                self._field("overlap"), True, "rows of whole stages are exchanged", "use ahead: 1"
             )
         if self.lone is not None:
             raise ConfigError(
-                self._field("lone"), self.lone, "all sequences take turns by heads", "use inner ulysses"
+                self._field("lone"),
+                self.lone,
+                "all sequences are computed in stages of heads",
+                "use inner ulysses",
             )
         if self.kinds != "all":
             raise ConfigError(
-                self._field("kinds"), self.kinds, "all kinds take turns by heads", "use inner ulysses"
+                self._field("kinds"),
+                self.kinds,
+                "all kinds are computed in stages of heads",
+                "use inner ulysses",
             )
 
     def splits(self, problem: Problem) -> frozenset[str]:
         """All kinds, or none. Raises ConfigError."""
         found = super().splits(problem)
         if found and problem.picked:
-            rule = "takes turns by heads, and kinds that choose keys at run time keep them together"
+            rule = "computes heads in stages, and kinds that choose keys at run time need all heads together"
             raise ConfigError("recipe.steps.inner", self.name, rule, "use inner ulysses")
         return found
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:
-        """Who computes which heads when; as Ulysses has it where one stage has them all and nothing is projected.
+        """The heads of each rank by stage; as in Ulysses if a single stage has all heads and nothing is projected.
         Raises ConfigError."""
         stages = self.stages(model, int(groups.sizes[0]))
         at_once = len(stages) == 1 and not self.project
@@ -98,10 +104,10 @@ class UPipe(Ulysses):
 
 
 def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
-    """The query heads of each stage, `heads` of them, in the order in which ranks take them.
+    """The query heads of each stage, `heads` of them, in the order of the ranks.
 
-    gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the most that leaves all
-    stages alike, with equally many query heads of each; the stages of the same KV heads follow each other.
+    gqa (section 4.1; Figure 4 has heads = ranks): a stage has gcd(heads, KV heads) KV heads, the most for equal stages,
+    with equally many query heads of each; stages with the same KV heads are consecutive.
     """
     ratio, every = model.q_heads // model.kv_heads, range(0, model.q_heads, heads)
     if order == "natural":
@@ -116,20 +122,20 @@ def stage_lists(model: Model, heads: int, order: str) -> list[Heads]:
 
 
 def shares_of(heads: Heads, degree: int) -> list[Heads]:
-    """Equal parts of a stage's heads, in order: one for each rank of a group."""
+    """Splits a stage's heads into equal parts, in order: one for each rank of a group."""
     size = len(heads) // degree
     return [heads[place * size : (place + 1) * size] for place in range(degree)]
 
 
 def keys_of(heads: Heads, queries_per_key: int) -> Heads:
-    """The KV heads of some query heads, rising."""
+    """The KV heads used by some query heads, ascending."""
     return tuple(sorted({head // queries_per_key for head in heads}))
 
 
 def _windows(keys: list[list[Heads]], keep: int | Literal["auto"]) -> tuple[Ints, list[list[Heads]]]:
-    """int64 [stages]: the window of each stage, and the KV heads that each rank of a group holds in each window.
+    """int64 [stages]: the window of each stage, and the KV heads of each rank of a group in each window.
 
-    keys: of each stage, the KV heads that each rank needs.
+    keys: for each stage, the KV heads that each rank needs.
     """
     if keep == "auto":
         fresh = [before != now for before, now in pairwise(keys)]

@@ -1,4 +1,4 @@
-"""From the sequences of a training iteration to the plans of its microbatches."""
+"""Plans the microbatches of a training iteration."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def plan_iteration(
     hardware: Hardware | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> IterationPlan:
-    """The plans of an iteration: the recipe's `pack` step (default: `Sequential`) puts the sequences of `batch` into
-    microbatches, and each is planned as `api.plan` does. Equal arguments give equal bytes.
+    """Plans an iteration: the recipe's `pack` step (default: `Sequential`) distributes the sequences of `batch` over
+    microbatches, each planned like `api.plan`. Equal arguments give equal bytes.
 
-    recipe, seed, policy, verify, hardware: as in `api.plan`. progress: called with (microbatches planned, of how many),
-    first with 0. Sequences that the pack step defers are in `deferred` of the result: the caller puts them in front of
-    the next iteration's batch. Raises ConfigError, CapacityError, VerifyError.
+    recipe, seed, policy, verify, hardware: as in `api.plan`. progress: called with (planned microbatches, total), first
+    with 0. Sequences deferred by the pack step are in `deferred` of the result: the caller prepends them to the next
+    iteration's batch. Raises ConfigError, CapacityError, VerifyError.
     """
     policy, hardware = api.policy_of(recipe, seed, policy), Hardware.named(hardware)
     packing = pack(batch, cluster, model, policy, hardware)
@@ -51,8 +51,8 @@ def plan_iteration(
 def pack(
     batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
 ) -> Packing:
-    """The sequences of each microbatch, and those that wait. Errors: as in `plan_iteration`."""
-    Problem(batch, cluster, model, policy, hardware)  # checks their types
+    """The sequences of each microbatch, and the deferred ones. Errors: as in `plan_iteration`."""
+    Problem(batch, cluster, model, policy, hardware)  # validates their types
     packer = pack_of(policy.recipe) or Sequential()
     return packer(batch, cluster, model, policy, hardware)
 

@@ -1,4 +1,4 @@
-"""Plans an iteration of a job.
+"""Plans one iteration of a job.
 
 job, batches ──pack──► microbatches ──place, schedule, lower, seal──► iteration plan
 """
@@ -24,11 +24,11 @@ from apportion.planner.problem import Problem
 
 
 def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> IterationPlan:
-    """The plans of an iteration: equal requests give equal bytes.
+    """Plans an iteration of a job: equal requests give equal bytes.
 
-    batches: one a microbatch; or one of all sequences, where the recipe packs: into `job.microbatches`, or as many as
-    there are sequences. verify: check the finished plans (as `api.plan` does).
-    Raises ConfigError, CapacityError, VerifyError.
+    batches: one per microbatch; or, if the recipe packs, one of all sequences, which fills `job.microbatches` or as
+    many as there are sequences. verify: check the finished plans (as `api.plan` does). Raises ConfigError,
+    CapacityError, VerifyError.
     """
     job.check(batches)
     policy = _policy(job, batches)
@@ -41,13 +41,13 @@ def plan_job(job: Job, batches: Sequence[Batch], *, verify: bool = True) -> Iter
 
 
 def _problems(job: Job, batches: Sequence[Batch], policy: Policy, packing: Packing) -> list[Problem]:
-    """Of each microbatch."""
+    """One problem per microbatch."""
     parts = [batches[0].take(indexes) for indexes in packing.microbatches] if job.packs else batches
     return [Problem(part, job.cluster, job.model, policy, job.hardware) for part in parts]
 
 
 def _packing(job: Job, batches: Sequence[Batch], policy: Policy) -> Packing:
-    """Which sequences each microbatch has. Raises ConfigError where some would wait for a later iteration."""
+    """Packs sequences into microbatches. Raises ConfigError if some would be deferred."""
     if not job.packs:
         return Packing(consecutive(len(batch.lengths) for batch in batches), np.zeros(0, np.int64))
     packing = pack(batches[0], job.cluster, job.model, policy, job.hardware)
@@ -57,7 +57,7 @@ def _packing(job: Job, batches: Sequence[Batch], policy: Policy) -> Packing:
 
 
 def _policy(job: Job, batches: Sequence[Batch]) -> Policy:
-    """The job's policy. Raises ConfigError where it would defer sequences."""
+    """The job's policy. Raises ConfigError if it would defer sequences."""
     step = job.policy.recipe.step("pack")
     if step is not None and step.params.get("defer"):
         raise _deferring(True)

@@ -1,7 +1,7 @@
 """Pipeline ticks (DistCA, section 4.1 and figure 8): all stages of a tick run the same phase, so that the attention of
 a tick is one batch over the ranks of all stages, idle ones included.
 
-    1F1B     stage 0   F0 F1 .  B0 F2 B1 .  B2       a stage turns to backward while its neighbours run forward
+    1F1B     stage 0   F0 F1 .  B0 F2 B1 .  B2       a stage runs backward while its neighbours run forward
              stage 1   .  F0 B0 F1 B1 F2 B2 .
 
     ticks    stage 0   F0 F1 .  F2 B0 .  B1 B2       backwards wait for a backward tick; the last fill the drain
@@ -9,9 +9,9 @@ a tick is one batch over the ranks of all stages, idle ones included.
 
     microbatches ──tick_table──► ticks ──tick_batch──► one Batch a tick ──plan(recipe distca)──► one Plan a tick
 
-A tick's plan has both programs; a forward tick runs one, a backward tick the other. Every sequence lives on the ranks
-of the stage that holds it, in a layout that does not depend on the tick, so that what a forward tick leaves is what
-the backward tick of the same microbatch finds, under another plan.
+A tick's plan has both programs; a forward tick runs one, a backward tick the other. Every sequence is on the ranks of
+its stage, in a layout that does not depend on the tick, so that a backward tick, under another plan, finds the rows
+that the forward tick of the same microbatch has saved.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from apportion.planner.api import plan
 
 FORWARD, BACKWARD = range(2)
 IDLE = -1
-#: homes are ranges of rows whatever the mask, so that a microbatch has one layout in all ticks and stages. (Heads and
-#: tails for all, `head_tail: all`, would do as well; on 4 stages x 4 ranks of 32K tokens they took 9 % longer.)
+#: homes are ranges of rows for any mask, so that a microbatch has one layout in all ticks and stages. (`head_tail: all`
+#: would work as well; on 4 stages x 4 ranks of 32K tokens it took 9 % longer.)
 RECIPE = Recipe(
     "distca",
     {
@@ -53,15 +53,15 @@ RECIPE = Recipe(
     },
 )
 
-MOST_PLACES = 2**20  # of a table in each phase: chunks of microbatches on stages
+MOST_PLACES = 2**20  # entries of a table in each phase: chunks of microbatches on stages
 
 
 @dataclass(frozen=True, eq=False)
 class TickTable:
-    """Which microbatch each stage works on in each tick.
+    """The microbatch of each stage in each tick.
 
     virtual: model chunks on each stage (interleaved; 1: plain); chunk c of stage p is virtual stage c * stages + p.
-    phase: int64 [ticks], 0 forward, 1 backward. microbatch, chunk: int64 [ticks, stages], -1 where the stage is idle.
+    phase: int64 [ticks], 0 forward, 1 backward. microbatch, chunk: int64 [ticks, stages], -1 if the stage is idle.
     """
 
     stages: int
@@ -77,8 +77,8 @@ class TickTable:
 
     @cached_property
     def peak(self) -> Ints:
-        """int64 [stages]: the most chunks of microbatches that are in flight on each stage: forward begun, backward not
-        done. With `virtual` 1 these are microbatches; else each has the activations of 1 / virtual of a stage."""
+        """int64 [stages]: the most chunks of microbatches in flight on each stage: forward begun, backward not done.
+        With `virtual` 1 these are microbatches; otherwise each has the activations of 1 / virtual of a stage."""
         begun = (self.microbatch != IDLE) & (self.phase == FORWARD)[:, None]
         ended = (self.microbatch != IDLE) & (self.phase == BACKWARD)[:, None]
         held: Ints = (np.cumsum(begun, 0) - np.cumsum(ended, 0)).max(0)
@@ -86,7 +86,7 @@ class TickTable:
 
     @property
     def idle(self) -> float:
-        """The share of (tick, stage) places without a microbatch of their own: what attention servers can use."""
+        """Fraction of (tick, stage) slots without their own microbatch, available to attention servers."""
         return float((self.microbatch == IDLE).mean())
 
     def __str__(self) -> str:
@@ -103,14 +103,13 @@ class TickTable:
 
 
 def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None = None) -> TickTable:
-    """The table with the fewest ticks found under the memory cap; of those the one with the lowest peak.
+    """Finds the table with the fewest ticks under the memory cap, among equals the lowest peak.
 
-    cap: the most chunks of microbatches in flight on a stage (None: on each stage as many as 1F1B holds there, plain or
-    interleaved). Plain tables need min(m, 2 stages - 1) to have as few ticks as 1F1B, which itself holds at most
-    `stages`; with less room stages wait for their backwards. Forward ticks go on for up to r in a row where backwards
-    could run, and the other way round, for every r: 1 is enough where there is room. Interleaved stages take their
-    chunks in the order of Megatron-LM (groups of `stages` microbatches chunk after chunk). Raises ConfigError;
-    CapacityError where the cap is below `virtual`.
+    cap: the most chunks of microbatches in flight on a stage (None: as many as 1F1B, plain or interleaved, has on each
+    stage). Plain tables need min(m, 2 stages - 1) for as few ticks as 1F1B, which itself has at most `stages`; with a
+    lower cap stages wait for their backwards. Tries every r: up to r consecutive ticks of a phase while the other could
+    run; 1 is enough with a high cap. Interleaved stages process chunks in the order of Megatron-LM (groups of `stages`
+    microbatches, chunk after chunk). Raises ConfigError; CapacityError for a cap below `virtual`.
     """
     stages = integer("ticks.stages", stages)
     microbatches, virtual = integer("ticks.microbatches", microbatches), integer("ticks.virtual", virtual)
@@ -128,15 +127,15 @@ def tick_table(stages: int, microbatches: int, virtual: int = 1, cap: int | None
 
 
 def _of_1f1b(stages: int, virtual: int) -> list[int]:
-    """The most chunks in flight on each stage of 1F1B: those of its warm-up, as Megatron-LM has it, and one."""
+    """The most chunks in flight on each stage of 1F1B: those of its warm-up, as in Megatron-LM, plus one."""
     later = [stages - 1 - stage for stage in range(stages)]
     return [after + 1 if virtual == 1 else 2 * after + (virtual - 1) * stages + 1 for after in later]
 
 
 @dataclass
 class _Pipeline:
-    """Stages on their way. room: the most chunks in flight on each stage. done: microbatches finished by each virtual
-    stage, [phase][virtual stage]."""
+    """Simulated pipeline stages. room: the most chunks in flight on each stage. done: microbatches finished by each
+    virtual stage, [phase][virtual stage]."""
 
     stages: int
     microbatches: int
@@ -150,7 +149,7 @@ class _Pipeline:
         self.held = [0] * self.stages
 
     def run(self, longest: int) -> TickTable:
-        """Up to `longest` ticks of a phase in a row where the other could run."""
+        """Fills the table with at most `longest` consecutive ticks of a phase while the other could run."""
         phases: list[int] = []
         rows: list[list[tuple[int, int]]] = []
         phase, row = FORWARD, 0
@@ -166,7 +165,7 @@ class _Pipeline:
         return TickTable(self.stages, self.microbatches, self.virtual, np.array(phases), microbatch, chunk)
 
     def _ready(self, phase: int, stage: int) -> int:
-        """The virtual stage that `stage` runs if the tick is of this phase, IDLE where it cannot."""
+        """The virtual stage that `stage` runs in a tick of this phase, or IDLE."""
         able = self._can_forward if phase == FORWARD else self._can_backward
         own = [v for v in range(stage, len(self.done[phase]), self.stages) if able(v)]
         return min(own, key=lambda v: self._turn(phase, v), default=IDLE)
@@ -176,7 +175,8 @@ class _Pipeline:
         return self.done[phase][v] // self.stages, chunk if phase == FORWARD else -chunk
 
     def _can_forward(self, v: int) -> bool:
-        """Room is left for the later chunks of the same microbatch, without which nothing could ever go back."""
+        """True if room remains for the later chunks of the same microbatch, without which no backward could ever
+        start."""
         begun, later = self.done[FORWARD][v], self.virtual - 1 - v // self.stages
         arrived = self.microbatches if v == 0 else self.done[FORWARD][v - 1]
         return begun < arrived and self.held[v % self.stages] + 1 + later <= self.room[v % self.stages]
@@ -187,7 +187,7 @@ class _Pipeline:
         return ended[v] < arrived
 
     def _advance(self, phase: int, v: int) -> tuple[int, int]:
-        """(microbatch, chunk) of a virtual stage that runs now."""
+        """Starts a virtual stage: its (microbatch, chunk)."""
         if v == IDLE:
             return IDLE, IDLE
         microbatch = self.done[phase][v]
@@ -201,8 +201,8 @@ class _Pipeline:
 
 @dataclass(frozen=True)
 class TickPart:
-    """What one stage brings into a tick: chunk `chunk` of microbatch `microbatch`, whose sequences are [first, last)
-    and whose tokens are [start, start + tokens) of the tick's batch."""
+    """One stage's part of a tick: chunk `chunk` of microbatch `microbatch`, with sequences [first, last) and tokens
+    [start, start + tokens) of the tick's batch."""
 
     stage: int
     chunk: int
@@ -215,7 +215,7 @@ class TickPart:
 
 @dataclass(frozen=True, eq=False)
 class TickBatch:
-    """The batch of one tick, its phase ("forward", "backward"), and what each busy stage brought, in order."""
+    """The batch of one tick, its phase ("forward", "backward"), and the parts of busy stages, in order."""
 
     batch: Batch
     phase: str
@@ -223,7 +223,7 @@ class TickBatch:
 
 
 def stage_ranks(stage: int, replicas: int) -> tuple[int, ...]:
-    """The ranks of a stage: stages lie one after another, `replicas` ranks each."""
+    """The ranks of a stage: stages are consecutive, `replicas` ranks each."""
     return tuple(range(stage * replicas, (stage + 1) * replicas))
 
 
@@ -234,11 +234,11 @@ def tick_batch(
     replicas: int,
     kinds: Sequence[str] | None = None,
 ) -> TickBatch:
-    """The sequences of all stages that are busy in a tick, each homed on the ranks of its stage.
+    """Builds the batch of a tick from the sequences of all busy stages, with homes on the ranks of their stage.
 
     microbatches: the batch of each, for the `replicas` ranks of a stage together (their home_ranks count from 0);
-    kinds: the attention kind of the layer that each virtual stage runs, which may differ (None: the only kind there
-    is). The batch has one kind, in which every sequence has the mask of its stage's. Raises ConfigError.
+    kinds: the attention kind of each virtual stage's layer (None: the only kind). The batch has a single kind, in which
+    every sequence has the mask of its stage's kind. Raises ConfigError.
     """
     instance("table", table, TickTable)
     microbatches = list(instances("microbatches", microbatches, Batch))
@@ -260,13 +260,13 @@ def tick_batch(
 
 
 def tick_job(job: Job, table: TickTable) -> Job:
-    """The job in which each tick of an iteration is a microbatch, of one layer. job: of the ranks of all stages. Raises
+    """The job with each tick of an iteration as a microbatch of one layer. job: for the ranks of all stages. Raises
     ConfigError."""
     if job.ranks % table.stages:
         rule = f"must be a multiple of the {table.stages} stages"
         raise ConfigError("cluster.ranks", job.ranks, rule, "give every stage the same number of ranks")
     if job.packs:
-        rule = "would put sequences of several ticks into one"
+        rule = "would mix sequences of several ticks"
         raise ConfigError(
             "recipe.pack", job.policy.recipe.name, rule, "leave it out: ticks are planned one by one"
         )
@@ -280,7 +280,7 @@ def ticks_of(
     ranks: int,
     kinds: Sequence[str] | None = None,
 ) -> tuple[tuple[Ints, ...], tuple[Batch, ...]]:
-    """(sample of each sequence, batch) of each tick, of those of each microbatch. ranks: of all stages. Raises
+    """(sample of each sequence, batch) of each tick, from those of each microbatch. ranks: of all stages. Raises
     ConfigError."""
     replicas = ranks // table.stages
     made = [tick_batch(table, tick, microbatches, replicas, kinds) for tick in range(table.ticks)]
@@ -296,7 +296,7 @@ def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str]
     if kinds is None:
         names = {kind for held in microbatches for kind in held.kinds}
         if len(names) > 1:
-            rule = "must say which attention kind each stage runs, where there are several"
+            rule = "must name the attention kind of each stage if there are several"
             raise ConfigError("kinds", None, rule, f"list one of {', '.join(sorted(names))} for each stage")
         return [*names] * count
     kinds = [name("kinds", kind) for kind in sequence("kinds", kinds)]
@@ -308,7 +308,7 @@ def _kinds(table: TickTable, microbatches: Sequence[Batch], kinds: Sequence[str]
 
 @dataclass(frozen=True)
 class _Piece:
-    """One microbatch in the tick's batch: the kind that counts, its first sequence there, and its ranks."""
+    """One microbatch in the tick's batch: its active kind, its first sequence there, and its ranks."""
 
     batch: Batch
     kind: str
@@ -320,7 +320,7 @@ class _Piece:
         """The mask of each sequence."""
         if self.kind not in self.batch.masks:
             rule = f"the microbatch has the kinds {', '.join(self.batch.kinds)}"
-            raise ConfigError("kinds", self.kind, rule, "name one of them")
+            raise ConfigError("kinds", self.kind, rule, "use one of them")
         held = self.batch.masks[self.kind]
         return [held.specs[index] for index in held.index.tolist()]
 
@@ -336,7 +336,7 @@ class _Piece:
 
 
 def _joined(pieces: list[_Piece]) -> Batch:
-    """One batch of one kind of all pieces, in order."""
+    """Concatenates all pieces into one batch of one kind."""
     masks = [mask for piece in pieces for mask in piece.masks]
     number = {mask: index for index, mask in enumerate(dict.fromkeys(masks))}
     kind = Kind(tuple(number), np.array([number[mask] for mask in masks]))
@@ -363,10 +363,10 @@ def plan_tick(
     hardware: Hardware | str | None = None,
     verify: bool = True,
 ) -> tuple[Plan, TickBatch]:
-    """The plan of one attention layer in one tick over the ranks of all stages, `cluster.ranks` = stages x replicas.
+    """Plans one attention layer in one tick over the ranks of all stages, `cluster.ranks` = stages x replicas.
 
-    A tick runs the program of its phase. recipe: DistCA's where none is given. Others as in `tick_batch` and `plan`.
-    Raises ConfigError, CapacityError.
+    A tick runs the program of its phase. recipe: DistCA's by default. Others as in `tick_batch` and `plan`. Raises
+    ConfigError, CapacityError.
     """
     instance("table", table, TickTable)
     instance("cluster", cluster, Cluster)

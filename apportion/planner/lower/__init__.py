@@ -1,1 +1,1 @@
-"""From tasks, routes and rounds to the programs of all ranks."""
+"""Lowering: from tasks, routes and rounds to the programs of all ranks."""

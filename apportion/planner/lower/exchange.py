@@ -1,10 +1,9 @@
-"""Between the rows that the caller holds and those that attention is computed on, inside the program.
+"""Exchange between the caller's home rows and the rows of attention, inside the program.
 
-Home rows move where they must: from the loader's contiguous shares into attention order (reshuffling; FCP, section
-4.3), from every rank of a group to those that compute its heads (Ulysses), or both at once. A *piece* is a run of rows
-that has one home and one group. It goes to every rank of the group, with the heads of that rank: as a transfer, or as
-a copy where home and rank are the same. The way back is the reverse; where several ranks of a group use one KV head,
-its gradients are added up at home.
+Home rows move from the loader's contiguous shares into attention order (reshuffling; FCP, section 4.3), from every rank
+of a group to those that compute its heads (Ulysses), or both at once. A *piece* is a run of rows with one home and one
+group. It goes to every rank of the group, with the heads of that rank: as a transfer, or as a copy if home and rank are
+the same. The return is the reverse; if several ranks of a group use one KV head, its gradients are summed at home.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from apportion.planner.schedule.rounds import Matchings, Slots
 from apportion.planner.solvers.colouring.matching import max_degree
 from apportion.planner.tasks.rows import Rows
 
-# Of a rank: from so many rows on, unpacking costs more than rounds by tensor do.
+# From this many rows per rank on, unpacking costs more than separate rounds per tensor.
 DIRECT_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """int64 [pieces]: `rows` rows, from `src_row` on rank `src`, are the rows from `row` of group `group`."""
+    """int64 [pieces]: `rows` rows from `src_row` on rank `src` are the rows from `row` of group `group`."""
 
     src: Ints
     src_row: Ints
@@ -39,8 +38,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Turns:
-    """bool [pieces]. late: query rows arrive while the first stage computes; early, early_keys: results, and gradients
-    of KV rows, leave before the last stage."""
+    """Timing of pieces, bool [pieces]. late: query rows arrive during the first stage; early, early_keys: results, and
+    gradients of KV rows, leave before the last stage."""
 
     late: Bools
     early: Bools
@@ -49,15 +48,15 @@ class Turns:
 
 @dataclass(frozen=True)
 class Exchange:
-    """home: rows of every rank, behind the `first`, int64 [ranks], that are not exchanged. turns: None where all rows
-    move at the same time."""
+    """The exchange of one attention kind. home: rows of every rank, after the `first`, int64 [ranks], that are not
+    exchanged. turns: None if all rows move at the same time."""
 
     home: Rows
     first: Ints
     groups: Groups
     sets: HeadSets
     pieces: Pieces
-    slots: Slots  # of the copies that move, in order
+    slots: Slots  # of the moving copies, in order
     turns: Turns | None = None
 
     @cached_property
@@ -66,12 +65,12 @@ class Exchange:
 
     @property
     def piece(self) -> Ints:
-        """int64 [copies]: the piece of each copy. One copy goes to each member of the piece's group."""
+        """int64 [copies]: the piece of each copy, one for each member of the piece's group."""
         return self._copies[0]
 
     @property
     def dst(self) -> Ints:
-        """int64 [copies]: the rank that attention is computed on."""
+        """int64 [copies]: the rank of attention."""
         return self._copies[1]
 
     @property
@@ -81,32 +80,32 @@ class Exchange:
 
     @cached_property
     def moved(self) -> Ints:
-        """Indexes of the copies whose ranks differ."""
+        """Indexes of the copies between different ranks."""
         return np.flatnonzero(self.src != self.dst)
 
     @property
     def sums(self) -> bool:
-        """Whether several ranks of a group bring gradients of the same KV heads home, where they are added up."""
+        """True if several ranks of a group return gradients of the same KV heads, which are summed at home."""
         return bool(self.sets.shared.any())
 
     def results(self, phase: str) -> int:
-        """RESULTS where all that leaves in a phase is complete: nobody adds it up at home."""
+        """RESULTS if all rows sent home in a phase are complete, so that nothing is summed at home."""
         return 0 if phase == "backward" and self.sums else RESULTS
 
     def are_results(self, phase: str, side: Side) -> bool:
-        """Whether what leaves of a side is; in head stages what is added up at home has rounds of its own."""
+        """True if the rows sent home of a side are results; in head stages, sums at home have rounds of their own."""
         alone = side == "query" and self.sets.stages is not None
         return alone or self.results(phase) == RESULTS
 
     @property
     def mode(self) -> int:
-        """All ranks take part where they are one group."""
+        """ALL_TO_ALL if all ranks are one group."""
         return ALL_TO_ALL if self.groups.split and len(self.groups) == 1 and not self.direct else P2P
 
     @cached_property
     def direct(self) -> bool:
-        """Whether each tensor that comes in has rounds of its own. What a rank gets from another then lies in its work
-        rows as it travels, and need not be unpacked; worth it where rows are many."""
+        """True if each incoming tensor has its own rounds. Rows from another rank then arrive in their final layout,
+        without unpacking; pays off for many rows."""
         moved = self.moved
         if not self.groups.split or self.turns is not None or self.sets.stages is not None:
             return False
@@ -119,7 +118,7 @@ def _copies(pieces: Pieces, groups: Groups) -> tuple[Ints, Ints]:
     index, rank = groups.spread(pieces.group)
     if not groups.split:
         return index, rank
-    # every rank begins with its next neighbour, so that nobody is everybody's first
+    # each rank starts with its next neighbour, so that no rank is everybody's first target
     order = np.lexsort((pieces.src[index], (rank - pieces.src[index]) % groups.ranks))
     return index[order], rank[order]
 
@@ -134,11 +133,11 @@ def plan_exchange(
     reshuffle: bool,
     first: Ints | None = None,
 ) -> Exchange | None:
-    """The exchange around attention on these rows of groups; None where home rows are attention rows.
+    """Plans the exchange around attention on these rows of groups; None if home rows are attention rows.
 
-    shares: int64 [ranks], see `Groups.member_rows`. first: int64 [ranks], home rows that stay as they are, if any.
-    reshuffle: whether home rows are the loader's contiguous shares of the token axis. Where heads take turns, attention
-    rows hold those of one stage at a time, and so are never home rows.
+    shares: int64 [ranks], see `Groups.member_rows`. first: int64 [ranks], home rows without exchange, if any.
+    reshuffle: True if home rows are the loader's contiguous shares of the token axis. With heads in stages, attention
+    rows hold one stage at a time, and so are never home rows.
     """
     if not reshuffle and not groups.split and sets.stages is None:
         return None
@@ -155,14 +154,14 @@ def plan_exchange(
 
 
 def at_once(exchange: Exchange) -> Slots:
-    """All copies that move in one round, of as many slots as the busiest rank has."""
+    """All moving copies in one round, with as many slots as the busiest rank has copies."""
     moved = exchange.moved
     degree = max_degree(exchange.src[moved], exchange.dst[moved], exchange.groups.ranks)
     return Slots(np.zeros(len(moved), np.int32), degree, degree, max(1, degree))
 
 
 def _pieces(home: Rows, attention: Rows) -> Pieces:
-    """Longest runs of rows that follow each other on both sides, by group and row."""
+    """Maximal runs of rows that are consecutive on both sides, by group and row."""
     token = np.union1d(home.starts, attention.starts)
     rows, token = np.diff(token), token[:-1]
     at_home, at_attention = home.block_of(token), attention.block_of(token)
@@ -177,7 +176,7 @@ def _pieces(home: Rows, attention: Rows) -> Pieces:
 
 
 def contiguous_rows(tokens: int, ranks: int) -> Rows:
-    """The loader's layout: contiguous shares of the token axis, as even as they can be."""
+    """The loader's layout: contiguous shares of the token axis, as even as possible."""
     starts = np.arange(ranks + 1) * tokens // ranks
     full = np.flatnonzero(np.diff(starts))
     return Rows(np.append(starts[full], tokens), full, ranks)

@@ -1,4 +1,4 @@
-"""What the programs of one attention kind are made of; the core (`core/planner/lower/`) opens it by these names."""
+"""Inputs of lowering one attention kind; the core (`core/planner/lower/`) reads the attributes by name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from apportion.planner.tasks.tasks import Edges, Tasks
 
 
 @dataclass(frozen=True)
-class Beside:
+class LoneTasks:
     """Lone sequences of the ranks of groups (`inner/lone.py`). alone: lowered for single ranks, without tiles; home:
-    all home rows of every rank, of which these are the first; early: bool [tasks of alone], those that run while rows
-    come in, the others while results leave."""
+    all home rows of every rank, beginning with these; early: bool [tasks of alone], True for tasks that run while rows
+    arrive, others while results leave."""
 
     alone: Lowering
     home: Rows
@@ -36,8 +36,8 @@ class Beside:
 class Lowering:
     """One attention kind, placed and scheduled, its tasks in program order.
 
-    rows: of every group of ranks, which is a rank by itself unless heads are split. heads: head groups of tasks.
-    beside: what single ranks compute while rows of groups travel.
+    rows: of every group of ranks (single ranks unless heads are split). heads: head groups of tasks. beside: tasks of
+    single ranks while rows of groups travel.
     """
 
     rows: Rows
@@ -49,7 +49,7 @@ class Lowering:
     groups: Groups
     sets: HeadSets
     heads: HeadGroups
-    beside: Beside | None = None
+    beside: LoneTasks | None = None
 
     @property
     def edges(self) -> Edges:
@@ -64,13 +64,12 @@ class Lowering:
 
     @property
     def held(self) -> Ints:
-        """int64 [ranks]: tokens of each rank where attention is computed; where its ranks share tokens and split heads,
-        those of its home rows."""
+        """int64 [ranks]: tokens of each rank during attention; its home rows if ranks share tokens and split heads."""
         return (self.home if self.groups.split else self.rows).per_rank
 
     @cached_property
     def pairs(self) -> Floats:
-        """float64 [ranks]: what each computes; ranks of a group share that of the group."""
+        """float64 [ranks]: pairs computed by each rank; ranks of a group share the group's."""
         work = exact_sums(self.tasks.exec, self.tasks.work, len(self.groups)) / len(self.heads)
         shared: Floats = (work / self.groups.sizes)[self.groups.of_rank]
         return shared if self.beside is None else shared + self.beside.alone.pairs
@@ -88,14 +87,14 @@ class Lowering:
 
     @cached_property
     def whole_results(self) -> Bools:
-        """bool [query edges]: whether nothing else than the tile's tasks touches the rows, so that what they add up is
-        complete, and goes straight home as results. Home rows only, and all heads at once."""
+        """bool [query edges]: True if only the tile's tasks touch the rows, so that their sums are complete and go home
+        as results. Home rows only, with all heads at once."""
         tasks = self.tasks
         if not tasks.queries_move:
             return np.zeros(0, bool)
         edges = self.edges_of["query"]
         passed_on = np.zeros(len(edges) + 1, bool)
-        passed_on[edges.parent] = True  # parent -1 is the last
+        passed_on[edges.parent] = True  # parent -1 sets the last
         may = (edges.parent < 0) & ~passed_on[:-1]
         if self.exchange is not None or len(self.heads) > 1 or not may.any():
             return np.zeros(len(edges), bool)
@@ -113,15 +112,15 @@ class Lowering:
         return found
 
 
-#: (kind, phase) -> tasks and when their tiles move; the phases of a kind share one where queries stay home
+#: (kind, phase) -> tasks and rounds of their tiles; the phases of a kind share one if queries stay home
 Lowered = dict[tuple[str, str], Lowering]
 
 
 def leading(lowered: Lowered) -> Lowering:
-    """The one whose groups are the plan's: of a kind whose heads are split, if there is any."""
+    """The lowering whose groups are the plan's: of a kind with split heads, if there is one."""
     return max(lowered.values(), key=lambda low: low.groups.split)
 
 
 def held_tokens(lowered: Sequence[Lowered]) -> Ints:
-    """int64 [ranks]: `Lowering.held` of the ranks of all parts."""
+    """int64 [ranks]: `Lowering.held` for the ranks of all parts."""
     return np.concatenate([leading(part).held for part in lowered])

@@ -1,10 +1,10 @@
-"""The exchange of Ulysses beside computation, by rows.
+"""Overlap of the Ulysses exchange with computation, by rows.
 
     in     KV rows and the queries of the first stage | launch | wait, first stage | wait the other queries | ..
     out    .. | launch results that are complete | stages of own keys | launch the others | wait all
 
-A rank needs all KV rows early, because tiles of them leave for other groups, but queries that stay only when their
-first task runs; and results may leave once their last task has run.
+A rank needs all KV rows early, because tiles of them leave for other groups, but local queries only when their first
+task runs; results may leave once their last task has run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from apportion.planner.lower.inputs import Lowering
 
 
 def overlapped(low: Lowering) -> Lowering:
-    """The same with the exchange in two parts each way; its pieces are cut where rows of different parts meet."""
+    """The lowering with its exchange in two parts each way; pieces are cut at the boundaries of the parts."""
     if low.exchange is None or not low.groups.split or low.sets.stages is not None:
         return low
     pieces = low.exchange.pieces
@@ -38,19 +38,19 @@ def overlapped(low: Lowering) -> Lowering:
     return replace(low, exchange=replace(exchange, slots=at_once(exchange)))
 
 
-#: first and end, int64 [n] each, in rows of all groups, one group after another
+#: first and end, int64 [n] each, in rows of all groups, concatenated
 Range = tuple[Ints, Ints]
 
 
 def _base(low: Lowering) -> Ints:
-    """int64 [groups]: rows of the groups before each."""
+    """int64 [groups]: offset of each group's rows."""
     return np.cumsum(low.rows.per_rank) - low.rows.per_rank
 
 
 @dataclass(frozen=True)
 class _StageRanges:
-    """Query rows of tasks of the first stage, and of the last; key rows of such; and the rows that leave for other
-    groups, whose results and gradients come back in the end."""
+    """Row ranges by stage: query rows of tasks of the first and of the last stage; key rows likewise; and rows sent to
+    other groups, whose results and gradients return at the end."""
 
     first: Range
     tail: Range
@@ -95,7 +95,7 @@ def _of_edges(low: Lowering, side: Side) -> Range:
 
 
 def covered(cuts: Ints, ranges: Range) -> Bools:
-    """bool [cuts]: whether any range covers the rows from each cut to the next; ranges begin and end at cuts."""
+    """bool [cuts]: True if some range covers the rows from a cut to the next; ranges begin and end at cuts."""
     change = np.zeros(len(cuts), np.int64)
     np.add.at(change, np.searchsorted(cuts, ranges[0]), 1)
     np.add.at(change, np.searchsorted(cuts, ranges[1]), -1)
@@ -103,7 +103,7 @@ def covered(cuts: Ints, ranges: Range) -> Bools:
 
 
 def _cut(pieces: Pieces, first: Ints, start: Ints, end: int) -> Pieces:
-    """Pieces, whose first rows are `first`, cut so that one begins at each of `start`."""
+    """Splits pieces, whose first rows are `first`, at each of `start`."""
     piece = np.searchsorted(first, start, "right") - 1
     offset, rows = start - first[piece], np.diff(np.append(start, end))
     src_row, row = pieces.src_row[piece] + offset, pieces.row[piece] + offset

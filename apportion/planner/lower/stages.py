@@ -1,12 +1,12 @@
-"""When tasks run: the stage of each, and the order of a program; and which tasks of a stage become one.
+"""Stages of tasks, program order, and merging of tasks within a stage.
 
-A stage is a step of the compute schedule: some before the first round, one after each round, some behind the last.
-Tasks that arrive by tile run in the stage of their round; those that need none fill the stages up.
+A stage is a step of the compute schedule: some before the first round, one after each round, some after the last. Tasks
+with tiles run in the stage of their round; tasks without tiles fill the stages.
 
-Tiles that arrive together at a rank lie side by side there, in the order of their numbers, so that a task may reach
-over several of them, as it may over blocks at home: fewer and larger kernel calls, though placement cut the keys.
+Tiles that arrive together at a rank are adjacent there, in the order of their numbers, so that a task may span several
+of them, like blocks at home: fewer and larger kernel calls although placement cut the keys.
 
-    keys     tile 3   tile 4   tile 5        at home a block ends where a rank's rows go on
+    keys     tile 3   tile 4   tile 5        home blocks may end amid a rank's rows
     queries  x x x x  x x x x  x . . .   \
              x x x x  x x x x  x x . .    } three tasks under one diagonal: one task
 """
@@ -29,10 +29,9 @@ from apportion.planner.tasks.tasks import Tasks
 def program_order(
     tasks: Tasks, schedule: Schedule, rows: Rows, division: Ints | None = None
 ) -> tuple[Tasks, KeyParts, Ints]:
-    """The tasks by rank and stage, merged where they can be, and their stages, int32 [tasks]. Within a stage those with
-    a band that is not full come first, of these the longest: few of them have rows that another has too, so that they
-    can open them. The rest keep the order in which they were found. division: int32 [tasks], where the schedule goes by
-    them."""
+    """The tasks sorted by rank and stage, merged if possible, and their stages, int32 [tasks]. Within a stage tasks
+    with a partial band come first, the longest of these first: few of them share rows, so they can initialize
+    accumulators. The rest keep their original order. division: int32 [tasks], for schedules by division."""
     if division is None or schedule.division is None:
         tasks = strips(tasks, schedule, rows.per_rank)
         stage = stages(tasks, schedule, rows)
@@ -52,8 +51,8 @@ def program_order(
 
 
 def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
-    """int32 [tasks]: 1 + round of their tile. Tasks that need none run in the first stage, in the last, or where they
-    make every rank compute evenly from stage to stage, so that none keeps others waiting for its rounds."""
+    """int32 [tasks]: 1 + round of their tile. Tasks without tiles run in the first stage, in the last, or so that every
+    rank's work is even over stages and no rank delays others' rounds."""
     first = np.int32(schedule.leads - 1 + schedule.rounds if schedule.local == "last" else 0)
     of_edge = np.append(schedule.leads + schedule.round, first)  # edge -1 picks the last
     stage, edge = of_edge[tasks.edge].astype(np.int32), tasks.edge
@@ -67,18 +66,18 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
     elif schedule.local == "even":
         order: Ints = np.arange(len(tasks))
         visit, apart = np.arange(schedule.stages), 0
-        if schedule.beside_exchange:  # few rows for the first and the last stage: others wait for these
+        if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
             order = _over_members(tasks, rows, schedule.beside_exchange)
             visit, apart = np.append(0, np.roll(visit[1:], 1)), 2
-        # the first stage of `visit` up to which a rank has computed less than these stages' share of its work; of the
-        # first `apart` each counts by itself
+        # the first stage of `visit` up to which a rank has computed less than these stages' share of its work; each of
+        # the first `apart` stages counts by itself
         core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, _shares(schedule), order, visit, apart)
     return stage
 
 
 def _over_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
-    """int64 [tasks]: an order in which each rank's tasks take turns over the shares that the members of its group have
-    of its rows, the densest of a share first: what is exchanged for some of them then burdens all members alike."""
+    """int64 [tasks]: an order in which each rank's tasks alternate over its group members' shares of the rows, the
+    densest tasks of a share first, so that exchanged rows burden all members alike."""
     share = tasks.row.astype(np.int64) * members // np.maximum(rows.per_rank[tasks.exec], 1)
     share += members * tasks.exec
     by_share = np.lexsort((-tasks.work / tasks.rows, share))
@@ -89,9 +88,9 @@ def _over_members(tasks: Tasks, rows: Rows, members: int) -> Ints:
 
 
 def _shares(schedule: Schedule) -> Floats:
-    """float64 [stages]: what each should have of a rank's work."""
+    """float64 [stages]: target fraction of a rank's work in each stage."""
     share = np.ones(schedule.stages)
-    if schedule.tails > 1 and not schedule.beside_exchange:  # others wait for what this rank relays
+    if schedule.tails > 1 and not schedule.beside_exchange:  # other ranks wait for rows relayed by this one
         share[0] /= 2
     share /= share.sum()
     if schedule.beside_exchange:
@@ -100,18 +99,18 @@ def _shares(schedule: Schedule) -> Floats:
     return share
 
 
-# What is computed while an exchange goes on: enough to hide most of it, though every row of it adds to what is not
-# hidden (simulated with groups of eight H100).
+# Fraction of work computed during an exchange: enough to hide most of it, although every one of its rows adds to the
+# exposed part (simulated with groups of eight H100).
 EXCHANGE_SHARE = 0.1
-# A strip has at least this many query rows: shorter ones cost more than they hide (the kernel's efficiency falls).
+# Minimum query rows of a strip: shorter ones lose more efficiency than they hide.
 STRIP_ROWS = 2048
-# Nor do those that are computed beside an exchange have fewer than this.
+# Minimum for strips computed during an exchange.
 LEAST_ROWS = 512
 
 
 def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
-    """Large tasks that need no tile, cut into strips of query rows, so that each stage can have its share of them.
-    held: int64 [ranks], the rows of each."""
+    """Cuts large tasks without tiles into strips of query rows, to distribute them over the stages. held: int64
+    [ranks], the rows of each."""
     if schedule.local != "even" or schedule.stages == 1 or schedule.own is not None:
         return tasks
     local = np.flatnonzero((tasks.edge < 0) & (tasks.query_edge < 0) & (tasks.rows >= 2 * STRIP_ROWS))
@@ -121,7 +120,7 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
     parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
     total = np.maximum(exact_sums(tasks.exec, work, len(held))[tasks.exec[local]], 1)
     if schedule.beside_exchange:
-        # beside large strips two of what a member needs for the first and the last stage
+        # besides large strips, two small ones sized for a member's first and last stage
         keys, of_member = (tasks.k1 - tasks.k0)[local], held[tasks.exec[local]] // schedule.beside_exchange
         need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
         need = np.minimum(need, (EXCHANGE_SHARE * of_member).astype(np.int64))
@@ -134,8 +133,8 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
 
 @dataclass(frozen=True)
 class KeyParts:
-    """What the tasks' keys are made of, integers [parts], by rising task: `task` has `keys` rows from `row` on, in the
-    tile that arrived by `edge`, or at home, where that is -1."""
+    """Key ranges of tasks, integers [parts], sorted by task: `task` has `keys` rows from `row` on, in the tile of
+    `edge`, or at home for edge -1."""
 
     task: Ints
     edge: Ints
@@ -144,8 +143,8 @@ class KeyParts:
 
 
 def _queries(tasks: Tasks) -> Ints:
-    """int32 [tasks]: a number for the first query row of each task, of those of one rank equal only where tile and head
-    group are, and the row."""
+    """int32 [tasks]: a key for the first query row of each task, equal on one rank only for the same tile, head group
+    and row."""
     if not tasks.queries_move and not tasks.group.any():
         return tasks.row
     tile = (tasks.query_edge + 1) * np.int64(int(tasks.group.max()) + 1) + tasks.group

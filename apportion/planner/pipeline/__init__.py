@@ -1,1 +1,1 @@
-"""The steps of a plan in their order, what must hold between them, and the report."""
+"""The planning pipeline: steps in order, checks between them, and the report."""

@@ -1,4 +1,4 @@
-"""What must hold of the data between steps, so that a fault is found in the step that made it.
+"""Consistency checks between planning steps, to find a fault in the step that caused it.
 
     with checked_steps():
         ap.plan(...)
@@ -21,7 +21,7 @@ from apportion.ir.errors import VerifyError
 from apportion.planner.lower.inputs import Lowering
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.problem import Placement, Problem, Shards
-from apportion.planner.route.routes import Routed
+from apportion.planner.route.routes import Routes
 from apportion.planner.schedule.rounds import Schedule
 from apportion.planner.tasks.cells import cut_cells
 from apportion.planner.tasks.tasks import Edges, Tasks
@@ -32,8 +32,8 @@ _ON: ContextVar[bool] = ContextVar("checked steps", default=False)
 
 @contextmanager
 def checked_steps() -> Iterator[None]:
-    """Plans that are made in here are checked after each step: VerifyError names the step, its pass and the first row
-    that is wrong. They are the same plans."""
+    """Checks plans made in this context after each step: VerifyError names the step, its pass and the first wrong row.
+    The plans are the same."""
     before = _ON.set(True)
     try:
         yield
@@ -51,15 +51,15 @@ def _where_on(check: Callable[_Given, None]) -> Callable[_Given, None]:
 
 
 class Checks:
-    """Of one recipe's passes; nothing is looked at unless steps are checked."""
+    """Checks for one recipe's passes; active only inside `checked_steps`."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
     @_where_on
     def shards(self, problem: Problem, shards: Shards) -> None:
-        """Blocks are the batch's tokens, one after another; pieces are numbered."""
-        must = _Must("shard", self._passes.shard)
+        """Blocks partition the batch's tokens in order; pieces are numbered."""
+        must = _Requirement("shard", self._passes.shard)
         must.span("starts", shards.starts, problem.batch.tokens)
         must.all("piece", (shards.piece >= 0) & (shards.piece < len(shards.piece)))
         must.that("piece, weight", len(shards.piece) == len(shards.weight) == len(shards.starts) - 1)
@@ -67,8 +67,8 @@ class Checks:
 
     @_where_on
     def placement(self, problem: Problem, shards: Shards, placed: Placement) -> None:
-        """Every block has a home; the work is kept, and the token cap where there is one."""
-        must = _Must("place", self._passes.place)
+        """Every block has a home; the work is preserved, and the token cap respected."""
+        must = _Requirement("place", self._passes.place)
         must.span("starts", placed.starts, problem.batch.tokens)
         homes = problem.ranks if placed.groups is None else len(placed.groups) - 1
         if placed.groups is not None:
@@ -88,8 +88,8 @@ class Checks:
 
     @_where_on
     def tasks(self, bands: Ints, starts: Ints, tasks: Tasks, edges: Edges, groups: int) -> None:
-        """Tasks are all that the masks allow, once for each head group; each has what it needs."""
-        must = _Must("place", self._passes.place)
+        """Tasks cover all pairs of the masks, once for each head group; each task has its edges."""
+        must = _Requirement("place", self._passes.place)
         work = cut_cells(bands, starts).work.sum()
         must.that("tasks, pairs of all", int(tasks.work.sum()) == int(work) * groups)
         must.all("tasks, rows", tasks.rows > 0)
@@ -101,9 +101,9 @@ class Checks:
         must.all("edges, from home", edges.src == edges.home)
 
     @_where_on
-    def routed(self, star: Edges, routed: Routed, ranks: int) -> None:
-        """What the star brings still comes, from home over ranks that have it."""
-        must, edges = _Must("route", self._passes.route), routed.edges
+    def routed(self, star: Edges, routed: Routes, ranks: int) -> None:
+        """All rows of the star still arrive, from home, by way of ranks that have them."""
+        must, edges = _Requirement("route", self._passes.route), routed.edges
         must.all("ranks", (edges.src != edges.dst) & (edges.dst >= 0) & (edges.dst < ranks))
         must.all("parent, before its children", edges.parent < np.arange(len(edges)))
         relays = np.flatnonzero(edges.parent >= 0)
@@ -118,30 +118,30 @@ class Checks:
         must.all("arrives, with all its rows", inside & (home == star.home))
 
     @_where_on
-    def schedule(self, routed: Routed, made: Schedule) -> None:
-        """Every edge has a round, relays behind what they pass on."""
-        must, edges = _Must("schedule", self._passes.schedule), made.edges
+    def schedule(self, routed: Routes, made: Schedule) -> None:
+        """Every edge has a round, relays later than their parents."""
+        must, edges = _Requirement("schedule", self._passes.schedule), made.edges
         must.that("edges", len(edges) == len(routed.edges) == len(made.round))
         must.all("round", (made.round >= 0) & (made.round < max(made.rounds, 1)))
         relays = np.flatnonzero(edges.parent >= 0)
-        must.all("round, behind its parent's", made.round[relays] > made.round[edges.parent[relays]])
+        must.all("round, after its parent's", made.round[relays] > made.round[edges.parent[relays]])
         must.all("when, never falling", np.diff(made.when) >= 0)
         must.that("channel", len(made.channel) == made.rounds)
 
     @_where_on
     def lowering(self, low: Lowering) -> None:
-        """Tasks run behind the rounds that bring their tiles."""
-        must, made = _Must("schedule", self._passes.schedule), low.schedule
+        """Tasks run after the rounds of their tiles."""
+        must, made = _Requirement("schedule", self._passes.schedule), low.schedule
         must.all("stage", (low.stage >= 0) & (low.stage < made.stages))
         for edge in (low.tasks.edge, low.tasks.query_edge):
             some = np.flatnonzero(edge >= 0)
             comes = made.leads + made.round[edge[some]]
-            must.all("stage, behind its tiles'", low.stage[some] >= comes)
+            must.all("stage, after its tiles'", low.stage[some] >= comes)
         must.all("tasks, in program order", np.diff(low.stage)[np.diff(low.tasks.exec) == 0] >= 0)
 
 
-class _Must:
-    """Raises VerifyError where a rule does not hold."""
+class _Requirement:
+    """Raises VerifyError for a violated rule."""
 
     def __init__(self, step: str, made_by: object) -> None:
         self._where = f"{step} ({made_by!r})"
@@ -156,6 +156,6 @@ class _Must:
             raise VerifyError(f"{self._where}: {rule} is wrong in {len(wrong)} rows, first row {wrong[0]}")
 
     def span(self, rule: str, starts: Ints, end: int) -> None:
-        """From 0 to `end`, rising."""
+        """Checks that `starts` ascends from 0 to `end`."""
         self.that(f"{rule}, from 0 to {end}", int(starts[0]) == 0 and int(starts[-1]) == end)
         self.all(f"{rule}, rising", np.diff(starts) > 0)

@@ -1,4 +1,4 @@
-"""What no recipe can plan is refused before planning, and a plan that breaks a promise of its policy after it."""
+"""Feasibility: refuses unsatisfiable requests before planning, and plans that break the policy afterwards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from apportion.ir.tensors import Tensor
 from apportion.planner.pipeline.headers import home_layout
 from apportion.planner.problem import Problem, exact_sums
 
-#: a number of an LSE in home rows (decision 0022)
+#: bytes per LSE in home rows (decision 0022)
 LSE_BYTES = 8
 
 
 def check_request(problem: Problem) -> None:
-    """Refuses what no recipe can plan. Raises ConfigError, CapacityError."""
+    """Refuses requests that no recipe can plan. Raises ConfigError, CapacityError."""
     problem.cluster.check_ranks()
     for kind in problem.batch.kinds:
         problem.model.layers_of(kind)
@@ -33,9 +33,9 @@ def check_request(problem: Problem) -> None:
     for kind in () if isinstance(problem.model.layers, Mapping) else problem.model.balance:
         problem.batch.bands(kind)
     if problem.model.latent is not None and _projects(problem):
-        rule = "is not for latent rows: a plan that projects hidden states would project each of them for every stage"
+        rule = "does not support latent rows: hidden states would be projected again for every stage"
         raise ConfigError(
-            "recipe.inner.project", True, rule, "leave project out, or plan keys and values expanded"
+            "recipe.inner.project", True, rule, "leave project out, or plan expanded keys and values"
         )
     ranks = problem.ranks
     for sequence, homes in problem.batch.home_ranks.items():
@@ -50,13 +50,14 @@ def check_request(problem: Problem) -> None:
 
 
 def _check_memory(problem: Problem) -> None:
-    """Refuses before planning what cannot fit: the home rows of the fullest rank, which holds at least the mean."""
+    """Refuses, before planning, batches that cannot fit: home rows of the fullest rank, which holds at least the
+    mean."""
     rows = min(problem.token_cap, -(-problem.batch.tokens // problem.ranks))
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     need = rows * _home_row_bytes(problem.model, "backward", _projects(problem))
     if need > cap * 2**30:
         raise CapacityError(
-            f"{rows} tokens, the least that the fullest rank can hold, need {gib(need)} of home rows for "
+            f"{rows} tokens, a lower bound for the fullest rank, need {gib(need)} of home rows for "
             f"one attention call, the cap is {cap} GiB: use more ranks, a shorter sequence or a higher memory_cap_gib"
         )
 
@@ -72,7 +73,7 @@ def check_promises(
     programs: Mapping[tuple[str, str], ProgramSet],
     layouts: Mapping[str, Layout],
 ) -> None:
-    """A promise of the policy that this plan cannot keep is an error here, with the numbers."""
+    """Raises CapacityError, with the numbers, for a plan that breaks a limit of its policy."""
     tolerance, found = problem.policy.tolerance, report["imbalance"]["compute"]
     if tolerance is not None and found > tolerance:
         raise CapacityError(
@@ -87,7 +88,7 @@ def check_promises(
 def check_call_memory(
     problem: Problem, programs: Mapping[tuple[str, str], ProgramSet], layouts: Mapping[str, Layout]
 ) -> None:
-    """Raises CapacityError where a call needs more than a rank has."""
+    """Raises CapacityError if a call needs more memory than a rank has."""
     cap = problem.policy.memory_cap_gib or problem.cluster.memory_gib
     rows = layouts[home_layout(layouts)].rows_per_rank
     for (kind, phase), program in programs.items():
@@ -101,8 +102,8 @@ def check_call_memory(
 
 
 def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
-    """Bytes of one home row of all tensors that the phase takes and gives, sums as results. Where a program projects,
-    dX takes the place of O, if that is let go of."""
+    """Bytes of one home row of all inputs and outputs of a phase, sums as results. In programs that project, dX reuses
+    the memory of O if O is released."""
     outputs, queries, keys = _numbers(model)
     size, hidden = model.element_bytes, projects * model.hidden
     given = (hidden or queries + keys) * size
@@ -114,13 +115,13 @@ def _home_row_bytes(model: Model, phase: str, projects: bool) -> int:
 
 
 def _numbers(model: Model) -> tuple[int, int, int]:
-    """Of a row: of O, of Q, and of K and V, which are those of their gradients."""
+    """Numbers per row: of O, of Q, and of K and V; their gradients have as many."""
     q_heads, width, value_dim = model.q_heads, model.head_dim, model.value_dim
     return q_heads * value_dim, q_heads * width, model.kv_heads * (width + value_dim)
 
 
 def attention_bytes(plan: Plan) -> int:
-    """Bytes of home and work rows of one call, of the kind, phase and rank that need most."""
+    """Bytes of home and work rows of one call, for the kind, phase and rank that need the most."""
     rows = plan.layouts[plan.header.home_layout].rows_per_rank
     return max(
         int(_call_bytes(plan.request.model, rows, phase, program).max())
@@ -129,8 +130,8 @@ def attention_bytes(plan: Plan) -> int:
 
 
 def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
-    """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas. A sum is in the accumulators'
-    dtype, too, on ranks where not all of its home rows arrive as results."""
+    """int64 [ranks]: bytes of home rows, `rows` on each rank, and of all work arenas. A sum also has accumulators on
+    ranks where not all of its home rows arrive as results."""
     found = _most_bytes(model, rows, phase, program)
     numbers = dict(zip(("o", "dq", "dkv"), _numbers(model), strict=True))
     for column, one in find_complete(program, phase).items():
@@ -140,7 +141,7 @@ def _call_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> In
 
 
 def _most_bytes(model: Model, rows: Ints, phase: str, program: ProgramSet) -> Ints:
-    """The same, were no sum of results alone."""
+    """As `_call_bytes`, with accumulators for all sums."""
     projects = bool((program["instructions"]["op"] == Op.PROJECT).any())
     arenas = program["arenas"]
     of_head = np.array([model.row_bytes(tensor, 1) for tensor in Tensor], np.int64)

@@ -1,4 +1,4 @@
-"""The layouts of a plan and its header: what every rank must know."""
+"""The layouts of a plan and its header."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from apportion.ir.plan.tables import Header, Layout
 from apportion.ir.version import __version__
 from apportion.planner.inner.groups import HeadSets
 from apportion.planner.lower.inputs import Lowered, leading
-from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.problem import Problem
 from apportion.planner.tasks.rows import Rows
 
 
-def build_layouts(problem: Problem, placed: Placed, lowered: Sequence[Lowered]) -> dict[str, Layout]:
-    """Home rows; beside the loader's also the attention layout, where one rank has each of its rows."""
+def build_layouts(problem: Problem, placed: PlacedProblem, lowered: Sequence[Lowered]) -> dict[str, Layout]:
+    """Builds the layouts: home rows, and, if these are the loader's, also the attention layout if each of its rows is
+    on one rank."""
     if len(lowered) > 1:
         rows = Rows(placed.placement.starts, placed.placement.home, problem.ranks)
         return {"attention": rows.layout("attention", problem.batch)}

@@ -1,4 +1,4 @@
-"""From schedules to programs: each kind and phase, and parts of the ranks that were planned apart side by side."""
+"""Lowers schedules to programs, kind by kind and phase by phase, and joins separately planned parts of the ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from apportion.planner.lower.inputs import Lowered, Lowering
 def lower_parts(
     first: Sequence[int], parts: Sequence[Lowered], threads: int, network: Network | None = None
 ) -> dict[tuple[str, str], ProgramSet]:
-    """first: the first rank of each part. network: rounds are split where fewer senders at a time are faster on it;
-    None: they stay as they are."""
+    """Lowers all kinds and phases. first: the first rank of each part. network: splits rounds if fewer concurrent
+    senders are faster on it; None: no splitting."""
     keys, each = list(parts[0]), len(parts)
     behind = [network and network._replace(first=rank) for rank in first]
     items = [(part[key], key[1], own) for key in keys for part, own in zip(parts, behind, strict=True)]
@@ -41,7 +41,7 @@ def _lower_phase(low: Lowering, phase: str, network: Network | None) -> ProgramS
 
 
 def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramSet:
-    """The programs of all ranks. first: the first rank of each part, of which its peers are counted."""
+    """The programs of all ranks. first: the first rank of each part, an offset of its peer numbers."""
     if len(parts) == 1:
         return parts[0]
     tables = {name: joined([part[name] for part in parts]) for name in TABLES}
@@ -51,7 +51,7 @@ def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramS
 
 
 def _same_rounds(parts: Sequence[Table]) -> Ints:
-    """int64 [instructions]: rounds numbered anew, in their order, so that all of a number have one channel and mode."""
+    """int64 [instructions]: renumbered rounds, in order, so that all with one number have the same channel and mode."""
     ways = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
     stride, found = max(int(way.max(initial=0)) for way in ways) + 1, []
     for part, way in zip(parts, ways, strict=True):

@@ -1,8 +1,8 @@
-"""The steps of a plan in their order, each of which takes what the one before it made.
+"""The planning steps in order, each with the previous one's result as input.
 
-    Problem ──shard──► Shards ──place──► Placed ──schedule──► Lowered ──lower, remap──► Draft ──seal──► Plan
+    Problem ─shard─► Shards ─place─► PlacedProblem ─schedule─► Lowered ─lower, remap─► UnsealedPlan ─seal─► Plan
 
-A search runs them for one recipe after another; `api` runs them once.
+A search runs them for several recipes; `api` runs them once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from apportion.planner.lower.inputs import Lowered, held_tokens, leading
 from apportion.planner.pipeline.feasibility import check_promises
 from apportion.planner.pipeline.headers import build_header, build_layouts, home_layout
 from apportion.planner.pipeline.lowering import lower_parts
-from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.pipeline.report import build_report, departures
 from apportion.planner.pipeline.scheduling import schedule
 from apportion.planner.pipeline.steps import Passes
@@ -36,12 +36,12 @@ from apportion.planner.tasks.cells import check_tasks
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A plan as its passes made it: neither encoded nor reported on. problem: with the token cap that it promises;
-    lowered: of each part of the ranks that was lowered by itself."""
+class UnsealedPlan:
+    """Result of the passes, neither encoded nor with a report. problem: with the token cap that the plan keeps;
+    lowered: of each separately lowered part of the ranks."""
 
     problem: Problem
-    placed: Placed
+    placed: PlacedProblem
     lowered: tuple[Lowered, ...]
     programs: Mapping[tuple[str, str], ProgramSet]
     layouts: Mapping[str, Layout]
@@ -49,18 +49,18 @@ class Draft:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """To layouts that other layers want."""
+        """Moves to layouts for other layers."""
         return () if self.remapping is None else self.remapping.moves
 
     @cached_property
     def recurrence(self) -> Recurrence | None:
-        """What recurrent layers need of the ranks that hold home rows; None where the model has none."""
+        """The tables of recurrent layers for the ranks of home rows, or None."""
         kinds, batch = self.problem.model.recurrent, self.problem.batch
         return recurrence(self.layouts[home_layout(self.layouts)], batch, kinds) if kinds else None
 
     def plan(self, report: Mapping[str, Any] = MappingProxyType({})) -> Plan:
-        """The plan as it will be, not sealed yet: its programs can be simulated. Without a report it does not name the
-        hardware, whose digest takes long."""
+        """The plan before sealing: its programs can be simulated. Without a report it lacks the hardware's digest,
+        which is slow to compute."""
         problem, hardware = self.problem, self.problem.hardware
         header = build_header(problem, self.layouts, leading(self.lowered[0]).sets)
         digest = hardware.digest() if hardware is not None and report else ""
@@ -69,24 +69,26 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A sealed plan, the placement it was made from, and what its report says of the search that found that."""
+class PlanResult:
+    """A sealed plan, the placement it was made from, and the report of the search that found it."""
 
     plan: Plan
-    placed: Placed
+    placed: PlacedProblem
     search: Mapping[str, Any] | None = None
 
 
 class SearchPass(Pass, Protocol):
-    """Finds the passes of a plan."""
+    """Chooses the passes of a plan."""
 
     @abstractmethod
-    def __call__(self, problem: Problem, watch: Watch) -> Made:
-        """The plan; its report has `search`. Raises ConfigError, CapacityError."""
+    def __call__(self, problem: Problem, watch: Watch) -> PlanResult:
+        """Returns the plan; its report has `search`. Raises ConfigError, CapacityError."""
         ...
 
 
-def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads: int = 1) -> Draft:
+def draft(
+    placed: PlacedProblem, watch: Watch, lowered: Lowered | None = None, threads: int = 1
+) -> UnsealedPlan:
     """Runs the passes after placement, or after `schedule`. Raises ConfigError, CapacityError."""
     with watch("schedule"):
         parts = [(0, placed)] if lowered is not None else placed.apart()
@@ -99,16 +101,19 @@ def draft(placed: Placed, watch: Watch, lowered: Lowered | None = None, threads:
         programs = lower_parts([first for first, _ in parts], every, threads, network)
         layouts = build_layouts(problem, placed, every)
     if placed.passes.remap is None:
-        return Draft(problem, placed, tuple(every), programs, layouts)
+        return UnsealedPlan(problem, placed, tuple(every), programs, layouts)
     with watch("remap"):
         remapping = placed.passes.remap(problem, layouts[home_layout(layouts)])
-    return Draft(problem, placed, tuple(every), programs, {**layouts, **remapping.layouts}, remapping)
+    return UnsealedPlan(problem, placed, tuple(every), programs, {**layouts, **remapping.layouts}, remapping)
 
 
-def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, threads: int = 1) -> Plan:
-    """Encodes and reports. search: what the report says of the search that found the draft.
+def seal(
+    draft: UnsealedPlan, watch: Watch, search: Mapping[str, Any] | None = None, threads: int = 1
+) -> Plan:
+    """Encodes and reports. search: the report's entry for the search that found the plan.
 
-    Raises CapacityError where the plan breaks a promise of the policy."""
+    Raises CapacityError if the plan breaks a limit of the policy.
+    """
     problem, placed = draft.problem, draft.placed
     with watch("encode"):
         tables = table_bytes.tables_of(draft.layouts, draft.programs, draft.moves, draft.recurrence)
@@ -136,10 +141,10 @@ def seal(draft: Draft, watch: Watch, search: Mapping[str, Any] | None = None, th
 
 
 def _with_kept_cap(problem: Problem, passes: Passes, lowered: Sequence[Lowered]) -> Problem:
-    """The problem with a token cap that the plan keeps, in the layout that it is about. Strategies without a token cap
-    promise what they came to; where the ranks' default caps differ and each rank keeps to its own, these are the
-    promise. So do the others where a rank holds more, as in the loader's layout: it is even whatever the speeds.
-    Raises CapacityError where a rank holds more than the policy's own cap."""
+    """The problem with the token cap that the plan keeps, in the layout to which the cap applies. Recipes without a
+    token cap report their resulting maximum; different default caps of ranks, if each is kept, stay as they are. Plans
+    with a fuller rank, for instance in the loader's layout, which is even whatever the speeds, report that maximum as
+    well. Raises CapacityError if a rank exceeds the policy's own cap."""
     held, caps, given = held_tokens(lowered), problem.token_caps, problem.policy.token_cap
     if given is not None:
         _check_cap(held, given)

@@ -1,4 +1,4 @@
-"""From a problem to blocks with homes: the steps `shard` and `place`, over groups of ranks where heads are split."""
+"""From a problem to blocks with homes: the steps `shard` and `place`, over groups of ranks if heads are split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.planner.inner.groups import Groups, Ulysses, virtual_problem
-from apportion.planner.inner.lone import Lone
+from apportion.planner.inner.lone import LoneSequences
 from apportion.planner.pipeline.checks import Checks
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.pipeline.watch import Watch
@@ -17,9 +17,9 @@ from apportion.planner.problem import Departure, Placement, Problem, Shards
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A problem whose blocks have homes. inner: the problem whose ranks are `groups`, without `lone` sequences.
-    departures: of the passes up to here from what was asked for."""
+class PlacedProblem:
+    """A problem with a home for every block. inner: the problem with `groups` as ranks, without `lone` sequences.
+    departures: of the passes so far from the recipe's request."""
 
     problem: Problem
     passes: Passes
@@ -27,22 +27,23 @@ class Placed:
     inner: Problem
     shards: Shards
     placement: Placement
-    lone: Lone | None = None
+    lone: LoneSequences | None = None
     departures: tuple[Departure, ...] = ()
 
-    def apart(self) -> list[tuple[int, Placed]]:
-        """The first ranks and the placements of parts between which nothing moves; where there are none, of all."""
+    def apart(self) -> list[tuple[int, PlacedProblem]]:
+        """(first rank, placement) of parts without transfers between them; a single part with everything if there are
+        none."""
         passes = self.passes
         if passes.pods is None or passes.inner is not None or passes.reshuffle:
             return [(0, self)]
         found = []
         for pod in passes.pods.apart(self.problem, self.placement):
             own, single = pod.problem, Groups.single(pod.problem.ranks)
-            found.append((pod.first, Placed(own, passes, single, own, self.shards, pod.placement)))
+            found.append((pod.first, PlacedProblem(own, passes, single, own, self.shards, pod.placement)))
         return found or [(0, self)]
 
 
-def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> Placed:
+def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> PlacedProblem:
     """Runs the passes up to placement. Raises ConfigError, CapacityError."""
     passes = together(problem, passes)
     groups, inner, lone = grouped(problem, passes)
@@ -50,7 +51,7 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
     if lone is not None and lone.is_all:
         with watch("place"):
             shards, placement = lone.placement(problem)
-        return Placed(problem, passes, groups, inner, shards, placement)
+        return PlacedProblem(problem, passes, groups, inner, shards, placement)
     if passes.pods is not None:
         with watch("place"), in_groups(groups):
             members = int(groups.sizes.max())
@@ -63,19 +64,17 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
     checks.shards(inner, shards)
     checks.placement(inner, shards, placement)
     if problem.picked and (placement.execution is not None or placement.groups is not None):
-        rule = (
-            f"computes away from home, or splits heads: {', '.join(problem.picked)} choose keys at run time"
-        )
+        rule = f"computes away from home, or splits heads, but {', '.join(problem.picked)} choose keys at run time"
         raise ConfigError("recipe.steps.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
     departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
-    return Placed(problem, passes, groups, inner, shards, placement, lone, departures)
+    return PlacedProblem(problem, passes, groups, inner, shards, placement, lone, departures)
 
 
 def together(problem: Problem, passes: Passes) -> Passes:
-    """The passes without `inner` where no kind is left whose heads it may split: those that choose keys at run time
-    keep them together, and their queries at home. Raises ConfigError."""
+    """The passes, without `inner` if no kind is left whose heads may be split: kinds that choose keys at run time need
+    all heads together, and queries at home. Raises ConfigError."""
     if problem.picked and passes.reshuffle:
         rule = f"moves the queries of {', '.join(problem.picked)}, which choose keys at run time"
         raise ConfigError("recipe.steps.reshuffle", True, rule, "leave `reshuffle` out")
@@ -84,8 +83,8 @@ def together(problem: Problem, passes: Passes) -> Passes:
     return passes
 
 
-def _without_lone(passes: Passes, groups: Groups, lone: Lone | None) -> list[Departure]:
-    """That no sequences are lone though some were asked for."""
+def _without_lone(passes: Passes, groups: Groups, lone: LoneSequences | None) -> list[Departure]:
+    """The departure if no sequences are lone although the recipe asks for it."""
     inner = passes.inner
     if lone is not None or not groups.split or not isinstance(inner, Ulysses) or inner.lone is None:
         return []
@@ -93,9 +92,9 @@ def _without_lone(passes: Passes, groups: Groups, lone: Lone | None) -> list[Dep
     return [Departure("recipe.inner.ulysses.lone", inner.lone, None, why)]
 
 
-def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | None]:
-    """The groups of ranks that placement takes for ranks, the problem in which they are, and the sequences that are not
-    in it. Raises ConfigError, CapacityError."""
+def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, LoneSequences | None]:
+    """The groups of ranks that placement uses as ranks, the problem in terms of groups, and the lone sequences outside
+    it. Raises ConfigError, CapacityError."""
     if passes.inner is None:
         return Groups.single(problem.ranks), problem, None
     groups = passes.inner.groups(problem)
@@ -106,7 +105,7 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
             "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out"
         )
     if lone is not None and passes.reshuffle:
-        rule = "moves all rows, those of lone sequences too"
+        rule = "moves all rows, including lone sequences"
         raise ConfigError(
             "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
         )
@@ -116,13 +115,13 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, Lone | N
 
 
 def splits_all(passes: Passes, problem: Problem) -> bool:
-    """Whether heads of all attention kinds are split, or of none."""
+    """True if the heads of all attention kinds are split, or of none."""
     return passes.inner is None or passes.inner.splits(problem) == set(problem.batch.kinds)
 
 
 @contextmanager
 def in_groups(groups: Groups) -> Iterator[None]:
-    """Says of a refusal that ranks are groups where they are."""
+    """Adds to a CapacityError that ranks are groups, if they are."""
     try:
         yield
     except CapacityError as error:
@@ -136,7 +135,7 @@ def in_groups(groups: Groups) -> Iterator[None]:
 def unequal_groups(passes: Passes, first: Ints) -> Groups:
     """The groups that a placement made; first: int64 [groups + 1]. Raises ConfigError."""
     if passes.inner is not None:
-        rule = "the placement makes groups of its own"
+        rule = "the placement makes its own groups"
         raise ConfigError(
             "recipe.steps.inner", type(passes.inner).__name__.lower(), rule, "leave `inner` out"
         )

@@ -1,4 +1,4 @@
-"""What a plan is worth: areas, bytes, slots, rounds, bounds, sizes and imbalance, in plain numbers."""
+"""The report of a plan: areas, bytes, slots, rounds, bounds, sizes and imbalance, as plain numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.plan.tables import Layout, ProgramSet
-from apportion.ir.plan.totals import in_all, moved, picked, rounds
+from apportion.ir.plan.totals import communication_volumes, picked, rounds, sum_volumes
 from apportion.ir.tensors import FETCHED, PHASES, RETURNED, SIDES, Side
 from apportion.planner import bounds
 from apportion.planner.inner.groups import Groups
-from apportion.planner.inner.lone import Lone
+from apportion.planner.inner.lone import LoneSequences
 from apportion.planner.lower.inputs import Lowered, Lowering, held_tokens, leading
 from apportion.planner.pipeline.headers import home_layout
-from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.problem import Departure, Placement, Problem, Shards, exact_sums
 from apportion.planner.shard.blocks import row_areas
 from apportion.planner.solvers.colouring.matching import max_degree
@@ -28,7 +28,7 @@ from apportion.planner.tasks.rows import Rows
 
 @dataclass(frozen=True)
 class PurposeTraffic:
-    """Tiles that travel for one purpose."""
+    """Traffic of tiles for one purpose."""
 
     kind: str
     phase: str
@@ -39,12 +39,12 @@ class PurposeTraffic:
     bytes: int
 
     def repeated(self, turns: int) -> PurposeTraffic:
-        """In so many turns, each with a share of the bytes."""
+        """The total over `turns` repetitions with equal shares of the bytes."""
         slots, degree, rounds = (turns * n for n in (self.slots, self.max_degree, self.rounds))
         return replace(self, slots=slots, max_degree=degree, rounds=rounds)
 
     def beside(self, other: PurposeTraffic) -> PurposeTraffic:
-        """With others for the same purpose, between other ranks."""
+        """Combined with concurrent traffic for the same purpose between other ranks."""
         slots, degree = max(self.slots, other.slots), max(self.max_degree, other.max_degree)
         rounds, size = max(self.rounds, other.rounds), self.bytes + other.bytes
         return replace(self, slots=slots, max_degree=degree, rounds=rounds, bytes=size)
@@ -52,14 +52,14 @@ class PurposeTraffic:
 
 def build_report(
     problem: Problem,
-    placed: Placed,
+    placed: PlacedProblem,
     lowered: Sequence[Lowered],
     programs: Mapping[tuple[str, str], ProgramSet],
     layouts: Mapping[str, Layout],
     parts: list[bytes],
 ) -> dict[str, Any]:
-    """The report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered: of each
-    part of the ranks that was lowered by itself; the parts' tiles move at the same time."""
+    """Builds the report of a plan; byte counts are of one attention call of each kind, forward and backward. lowered:
+    of each separately lowered part of the ranks; tiles of all parts move at the same time."""
     placement, lone, groups, low = placed.placement, placed.lone, placed.groups, leading(lowered[0])
     traffic = _at_once([item for part in lowered for item in _all_traffic(problem, part)])
     pairs, fullest = _of_groups(problem, placement, lone, low.rows, groups)
@@ -79,10 +79,12 @@ def build_report(
         "imbalance_bound": max(1.0, _ratio(makespan.bound or 0.0, mean)),
         "imbalance": {
             "compute": _over_mean(load, problem.speeds),
-            "tokens": problem.batch.most_over(held_tokens(lowered), problem.token_shares),
+            "tokens": problem.batch.largest_excess(held_tokens(lowered), problem.token_shares),
         },
         "area": {kind: int(held.sum()) for kind, held in pairs.items()},
-        "bytes": in_all(moved(programs, low.sets.sets, problem.model, problem.cluster).values()).summary(),
+        "bytes": sum_volumes(
+            communication_volumes(programs, low.sets.sets, problem.model, problem.cluster).values()
+        ).summary(),
         "slots": sum(item.slots for item in traffic),
         "max_degree": sum(item.max_degree for item in traffic),
         "rounds": rounds(programs),
@@ -101,14 +103,14 @@ def build_report(
     }
 
 
-def departures(placed: Placed, lowered: Sequence[Lowered]) -> tuple[Departure, ...]:
-    """What all passes did instead of what was asked for, each once."""
+def departures(placed: PlacedProblem, lowered: Sequence[Lowered]) -> tuple[Departure, ...]:
+    """Departures of all passes from the request, without duplicates."""
     routed = (low.schedule.routed for part in lowered for low in part.values())
     return tuple(dict.fromkeys([*placed.departures, *(one for each in routed for one in each.departures)]))
 
 
 def compute_imbalance(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> float:
-    """What the busiest rank has above the mean, by its speed, over the mean."""
+    """Excess of the busiest rank over the mean, by speed, relative to the mean."""
     return _over_mean(_of_ranks(problem, lowered, layouts), problem.speeds)
 
 
@@ -118,8 +120,7 @@ def _over_mean(load: Floats, speeds: Floats) -> float:
 
 
 def _of_ranks(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str, Layout]) -> Floats:
-    """float64 [ranks]: pairs, or keys that queries choose, times layers; where the phases differ, of the less even
-    one."""
+    """float64 [ranks]: pairs, or keys chosen by queries, times layers; of the less even phase, if phases differ."""
     alike = all(low is part[kind, PHASES[0]] for part in lowered for (kind, _), low in part.items())
     loads = {phase: np.zeros(problem.ranks) for phase in (PHASES[:1] if alike else PHASES)}
     for kind, phase in lowered[0]:
@@ -132,8 +133,8 @@ def _of_ranks(problem: Problem, lowered: Sequence[Lowered], layouts: Mapping[str
 
 
 def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]:
-    """Why planning stopped and what is proven of the makespan; `solver`: the same of the solver that chose the homes,
-    in its own units."""
+    """The limit at which planning stopped, and the proven bound of the makespan; `solver`: the same for the solver that
+    chose the homes, in its own units."""
     found = placement.termination
     said = {"status": str(Status.FEASIBLE), "limit": None, "bound": makespan.bound, "value": makespan.value}
     if found is None:
@@ -144,7 +145,7 @@ def _termination(placement: Placement, makespan: bounds.Bound) -> dict[str, Any]
 
 
 def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
-    """Tokens of a block and pairs of the heaviest piece; of recipes without blocks, those of the longest and of the
+    """Tokens of the largest block and pairs of the heaviest piece; for recipes without blocks, of the longest and
     heaviest run of tokens that they keep together."""
     if shards.block_tokens:
         return shards.block_tokens, float(shards.piece_weights.max())
@@ -152,8 +153,8 @@ def _largest(shards: Shards, placement: Placement) -> tuple[int, float]:
 
 
 def _makespan_bound(placement: Placement, lowered: Sequence[Lowered]) -> float:
-    """Of one rank. A group of ranks shares its load; groups of several sizes, and kinds whose heads are not split where
-    those of others are, leave no bound but the mean."""
+    """Bound of one rank's load. Groups of ranks share their load; groups of several sizes, and kinds with split and
+    unsplit heads together, have no bound but the mean."""
     sizes = {
         size for part in lowered for low in part.values() for size in np.unique(low.groups.sizes).tolist()
     }
@@ -165,9 +166,9 @@ def _ratio(value: float, mean: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Carried:
-    """What tiles of one attention kind bring, by side: rows times the heads of who gets them, of all tiles and of those
-    whose results are complete; and the largest degree of all tiles and of those of queries."""
+class _DeliveredRows:
+    """Rows delivered by the tiles of one attention kind, by side: rows times the receiver's heads, for all tiles and
+    for those with complete results; and the largest degree of all tiles and of query tiles."""
 
     all: tuple[int, int]
     whole: tuple[int, int]
@@ -175,7 +176,7 @@ class _Carried:
     query_degree: int
 
 
-def _carried(low: Lowering) -> _Carried:
+def _carried(low: Lowering) -> _DeliveredRows:
     groups, edges = low.groups, low.edges
     all_, whole = [], []
     queries, keys = low.edges_of["query"], low.edges_of["key"]
@@ -189,7 +190,7 @@ def _carried(low: Lowering) -> _Carried:
         whole.append(int(moved_rows[results].sum()))
     query_degree = max_degree(queries.src, queries.dst, len(groups))
     degree = max_degree(edges.src, edges.dst, len(groups))
-    return _Carried((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)
+    return _DeliveredRows((all_[0], all_[1]), (whole[0], whole[1]), degree, query_degree)
 
 
 def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
@@ -202,7 +203,7 @@ def _all_traffic(problem: Problem, lowered: Lowered) -> list[PurposeTraffic]:
 
 
 def _at_once(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
-    """Tiles for the same purpose move at the same time."""
+    """Merges traffic for the same purpose, which moves at the same time."""
     found: dict[tuple[str, str, str], PurposeTraffic] = {}
     for item in traffic:
         key = item.kind, item.phase, item.name
@@ -211,7 +212,7 @@ def _at_once(traffic: list[PurposeTraffic]) -> list[PurposeTraffic]:
 
 
 def _traffic(
-    problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried
+    problem: Problem, kind: str, phase: str, low: Lowering, carried: _DeliveredRows
 ) -> list[PurposeTraffic]:
     found = _exchanged(problem, kind, low, phase, "in")
     found.append(_tiles(problem, kind, phase, low, carried, "fetch"))
@@ -221,9 +222,9 @@ def _traffic(
 
 
 def _tiles(
-    problem: Problem, kind: str, phase: str, low: Lowering, carried: _Carried, name: str
+    problem: Problem, kind: str, phase: str, low: Lowering, carried: _DeliveredRows, name: str
 ) -> PurposeTraffic:
-    """Tiles on their way out, or what is added up for them on its way back."""
+    """Traffic of tiles on their way out, or of sums on their way back."""
     schedule, model, size = low.schedule, problem.model, 0
     moving, results = (FETCHED, False) if name == "fetch" else (RETURNED, True)
     for side, all_, whole in zip(SIDES, carried.all, carried.whole, strict=True):
@@ -256,9 +257,10 @@ def _exchanged(problem: Problem, kind: str, low: Lowering, phase: str, way: str)
 
 
 def _of_groups(
-    problem: Problem, placement: Placement, lone: Lone | None, rows: Rows, groups: Groups
+    problem: Problem, placement: Placement, lone: LoneSequences | None, rows: Rows, groups: Groups
 ) -> tuple[dict[str, Ints], int]:
-    """kind -> int64 [groups], pairs of the queries whose home is in each group of ranks; and tokens of the fullest."""
+    """kind -> int64 [groups], pairs of the queries with homes in each group of ranks; and tokens of the fullest
+    group."""
     starts, home = placement.starts, placement.home
     if lone is not None:
         starts, home = lone.in_groups(rows, groups.of_rank)
@@ -275,11 +277,12 @@ def _kv_bound(
     fullest: int,
     traffic: list[PurposeTraffic],
 ) -> bounds.Bound:
-    """KV goes out forward and backward and its gradient comes back, between ranks, or between groups of ranks."""
+    """The bound of KV traffic, sent forward and backward, and of its returned gradients, between ranks or groups of
+    ranks."""
     low = leading(lowered[0])
     value = sum(item.bytes for item in traffic if item.name in ("fetch", "return"))
     moving = any(low.tasks.queries_move for part in lowered for low in part.values())
     caps = {kind: int(held.max()) for kind, held in pairs.items()}
-    # groups of a strategy without a cap of its own may hold more than their ranks' caps
+    # groups of a recipe without its own cap may exceed their ranks' caps
     cap = max(problem.token_cap * int(low.groups.sizes.max()), fullest)
     return bounds.kv_bytes(problem.batch, problem.model, cap, caps, float(value), moving)

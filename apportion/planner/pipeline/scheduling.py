@@ -1,4 +1,4 @@
-"""From placed blocks to tasks, and when the tiles that they need move: the steps `route` and `schedule`."""
+"""From placed blocks to tasks and the rounds of their tiles: the steps `route` and `schedule`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.tensors import PHASES
 from apportion.planner.inner.groups import Groups, HeadSets, check_groups
-from apportion.planner.inner.lone import Lone
+from apportion.planner.inner.lone import LoneSequences
 from apportion.planner.lower.exchange import Exchange, plan_exchange
-from apportion.planner.lower.inputs import Beside, Lowered, Lowering
+from apportion.planner.lower.inputs import LoneTasks, Lowered, Lowering
 from apportion.planner.lower.overlap import overlapped
 from apportion.planner.lower.stages import program_order
 from apportion.planner.pipeline.checks import Checks
-from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.pipeline.steps import Passes
 from apportion.planner.problem import Problem
 from apportion.planner.route.gateways import Node
-from apportion.planner.route.routes import Routed, Site, depths
-from apportion.planner.route.trees import KeysOnly, Star
+from apportion.planner.route.routes import Routes, Site, depths
+from apportion.planner.route.trees import KeyRoutes, Star
 from apportion.planner.tasks.cells import HeadGroups, check_tasks, cut_cells
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges, Tasks, find_tasks, placed_tasks
 
 
-def schedule(placed: Placed) -> Lowered:
-    """The tasks of every kind and phase and when their tiles move. Raises ConfigError, CapacityError."""
+def schedule(placed: PlacedProblem) -> Lowered:
+    """The tasks of every kind and phase, and the rounds of their tiles. Raises ConfigError, CapacityError."""
     problem, passes, placement, groups = placed.inner, placed.passes, placed.placement, placed.groups
     if placement.execution is not None and passes.route.rings:
-        rule = "the placement says who computes, and what that adds up does not go around rings"
+        rule = "the placement assigns computation to ranks, and partial results cannot travel around rings"
         remedy = "use schedule matchings, gather or divisions, with route star, node or tree"
         raise ConfigError("recipe.steps.route", "ring", rule, remedy)
     rows = Rows(placement.starts, placement.home, len(groups))
@@ -75,13 +75,13 @@ def schedule(placed: Placed) -> Lowered:
 
 
 def _routing(passes: Passes, problem: Problem, kind: str) -> Passes:
-    """The passes of a kind: where it chooses keys at run time, rows cross to a node once."""
+    """The passes of a kind: if it chooses keys at run time, rows cross to each node once."""
     once = kind in problem.picked and isinstance(passes.route, Star) and problem.cluster.nodes > 1
     return replace(passes, route=Node()) if once else passes
 
 
-def _exchange(placed: Placed, rows: Rows, sets: HeadSets) -> Exchange | None:
-    """Of home rows and those of groups; home rows of lone sequences stay where they are."""
+def _exchange(placed: PlacedProblem, rows: Rows, sets: HeadSets) -> Exchange | None:
+    """The exchange between home rows and those of groups; lone sequences stay on their home rows."""
     passes, lone, shares, first = placed.passes, placed.lone, placed.problem.member_shares, None
     tokens = placed.inner.batch.tokens
     if lone is not None:
@@ -93,8 +93,8 @@ def _exchange(placed: Placed, rows: Rows, sets: HeadSets) -> Exchange | None:
 
 
 def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> Ints:
-    """int64 [ranks] > 0: in what proportion members share the rows of their group, int64 [groups], beside `first` rows
-    of their own: what their default caps leave, or an explicit one where a group holds more."""
+    """int64 [ranks] > 0: proportions in which members share the rows of their group, int64 [groups], besides `first`
+    rows of their own: what their default caps leave, or an explicit cap if a group exceeds those."""
     shares: Ints = np.maximum(problem.member_room - first, 1)
     if problem.policy.token_cap is None:
         return shares
@@ -103,14 +103,14 @@ def _room_beside(problem: Problem, groups: Groups, first: Ints, held: Ints) -> I
     return room
 
 
-def _beside(placed: Placed, lone: Lone, home: Rows, kind: str) -> Beside:
-    """What single ranks compute of one kind while rows of groups travel. home: all home rows."""
+def _beside(placed: PlacedProblem, lone: LoneSequences, home: Rows, kind: str) -> LoneTasks:
+    """Tasks of one kind that single ranks run while rows of groups travel. home: all home rows."""
     low = _alone(placed, lone.rows, lone.alone, kind)
-    return Beside(low, home, lone.early[low.tasks.k])
+    return LoneTasks(low, home, lone.early[low.tasks.k])
 
 
-def _alone(placed: Placed, rows: Rows, batch: Batch, kind: str) -> Lowering:
-    """What single ranks compute of one kind, with all heads, of the sequences of a batch whose rows they have."""
+def _alone(placed: PlacedProblem, rows: Rows, batch: Batch, kind: str) -> Lowering:
+    """Tasks of one kind on single ranks, with all heads, for the sequences of a batch on their rows."""
     cluster, model, bands = placed.problem.cluster, placed.problem.model, batch.bands(kind)
     found, single = find_tasks(bands, rows), Groups.single(cluster.ranks)
     sets, heads = HeadSets.of(model, single), HeadGroups.of(model, 1)
@@ -127,11 +127,11 @@ def _scheduled(
     groups: Groups,
     heads: tuple[HeadSets, HeadGroups],
     exchange: Exchange | None = None,
-    beside: Beside | None = None,
+    beside: LoneTasks | None = None,
 ) -> Lowering:
-    """Tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
+    """Schedules tasks in program order, with the rounds of their tiles. division: int32 [tasks]."""
     tasks, edges = found
-    if groups.split:  # every rank of a group has them
+    if groups.split:  # every rank of a group needs them
         check_tasks(int(groups.sizes[tasks.exec].sum()))
     routed, checks = _routed(passes, edges, site), Checks(passes)
     checks.routed(edges, routed, len(groups))
@@ -151,14 +151,14 @@ def _scheduled(
     return overlapped(low) if overlap else low
 
 
-def _first_needed(tasks: Tasks, routed: Routed, division: Ints) -> Ints:
+def _first_needed(tasks: Tasks, routed: Routes, division: Ints) -> Ints:
     """int32 [edges]: the first division with a task that needs the edge's rows."""
     first = np.full(len(routed.edges), np.iinfo(np.int32).max, np.int32)
     for edge in (tasks.edge, tasks.query_edge):
         some = np.flatnonzero(edge >= 0)
         np.minimum.at(first, routed.arrives[edge[some]], division[some])
     depth, parent = depths(routed.edges.parent), routed.edges.parent
-    for level in range(int(depth.max(initial=0)), 0, -1):  # what is passed on must have come
+    for level in range(int(depth.max(initial=0)), 0, -1):  # relayed rows must have arrived before
         relays = np.flatnonzero(depth == level)
         np.minimum.at(first, parent[relays], first[relays])
     return first
@@ -171,7 +171,7 @@ def _head_sets(problem: Problem, passes: Passes, groups: Groups) -> HeadSets:
 
 
 def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
-    """The heads of work rows where tasks have some of the heads: all tiles have equally many of either side."""
+    """The heads of work rows if tasks have part of the heads: all tiles of a side have equally many."""
     if passes.inner is not None or passes.reshuffle:
         step = "reshuffle" if passes.inner is None else "inner"
         rule = "cannot be used where the placement splits heads"
@@ -181,9 +181,9 @@ def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
     return HeadSets(heads.sets, zero, zero, q * ones, kv * ones, np.zeros(rows.ranks, bool))
 
 
-def _routed(passes: Passes, edges: Edges, site: Site) -> Routed:
-    """How the tiles travel that the schedule makes of the edges. Only KV rows are shared, so only these have routes."""
-    route = passes.route if not (edges.lane & 1).any() else KeysOnly(passes.route)
+def _routed(passes: Passes, edges: Edges, site: Site) -> Routes:
+    """Routes the tiles that the schedule makes of the edges. Only KV rows are shared, so only they have routes."""
+    route = passes.route if not (edges.lane & 1).any() else KeyRoutes(passes.route)
     star = None if passes.route.by_block else passes.schedule.tiles(edges, passes.route.relays)
     if star is None:
         return route(edges, site)

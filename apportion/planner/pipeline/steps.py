@@ -14,7 +14,7 @@ from apportion.planner.schedule.rounds import SchedulePass
 
 @dataclass(frozen=True)
 class Passes:
-    """One for each step of a plan; reshuffle: whether the loader's rows are others than attention's."""
+    """One pass per step of a plan; reshuffle: True if the loader's rows differ from attention's."""
 
     inner: InnerPass | None
     pods: PodsPass | None

@@ -1,4 +1,4 @@
-"""How long each step of a plan takes, where somebody wants to know."""
+"""Timing of planning steps, on request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Watch:
-    """Milliseconds per step, where somebody wants them."""
+    """Milliseconds per step, if requested."""
 
     def __init__(self, timings: dict[str, float] | None) -> None:
         self._timings = timings
@@ -21,5 +21,5 @@ class Watch:
             self._timings[step] = (time.perf_counter() - start) * 1e3
 
 
-#: nobody wants them
+#: discards timings
 SILENT = Watch(None)

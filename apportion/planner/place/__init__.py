@@ -1,1 +1,1 @@
-"""A home rank for every block: one file or folder a strategy."""
+"""Placement strategies, one file or folder each: a home rank for every block."""

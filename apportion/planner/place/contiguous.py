@@ -1,4 +1,4 @@
-"""No planning at all: the floor that every strategy is measured against."""
+"""Contiguous placement without planning: the baseline of every strategy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from apportion.planner.shard.refusals import refuse_home_ranks
 class Contiguous(PlacePass):
     """Equal contiguous shares of the token axis, rank after rank; tokens differ by at most one.
 
-    Masks, relative speeds and the shards' own cuts are not looked at; where there are fewer tokens than ranks, some
-    ranks get none. Raises ConfigError, CapacityError.
+    Ignores masks, relative speeds and the cuts of the shards; with fewer tokens than ranks, some ranks get none. Raises
+    ConfigError, CapacityError.
     """
 
     own_cap: ClassVar[bool] = True

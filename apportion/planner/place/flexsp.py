@@ -24,23 +24,21 @@ from apportion.planner.shard.refusals import refuse_home_ranks
 from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.use import GroupingSolver
 
-# Without a capacity of the user's, tokens of a rank over the mean: room for sequences that are not cut. FlexSP takes
-# the limit from the memory that activations of all layers need, which a plan of attention does not know.
+# Default capacity: tokens of a rank over the mean, with room for uncut sequences. FlexSP derives the limit from the
+# activation memory of all layers, which is unknown in a plan of attention.
 _ROOM = 2
 
 
 @dataclass(frozen=True)
 class FlexSp(PlacePass):
-    """Sizes of groups and their sequences by a solver of kind `grouping`, so that the slowest group is quick: attention
-    and the all-to-all of its heads, forward and backward.
+    """Group sizes and sequences by a solver of kind `grouping`, minimizing the slowest group's time: attention and the
+    all-to-all of its heads, forward and backward.
 
-    capacity: tokens of a rank at most, so that a group of P ranks holds P times as many; default the policy's token
-    cap, else twice the mean or as many as the longest sequence makes necessary.
-    linear: whether the linear layers' time counts too, which FlexSP's cost model has: groups are then
-    even in whole layers, not in attention.
-    solver: its `steps` are nodes of a search tree.
-    All ranks are planned alike; where speeds differ, the slowest groups get the fastest places of their size.
-    Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
+    capacity: largest number of tokens per rank, so that a group of P ranks holds P times as many; default the policy's
+    token cap, else twice the mean or the longest sequence's need. linear: include the linear layers' time, as in
+    FlexSP's cost model: groups are then balanced by whole layers instead of attention. solver: its `steps` are nodes of
+    a search tree. The solver assumes equal ranks; if speeds differ, the slowest groups get the fastest places of their
+    size. Raises ConfigError, CapacityError, MissingDependencyError, UnknownNameError.
     """
 
     capacity: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
@@ -63,7 +61,7 @@ class FlexSp(PlacePass):
 def grouping_problem(
     problem: Problem, capacity: int | None = None, *, linear: bool = False
 ) -> GroupingProblem:
-    """The request as the solver sees it; times are microseconds of all layers, forward and backward."""
+    """Builds the solver's problem; times are microseconds over all layers, forward and backward."""
     degrees, lengths = feasible_degrees(problem), problem.batch.lengths
     times = sum(
         problem.layers[kind] * _sequence_us(problem, lengths, row_areas(bands, problem.batch.starts), degrees)
@@ -79,8 +77,8 @@ def grouping_problem(
 
 
 def feasible_degrees(problem: Problem) -> Ints:
-    """int64 [degrees]: the powers of two that divide the query heads and do not straddle a node's edge: they divide the
-    ranks of a node, or are larger."""
+    """int64 [degrees]: the powers of two that divide the query heads and do not straddle node boundaries: they divide
+    the ranks of a node, or are larger."""
     cluster, heads = problem.cluster, problem.model.q_heads
     powers = [1 << i for i in range(problem.ranks.bit_length()) if 1 << i <= problem.ranks]
     local = cluster.ranks_per_node
@@ -93,8 +91,8 @@ def _default_capacity(problem: Problem, largest: int) -> int:
 
 
 def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) -> Floats:
-    """float64 [sequences, degrees]: one layer of each sequence in a group of each degree. What an instruction costs
-    however much it does (launches, latencies) is left out: a group pays it once for all its sequences."""
+    """float64 [sequences, degrees]: time of one layer of each sequence in a group of each degree. Fixed costs of
+    instructions (launches, latencies) are omitted: a group pays them once for all its sequences."""
     model, cost = problem.model, problem.cost
     times = np.zeros((len(lengths), len(degrees)))
     for c, degree in enumerate(degrees.tolist()):
@@ -106,7 +104,7 @@ def _sequence_us(problem: Problem, lengths: Ints, pairs: Ints, degrees: Ints) ->
 
 
 def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads: int) -> float:
-    """All-to-all in a group, per row that a rank holds: to its node's members and to the others at the same time."""
+    """All-to-all time in a group per row of a rank: transfers within the node and to other nodes overlap."""
     heads = {"query": q_heads, "key": kv_heads}
     row = sum(
         problem.model.sent_bytes(tensor, heads[side]) for side in SIDES for tensor in TRAVELLING[side, phase]
@@ -119,12 +117,12 @@ def _us_a_row(problem: Problem, phase: str, degree: int, q_heads: int, kv_heads:
 
 
 def _inter_bytes_a_us(cluster: Cluster) -> float:
-    """A rank's share of its node's NICs."""
+    """A rank's share of its node's NICs, bytes per microsecond."""
     return cluster.inter_gbs * 1e3 * cluster.nics_per_node / cluster.ranks_per_node
 
 
 def _laid_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
-    """(group of each sequence, first rank of each group and the end), idle ranks in groups of one at the end."""
+    """(group of each sequence, first rank of each group and the end), with idle ranks in groups of one at the end."""
     idle = problem.ranks - int(found.degree.sum())
     sizes = np.append(found.degree, np.ones(idle, np.int64))
     first = offsets(sizes)
@@ -139,7 +137,7 @@ def _laid_out(problem: Problem, found: Grouping) -> tuple[Ints, Ints]:
 
 
 def _bound(problem: Problem, weight: Ints, degrees: Ints) -> float:
-    """Of a rank's pairs over its speed: the mean, and the heaviest sequence in the largest group."""
+    """Bound of a rank's pairs over its speed: the mean, and the heaviest sequence in the largest group."""
     mean = float(weight.sum()) / float(problem.speeds.sum())
     return max(mean, float(weight.max(initial=0)) / (int(degrees[-1]) * float(problem.speeds.max())))
 

@@ -1,4 +1,4 @@
-"""As many ranks for a sequence as its length asks for: hybrid data and context parallelism.
+"""Hybrid data and context parallelism: the number of ranks of a sequence depends on its length.
 
 long      |0|1|2|  3  |2|1|0|           a group of consecutive ranks, zig-zag
 shorter                      |4| 5 |4|
@@ -28,10 +28,9 @@ from apportion.planner.solvers.use import PartitionSolver
 class HybridDp(PlacePass):
     """ByteScale's hybrid data parallelism (SIGCOMM 2025), the baseline Hybrid DP of Zeppelin, section 5.
 
-    A sequence of L tokens gets ceil(L / capacity) ranks: long ones, longest first, the consecutive ranks that have the
-    least work, cut zig-zag; the others stay whole and fill the ranks by LPT (see `Whole`), work over speed.
-    capacity: tokens of a rank, default the mean rounded up. solver: of kind partition. Raises
-    ConfigError, CapacityError.
+    A sequence of L tokens gets ceil(L / capacity) ranks: long ones, longest first, get the consecutive ranks with the
+    least work, cut zig-zag; the others stay whole and fill the ranks by LPT (see `Whole`), work over speed. capacity:
+    tokens of a rank, default the mean rounded up. solver: of kind partition. Raises ConfigError, CapacityError.
     """
 
     capacity: Count | None = None
@@ -54,11 +53,11 @@ class MegatronHybrid(PlacePass):
     """Hybrid context parallelism of Megatron-Core (its class BalancedCPScheduler).
 
     A sequence gets the next power of two of L / capacity ranks, at most the largest one in the cluster, and is priced
-    at L^2 / ranks whatever its mask. Turn after turn, the ranks are divided into aligned groups, largest first: all
-    sequences of one size go to the groups that this turn can still give to their size, each to the cheapest group; a
-    size that gets no group waits for the next turn. Ranks that a turn leaves idle widen its smallest groups. Left out:
-    ending a turn early once it is balanced, and taking back its last sequence. Speeds are ignored.
-    capacity: tokens of a rank, default the mean rounded up. Raises ConfigError, CapacityError.
+    at L^2 / ranks whatever its mask. In each turn the ranks are divided into aligned groups, largest first: all
+    sequences of one size go to the groups that the turn can still provide for it, each to the cheapest; a size without
+    a group waits for the next turn. Idle ranks of a turn widen its smallest groups. Not implemented: ending a turn
+    early once it is balanced, and taking back its last sequence. Speeds are ignored. capacity: tokens of a rank,
+    default the mean rounded up. Raises ConfigError, CapacityError.
     """
 
     capacity: Count | None = None
@@ -74,8 +73,8 @@ class MegatronHybrid(PlacePass):
 
 
 def _ranks_needed(problem: Problem, capacity: int | None, most: int) -> Ints:
-    """int64 [sequences]: ranks that hold `capacity` tokens each, at most `most`. Raises CapacityError where more are
-    needed to keep a capacity that somebody asked for."""
+    """int64 [sequences]: number of ranks with `capacity` tokens each, at most `most`. Raises CapacityError if an
+    explicit capacity needs more."""
     lengths = problem.batch.lengths
     needed = -(-lengths // (capacity or -(-problem.batch.tokens // problem.ranks)))
     longest = int(lengths.argmax())
@@ -89,7 +88,8 @@ def _ranks_needed(problem: Problem, capacity: int | None, most: int) -> Ints:
 
 
 def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, Ints]:
-    """First rank of each sequence that has several; and the pairs and tokens that these leave on each rank."""
+    """First rank of each sequence with several ranks; and the pairs and tokens that these sequences add to each
+    rank."""
     lengths, ranks = problem.batch.lengths, problem.ranks
     first = np.zeros(len(size), np.int64)
     load, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -105,7 +105,7 @@ def _windows(problem: Problem, size: Ints, weight: Ints) -> tuple[Ints, Ints, In
 
 
 def _turns(lengths: Ints, wanted: Ints, ranks: int, solver: PartitionSolver) -> tuple[Ints, Ints]:
-    """First rank and number of ranks of each sequence's group. A turn serves at least one size, so they are few."""
+    """First rank and number of ranks of each sequence's group. Each turn serves at least one size, so turns are few."""
     first, size = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     waiting = np.unique(wanted)[::-1].tolist()
     while waiting:
@@ -132,7 +132,7 @@ def _cheapest(lengths: Ints, groups: int, solver: PartitionSolver) -> Ints:
 
 
 def _widened(groups: list[int], ranks: int) -> Ints:
-    """The groups' sizes once idle ranks have doubled the smallest of them, the first of equals first."""
+    """Group sizes after idle ranks have repeatedly doubled the smallest group, the first among equals."""
     widths = list(groups)
     while True:
         smallest = min(widths)
@@ -143,7 +143,7 @@ def _widened(groups: list[int], ranks: int) -> Ints:
 
 
 def _aligned(widths: Ints) -> Ints:
-    """First ranks: larger groups first, so that every power of two starts at a multiple of itself."""
+    """First ranks, larger groups first, so that every power of two starts at a multiple of itself."""
     order = np.argsort(-widths, kind="stable")
     first = np.empty(len(widths), np.int64)
     first[order] = np.cumsum(widths[order]) - widths[order]

@@ -1,4 +1,4 @@
-"""Give every block a home rank."""
+"""LPT placement: a home rank for every block."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from apportion.planner.solvers.partition.lpt import makespan_bound
 from apportion.planner.solvers.status import Status, Termination
 from apportion.planner.solvers.use import PartitionSolver
 
-#: how often a kind that is balanced by itself counts, where the others count once
+#: weight of a kind that is balanced by itself, relative to the others
 ALONE = 64
 
 
 @dataclass(frozen=True)
 class Lpt(PlacePass):
     """LPT over pieces under the token cap (FCP, section 4.1), or another solver of kind partition; `lpt_near` gathers
-    sequences on few nodes. A piece that fits nowhere whole is cut to fill the room that is left, lightest ranks
-    first; such pieces are the lightest, so little work moves. Of an exact solver, whose answer cuts nothing, LPT's
-    placement is taken where that is lighter. Several attention kinds are weighed so that their busiest ranks, which
-    need not be the same, have little in sum. weigh: balance pairs, or the time that tasks take on the request's
-    hardware, in which many short ones are dearer."""
+    sequences on few nodes. A piece that fits on no rank is cut to fill the remaining room, lightest ranks first; such
+    pieces are the lightest, so little work moves. An exact solver never cuts pieces; LPT's placement is used if it is
+    lighter. Several attention kinds are weighted to reduce the sum over kinds of their busiest ranks' loads. weigh:
+    balance pairs, or task times on the request's hardware, in which many short tasks cost more."""
 
     solver: PartitionSolver = PartitionSolver("lpt")
     weigh: Literal["pairs", "time"] = "pairs"
@@ -47,15 +46,15 @@ class Lpt(PlacePass):
         )
         if self.solver.entry.heuristic:
             return found
-        # an exact solver leaves pieces whole, where LPT may leave some to be cut
+        # an exact solver keeps pieces whole, LPT may leave some to be cut
         lpt = PartitionSolver("lpt")
         usual = lightest(problem, lambda factor: _place(problem, shards, _rows(problem, shards, factor), lpt))
         return min([found, usual], key=lambda placement: busiest(problem, placement))
 
 
 def lightest(problem: Problem, place: Callable[[Mapping[str, int]], Placement]) -> Placement:
-    """The placement with the smallest sum over kinds of layers x busiest rank, of those that `place` finds for pairs
-    that count so many times: all kinds as their layers, or one of them almost alone; the first of equals."""
+    """The placement with the smallest sum over kinds of layers x busiest rank, among those that `place` finds for pairs
+    with these weights: all kinds by layers, or one of them almost alone; the first among equals."""
     layers = problem.layers
     first = place(layers)
     if len(layers) == 1:
@@ -73,10 +72,10 @@ def busiest(problem: Problem, placement: Placement) -> float:
     return cost
 
 
-def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver) -> Placement:
-    """felt: int64 [blocks], what is balanced."""
-    weights, case = shards.piece_weights, pieces_to_ranks(problem, shards, felt)
-    found = None if shards.solved is None or felt is not shards.weight else shards.solved
+def _place(problem: Problem, shards: Shards, balanced_weight: Ints, solver: PartitionSolver) -> Placement:
+    """Places blocks. balanced_weight: int64 [blocks], the balanced quantity."""
+    weights, case = shards.piece_weights, pieces_to_ranks(problem, shards, balanced_weight)
+    found = None if shards.solved is None or balanced_weight is not shards.weight else shards.solved
     result = found[1] if found is not None and found[0] == solver else solver(case)
     end = None if solver.entry.heuristic else result.termination
     home = result.bin[shards.piece]
@@ -84,7 +83,7 @@ def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver
     if (home < 0).any():
         starts, home = _fill(problem, shards, case, result.bin)
         weight = row_weights(problem, starts)
-        # what was cut is no longer indivisible: it counts by its parts
+        # cut pieces are no longer indivisible: their parts count
         cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
         items = np.concatenate([weights[result.bin >= 0], weight[cut]])
     bound = makespan_bound(items, problem.speeds)
@@ -92,7 +91,8 @@ def _place(problem: Problem, shards: Shards, felt: Ints, solver: PartitionSolver
 
 
 def _limited(problem: Problem, shards: Shards, placement: Placement) -> Placement:
-    """The placement, with the limit of its blocks where that is why it is not even, and no solver says more."""
+    """Adds the block limit to the placement's termination if that is why it is uneven and the solver has no other
+    limit."""
     if shards.limit is None or placement.termination is not None:
         return placement
     load = placement.rank_sums(placement.weight, problem.ranks)
@@ -104,7 +104,7 @@ def _limited(problem: Problem, shards: Shards, placement: Placement) -> Placemen
 
 
 def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
-    """int64 [blocks]: pairs of each block's queries, those of each kind so many times."""
+    """int64 [blocks]: pairs of each block's queries, weighted by kind."""
     if factor == problem.layers:
         return shards.weight
     parts = [factor[kind] * kind_weights(problem, kind, shards.starts) for kind in problem.bands]
@@ -113,7 +113,7 @@ def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
 
 
 def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
-    """Cut the blocks without a home along the room that is left; returns starts and homes of the finer blocks."""
+    """Cuts the blocks without a home to fill the remaining room; returns starts and homes of the finer blocks."""
     home, allowed, there = bins[shards.piece], case.allowed, bins >= 0
     room = (case.caps - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
     load = exact_sums(bins[there], case.weights[there], problem.ranks)

@@ -16,13 +16,14 @@ from apportion.planner.solvers.contracts import PartitionProblem
 from apportion.planner.solvers.partition.lpt import makespan_bound
 from apportion.planner.solvers.use import PartitionSolver
 
-# Without a cap of the user's, the least of these times a rank's share (or the longest sequence) that LPT can keep to.
+# Without an explicit cap, the smallest of these factors of a rank's share (or of the longest sequence) that LPT can
+# keep.
 SLACKS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
 class Whole(PlacePass):
-    """Whole sequences to ranks: LPT (or another solver of kind partition) by work over speed, no sequence is ever cut.
+    """Places whole sequences by LPT (or another solver of kind partition) by work over speed; cuts none.
 
     An explicit token_cap is obeyed or refused; without one, tokens are kept as even as LPT can (see `SLACKS`).
     Raises ConfigError, CapacityError.
@@ -55,10 +56,10 @@ def _refuse_longer_than_cap(problem: Problem) -> None:
 def spread(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, solver: PartitionSolver
 ) -> Ints:
-    """int64 [items]: the rank of each item that is placed whole, on ranks that already have something.
+    """int64 [items]: the rank of each whole item, on ranks with existing loads.
 
     weights, sizes: int64 [items], pairs and tokens; load, used: int64 [ranks], the pairs and tokens already there.
-    Raises CapacityError where the policy's token cap is not met, neither by work nor by tokens.
+    Raises CapacityError if the policy's token cap is met neither by work nor by tokens.
     """
     cap = problem.policy.token_cap
     if cap is None:
@@ -91,8 +92,8 @@ def _least_slack(
 def _fill(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, caps: Ints, solver: PartitionSolver
 ) -> Ints:
-    """The solver's answer under the ranks' caps, -1 for what fits nowhere. What is already there enters as items with
-    one rank to go to."""
+    """The solver's answer under the ranks' caps, -1 for items without room. Existing loads are items with a single
+    allowed rank."""
     if not used.any():
         return solver(PartitionProblem(weights, sizes, caps, problem.speeds)).bin
     both = np.concatenate([load, weights]), np.concatenate([used, sizes])

@@ -1,4 +1,4 @@
-"""WLB-LLM's adaptive sharding: the packed sequence or every document, whichever is predicted faster."""
+"""WLB-LLM's adaptive sharding: per packed sequence or per document, whichever is predicted faster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.planner.place.zigzag import deal_evenly
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.refusals import refuse_home_ranks
 
-# Pieces that are priced; beyond, evenly spaced ranks stand for all.
+# Number of priced pieces; beyond it, evenly spaced ranks stand for all.
 PRICED_PIECES = 2**20
 
 
@@ -23,10 +23,10 @@ PRICED_PIECES = 2**20
 class Wlb(PlacePass):
     """WLB-LLM (OSDI 2025; DistCA, section 3.2): context parallelism per sequence or per document.
 
-    sequence: the packed microbatch is cut zig-zag as if it were one sequence: few, long pieces, but early chunks of
-    long documents see less. document: every document is cut zig-zag: even work, but short pieces. auto: the one whose
-    busiest rank has the shorter predicted attention time (forward and backward, all kinds and layers); both gather the
-    same KV. Speeds are ignored. chunk: as in `ZigZag`. Raises ConfigError, CapacityError.
+    sequence: the packed microbatch is cut zig-zag like one sequence: few, long pieces, but early chunks of long
+    documents see fewer keys. document: every document is cut zig-zag: even work, but short pieces. auto: the one with
+    the shorter predicted attention time on its busiest rank (forward and backward, all kinds and layers); both gather
+    the same KV. Speeds are ignored. chunk: as in `ZigZag`. Raises ConfigError, CapacityError.
     """
 
     shard: Literal["auto", "sequence", "document"] = "auto"
@@ -44,8 +44,8 @@ class Wlb(PlacePass):
 
 
 def busiest_us(problem: Problem, placement: Placement) -> float:
-    """Predicted microseconds of attention of the busiest rank, forward and backward, over all layers: each band in
-    each query block against all its keys is one piece, priced by the cost model, short pieces included."""
+    """Predicted attention microseconds of the busiest rank, forward and backward, over all layers: each band in each
+    query block against all its keys is one piece priced by the cost model, including short pieces."""
     time = np.zeros(problem.ranks)
     for kind, bands in problem.bands.items():
         time += problem.layers[kind] * _rank_us(problem, bands, placement)
@@ -66,7 +66,8 @@ def _rank_us(problem: Problem, bands: Ints, placement: Placement) -> Floats:
 
 
 def query_pieces(bands: Ints, starts: Ints, wanted: Bools) -> tuple[Ints, Ints]:
-    """Bands cut by the `wanted` query blocks, int64 [pieces, 6], no empty ones, and the block of each, int64 [pieces].
+    """Bands cut by the `wanted` query blocks, int64 [pieces, 6], without empty ones, and the block of each, int64
+    [pieces].
 
     bands: int64 [bands, 6], global tokens; starts: int64 [blocks + 1]; wanted: bool [blocks].
     """

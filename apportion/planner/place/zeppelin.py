@@ -5,8 +5,8 @@
     ranks      one                some of a node             all of some nodes
     split      -                  by squared length          evenly
 
-A zone ends where its sequences no longer fit: then the threshold falls to the longest of them, which joins the zone
-above, and the level starts over. What has several ranks is cut zig-zag in the order of its ranks (section 3.2).
+If the sequences of a zone do not fit, the threshold falls to the longest of them, which joins the zone above, and the
+level starts over. Sequences on several ranks are cut zig-zag in the order of the ranks (section 3.2).
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ from apportion.planner.place.zigzag import placed
 from apportion.planner.problem import MOST_TOKENS, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.refusals import refuse_home_ranks
 
-#: tokens up to which a sequence is sought whose attention hides its transfer
+#: longest sequence in the search for the length at which attention hides its transfer
 LONGEST = 2**24
 
 
 @dataclass(frozen=True)
 class Zeppelin(PlacePass):
     """Algorithms 1 and 2 of the paper. The price of a sequence is its squared length, whatever its mask; the cuts of
-    the shards are ignored. Relative speeds count by the capacities that follow them: a sequence's fragments are in
-    proportion to the capacities of their ranks, and the least loaded rank is the one that is least full.
+    the shards are ignored. Relative speeds act through capacities: a sequence's fragments are in proportion to the
+    capacities of their ranks, and the least loaded rank is the least full one.
 
-    cap: "auto", "enforce" where the policy has a token cap, else "paper".
-    "paper", as printed: of the ranks' tokens only those of whole sequences are held against the capacity, so that
-    fragments may overload a rank (sequences of 5 and 2 times the capacity on 8 ranks put 1.71 times of it on one).
-    "enforce": where a fragment would not fit, the sequence goes to more ranks, the emptiest first, and where that does
-    not help it levels their tokens; else as printed.
-    Both read the paper so: the budget of a node is the mean of all tokens; "empty buckets", which may not exist, are
-    the least loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or raising it never ends.
+    cap: "auto": "enforce" if the policy has a token cap, else "paper". "paper", as printed: only tokens of whole
+    sequences are checked against the capacity, so that fragments may overload a rank (sequences of 5 and 2 times the
+    capacity on 8 ranks put 1.71 times of it on one). "enforce": a sequence whose fragment would not fit goes to more
+    ranks, the emptiest first, and if that does not help it levels their tokens; else as printed. Interpretation of the
+    paper in both: the budget of a node is the mean of all tokens; "empty buckets", which may not exist, are the least
+    loaded; numbers of fragments are rounded up; zones are < and >= the threshold, or raising it never ends.
 
-    capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: lengths from
-    which sequences are inter-node and intra-node at first; where they are not given, zones says them. "capacity": the
-    largest capacity of a node and of a rank, as in the algorithms; "cost": these, or less where attention to a whole
-    sequence takes as long as sending its keys and values between nodes, and inside one, as in Figure 5.
-    parts: in how many blocks a rank's share of an inter-node sequence is cut, one for each rank that relays it (see the
-    schedule `queues`); "auto": the ranks of a node. Raises ConfigError, CapacityError.
+    capacity: tokens of a rank (the paper's L), default each rank's token cap. inter_tokens, intra_tokens: initial
+    lengths from which sequences are inter-node and intra-node; zones sets the defaults. "capacity": the largest
+    capacity of a node and of a rank, as in the algorithms; "cost": these, or the smaller length at which attention to a
+    whole sequence takes as long as sending its keys and values between nodes, and inside one, as in Figure 5. parts:
+    number of blocks of a rank's share of an inter-node sequence, one for each rank that relays it (see the schedule
+    `queues`); "auto": the ranks of a node. Raises ConfigError, CapacityError.
     """
 
     cap: Literal["auto", "enforce", "paper"] = "auto"
@@ -69,7 +68,7 @@ class Zeppelin(PlacePass):
         return placed(problem, starts, home, "zeppelin")
 
     def shares(self, problem: Problem) -> Ints:
-        """int64 [3, shares]: sequence, rank and tokens, in the order of sequences and of the ranks in each."""
+        """int64 [3, shares]: sequence, rank and tokens, by sequence, then by its ranks in order."""
         caps = self._capacities(problem)
         by_node = caps.reshape(problem.cluster.nodes, problem.cluster.ranks_per_node)
         of_nodes = by_node.sum(1)
@@ -84,7 +83,7 @@ class Zeppelin(PlacePass):
         return core.shares(problem.batch.lengths, most, by_node, inter, intra, enforce)
 
     def _capacities(self, problem: Problem) -> Ints:
-        """int64 [ranks]: the most tokens of each. Raises CapacityError."""
+        """int64 [ranks]: token capacity of each. Raises CapacityError."""
         tokens, ranks, cap = problem.batch.tokens, problem.ranks, self.capacity
         if cap is None:
             return problem.token_caps
@@ -97,8 +96,8 @@ class Zeppelin(PlacePass):
 
 
 def hidden_from(problem: Problem, gbs: float, latency_us: float) -> int:
-    """The shortest sequence whose forward attention, causal and whole on one rank, takes as long as its keys and values
-    on a link of so many GB/s: the intersection of two curves of Figure 5."""
+    """The shortest sequence whose forward attention, causal and whole on one rank, takes as long as sending its keys
+    and values at `gbs` GB/s: the intersection of two curves of Figure 5."""
     model, cost = problem.model, problem.cost
     a_token_us = model.sent_bytes(Tensor.KV) / (gbs * 1e3)
 

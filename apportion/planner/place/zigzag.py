@@ -1,5 +1,5 @@
-"""Zig-zag chunks: ring attention as trainers run it (TransformerEngine's CP, Llama 3's CP; the baselines TE CP and
-LLaMA CP of Zeppelin, section 5, and Ring Attention of FCP, section 6.1).
+"""Zig-zag placement: ring attention as in trainers (TransformerEngine's CP, Llama 3's CP; the baselines TE CP and LLaMA
+CP of Zeppelin, section 5, and Ring Attention of FCP, section 6.1).
 
     4 ranks    |  0  |  1  |  2  |     3     |  2  |  1  |  0  |      chunks i and 2N-1-i on rank i
     causal      light ------------------------------------> heavy    each rank has one of each
@@ -23,18 +23,16 @@ from apportion.planner.solvers.partition.lpt import makespan_bound
 
 @dataclass(frozen=True)
 class ZigZag(PlacePass):
-    """Cut every sequence (or the whole token axis) into 2N chunks; chunks i and 2N-1-i go to rank i.
+    """Cuts every sequence (or the whole token axis) into 2N chunks; chunks i and 2N-1-i go to rank i.
 
-    chunk: tokens that a chunk has at least. A sequence too short for 2N of them goes, with chunks as short as that, to
-    the fewer consecutive ranks that hold the fewest tokens. With 1 every sequence goes to all ranks, as trainers have
-    it, whose kernels compute a tile of 128 rows for the shortest chunk; the number of tasks grows with N^2 for each.
-    Any length will do, where trainers pad: a range that starts at token s and has L = 2N*q + r tokens gives q to every
-    chunk, and one more to r of them, dealt to the ranks s mod N, s mod N + 1, ... in turn, so that over all
-    sequences the ranks' tokens differ by at most one. A rank that gets one of them adds it to its first or its second
-    chunk, by turns (neighbours differ, and so do laps, s div N); one that gets two, to both. Empty chunks vanish;
-    neighbours on one rank are one block. Relative speeds are ignored, as trainers ignore them, and so are the cuts of
-    the shards.
-    Raises ConfigError, CapacityError.
+    chunk: minimum tokens per chunk. A sequence too short for 2N chunks goes to fewer consecutive ranks, those with the
+    fewest tokens, in chunks of the minimum. With 1 every sequence goes to all ranks, as in trainers, although kernels
+    compute a tile of 128 rows for the shortest chunk; the number of tasks per sequence grows with N^2. Lengths are
+    arbitrary, without padding: a range of L = 2N*q + r tokens from token s gives q to every chunk, and one more to r of
+    them, dealt to the ranks s mod N, s mod N + 1, ... in turn, so that over all sequences the ranks' tokens differ by
+    at most one. A rank with one extra token adds it to its first or its second chunk in alternation (neighbours differ,
+    and so do laps, s div N); a rank with two, to both. Empty chunks vanish; neighbours on one rank are one block.
+    Ignores relative speeds, like trainers, and the cuts of the shards. Raises ConfigError, CapacityError.
     """
 
     over: Literal["sequence", "batch"] = "sequence"
@@ -48,10 +46,10 @@ class ZigZag(PlacePass):
 
 
 def deal_evenly(problem: Problem, ranges: Ints, name: str, chunk: int) -> Placement:
-    """Every range [ranges[i], ranges[i + 1]) zig-zag over all ranks, or as many as have `chunk` tokens in a chunk;
-    `name` is the pass that asks."""
+    """Cuts every range [ranges[i], ranges[i + 1]) zig-zag over all ranks, or over as many as have `chunk` tokens per
+    chunk; `name` is the calling pass."""
     lengths = np.diff(ranges)
-    if chunk == 1:  # all ranks, though some of a short range's chunks are empty
+    if chunk == 1:  # uses all ranks, even if some of a short range's chunks are empty
         return placed(
             problem, *deal(ranges, np.zeros_like(lengths), np.full_like(lengths, problem.ranks)), name
         )
@@ -61,8 +59,9 @@ def deal_evenly(problem: Problem, ranges: Ints, name: str, chunk: int) -> Placem
 
 
 def placed(problem: Problem, starts: Ints, home: Ints, name: str, whole: Ints | None = None) -> Placement:
-    """The placement of blocks that the pass `name` cut by its rule. Its bound is the mean load, as another rule may cut
-    otherwise, or that of the items it never cuts: `whole`, int64 [items], their weights. Raises CapacityError."""
+    """The placement of blocks cut by the rule of pass `name`. Its bound is the mean load, as another rule may cut
+    differently, or the bound of the items that are never cut: `whole`, int64 [items], their weights. Raises
+    CapacityError."""
     obey_token_cap(problem, starts, home, name)
     weight = row_weights(problem, starts)
     mean = float(weight.sum() / problem.speeds.sum())
@@ -71,9 +70,9 @@ def placed(problem: Problem, starts: Ints, home: Ints, name: str, whole: Ints | 
 
 
 def deal(ranges: Ints, first: Ints, size: Ints) -> tuple[Ints, Ints]:
-    """Starts int64 [blocks + 1] and ranks int64 [blocks] of ranges that are cut zig-zag, each for its own group.
+    """Starts int64 [blocks + 1] and ranks int64 [blocks] of ranges cut zig-zag, each over its own group.
 
-    ranges: int64 [ranges + 1], rising; first, size: int64 [ranges], the group's first rank and number of ranks. A
-    group of one rank leaves its range whole.
+    ranges: int64 [ranges + 1], ascending; first, size: int64 [ranges], the group's first rank and number of ranks. A
+    group of one rank keeps its range whole.
     """
     return core.deal(ranges, first, size)

@@ -1,1 +1,1 @@
-"""Strategies as data, and the passes that they name."""
+"""Recipes, which describe strategies as data, and the registry of passes."""

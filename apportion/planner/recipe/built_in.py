@@ -1,4 +1,4 @@
-"""The recipes that Apportion brings, by name, with a sentence each of what they do."""
+"""The built-in recipes by name, with one-line descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apportion.ir.request.policy import Recipe
 
 @dataclass(frozen=True)
 class RecipeEntry:
-    """A recipe with what people want to know of it: in short, where it comes from, and what it needs ("": nothing)."""
+    """A recipe with its description: summary, source, and requirements ("": none)."""
 
     recipe: Recipe
     summary: str

@@ -1,7 +1,7 @@
-"""Recipes by name, what a recipe may say, and the passes that its steps name.
+"""Recipes by name: lookup, validation, and construction of their passes.
 
     recipe = [pack] · [inner] · [pods] · shard · place · [route] · schedule · [reshuffle] · [remap]
-           | [pack] · search, which finds the other steps
+           | [pack] · search, which chooses the other steps
 
 Third parties add recipes through the entry point group `apportion.recipes`: a name = a `Recipe` or an `Entry`.
 """
@@ -42,8 +42,7 @@ _SWITCHES = ("reshuffle",)
 
 
 def entries() -> dict[str, RecipeEntry]:
-    """All recipes by name: the built-in ones in their order, then those of plug-ins. Raises ConfigError for a broken
-    plug-in."""
+    """All recipes by name: built-in ones in order, then those of plug-ins. Raises ConfigError for a broken plug-in."""
     return {**BUILT_IN, **_plugged_recipes()}
 
 
@@ -55,15 +54,15 @@ def _plugged_recipes() -> Mapping[str, RecipeEntry]:
         entry = held if isinstance(held, RecipeEntry) else RecipeEntry(held, "", plugins.distribution(point))
         if entry.name in BUILT_IN or entry.name != name:
             raise plugins.misnamed(
-                point, f"brings a recipe {entry.name!r}", "give it a name that is free, and the same here"
+                point, f"brings a recipe {entry.name!r}", "give it an unused name, and the same here"
             )
         added[name] = entry
     return added
 
 
 def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
-    """The recipe of that name; or the one given as data, which is checked; or a Recipe as it is. Raises
-    UnknownNameError, ConfigError."""
+    """Resolves a recipe given by name, as data (which is validated) or as a Recipe. Raises UnknownNameError,
+    ConfigError."""
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Mapping):
@@ -77,21 +76,21 @@ def find_recipe(recipe: str | Mapping[str, Any] | Recipe) -> Recipe:
     if recipe not in known:
         raise UnknownNameError("recipe", recipe, "no recipe of that name", suggestion(recipe, known))
     found = known[recipe].recipe
-    # a copy of each step: whoever changes its parameters changes no other plan
+    # a copy of each step, so that changed parameters affect no other plan
     return Recipe(found.name, tuple(replace(step) for step in found))
 
 
 def find_recipes(field: str, recipes: Any) -> list[Recipe]:
-    """The recipes of a list of names, Recipes and data, one at least. Raises ConfigError."""
+    """Resolves a non-empty list of names, Recipes and data. Raises ConfigError."""
     found = [find_recipe(recipe) for recipe in sequence(field, recipes)]
     if not found:
-        raise ConfigError(field, [], "must not be empty", "name one at least")
+        raise ConfigError(field, [], "must not be empty", "name at least one")
     return found
 
 
 def check(recipe: Recipe) -> None:
-    """Raises UnknownNameError for a step, pass or solver that there is not, ConfigError for a parameter or what does
-    not go together."""
+    """Raises UnknownNameError for an unknown step, pass or solver, ConfigError for wrong parameters and
+    combinations."""
     if recipe.step("search") is None:
         passes_of(recipe)
     else:
@@ -99,7 +98,7 @@ def check(recipe: Recipe) -> None:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of all recipes that can be planned here, with the passes and solvers of plug-ins."""
+    """JSON Schema of all available recipes, including the passes and solvers of plug-ins."""
     steps: dict[str, Any] = {step: _step_schema(step) for step in STEPS}
     steps |= {step: {"type": "boolean", "default": False} for step in _SWITCHES}
     base = json.loads(files("apportion.schemas").joinpath("recipe.schema.json").read_text("utf-8"))
@@ -110,7 +109,7 @@ def schema() -> dict[str, Any]:
 
 
 def _step_schema(step: str) -> dict[str, Any]:
-    """One pass, with its parameters or with null."""
+    """Schema of one pass, with its parameters or null."""
     held = {name: options.schema(registry.find_pass(step, name)) for name in registry.names(step)}
     passes = {name: {"anyOf": [one, {"type": "null"}]} for name, one in held.items()}
     one = {"type": "object", "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
@@ -118,7 +117,7 @@ def _step_schema(step: str) -> dict[str, Any]:
 
 
 def with_block(recipe: Recipe, block: int | str) -> Recipe:
-    """The recipe with another block size. Raises ConfigError where it does not shard into blocks."""
+    """The recipe with another block size. Raises ConfigError if it does not shard into blocks."""
     shard = recipe.step("shard")
     if shard is None or shard.name != "blocks":
         rule = f"recipe {recipe.name} does not shard into blocks"
@@ -128,7 +127,7 @@ def with_block(recipe: Recipe, block: int | str) -> Recipe:
 
 
 def with_pods(recipe: Recipe, ranks: int | str) -> Recipe:
-    """The recipe with pods of so many ranks at most, or "auto". Raises ConfigError where it searches."""
+    """The recipe with pods of at most `ranks` ranks, or "auto". Raises ConfigError for recipes that search."""
     if recipe.step("search") is not None:
         rule = f"recipe {recipe.name} searches, and plans all ranks at once"
         raise ConfigError("pods", ranks, rule, "take another recipe, such as fcp, or leave --pods out")
@@ -137,14 +136,14 @@ def with_pods(recipe: Recipe, ranks: int | str) -> Recipe:
 
 
 def passes_of(recipe: Recipe) -> Passes:
-    """The passes of a recipe that does not search. Raises UnknownNameError for a pass, ConfigError for a step or
+    """Builds the passes of a recipe without search. Raises UnknownNameError for a pass, ConfigError for a step or
     parameter."""
     return _passes(_encode(recipe.to_data()))
 
 
 @lru_cache(256)
 def _passes(data: bytes) -> Passes:
-    """Of a recipe as bytes: as data, 1 and true would be equal keys."""
+    """The passes of an encoded recipe: as data, 1 and true would be equal cache keys."""
     recipe = Recipe.from_data(_decode(data))
     built = _built(recipe)
     for step in _REQUIRED:
@@ -166,32 +165,32 @@ def _passes(data: bytes) -> Passes:
 
 
 def search_of(recipe: Recipe) -> SearchPass:
-    """What finds the passes of a recipe that searches. Raises as `passes_of`."""
+    """Builds the search pass of a recipe. Raises as `passes_of`."""
     return cast(SearchPass, _built(recipe)["search"])
 
 
 def pack_of(recipe: Recipe) -> PackPass | None:
-    """What packs the microbatches of a recipe that says how to. Raises as `passes_of`."""
+    """Builds the pack pass of a recipe, or None. Raises as `passes_of`."""
     return cast(PackPass | None, _built(recipe).get("pack"))
 
 
 def _built(recipe: Recipe) -> dict[str, Pass]:
-    """Step -> pass, of the contract of its step: `registry` has checked that."""
+    """Step -> pass; `registry` has checked the contracts."""
     known, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None
     for step in recipe:
         where = f"recipe.steps.{step.step}"
         if step.step not in known:
             raise UnknownNameError(where, step.name, f"the steps are {', '.join(known)}", "leave it out")
         if searches and step.step not in ("pack", "search"):
-            rule = "cannot stand beside a search, which chooses it itself"
+            rule = "cannot be combined with a search, which chooses it"
             raise ConfigError(where, step.name, rule, "put it into a recipe among the candidates")
     return {step.step: registry.build(step) for step in recipe if step.step not in _SWITCHES}
 
 
 def _route(given: RoutePass | None, own: RoutePass | None) -> RoutePass:
-    """Some schedules are routes themselves; else tiles go straight to where they are needed."""
+    """The route pass: some schedules bring their own; otherwise tiles go straight to their destinations."""
     if own is not None and given is not None:
-        rule = "the schedule has a route of its own"
+        rule = "the schedule has its own route"
         raise ConfigError("recipe.steps.route", type(given).__name__.lower(), rule, "leave the route out")
     return own or given or Star()
 

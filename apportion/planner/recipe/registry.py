@@ -1,4 +1,4 @@
-"""The passes of each step, by name. Listing them imports none.
+"""Registry of passes by step and name, without importing them.
 
 Third parties add theirs through the entry point group `apportion.passes`: "step.pass" = a pass class.
 """
@@ -18,9 +18,9 @@ from apportion.ir.request.policy import Step
 from apportion.planner import plugins
 from apportion.planner.options import read
 from apportion.planner.problem import Pass
-from apportion.planner.solvers.use import Use
+from apportion.planner.solvers.use import SolverOption
 
-#: step -> pass name -> where its class is; the fields of the class are the pass's parameters
+#: step -> pass name -> location of its class, whose fields are the pass's parameters
 _BUILT_IN = {
     "pack": {
         "sequential": "pack:Sequential",
@@ -64,7 +64,7 @@ _BUILT_IN = {
     "remap": {"flow": "remap:Flow"},
     "search": {"portfolio": "search:Portfolio"},
 }
-#: step -> what its passes are called with and say of themselves
+#: step -> contract: call signature and attributes of its passes
 _CONTRACTS = {
     "pack": "pack:PackPass",
     "inner": "inner.groups:InnerPass",
@@ -85,13 +85,13 @@ def names(step: str) -> list[str]:
 
 
 def find_pass(step: str, name: str) -> type[Any]:
-    """The class of a pass, which keeps the contract of its step. Raises UnknownNameError, ConfigError."""
+    """The class of a pass, checked against its step's contract. Raises UnknownNameError, ConfigError."""
     if name in _BUILT_IN[step]:
         return _imported(_BUILT_IN[step][name])
     plugged = _plugged_passes()[step]
     if name not in plugged:
         raise UnknownNameError(
-            f"recipe.steps.{step}", name, f"the passes are {', '.join(names(step))}", "name one of these"
+            f"recipe.steps.{step}", name, f"the passes are {', '.join(names(step))}", "use one of these"
         )
     added: type[Any] = plugins.load(plugged[name], type)
     if wrong := broken(step, added):
@@ -102,10 +102,10 @@ def find_pass(step: str, name: str) -> type[Any]:
 
 
 def broken(step: str, found: type[Any]) -> str | None:
-    """What a class lacks to be a pass of the step, or has misspelled; None where it is one."""
+    """Describes how a class violates the contract of the step's passes, or None."""
     contract = _imported(_CONTRACTS[step])
     if not is_dataclass(found):
-        return "which is no dataclass"
+        return "which is not a dataclass"
     for field in fields(found):
         if field.default is MISSING or not field.init:
             return f"whose parameter {field.name} has no default"
@@ -113,7 +113,7 @@ def broken(step: str, found: type[Any]) -> str | None:
     open_: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
     held = {name for one in found.__mro__ for name in vars(one)} - open_
     for member in sorted(members - held):
-        return f"which has no {member}: {contract.__name__} says what it is"
+        return f"which has no {member}: see {contract.__name__}"
     own = {name for one in found.__mro__[:-1] if one not in contract.__mro__ for name in vars(one)}
     for name in sorted(own - members - {field.name for field in fields(found)}):
         near = get_close_matches(name, members, 1, 0.8)
@@ -134,17 +134,19 @@ def _imported(where: str) -> type[Any]:
 
 
 def users_of(kind: str) -> list[str]:
-    """ "step pass" of the passes that take a solver of that kind."""
+    """ "step pass" of each pass with a solver of that kind."""
     held = [(step, name, find_pass(step, name)) for step in STEPS for name in names(step)]
     return [
         f"{step} {name}"
         for step, name, found in held
-        if any(isinstance(field.default, Use) and field.default.kind == kind for field in fields(found))
+        if any(
+            isinstance(field.default, SolverOption) and field.default.kind == kind for field in fields(found)
+        )
     ]
 
 
 def build(step: Step) -> Pass:
-    """The pass of a recipe's step. Raises UnknownNameError, ConfigError."""
+    """Builds the pass of a recipe's step. Raises UnknownNameError, ConfigError."""
     made: Pass = read(find_pass(step.step, step.name), f"recipe.{step.step}.{step.name}", step.params)
     return made
 
@@ -155,8 +157,6 @@ def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
     for name, point in plugins.found("apportion.passes").items():
         step, _, short = name.partition(".")
         if step not in _BUILT_IN or not short or short in _BUILT_IN[step]:
-            raise plugins.misnamed(
-                point, f"brings {name!r}, which is not step.pass or is taken", "name it anew"
-            )
+            raise plugins.misnamed(point, f"brings {name!r}, which is not step.pass or is taken", "rename it")
         added[step][short] = point
     return added

@@ -1,1 +1,1 @@
-"""How a tile travels from its home to the ranks that need it."""
+"""Routes of tiles from their homes to the ranks that need them."""

@@ -1,11 +1,11 @@
-"""Rings of the ranks that hold a sequence, and proxies for their hops between nodes (Zeppelin, sections 3.2 and 3.3).
+"""Rings of the ranks of a sequence, with proxies for hops between nodes (Zeppelin, sections 3.2 and 3.3).
 
     hop inside a node        u ─────────────────────► v
     hop between nodes        u ──► a ══ NIC ══► b ──► v       a part of the rows over each NIC of the node:
                              dispatch   transfer   combine    a: u and its neighbours, b: v and its neighbours
 
-Neighbouring rows of a rank that pass around the same ring are one tile, or one for each proxy. Gradients go on with
-their tile, through the same proxies, and home from its last rank, as in ring attention.
+Neighbouring rows of a rank that pass around the same ring are one tile, or one for each proxy. Gradients continue with
+their tile, through the same proxies, and return home from its last rank, as in ring attention.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from apportion._core import routes as core
 from apportion.ir.arrays import Ints, changes
 from apportion.planner.problem import Departure
 from apportion.planner.route.rings import Rings, find_rings
-from apportion.planner.route.routes import Routed, RoutePass, Site
+from apportion.planner.route.routes import RoutePass, Routes, Site
 from apportion.planner.tasks.rows import Rows
 from apportion.planner.tasks.tasks import Edges
 
-#: queues in the order in which they run: rings over several nodes, rings inside a node, whole sequences
+#: queues in execution order: rings over several nodes, rings inside a node, whole sequences
 INTER, INTRA, LOCAL = range(3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queued(Routed):
-    """queue: int32 [edges]; depth: int32 [edges], how many edges each one's tile has travelled before; held: int32
-    [blocks], the queue of each block's ring."""
+class QueueRoutes(Routes):
+    """queue: int32 [edges]; depth: int32 [edges], number of earlier edges of the tile; held: int32 [blocks], the queue
+    of each block's ring."""
 
     queue: Ints
     depth: Ints
@@ -39,7 +39,7 @@ class Queued(Routed):
 
 @dataclass(frozen=True)
 class QueueRings(RoutePass):
-    """proxies: how many ranks of a node share what one sends to another node; "auto": all."""
+    """proxies: number of ranks of a node that share what one sends to another node; "auto": all."""
 
     proxies: int | Literal["auto"] = "auto"
     rings: ClassVar[bool] = True
@@ -48,14 +48,14 @@ class QueueRings(RoutePass):
     def by_block(self) -> bool:
         return True
 
-    def __call__(self, edges: Edges, site: Site) -> Queued:
+    def __call__(self, edges: Edges, site: Site) -> QueueRoutes:
         rings, per_node = find_rings(site), site.cluster.ranks_per_node
         parts = per_node if self.proxies == "auto" else min(self.proxies, per_node)
         queues = _queues(rings, site)
         held = queues[rings.of].astype(np.int32)
         if not len(edges):
             none = np.zeros(0, np.int32)
-            return Queued(edges, none, True, none, queue=none, depth=none, held=held)
+            return QueueRoutes(edges, none, True, none, queue=none, depth=none, held=held)
         tiles = _tiles(site.rows, rings, queues, parts)
         departures = self._departures(tiles[queues[rings.of] == INTER], parts)
         tile, ring = tiles[edges.tile], rings.of[edges.tile]
@@ -63,30 +63,30 @@ class QueueRings(RoutePass):
             edges.star, tile, ring, parts, rings.flat, rings.first, site.cluster.ranks_per_node
         )
         size, queue = (values.astype(np.int32)[ring] for values in (rings.sizes, queues))
-        return Queued(
+        return QueueRoutes(
             Edges(*columns), arrives, True, size, queue=queue, depth=depth, held=held, departures=departures
         )
 
     def _departures(self, tiles: Ints, parts: int) -> tuple[Departure, ...]:
-        """tiles: int64 [blocks], of those that cross nodes."""
+        """Departures from the requested number of proxies. tiles: int64 [blocks], of blocks that cross nodes."""
         if self.proxies == "auto" or not len(tiles):
             return ()
         used = len(np.unique(tiles % parts))
-        why = "nodes have no more ranks, or blocks are too coarse"
+        why = "nodes have too few ranks, or blocks are too coarse"
         less = Departure("recipe.schedule.queues.proxies", self.proxies, used, why)
         return (less,) if used < self.proxies else ()
 
 
 def _queues(rings: Rings, site: Site) -> Ints:
-    """int64 [rings]: the queue of each."""
+    """int64 [rings]: the queue of each ring."""
     node = site.cluster.node_of(rings.flat)
     crosses = node[rings.first[:-1]] != node[rings.first[1:] - 1]
     return np.where(crosses, INTER, np.where(rings.sizes > 1, INTRA, LOCAL))
 
 
 def _tiles(rows: Rows, rings: Rings, queues: Ints, parts: int) -> Ints:
-    """int64 [blocks]: the tile of each, one for neighbours in a rank's rows that are on one ring. Those on rings
-    between nodes are divided into up to `parts` of about as many rows, tile t being part t % parts."""
+    """int64 [blocks]: the tile of each block; adjacent blocks on one rank and ring share one. Tiles of rings between
+    nodes are divided into up to `parts` of similar size, tile t being part t % parts."""
     order = rows.order
     home, ring, lengths = rows.home[order], rings.of[order], rows.lengths[order]
     fresh = changes(home, ring)

@@ -12,13 +12,13 @@ from apportion.ir.arrays import Ints, changes
 from apportion.planner.route.routes import Site
 from apportion.planner.tasks.tasks import Edges
 
-#: a ring of all ranks, on which a rank's rows travel as one tile; or rings of the ranks that hold tokens of a tile's
-#: sequences, on which neighbouring blocks of one ring travel as one tile
+#: a ring of all ranks, in which a rank's rows travel as one tile; or rings of the ranks with tokens of a tile's
+#: sequences, in which neighbouring blocks of one ring travel as one tile
 Over = Literal["ranks", "holders"]
 
 
 class Rings(NamedTuple):
-    """flat, first: the members of ring r are the rising ranks flat[first[r] : first[r + 1]]; of: int64, the ring of
+    """flat, first: the members of ring r are the ascending ranks flat[first[r] : first[r + 1]]; of: int64, the ring of
     each block, or of each edge of a star."""
 
     flat: Ints
@@ -27,7 +27,7 @@ class Rings(NamedTuple):
 
     @property
     def sizes(self) -> Ints:
-        """int64 [rings]"""
+        """int64 [rings]: number of ranks."""
         return np.diff(self.first)
 
 
@@ -43,9 +43,9 @@ def on_rings(edges: Edges, site: Site, over: Over) -> tuple[Ints, Rings]:
 
 
 def find_rings(site: Site) -> Rings:
-    """The ring of a block: the ranks that hold tokens of its sequences. Equal rings are one."""
+    """The ring of each block: the ranks with tokens of its sequences. Equal rings are merged."""
     starts, home, sequences = site.rows.starts, site.rows.home, site.batch.starts
-    # only a block's first and last sequence can reach into another
+    # only a block's first and last sequence can extend to other blocks
     first = np.searchsorted(sequences, starts[:-1], "right") - 1
     last = np.searchsorted(sequences, starts[1:], "left") - 1
     members, ends = _members(first, last, home, len(sequences), site.rows.ranks)
@@ -64,13 +64,13 @@ def find_rings(site: Site) -> Rings:
 
 
 def _members(first: Ints, last: Ints, home: Ints, sequences: int, ranks: int) -> tuple[Ints, Ints]:
-    """The rising ranks of each sequence, one after another, and where those of each begin."""
+    """The ascending ranks of each sequence, concatenated, and the start of each."""
     keys = np.unique(np.concatenate([first * ranks + home, last * ranks + home]))
     return keys % ranks, np.searchsorted(keys, np.arange(sequences) * ranks)
 
 
 def _unions(spans: Ints, sequences: int, members: list[int], ends: list[int]) -> Iterator[tuple[int, ...]]:
-    """The rising ranks of the two sequences of each span, which is first * sequences + last."""
+    """The ascending ranks of the two sequences of each span, which is encoded as first * sequences + last."""
     for span in spans.tolist():
         a, b = divmod(span, sequences)
         held = members[ends[a] : ends[a + 1]]

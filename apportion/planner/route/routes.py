@@ -1,4 +1,4 @@
-"""What a route is: a tree of edges for every tile, from its home to the ranks that need it; and what makes one."""
+"""Routes: a tree of edges for every tile, from its home to the ranks that need it; and the contract of route passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from apportion.planner.tasks.tasks import Edges, hulls
 
 @dataclass(frozen=True)
 class Site:
-    """Where tiles travel: the attention rows, the sequences in them, and the ranks."""
+    """Input of routing: the attention rows, their sequences, and the ranks."""
 
     rows: Rows
     batch: Batch
@@ -28,13 +28,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Routed:
-    """edges: with relays, parents before their children. arrives: int32, for each edge of the star the one that now
-    brings its rows. carry: gradients go on along the ring. ring: int32 [edges] members of each edge's ring, where it
-    is one. division: int32 [edges], the first part of the phase that needs each edge's rows, where placement has parts.
-    onward: int32 [edges], where gradients go on and a tile branches: the edge to whose tile's those of each edge's tile
-    are added, -1: to its home rows. departures: from what was asked for.
-    """
+class Routes:
+    """Routes of tiles. edges: with relays, parents before their children. arrives: int32, for each edge of the star the
+    edge that now delivers its rows. carry: True if gradients continue along the ring. ring: int32 [edges], size of each
+    edge's ring, if it is one. division: int32 [edges], the first part of the phase that needs each edge's rows, for
+    placements with parts. onward: int32 [edges], for branching tiles with carried gradients: the edge to whose tile
+    each edge's gradients are added, -1: to its home rows. departures: from the recipe's request."""
 
     edges: Edges
     arrives: Ints
@@ -46,7 +45,7 @@ class Routed:
 
     @cached_property
     def returns_to(self) -> Ints:
-        """int32 [edges]: the edge to whose tile what each edge's tile adds up is added; -1: to its home rows."""
+        """int32 [edges]: the edge to whose tile each edge's sums are added; -1: to its home rows."""
         if not self.carry:
             return self.edges.parent
         if self.onward is not None:
@@ -55,27 +54,27 @@ class Routed:
         following[self.edges.parent[relays]] = relays
         return following
 
-    def take(self, order: Ints) -> Routed:
-        """The same with its edges in another order, in which parents come before their children."""
+    def take(self, order: Ints) -> Routes:
+        """The same routes with edges in another order, parents before children."""
         place = np.empty(len(order), np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
         ring, division = (None if held is None else held[order] for held in (self.ring, self.division))
         onward = self.onward
         if onward is not None:
-            onward = np.append(place, np.int32(-1))[onward[order]]  # -1 is the last
+            onward = np.append(place, np.int32(-1))[onward[order]]  # index -1 is the last
         edges, arrives = self.edges.take(order), place[self.arrives]
-        return Routed(edges, arrives, self.carry, ring, division, onward, self.departures)
+        return Routes(edges, arrives, self.carry, ring, division, onward, self.departures)
 
 
-def join(edges: Edges, whole: bool) -> Routed:
-    """The star with one tile for rows that lie side by side at home and go to the same rank; whole: with one tile a
-    rank, the hull of all rows that leave it."""
+def join(edges: Edges, whole: bool) -> Routes:
+    """Merges the star's tiles of rows that are adjacent at home and go to the same rank; whole: into one tile per rank,
+    the hull of all rows that leave it."""
     if whole and len(edges):
         leaving = edges.lane * np.int64(int(edges.home.max()) + 1) + edges.home
         key = leaving * (int(edges.dst.max()) + 1) + edges.dst
         _, first, group = np.unique(key, return_index=True, return_inverse=True)
         tiles = as_tiles(replace(edges, tile=leaving), _numbered(leaving))
-        return Routed(tiles.take(first), group.astype(np.int32))
+        return Routes(tiles.take(first), group.astype(np.int32))
     order = np.lexsort((edges.row, edges.lane, edges.dst, edges.home))
     by = edges.take(order)
     fresh = np.ones(len(order), bool)
@@ -86,19 +85,20 @@ def join(edges: Edges, whole: bool) -> Routed:
     joined = replace(by.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)
     arrives = np.empty(len(order), np.int32)
     arrives[order] = np.cumsum(fresh) - 1
-    return Routed(joined, arrives)
+    return Routes(joined, arrives)
 
 
 def _numbered(keys: Ints) -> Ints:
-    """int64 [n]: equal keys have equal numbers, from 0."""
+    """int64 [n]: equal numbers, from 0, for equal keys."""
     return np.unique(keys, return_inverse=True)[1]
 
 
 class RoutePass(Pass, Protocol):
-    """Says how tiles travel. edges: the star, home -> every rank that needs rows, in the order of their tiles.
+    """Routes tiles. edges: the star, home -> every rank that needs rows, in tile order.
 
-    rings: tiles go around rings, which bring keys alone. relays: several ranks may share a tile that one of them passes
-    on. by_block: tiles must be blocks, whatever the schedule would make of them."""
+    rings: True if tiles go around rings, which carry keys only. relays: True if ranks may forward shared tiles.
+    by_block: True if tiles must be blocks, so that the schedule cannot merge them.
+    """
 
     rings: ClassVar[bool] = False
     relays: ClassVar[bool] = True
@@ -108,16 +108,16 @@ class RoutePass(Pass, Protocol):
         return False
 
     @abstractmethod
-    def __call__(self, edges: Edges, site: Site) -> Routed: ...
+    def __call__(self, edges: Edges, site: Site) -> Routes: ...
 
 
 def depths(parent: Ints) -> Ints:
-    """int64 [edges]: how many relays each edge comes after; none comes before its parent."""
+    """int64 [edges]: number of relays before each edge; parents precede children."""
     return core.depths(parent)
 
 
 def as_tiles(edges: Edges, group: Ints) -> Edges:
-    """Each edge carries the hull of its group's rows."""
+    """Edges that each carry the hull of their group's rows."""
     low, high = hulls(group, edges.row, edges.row + edges.rows, int(group.max()) + 1)
     columns = (
         edges.tile,

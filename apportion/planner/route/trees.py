@@ -1,12 +1,12 @@
-"""How a tile travels: a tree from its home to the ranks that need it.
+"""Tree routes of tiles from their homes to the ranks that need them.
 
     star        home ─► every rank that needs it
     node        home ─► one rank of every other node that needs it ─► the others of that node   (`gateways`)
     tree        home ─► fanout ranks ─► fanout ranks each ─► …
     ring        home ─► next ─► next ─► …      ring attention: a tile passes through its neighbours   (`ring`)
 
-Gradients of a tile come back by the reverse of its tree and are added up on the way (a reduction tree), or, on a
-ring, go on with the tile to its last rank and home from there.
+Gradients of a tile return along the reversed tree and are summed on the way (a reduction tree), or, in a ring, continue
+with the tile to its last rank and return home from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from apportion.ir.arrays import Ints, changes
 from apportion.planner.options import Count
-from apportion.planner.route.routes import Routed, RoutePass, Site, as_tiles, depths
+from apportion.planner.route.routes import RoutePass, Routes, Site, as_tiles, depths
 from apportion.planner.tasks.tasks import Edges, joined
 
 
@@ -28,51 +28,51 @@ class Star(RoutePass):
 
     relays: ClassVar[bool] = False
 
-    def __call__(self, edges: Edges, site: Site) -> Routed:
-        return Routed(edges, np.arange(len(edges), dtype=np.int32))
+    def __call__(self, edges: Edges, site: Site) -> Routes:
+        return Routes(edges, np.arange(len(edges), dtype=np.int32))
 
 
 @dataclass(frozen=True)
-class KeysOnly(RoutePass):
-    """KV rows by a route, query rows, which nobody shares, straight to where they are needed."""
+class KeyRoutes(RoutePass):
+    """Routes KV rows by another pass; query rows, which are never shared, go straight to their destinations."""
 
     route: RoutePass
 
-    def __call__(self, edges: Edges, site: Site) -> Routed:
+    def __call__(self, edges: Edges, site: Site) -> Routes:
         queries = edges.lane & 1 == 1
         keys, straight = np.flatnonzero(~queries), np.flatnonzero(queries)
         routed = self.route(edges.take(keys), site)
         arrives = np.empty(len(edges), np.int32)
         arrives[keys] = routed.arrives
         arrives[straight] = len(routed.edges) + np.arange(len(straight))
-        return Routed(joined(routed.edges, edges.take(straight)), arrives)
+        return Routes(joined(routed.edges, edges.take(straight)), arrives)
 
 
-def _relayed(edges: Edges, order: Ints) -> Routed:
-    """The edges, roots first; order: the star's edge of each of the first."""
+def _relayed(edges: Edges, order: Ints) -> Routes:
+    """Routes with relays, roots first; order: the star's edge of each of the first."""
     parent = edges.parent
     relayed = replace(edges, src=np.where(parent < 0, edges.home, edges.dst[parent]).astype(np.int32))
     arrives = np.empty(len(order), np.int32)
     arrives[order] = np.arange(len(order), dtype=np.int32)
-    return Routed(relayed, arrives).take(np.argsort(depths(parent), kind="stable"))
+    return Routes(relayed, arrives).take(np.argsort(depths(parent), kind="stable"))
 
 
 @dataclass(frozen=True)
 class Tree(RoutePass):
-    """Every tile spreads along a tree in which each rank passes it on to `fanout` others: those that need it, in the
-    order of ranks from its home on. Parents carry what their children need."""
+    """Every tile spreads along a tree of the ranks that need it, in rank order from its home on, in which each rank
+    forwards it to `fanout` others. Edges also carry the rows that descendants need."""
 
     fanout: Count = 2
 
-    def __call__(self, edges: Edges, site: Site) -> Routed:
+    def __call__(self, edges: Edges, site: Site) -> Routes:
         if not len(edges):
-            return Routed(edges, np.zeros(0, np.int32))
+            return Routes(edges, np.zeros(0, np.int32))
         ahead = (edges.dst - edges.home) % site.cluster.ranks
         order = np.lexsort((ahead, edges.tile))
         spread = edges.take(order)
         new = changes(spread.tile)
         first = np.flatnonzero(new)[np.cumsum(new) - 1]
-        place = np.arange(len(order)) - first  # 0, 1, .. behind the home
+        place = np.arange(len(order)) - first  # 0, 1, .. after the home
         parent = np.where(place < self.fanout, -1, first + (place - self.fanout) // self.fanout)
         tiles = as_tiles(spread, np.cumsum(new) - 1)
         return _relayed(replace(tiles, parent=parent.astype(np.int32)), order)

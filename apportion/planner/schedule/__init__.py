@@ -1,1 +1,1 @@
-"""Transfers in slots and rounds."""
+"""Schedules: transfers in slots and rounds."""

@@ -1,5 +1,4 @@
-"""Divisions: the parts of a phase in which communication for one overlaps computation of the one before (DCP, section
-4.3)."""
+"""Divisions: parts of a phase; communication for each overlaps computation of the previous one (DCP, section 4.3)."""
 
 from __future__ import annotations
 
@@ -11,24 +10,24 @@ from apportion._core import rounds as core
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
-from apportion.planner.route.routes import Routed, depths
+from apportion.planner.route.routes import Routes, depths
 from apportion.planner.schedule.rounds import Schedule, SchedulePass, degrees
 
 
 @dataclass(frozen=True)
 class Divisions(SchedulePass):
-    """A round a division: a tile travels in the first division that needs it; relays follow, a round a level.
+    """One round per division: a tile travels in the first division that needs it; relays follow, one round per level.
 
-    count: T, divisions of a phase (DCP's evaluation uses 4). The first needs no tile. Where the placement says in
-    which division each cell is computed, that decides; else the tiles of each pair of ranks are cut into T - 1 parts
-    of about equal rows. buffers: divisions whose tiles are under way or in use at a time; with 2, those of the next
-    travel while this one is computed. Raises ConfigError.
+    count: T, divisions of a phase (DCP's evaluation uses 4). The first needs no tile. The placement's divisions of
+    cells are used if it has them; else the tiles of each pair of ranks are cut into T - 1 parts of about equal rows.
+    buffers: divisions whose tiles are in flight or in use at a time; with 2, the next division's tiles travel while
+    this one is computed. Raises ConfigError.
     """
 
     count: Count = 4
     buffers: Count = 2
 
-    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+    def __call__(self, routed: Routes, ranks: int) -> Schedule:
         edges = routed.edges
         division = self._even(routed, ranks) if routed.division is None else routed.division
         if len(edges) and int(division.max()) >= max(self.count, 2):
@@ -51,8 +50,8 @@ class Divisions(SchedulePass):
             division=keys // levels,
         )
 
-    def _even(self, routed: Routed, ranks: int) -> Ints:
-        """int64 [edges]: divisions from 1 on where no placement gives any; a relay has that of its parent."""
+    def _even(self, routed: Routes, ranks: int) -> Ints:
+        """int64 [edges]: divisions from 1 on for placements without divisions; a relay has its parent's."""
         edges = routed.edges
         parts = max(1, self.count - 1)
         return core.even_parts(edges.parent, edges.src, edges.dst, edges.rows, ranks, parts)

@@ -1,12 +1,13 @@
 """A ring of rings: tiles go around the ranks of a window, and from window to window (LoongTrain, Gu et al., 2024).
 
     window 0        window 1        window 2
-    0 ─► 1 ─► 2     3 ─► 4 ─► 5     6 ─► 7 ─► 8       the inner rings: one hop a round
-    └───────────────┴───────────────┘                 the outer ring: one hop while the inner rings go around
+    0 ─► 1 ─► 2     3 ─► 4 ─► 5     6 ─► 7 ─► 8       the inner rings: one hop per round
+    └───────────────┴───────────────┘                 the outer ring: one hop per turn of the inner rings
 
-The tile of rank 0 reaches rank 3 while it goes around 1 and 2, and so do those of 1 and 2 reach 4 and 5: all ranks of a
-window send to the next one at once, where on a single ring one of them does so in every round. Gradients are added up
-around the inner ring of a window; the sum is added to the next window's where that one's ends, and the last goes home.
+The tile of rank 0 reaches rank 3 while it goes around 1 and 2; likewise tiles of 1 and 2 reach 4 and 5: all ranks of a
+window send to the next window at once, whereas in a single ring one of them does so in every round. Gradients are
+summed around the inner ring of a window; the sum is added to the next window's at the end of its ring, and the last sum
+goes home.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.problem import Departure
 from apportion.planner.route.rings import Over, Rings, on_rings
-from apportion.planner.route.routes import Routed, RoutePass, Site
+from apportion.planner.route.routes import RoutePass, Routes, Site
 from apportion.planner.tasks.tasks import Edges, hulls
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windowed(Routed):
-    """hop: int32 [edges], the turn of each edge: how many ranks of the ring are behind home, up to the one that it
-    brings the tile to. between: bool [edges], whether it brings it from another window; back: bool [edges], whether the
-    gradients of its tile go on to another window."""
+class WindowRoutes(Routes):
+    """Routes over inner and outer rings. hop: int32 [edges], position of each edge's destination in the ring, counted
+    from home. between: bool [edges], True for edges from another window; back: bool [edges], True if the tile's
+    gradients continue to another window."""
 
     hop: Ints
     between: Bools
@@ -40,8 +41,8 @@ class Windowed(Routed):
 @dataclass(frozen=True)
 class DoubleRing(RoutePass):
     """over: "ranks" or "holders", see the ring route. window: ranks of an inner ring, "node": the largest number that
-    divides the ranks of the ring and those of a node. Rings of no more ranks than a window are single rings. Raises
-    ConfigError where a window does not divide the ranks of a larger ring."""
+    divides the ranks of the ring and those of a node. Rings with at most a window's ranks are single rings. Raises
+    ConfigError if a window does not divide the ranks of a larger ring."""
 
     over: Over
     window: int | Literal["node"]
@@ -49,16 +50,18 @@ class DoubleRing(RoutePass):
 
     @property
     def by_block(self) -> bool:
-        """Whether tiles must be blocks, because the ring is that of the block's sequences."""
+        """True if tiles must be blocks, because rings depend on the block's sequences."""
         return self.over == "holders"
 
-    def __call__(self, edges: Edges, site: Site) -> Windowed:
+    def __call__(self, edges: Edges, site: Site) -> WindowRoutes:
         tile, rings = on_rings(edges, site, self.over)
         sizes, per_node = rings.sizes, site.cluster.ranks_per_node
         windows = np.array([self._window(size, per_node) for size in sizes.tolist()])
         if not len(edges):
             none = np.zeros(0, np.int32)
-            return Windowed(edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0)
+            return WindowRoutes(
+                edges, none, True, none, onward=none, hop=none, between=none > 0, back=none > 0
+            )
         routed, narrow = _spread(edges, tile, rings, windows), windows[sizes > windows].min(initial=per_node)
         if self.window != "node" or narrow == per_node:
             return routed
@@ -68,7 +71,7 @@ class DoubleRing(RoutePass):
         return replace(routed, departures=(less,))
 
     def _window(self, size: int, ranks_per_node: int) -> int:
-        """Ranks of an inner ring of a ring of so many; all of them where it is a single ring."""
+        """Number of ranks of an inner ring for a ring of `size` ranks; all of them for a single ring."""
         window = gcd(size, ranks_per_node) if self.window == "node" else self.window
         if size % window and (size > window or self.over == "ranks"):
             rule = f"must divide the {size} ranks of the ring"
@@ -77,17 +80,18 @@ class DoubleRing(RoutePass):
         return size if window == 1 else min(window, size)
 
 
-def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> Windowed:
-    """The ways of the tiles; tile: [edges] of the star; windows: [rings], ranks of their inner rings.
+def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> WindowRoutes:
+    """The paths of the tiles; tile: [edges] of the star; windows: [rings], ranks of their inner rings.
 
-    Edges lie tile by tile and window by window: the one that brings the tile to the window, then those around it."""
+    Edges are sorted by tile and window: first the edge into the window, then those around it.
+    """
     ids, first, group = np.unique(tile, return_index=True, return_inverse=True)
     home, ring, flat = edges.home[first], rings.of[first], rings.flat
     low, high = hulls(group, edges.row, edges.row + edges.rows, len(ids))
     base, size, window = rings.first[ring], rings.sizes[ring], windows[ring]
     start = core.places_on_rings(flat, base, size, home)
     place = core.places_on_rings(flat, base[group], size[group], edges.dst)
-    # windows and places in a window behind those of home
+    # windows, and places in a window, relative to home
     apart = (place // window[group] - start[group] // window[group]) % (size // window)[group]
     inside = (place - start[group]) % window[group]
     most = int((size // window).max())
@@ -99,15 +103,15 @@ def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> Windowed:
     begin = (np.cumsum(count) - count.ravel()).reshape(count.shape)
     of, window_of = (np.repeat(index.ravel(), count.ravel()) for index in np.indices(count.shape))
     at = np.arange(len(of))
-    # places behind the one where the tile enters the window, which for home's is home
+    # places after the tile's entry into the window, which is home in the home window
     step = at - begin[of, window_of] + (window_of == 0)
     between = step == 0
-    entered = begin[of, window_of - 1]  # of the window before, which the tile enters by its first edge
+    entered = begin[of, window_of - 1]  # from the previous window, which the tile enters by its first edge
     parent = np.where(between, np.where(window_of == 1, -1, entered), at - 1)
     parent[(window_of == 0) & (step == 1)] = -1
 
     size_of, width = size[of], window[of]
-    begins = (start // window * window)[of]  # of home's window
+    begins = (start // window * window)[of]  # of the home window
     to = (begins + window_of * width) % size_of + (start[of] + step) % width
     dst = flat[base[of] + to]
     src = np.where(parent < 0, home[of], dst[parent])
@@ -119,7 +123,7 @@ def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> Windowed:
     back = (at == ends[of, window_of]) & (window_of < last[of])
     onward = np.where(back, beyond, np.where(at < ends[of, window_of], at + 1, -1))
     arrives = begin[group, apart] + inside - (apart == 0)
-    return Windowed(
+    return WindowRoutes(
         made,
         arrives.astype(np.int32),
         carry=True,

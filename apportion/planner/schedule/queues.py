@@ -9,23 +9,22 @@ import numpy as np
 
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
-from apportion.planner.route.queue_rings import Queued, QueueRings
-from apportion.planner.route.routes import Routed
+from apportion.planner.route.queue_rings import QueueRings, QueueRoutes
+from apportion.planner.route.routes import Routes
 from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, degrees
 
 
 @dataclass(frozen=True)
 class Queues(SchedulePass):
-    """Every rank runs its rings between nodes, then those inside its node, then its whole sequences, which need nothing
-    from others. In a ring each hop is a round, computed while the next is under way; keys of the rank's own come first.
+    """Every rank runs its rings between nodes, then those inside its node, then its whole sequences, without
+    communication. In a ring each hop is a round, computed while the next is in flight; the rank's own keys come first.
 
-    proxies: in how many parts a hop between nodes is cut, each sent by another rank of the node, over all NICs: to
-    these in a round before, and from their like to the receiver in a round after (section 3.3). All tiles are on their
-    way at once, so a tile that crosses comes two rounds later and its followers come behind it, round by round.
-    "auto": the GPUs of a node, the paper's x1 = x2, the smaller number of both nodes, which are alike; 1: no proxies. A
-    part is at least a block, so the placement must cut finely enough (`zeppelin` has `parts`).
-    local: when tasks run that need nothing from others: "last", in the order of the queues; or as in `matchings`, which
-    hides rounds behind whole sequences.
+    proxies: number of parts of a hop between nodes, each sent by another rank of the node, over all NICs: to the
+    proxies one round before, and from their counterparts to the receiver one round after (section 3.3). All tiles
+    travel at once, so a tile that crosses arrives two rounds later and its followers after it, round by round. "auto":
+    the GPUs of a node, the paper's x1 = x2; 1: no proxies. A part is at least a block, so the placement must cut finely
+    enough (`parts` of `zeppelin`). local: time of tasks without remote inputs: "last", in the order of the queues; or
+    as in `matchings`, which hides rounds behind whole sequences.
     """
 
     proxies: Count | Literal["auto"] = "auto"
@@ -33,11 +32,11 @@ class Queues(SchedulePass):
 
     @property
     def route(self) -> QueueRings:
-        """Queues are rings, which are routes."""
+        """The route of the queues: rings."""
         return QueueRings(self.proxies)
 
-    def __call__(self, routed: Routed, ranks: int) -> Schedule:
-        if not isinstance(routed, Queued):
+    def __call__(self, routed: Routes, ranks: int) -> Schedule:
+        if not isinstance(routed, QueueRoutes):
             raise ConfigError(
                 "recipe.steps.schedule", "queues", "needs tiles on rings", "leave the route out"
             )

@@ -1,4 +1,4 @@
-"""Order transfers into slots and rounds."""
+"""Schedules transfers into slots and rounds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
 from apportion.planner.problem import Pass
 from apportion.planner.route.ring import Ring as RingRoute
-from apportion.planner.route.routes import Routed, RoutePass, depths, join
-from apportion.planner.schedule.double_ring import DoubleRing, Windowed
+from apportion.planner.route.routes import RoutePass, Routes, depths, join
+from apportion.planner.schedule.double_ring import DoubleRing, WindowRoutes
 from apportion.planner.solvers.colouring.matching import max_degree
 from apportion.planner.solvers.contracts import ColouringProblem
 from apportion.planner.solvers.use import ColouringSolver
 from apportion.planner.tasks.tasks import Edges
 
-# When tasks run that need no tile: before the first round is waited for, after the last, or spread over the stages so
-# that a rank's work is even.
+# Time of tasks without tiles: before the wait for the first round, after the last, or spread over the stages for even
+# work.
 Local = Literal["first", "last", "even"]
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Tiles without relays: slot int32 [tiles]; `slots` of them in all, `coalesce` to a round."""
+    """Slots of tiles without relays. slot: int32 [tiles]; `slots` in total, `coalesce` per round."""
 
     slot: Ints
     slots: int
@@ -47,17 +47,17 @@ class Slots:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which round each edge travels in.
+    """The round of each edge.
 
-    round: int32 [edges], numbered in the order in which rounds are waited for; a relay comes after its parent.
-    when: int64 [rounds], never falling: a round may start once those more than `buffers` - 1 before it are used up.
-    channel: int64 [rounds]. slots: matchings in all rounds. local: when tasks run that need no tile. division: int64
-    [rounds], rising: the part of the phase that needs each round first; then tasks run in their own parts.
-    own: int32 [blocks], instead of `local`: the stage, 0 to rounds, in which tasks run whose keys, of that block, are
-    at home. back: int64 [edges], on which of as many channels what each edge's tile adds up leaves; None: its round's.
+    round: int32 [edges], numbered in the order of waits; a relay comes after its parent. when: int64 [rounds],
+    non-decreasing: a round may start once all but the last `buffers` - 1 before it are consumed. channel: int64
+    [rounds]. slots: matchings in all rounds. local: time of tasks without tiles. division: int64 [rounds], ascending:
+    the first part of the phase that needs each round; tasks then run in their own parts. own: int32 [blocks], instead
+    of `local`: the stage, 0 to rounds, of tasks with home keys of that block. back: int64 [edges], channel on which the
+    sums of each edge's tile return; None: its round's.
     """
 
-    routed: Routed
+    routed: Routes
     round: Ints
     when: Ints
     channel: Ints
@@ -79,13 +79,13 @@ class Schedule:
 
     @cached_property
     def levels(self) -> int:
-        """Waves in which returns reach their homes behind the last round."""
+        """Waves of rounds after the last one, in which returns reach their homes."""
         relayed = not self.routed.carry and bool((self.edges.parent >= 0).any())
         return (2 if relayed else 1) if self.rounds else 0
 
     @property
     def tails(self) -> int:
-        """Stages of tasks that need no tile, behind the last round: the last returns travel meanwhile."""
+        """Stages of tasks without tiles after the last round, during the last returns."""
         return max(2 if self.beside_exchange else 0, self.levels)
 
     @property
@@ -95,26 +95,26 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """One after each round, and those before and behind all."""
+        """All stages: before the first round, one after each round, and after the last."""
         return self.leads + self.rounds + self.tails
 
 
-# `auto` makes this few rounds, because ranks wait for each other in every one, but keeps so many that some overlap
-# others; with relays they are twice as long, as a tile then passes through two. (FCP, section 4.2, coalesces four
-# blocks; simulated with 8 to 256 ranks, four long rounds are as fast as many or up to 30 % faster.)
+# `auto` makes this few rounds, because ranks wait for each other in every one, but enough for some to overlap others;
+# with relays they are twice as long, since a tile then passes through two. (FCP, section 4.2, coalesces four blocks;
+# simulated with 8 to 256 ranks, four long rounds are as fast as many, or up to 30 % faster.)
 AUTO_ROUNDS = 4
-# Unless they would have more than this many tokens a rank, because so many rows are held at a time.
+# Rounds have at most this many tokens per rank, to limit the rows held at a time.
 AUTO_ROUND_TOKENS = 131072
-# Rounds between the arrival of a tile that is relayed and the wait for it where it is relayed to: with one, little is
-# computed meanwhile (simulated on 64 ranks: 10 % slower), with three nothing is gained.
+# Rounds between a relayed tile's arrival and the wait for it at its destination: with one, little is computed meanwhile
+# (simulated on 64 ranks: 10 % slower), three gain nothing.
 RELAY_LAG = 2
 
 
 class SchedulePass(Pass, Protocol):
-    """Says in which rounds tiles travel.
+    """Assigns tiles to rounds.
 
-    route: the route that the schedule is itself, where it is one. exchange: what puts the rows that go between the
-    ranks of a group into rounds."""
+    route: the schedule's own route, if it has one. exchange: assigns rows between the ranks of a group to rounds.
+    """
 
     @property
     def route(self) -> RoutePass | None:
@@ -124,23 +124,23 @@ class SchedulePass(Pass, Protocol):
     def exchange(self) -> Matchings:
         return Matchings()
 
-    def tiles(self, edges: Edges, shared: bool) -> Routed | None:
-        """Larger tiles, before they are routed, or None for the star as it is; shared: whether a route shares those
-        that several ranks need, which must then stay the same for all."""
+    def tiles(self, edges: Edges, shared: bool) -> Routes | None:
+        """Merges tiles before routing, or returns None for the star as it is; shared: True if the route shares tiles
+        among ranks, which must then remain equal for all."""
         return None
 
     @abstractmethod
-    def __call__(self, routed: Routed, ranks: int) -> Schedule: ...
+    def __call__(self, routed: Routes, ranks: int) -> Schedule: ...
 
 
 @dataclass(frozen=True)
 class Matchings(SchedulePass):
-    """Every slot is a matching; there are exactly as many as the busiest rank has tiles to send or receive (FCP,
-    section 4.2). Relays follow, each level in rounds of its own on another channel.
+    """Every slot is a matching; their number is exactly the largest number of tiles that a rank sends or receives (FCP,
+    section 4.2). Relays follow, each level in its own rounds on another channel.
 
     coalesce: slots per round; buffers: rounds of tiles that a rank holds at a time (FCP's evaluation uses three).
-    local: when tasks run that need no tile. order: which tiles travel first, where they differ: any, or the longest or
-    shortest, so that those of a round are alike. solver: of kind colouring.
+    local: time of tasks without tiles. order: order of unequal tiles: any, or the longest or shortest first, so that
+    tiles of a round are similar. solver: of kind colouring.
     """
 
     coalesce: Count | Literal["auto"] = "auto"
@@ -153,7 +153,7 @@ class Matchings(SchedulePass):
     def exchange(self) -> Matchings:
         return self
 
-    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+    def __call__(self, routed: Routes, ranks: int) -> Schedule:
         edges, depth = routed.edges, depths(routed.edges.parent)
         roots, levels = np.flatnonzero(depth == 0), 1 + int(depth.max(initial=0))
         first = self.slots(edges.src[roots], edges.dst[roots], edges.rows[roots], ranks, min(levels, 2))
@@ -162,15 +162,14 @@ class Matchings(SchedulePass):
             return Schedule(
                 routed, first.round, when, np.zeros_like(when), first.slots, self.buffers, self.local
             )
-        # a relay that arrives with a later round is used before that is waited for
+        # a relay that arrives with a later round is forwarded before the wait for that round
         keys, round_ = core.number_rounds(edges.parent, depth, first.round, levels, RELAY_LAG)
         channel = np.minimum(levels - 1 - keys % levels, 1)
         slots = first.slots + degrees(edges, round_, np.flatnonzero(keys % levels < levels - 1), ranks)
         return Schedule(routed, round_, keys // levels, channel, slots, self.buffers, self.local)
 
     def slots(self, src: Ints, dst: Ints, rows: Ints, ranks: int, times: int = 1) -> Slots:
-        """Slots of the tiles src -> dst of so many rows each, integers [tiles]; automatic rounds are `times` as
-        long."""
+        """Slots of the tiles src -> dst of `rows` rows each, integers [tiles]; automatic rounds are `times` as long."""
         slot = self._slot(src, dst, rows, ranks)
         slots = int(slot.max()) + 1 if len(slot) else 0
         return Slots(slot, slots, max_degree(src, dst, ranks), self._coalesce(slots, rows, times))
@@ -200,7 +199,7 @@ class Matchings(SchedulePass):
 
 
 def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
-    """Matchings that these rounds split into: the largest degree of each."""
+    """Number of matchings in these rounds: the sum of their largest degrees."""
     if not len(edges):
         return 0
     return int(core.degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
@@ -208,14 +207,13 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Ring(SchedulePass):
-    """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank passes on what the one before brought it.
+    """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank forwards the tile of the previous round.
 
-    over: see the ring route. turns: rings of one size after another, the largest first, as Megatron-Core's hybrid
-    context parallelism runs its groups; else all rings at once. window: ranks of an inner ring (Double-Ring-Attention
-    of LoongTrain, Gu et al., 2024): a tile goes around the ranks of its window while it is on its way to the next
-    window, in rounds on a channel of their own, and so do gradients. It must divide the ranks of a ring, unless that
-    has no more; "node": the largest that divides these and the ranks of a node; None, and 1: a single ring.
-    Raises ConfigError.
+    over: see the ring route. turns: True to run rings of one size after another, the largest first, like the groups of
+    Megatron-Core's hybrid context parallelism; else all rings at once. window: ranks of an inner ring
+    (Double-Ring-Attention of LoongTrain, Gu et al., 2024): tiles and gradients go around the ranks of a window while in
+    flight to the next window, in rounds on a separate channel. It must divide the ranks of a larger ring; "node": the
+    largest divisor of these and the ranks of a node; None and 1: a single ring. Raises ConfigError.
     """
 
     over: Literal["ranks", "holders"] = "ranks"
@@ -224,7 +222,7 @@ class Ring(SchedulePass):
 
     def __post_init__(self) -> None:
         if self.turns and self.window is not None:
-            rule = "goes without `turns`: all rings are under way at once"
+            rule = "excludes `turns`: all rings run at once"
             raise ConfigError("recipe.schedule.ring.window", self.window, rule, "leave one of the two out")
 
     @property
@@ -232,8 +230,8 @@ class Ring(SchedulePass):
         """A ring is its own route."""
         return RingRoute(self.over) if self.window is None else DoubleRing(self.over, self.window)
 
-    def __call__(self, routed: Routed, ranks: int) -> Schedule:
-        if isinstance(routed, Windowed):
+    def __call__(self, routed: Routes, ranks: int) -> Schedule:
+        if isinstance(routed, WindowRoutes):
             return _in_windows(routed, ranks)
         edges, ring = routed.edges, routed.ring
         if ring is None:
@@ -245,24 +243,25 @@ class Ring(SchedulePass):
         return Schedule(routed, round_.astype(np.int32), np.arange(len(when)), channel, slots, buffers=2)
 
 
-def _in_windows(routed: Windowed, ranks: int) -> Schedule:
-    """A round a hop; hops between windows apart, on a channel of their own, started as soon as the tile is there."""
+def _in_windows(routed: WindowRoutes, ranks: int) -> Schedule:
+    """One round per hop; hops between windows are separate, on their own channel, started as soon as the tile has
+    arrived."""
     edges = routed.edges
     keys, round_ = np.unique(2 * routed.hop + routed.between, return_inverse=True)
     slots = degrees(edges, round_, np.arange(len(keys)), ranks)
-    # only the way of the tiles keeps a round back: no rank has more than one of either kind under way
+    # only dependencies of tiles delay a round: no rank has more than one of either kind in flight
     when, back = np.zeros(len(keys), np.int64), routed.back.astype(np.int64)
     return Schedule(routed, round_.astype(np.int32), when, keys & 1, slots, buffers=2, back=back)
 
 
 def _hops(parent: Ints) -> Ints:
-    """int64 [edges]: how far from its home each edge of a chain starts; chains lie hop after hop."""
+    """int64 [edges]: distance from home to the start of each edge of a chain; chains are sorted by hop."""
     index = np.arange(len(parent))
     return index - np.maximum.accumulate(np.where(parent < 0, index, 0)) if len(parent) else index
 
 
 def _turns(ring: Ints) -> Ints:
-    """int64 [edges]: rounds of larger rings that come before."""
+    """int64 [edges]: number of rounds of larger rings, which come before."""
     sizes = np.unique(ring)[::-1]
     before = np.cumsum(sizes - 1) - (sizes - 1)
     return np.asarray(before[np.searchsorted(-sizes, -ring)], np.int64)
@@ -270,23 +269,23 @@ def _turns(ring: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Gather(SchedulePass):
-    """Everything in one round, as an all-gather of KV does it; relays in one more round a level.
+    """Everything in one round, like an all-gather of KV; relays in one more round per level.
 
-    local: when tasks run that need no tile: while it is under way, or after it. whole: what leaves a rank leaves it as
-    one tile for all that need any of it, as the collective does it; else everybody receives what it needs.
+    local: time of tasks without tiles: during the round, or after it. whole: True if the rows that leave a rank are one
+    tile for all ranks that need any of them, as in the collective; else each rank receives only what it needs.
     """
 
     local: Local = "last"
     whole: bool = False
 
-    def tiles(self, edges: Edges, shared: bool) -> Routed:
+    def tiles(self, edges: Edges, shared: bool) -> Routes:
         if shared and not self.whole:
-            return Routed(edges, np.arange(len(edges), dtype=np.int32))
+            return Routes(edges, np.arange(len(edges), dtype=np.int32))
         return join(edges, self.whole)
 
-    def __call__(self, routed: Routed, ranks: int) -> Schedule:
+    def __call__(self, routed: Routes, ranks: int) -> Schedule:
         depth = depths(routed.edges.parent)
-        # no rank is everybody's first: each begins with its next neighbour
+        # each rank starts with its next neighbour, so that no rank is everybody's first target
         routed = routed.take(np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth)))
         levels, round_ = np.unique(depths(routed.edges.parent), return_inverse=True)
         slots = degrees(routed.edges, round_, np.arange(len(levels)), ranks)

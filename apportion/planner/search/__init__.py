@@ -1,4 +1,4 @@
-"""Find a recipe for a request: try several, simulate the programs of each, keep the fastest.
+"""Searches a recipe for a request: tries several, simulates the programs of each, keeps the fastest.
 
 candidates ──place──► bound ──schedule, lower──► bound ──simulate──► the best so far ──► its neighbours ──► …
                         └── cannot be the best: dropped ──┘

@@ -1,4 +1,4 @@
-"""What a search tries: the recipes it starts from, and the neighbours of a recipe that has done well."""
+"""Search space: initial recipes, and the neighbours of a good recipe."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from apportion.planner.shard.blocks import row_times
 # rounds leave the first one exposed, many make every rank wait for the slowest; buffers for all of them keep ranks
 # apart.
 ROUNDS, BUFFERS = 6, 16
-# Where queries see fewer keys than these shares of a rank's tokens: in few steps tiles of short documents are cheap to
-# send twice, so that either route may be better; below the second (windows, chunks, answers to one question) they have
-# few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
+# Thresholds of keys seen by queries, as shares of a rank's tokens: below the first, tiles of short documents are cheap
+# to send twice, so that either route may be better; below the second (windows, chunks, answers to one question) tiles
+# have few readers, and neither relays nor split heads save bytes: clusters of cells fit on a rank.
 SHORT, SPARSE = 0.6, 0.2
-# What travels of a key: forward, backward, and back.
+# Transfers of a key: forward, backward, and the returned gradient.
 JOURNEYS = (Tensor.KV, Tensor.KV, Tensor.DKV)
-# Where keys travel for longer than ranks compute.
+# Ratio of key transfer time to compute time above which keys are expensive.
 FEW_ROUNDS = 4
-# Of tiles that are relayed: they pass through two rounds, so that more of these are on their way.
+# For relayed tiles, which pass through two rounds, so that more are in flight.
 RELAYED_ROUNDS = 12
-# What is tried around the best: about so many rounds, and so many buffers.
+# Numbers of rounds and buffers tried around the best.
 MORE_ROUNDS, MORE_BUFFERS = (12, 3, 4, 8, 20, 2, 1), (4,)
-# Which part of a share of a long document comes from its head.
+# Fractions of a long document's share that come from its head.
 HEADS = (0.4, 0.5, 0.33)
-# Of how many rows cuts are multiples: of a tile of most kernels.
+# Row multiples of cuts: the tile of most kernels.
 ALIGN = 128
-# Up to which share of a rank's time sequences stay whole.
+# Largest shares of a rank's time of sequences that stay whole.
 LONE = (0.05, 0.12, 0.25)
-# In what order tiles of several lengths travel, and when tasks run that need none (`even` cuts them into strips).
+# Orders of tiles with different lengths, and times of tasks without tiles (`even` cuts them into strips).
 ORDERS, LOCALS = ("longest", "shortest", "any"), ("first", "even")
 
 
-#: what `with_solvers` takes, by kind and name
+#: solvers that `with_solvers` uses, by kind and name
 EXACT = (("colouring", "flow"), ("partition", "ilp"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe to try. rounds: about how many its matchings make, which `coalesce` follows from once their number is
-    known; None: as the recipe says."""
+    """A recipe to try. rounds: approximate number of its matching rounds, from which `coalesce` follows once their
+    number is known; None: as in the recipe."""
 
     recipe: Recipe
     rounds: int | None = None
 
     @cached_property
     def key(self) -> str:
-        """Equal for equal candidates, whatever their names."""
+        """Cache key: equal for equal candidates, whatever their names."""
         return f"{self.rounds} {_text(self.recipe)}"
 
     @cached_property
     def placing(self) -> str:
-        """Equal for candidates whose tokens have the same homes."""
+        """Cache key of placement: equal for candidates with the same token homes."""
         return _text(step for step in self.recipe if step.step in ("inner", "shard", "place"))
 
     @property
     def overlapped(self) -> bool:
-        """Whether the exchange of its heads goes beside computation."""
+        """True if the exchange of its heads overlaps computation."""
         step = self.recipe.step("inner")
         return step is not None and bool(step.params.get("overlap"))
 
@@ -78,7 +78,7 @@ class Candidate:
     def with_step(
         self, step: str, value: Mapping[str, Any] | None, name: str, rounds: int | None
     ) -> Candidate:
-        """The candidate with another step, {pass: parameters}, None to leave it out."""
+        """The candidate with another step, {pass: parameters}, or without it for None."""
         steps = {one.step: one for one in self.recipe if value or one.step != step}
         for chosen, params in (value or {}).items():
             steps[step] = Step(step, chosen, params)
@@ -90,8 +90,7 @@ def _text(steps: Iterable[Step]) -> str:
 
 
 def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candidate]]:
-    """The recipes that a search starts from, those that are cheap to plan and did best where queries see as many keys,
-    and others.
+    """(initial recipes of a search: cheap to plan and best for similar numbers of visible keys; other recipes).
 
     inner: "auto", or "none" for recipes that do not split heads.
     """
@@ -104,7 +103,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
         star, whole, lone = _mixed("blend", "star", 1), _whole(), [*map(_lone, degrees[:1])]
         if reach >= SPARSE:
             return [star, *lone, whole, *_zones(problem), _mixed("blend", route, 1)], others
-        # few tiles come, and all of them at once
+        # few tiles arrive, all at once
         return [
             replace(star, rounds=1),
             replace(whole, rounds=1),
@@ -129,7 +128,7 @@ def portfolio(problem: Problem, inner: str) -> tuple[list[Candidate], list[Candi
 
 
 def last_resort() -> Candidate:
-    """What serves whatever can be served: `fcp` as it is."""
+    """The fallback, which serves every feasible request: `fcp` as it is."""
     return _named("fcp")
 
 
@@ -140,7 +139,7 @@ def _named(name: str) -> Candidate:
 
 
 def _degrees(problem: Problem) -> list[int]:
-    """Over how many ranks of a node heads can be split, the most first."""
+    """Numbers of ranks of a node over which heads can be split, largest first."""
     most = gcd(problem.cluster.ranks_per_node, problem.model.q_heads)
     return [degree for degree in range(most, 1, -1) if most % degree == 0]
 
@@ -151,23 +150,23 @@ def _mixed(place: str, route: str, degree: int) -> Candidate:
 
 
 def _lone(degree: int, lone: float | str = "auto", rounds: int = ROUNDS) -> Candidate:
-    """Heads split for long sequences only, even in time."""
+    """Splits heads for long sequences only, balanced by time."""
     inner = {"ulysses": {"degree": degree, "lone": lone, "kinds": "auto"}}
     split = _mixed("blend", "star", 1).with_step("inner", inner, f"mixed-u{degree}", rounds)
     return split.with_step("place", {"blend": {"weigh": "time", "align": ALIGN}}, split.recipe.name, rounds)
 
 
 def _whole() -> Candidate:
-    """Whole sequences, even in time; what fits nowhere is cut."""
+    """Whole sequences, balanced by time; sequences that fit no rank are cut."""
     recipe = _recipe("whole", 1, "lpt", "matchings")
     place = {"lpt": {"weigh": "time", "solver": "swap"}}
     return Candidate(recipe, ROUNDS).with_step("place", place, "whole", ROUNDS)
 
 
 def _zones(problem: Problem) -> list[Candidate]:
-    """Sequences on as few ranks as have room for them (Zeppelin's zones), few of them cut; none where a rank would have
-    more above the mean than cut sequences take on their way. Where rounds take longer than ranks compute, also none cut
-    but those that no rank has room for."""
+    """Sequences on as few ranks as have room (Zeppelin's zones), few of them cut; none if a rank's excess over the mean
+    would exceed the transfer time of cut sequences. If rounds take longer than compute, also a variant that cuts only
+    sequences that fit no rank."""
     rounds = _rounds_us(problem)
     times = row_times(problem, problem.batch.starts) / 1e3
     heaviest = float((times / -(-problem.batch.lengths // problem.token_cap)).max())
@@ -179,14 +178,15 @@ def _zones(problem: Problem) -> list[Candidate]:
 
 
 def _rounds_us(problem: Problem) -> float:
-    """All layers: what the rounds of the keys of a rank take besides their bytes, each packed, sent and unpacked."""
+    """Fixed cost, over all layers, of the rounds for a rank's keys: packing, sending and unpacking without their
+    bytes."""
     cluster, layers = problem.cluster, sum(problem.layers.values())
     latency = cluster.inter_latency_us if cluster.nodes > 1 else cluster.intra_latency_us
     return layers * len(JOURNEYS) * ROUNDS * (2 * problem.cost.hardware.rowop_us.value + latency)
 
 
 def _busy_us(problem: Problem) -> float:
-    """All layers: the pairs of a mean rank at the best throughput."""
+    """Time, over all layers, of a mean rank's pairs at the best throughput."""
     pairs = {kind: int(area(bands).sum()) for kind, bands in problem.bands.items()}
     heads, cost = problem.model.q_heads, problem.cost
     busy = sum(
@@ -198,19 +198,19 @@ def _busy_us(problem: Problem) -> float:
 
 
 def _is_dear(problem: Problem) -> bool:
-    """Whether the keys and values of a rank, and their gradients, travel for longer than a rank computes."""
+    """True if transferring a rank's keys, values and their gradients takes longer than its compute."""
     link = problem.cluster.inter_gbs_per_rank if problem.cluster.nodes > 1 else problem.cluster.intra_gbs
     return _moved_bytes(problem) / (link * 1e3) > _busy_us(problem)
 
 
 def _moved_bytes(problem: Problem) -> float:
-    """All layers: the keys and values of a rank's tokens, forward and backward, and their gradients."""
+    """Bytes, over all layers, of the keys and values of a rank's tokens, forward and backward, and their gradients."""
     a_token = sum(problem.model.sent_bytes(tensor) for tensor in JOURNEYS)
     return sum(problem.layers.values()) * a_token * problem.batch.tokens / problem.ranks
 
 
 def _staged(degree: int) -> Candidate:
-    """Heads of a group in stages, whose exchange overlaps the stage before (UPipe, with q, k and v given)."""
+    """Heads of a group in stages, whose exchange overlaps the previous stage (UPipe, with q, k and v given)."""
     inner = {"upipe": {"degree": degree, "heads": degree, "ahead": 1}}
     return _mixed("blend", "star", 1).with_step("inner", inner, f"blend-upipe{degree}", ROUNDS)
 
@@ -245,12 +245,12 @@ def _recipe(
 
 
 def in_more_rounds(best: Candidate) -> Candidate:
-    """The candidate with its tiles in more rounds than candidates start with."""
+    """The candidate with more rounds than initial candidates have."""
     return Candidate(best.recipe, MORE_ROUNDS[0])
 
 
 def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[Candidate]]:
-    """Variations of one parameter each, those first that helped most often; some are the best itself."""
+    """Variations of one parameter each, the most often successful ones first; some equal the best itself."""
     moves = [_longer(best), _weighed(best), _overlapped(best), _headed(best)]
     if best.rounds is not None:
         moves.insert(0, _in_rounds(best, MORE_ROUNDS[:3]))
@@ -260,7 +260,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
-        if not best.overlapped:  # which runs these evenly in any case
+        if not best.overlapped:  # UPipe balances these in any case
             moves.append(best.with_schedule(local=local) for local in LOCALS)
         if problem.cluster.nodes > 1:
             moves.append(_rerouted(best))
@@ -272,7 +272,7 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
 
 
 def with_solvers(best: Candidate) -> Iterator[Candidate]:
-    """With exact solvers, where its passes take one."""
+    """Variants with exact solvers, for passes that take one."""
     place = best.recipe.step("place")
     if best.rounds is not None:
         yield best.with_schedule(solver="flow")
@@ -294,7 +294,7 @@ def _rerouted(best: Candidate) -> Iterator[Candidate]:
 
 
 def _longer(best: Candidate) -> Iterator[Candidate]:
-    """With other sequences left whole, where some are."""
+    """Variants with other sequences left whole, if some are."""
     step = best.recipe.step("inner")
     if step is not None and step.params.get("lone") is not None:
         for lone in LONE:
@@ -303,7 +303,7 @@ def _longer(best: Candidate) -> Iterator[Candidate]:
 
 
 def _overlapped(best: Candidate) -> Iterator[Candidate]:
-    """With the exchange beside computation, or before and after it."""
+    """Variants with the exchange overlapped, or before and after computation."""
     step = best.recipe.step("inner")
     if step is not None and step.name == "ulysses":
         for overlap in (True, False):
@@ -323,7 +323,7 @@ def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
 
 
 def _weighed(best: Candidate) -> Iterator[Candidate]:
-    """With time made even instead of pairs, or the other way round, where placement can do either."""
+    """Variants that balance time instead of pairs, or vice versa, for placements that support both."""
     place = best.recipe.step("place")
     if place is not None and place.name in ("blend", "lpt"):
         for weigh in ("time", "pairs"):
@@ -332,7 +332,7 @@ def _weighed(best: Candidate) -> Iterator[Candidate]:
 
 
 def _headed(best: Candidate) -> Iterator[Candidate]:
-    """Other shares of long documents, where `blend` cuts them."""
+    """Variants with other shares of long documents, for `blend`."""
     place = best.recipe.step("place")
     if place is not None and place.name == "blend":
         for head in HEADS:
@@ -341,7 +341,7 @@ def _headed(best: Candidate) -> Iterator[Candidate]:
 
 
 def _resized(best: Candidate) -> Iterator[Candidate]:
-    """Other blocks, where tokens are cut into blocks."""
+    """Variants with other block sizes, for recipes that cut tokens into blocks."""
     shard = best.recipe.step("shard")
     if shard is not None and shard.name == "blocks":
         for block in (8192, 4096, 2048, "auto"):

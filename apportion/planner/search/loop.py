@@ -1,4 +1,4 @@
-"""The search: candidates in their order, then the neighbours of the best, as long as the budget lasts."""
+"""The search: candidates in order, then the neighbours of the best, within the budget."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from apportion.planner.inner.groups import Ulysses
 from apportion.planner.lower.inputs import Lowered, held_tokens
 from apportion.planner.options import Count
 from apportion.planner.pipeline import pipeline, placing, scheduling
-from apportion.planner.pipeline.pipeline import Draft, Made, SearchPass
-from apportion.planner.pipeline.placing import Placed
+from apportion.planner.pipeline.pipeline import PlanResult, SearchPass, UnsealedPlan
+from apportion.planner.pipeline.placing import PlacedProblem
 from apportion.planner.pipeline.report import compute_imbalance
 from apportion.planner.pipeline.watch import SILENT, Watch
 from apportion.planner.problem import Problem
@@ -39,25 +39,25 @@ from apportion.planner.simulate.losses import whole_us
 from apportion.planner.solvers.registry import find_solver
 from apportion.planner.solvers.status import Limit
 
-# Candidates whose times are no further apart than this share are told apart by compute imbalance, where that differs by
-# so much: a hundredth of a percent of simulated time is no reason to load a rank 2 % more.
+# Candidates with times within this share of each other are compared by compute imbalance, if that differs by at least
+# as much: a hundredth of a percent of simulated time does not justify loading a rank 2 % more.
 SAME_TIME, MORE_EVEN = 1e-3, 5e-3
-# Candidates no further behind the first are tried in more rounds before the search goes on from one of them.
+# Candidates within this share of the best are tried in more rounds before the search continues from one of them.
 RIVAL = 0.01
-# Enough for what is known to matter: 10 ms each on 8 ranks, 20 on 64, 40 to 80 on 256; thrice as many gain 0.2 to 0.4
-# points on 64.
+# Default steps, enough for the important variants: 10 ms each on 8 ranks, 20 on 64, 40 to 80 on 256; three times as
+# many gain 0.2 to 0.4 points on 64.
 STEPS = 10
 
 
 @dataclass(frozen=True)
 class Portfolio(SearchPass):
-    """Tries recipes and keeps the one whose programs the simulator runs fastest, forward and backward, all layers.
+    """Tries recipes and keeps the one with the shortest simulated time, forward and backward, over all layers.
 
-    candidates: what to start from, names or data of recipes; "auto": see `portfolio`. improve: whether to vary what did
-    best. inner: "none" leaves out what splits heads. steps: how many recipes are tried at most, "auto": 10
-    (policy.budget comes first); one at least is planned, whatever the budget. solvers: whether the best is in the end
-    also tried with exact solvers, colouring by flows and placement by an integer program; they are parts of an
-    installation, so a recipe has to ask for them. Raises ConfigError, MissingDependencyError.
+    candidates: initial recipes, by name or as data; "auto": see `portfolio`. improve: True to vary the best. inner:
+    "none" excludes recipes that split heads. steps: largest number of tried recipes, "auto": 10 (policy.budget has
+    priority); at least one is planned, whatever the budget. solvers: True to try the best with exact solvers at the
+    end, colouring by flows and placement by an integer program; they are optional dependencies, so a recipe must
+    request them. Raises ConfigError, MissingDependencyError.
     """
 
     candidates: Literal["auto"] | Annotated[tuple[str | dict[str, Any], ...], Meta(min_length=1)] = "auto"
@@ -74,11 +74,11 @@ class Portfolio(SearchPass):
             passes_of(recipe)
 
     def named(self) -> tuple[Recipe, ...]:
-        """The candidates that were given."""
+        """The candidates of the recipe."""
         return () if self.candidates == "auto" else tuple(map(find_recipe, self.candidates))
 
-    def __call__(self, problem: Problem, watch: Watch) -> Made:
-        """The best candidate; the report of its plan has `search`. Raises ConfigError, CapacityError."""
+    def __call__(self, problem: Problem, watch: Watch) -> PlanResult:
+        """Returns the best candidate's plan, whose report has `search`. Raises ConfigError, CapacityError."""
         for kind, solver in EXACT if self.solvers else ():
             find_solver(kind, solver).load()
         search = _Search(problem, self, self.budget(problem))
@@ -87,7 +87,7 @@ class Portfolio(SearchPass):
         return search.seal(watch)
 
     def budget(self, problem: Problem) -> int:
-        """The most steps."""
+        """The largest number of steps."""
         if problem.policy.budget is not None:
             return problem.policy.budget
         if self.steps == "auto":
@@ -95,7 +95,7 @@ class Portfolio(SearchPass):
         return self.steps
 
     def start(self, problem: Problem) -> tuple[list[Candidate], list[Candidate]]:
-        """What is tried before the neighbours of the best, and after them."""
+        """Candidates before the neighbours of the best, and candidates after them."""
         if self.candidates == "auto":
             return portfolio(problem, self.inner)
         return [Candidate(recipe) for recipe in self.named()], []
@@ -103,8 +103,8 @@ class Portfolio(SearchPass):
 
 @dataclass(frozen=True)
 class Trial:
-    """One step. price: None where it was not simulated, because it was refused, or because it takes at least
-    `least_us` of all layers, more than the best. imbalance: of compute, max/mean - 1, where there is a price."""
+    """One step of the search. price: None if it was not simulated, because it was refused, or because its lower bound
+    `least_us`, over all layers, exceeds the best. imbalance: of compute, max/mean - 1, if there is a price."""
 
     candidate: Candidate
     least_us: float = 0.0
@@ -113,7 +113,7 @@ class Trial:
     imbalance: float = inf
 
     def record(self, layers: int) -> dict[str, Any]:
-        """The trial as the report has it: milliseconds of a layer, the mean over layers."""
+        """The trial's report entry: milliseconds per layer, averaged over layers."""
         price, least = self.price, self.least_us / layers / 1e3
         return {
             "recipe": self.candidate.recipe.to_data(),
@@ -125,7 +125,7 @@ class Trial:
 
 @dataclass
 class _Search:
-    """What has been tried, and the best of it with its draft."""
+    """State of a search: all trials, and the best with its unsealed plan."""
 
     problem: Problem
     settings: Portfolio
@@ -133,11 +133,11 @@ class _Search:
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     fastest_us: float = inf
-    draft: Draft | None = None
+    draft: UnsealedPlan | None = None
     stopped: Limit | None = None
     _seen: set[str] = field(default_factory=set)
     _planned: set[str] = field(default_factory=set)
-    _placed: dict[str, Placed] = field(default_factory=dict)
+    _placed: dict[str, PlacedProblem] = field(default_factory=dict)
 
     @cached_property
     def _whole(self) -> dict[tuple[str, str], float]:
@@ -148,7 +148,7 @@ class _Search:
 
     def run(self) -> None:
         """Tries the first of the portfolio, then, while that helps, the neighbours of the best, then the others, and
-        their neighbours where they are better; in the end, beyond the budget, exact solvers where they are wanted."""
+        their neighbours if better; finally, beyond the budget, exact solvers if requested."""
         for some in self.settings.start(self.problem):
             if self._try_all(some) and self.settings.improve:
                 self._improve()
@@ -158,7 +158,7 @@ class _Search:
             self.stopped = ended
 
     def _improve(self) -> None:
-        """One parameter after another, round and round, until none helps."""
+        """Varies one parameter after another, repeatedly, until none helps."""
         self._try_all(self._rivals())
         turn, without = 0, 0
         while self.best is not None and self.stopped is None:
@@ -169,14 +169,14 @@ class _Search:
             turn += 1
 
     def _rivals(self) -> list[Candidate]:
-        """What takes hardly longer than the best, and the best, in more rounds: then it may be the better one."""
+        """Candidates hardly slower than the best, and the best, in more rounds, which may change their order."""
         if self.best is None:
             return []
         near = [trial.candidate for trial in self.trials if _value(trial) <= _value(self.best) * (1 + RIVAL)]
         return [in_more_rounds(one) for one in near if one.rounds is not None] if len(near) > 1 else []
 
     def _try_all(self, candidates: Sequence[Candidate] | Iterator[Candidate], first: bool = False) -> bool:
-        """Tries them, up to the first that is better where only that is wanted; whether there was one."""
+        """Tries candidates; first: up to the first better one. Returns True if there was one."""
         found = False
         for candidate in candidates:
             if candidate.key in self._seen:
@@ -191,13 +191,13 @@ class _Search:
         return found
 
     def _limit(self) -> Limit | None:
-        """What ends the search; nothing as long as there is no plan."""
+        """The limit that ends the search; None as long as there is no plan."""
         if self.best is None:
             return None
         return Limit.STEPS if len(self.trials) >= self.steps else None
 
     def _try(self, candidate: Candidate) -> bool:
-        """Whether it is the best so far."""
+        """Tries one candidate; returns True if it is the best so far."""
         self._seen.add(candidate.key)
         try:
             trial, draft = self._attempt(candidate)
@@ -213,8 +213,8 @@ class _Search:
         self.best, self.draft = trial, draft
         return True
 
-    def _attempt(self, candidate: Candidate) -> tuple[Trial | None, Draft | None]:
-        """The trial, None where the same has been tried, and the draft where it is the best so far."""
+    def _attempt(self, candidate: Candidate) -> tuple[Trial | None, UnsealedPlan | None]:
+        """The trial, or None for a repeated one, and its unsealed plan if it is the best so far."""
         most = self.fastest_us * (1 + SAME_TIME)
         placed = self._place(candidate)
         least = least_placed_us(placed)
@@ -240,8 +240,8 @@ class _Search:
         return trial, draft if self._is_better(trial) else None
 
     def _is_better(self, trial: Trial) -> bool:
-        """Whether it is the most even of those that take about the shortest time that was found; the faster of those
-        that are about as even."""
+        """True if it is the most even among those within the tolerance of the shortest time; the faster among those
+        about as even."""
         most = self.fastest_us * (1 + SAME_TIME)
         if self.best is None or _value(self.best) > most:
             return True
@@ -250,25 +250,25 @@ class _Search:
         more_even = self.best.imbalance - trial.imbalance
         return more_even >= MORE_EVEN or (more_even > -MORE_EVEN and _value(trial) < _value(self.best))
 
-    def _place(self, candidate: Candidate) -> Placed:
+    def _place(self, candidate: Candidate) -> PlacedProblem:
         if candidate.placing not in self._placed:
             placed = placing.place(self.problem, passes_of(candidate.recipe), SILENT)
             self._placed[candidate.placing] = placed
         return self._placed[candidate.placing]
 
-    def seal(self, watch: Watch) -> Made:
-        """The best draft, sealed. One that breaks a promise of the policy is refused, and the next best taken."""
+    def seal(self, watch: Watch) -> PlanResult:
+        """Seals the best plan. One that breaks a limit of the policy is refused, and the next best used."""
         for trial, draft in self._drafts():
             try:
                 record = self._record(trial)
-                return Made(pipeline.seal(draft, watch, record), draft.placed, record)
+                return PlanResult(pipeline.seal(draft, watch, record), draft.placed, record)
             except CapacityError as error:
                 self.trials[self.trials.index(trial)] = replace(trial, refusal=str(error))
         reasons = "; ".join(f"{trial.candidate.recipe.name}: {trial.refusal}" for trial in self.trials)
         raise CapacityError(f"none of the {len(self.trials)} candidates can be planned: {reasons}")
 
-    def _drafts(self) -> Iterator[tuple[Trial, Draft]]:
-        """The best first; in the end what plans whatever can be planned, whose errors are those of the search."""
+    def _drafts(self) -> Iterator[tuple[Trial, UnsealedPlan]]:
+        """Unsealed plans, the best first; last the fallback, whose errors are those of the search."""
         if self.best is not None and self.draft is not None:
             yield self.best, self.draft
         others = [trial for trial in self.trials if trial.price is not None and trial is not self.best]
@@ -277,14 +277,14 @@ class _Search:
             candidates.append(last_resort())
         self._planned.clear()
         for candidate in candidates:
-            self.best, self.fastest_us = None, inf  # each is wanted for itself
+            self.best, self.fastest_us = None, inf  # each is planned for itself
             trial, draft = self._attempt(candidate)
             if trial is not None and draft is not None:
                 self.trials.append(trial)
                 yield trial, draft
 
     def _record(self, best: Trial) -> dict[str, Any]:
-        """What the report says of the search; milliseconds of a layer, the mean over layers."""
+        """The report entry of the search; milliseconds per layer, averaged over layers."""
         assert best.price is not None
         layers, found = self.problem.layer_count, best.price
         return {
@@ -303,14 +303,14 @@ class _Search:
         }
 
     def _untried(self) -> list[str]:
-        """Candidates that the search ended before."""
+        """Candidates not reached by the search."""
         first, others = self.settings.start(self.problem)
         return [one.recipe.name for one in (*first, *others) if one.key not in self._seen]
 
 
-def _same(placed: Placed) -> str:
-    """Equal where plans are: for the same homes, and passes behind placement, which move nothing where heads are split
-    among all ranks."""
+def _same(placed: PlacedProblem) -> str:
+    """Cache key of plans: equal homes and equal passes after placement; passes that move nothing, since heads are split
+    among all ranks, are ignored."""
     placement, passes, lone = placed.placement, placed.passes, placed.lone
     if placement.execution is not None:
         return repr(passes)
@@ -326,9 +326,11 @@ def _value(trial: Trial) -> float:
     return inf if trial.price is None else trial.price.layers_us
 
 
-def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Placed, Lowered | None]:
-    """Says how many slots make a round, so that there are about as many rounds as the candidate wants. The schedule is
-    returned where it was made to find out."""
+def _with_rounds(
+    candidate: Candidate, placed: PlacedProblem
+) -> tuple[Candidate, PlacedProblem, Lowered | None]:
+    """Sets `coalesce` for about the candidate's number of rounds. Returns also the schedule if it was needed for
+    that."""
     schedule = placed.passes.schedule
     if candidate.rounds is None or not isinstance(schedule, Matchings):
         return candidate, placed, None
@@ -341,8 +343,8 @@ def _with_rounds(candidate: Candidate, placed: Placed) -> tuple[Candidate, Place
     return named, replace(placed, passes=chosen), lowered if coalesce == 1 else None
 
 
-def _check_cap(problem: Problem, draft: Draft) -> None:
-    """Strategies without a token cap are held to those of the policy here. Raises CapacityError."""
+def _check_cap(problem: Problem, draft: UnsealedPlan) -> None:
+    """Raises CapacityError if a recipe without its own token cap exceeds the default caps."""
     if not draft.placed.passes.place.own_cap:
         return
     held, caps = held_tokens(draft.lowered), problem.token_caps

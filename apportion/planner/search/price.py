@@ -1,4 +1,4 @@
-"""What a candidate takes at least, before it is simulated: what cannot be the best is dropped early."""
+"""Lower bounds of candidates before simulation, to drop losers early, and simulated prices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.tensors import PHASES
 from apportion.planner.lower.inputs import Lowered
-from apportion.planner.pipeline.placing import Placed, splits_all
+from apportion.planner.pipeline.placing import PlacedProblem, splits_all
 from apportion.planner.problem import Problem
 from apportion.planner.simulate import prepare, recurrent_runs, run_all
 from apportion.planner.simulate.losses import attainable_us
@@ -18,9 +18,9 @@ from apportion.planner.simulate.losses import attainable_us
 
 @dataclass(frozen=True)
 class Price:
-    """Simulated milliseconds of one call of every attention kind, as `Simulation` has them, and microseconds of all
-    layers, recurrent ones too: what the search compares, what it would be without communication and overheads, and what
-    is attainable (`simulate.losses`)."""
+    """Simulated milliseconds of one call of every attention kind, as in `Simulation`, and microseconds over all layers,
+    including recurrent ones: the total that the search compares, the ideal without communication and overheads, and the
+    attainable time (`simulate.losses`)."""
 
     forward_ms: float
     backward_ms: float
@@ -32,10 +32,11 @@ class Price:
 def price(
     plan: Plan, problem: Problem, whole: Mapping[tuple[str, str], float], most_us: float
 ) -> tuple[float, Price | None]:
-    """What the plan takes at least, all layers, and what it takes where that is less than `most_us`. whole: `whole_us`
-    of each kind and phase.
+    """The plan's lower bound over all layers, and its price if the bound is below `most_us`. whole: `whole_us` of each
+    kind and phase.
 
-    Raises VerifyError for a plan that cannot run."""
+    Raises VerifyError for a plan that cannot run.
+    """
     prepared = prepare(plan, problem.cost)
     recurrent = recurrent_runs(plan, problem.cost, problem.cluster)
     counts = [problem.model.recurrent[kind].layers for kind, _ in recurrent]
@@ -57,9 +58,10 @@ def price(
     return least, Price(found.forward_ms, found.backward_ms, value, ideal, attainable)
 
 
-def least_placed_us(placed: Placed) -> float:
-    """All layers: the pairs of the busiest rank at the best throughput; 0.0 where pairs are not computed at home. Ranks
-    that split heads are as fast as the slowest of them; where some kinds are not split, as all together."""
+def least_placed_us(placed: PlacedProblem) -> float:
+    """Lower bound over all layers: the busiest rank's pairs at the best throughput; 0.0 if pairs are not computed at
+    home. Ranks that split heads are as fast as the slowest of them; if some kinds are not split, as fast as all
+    together."""
     problem, placement, first = placed.inner, placed.placement, placed.groups.first[:-1]
     if placement.execution is not None:
         return 0.0
@@ -72,8 +74,8 @@ def least_placed_us(placed: Placed) -> float:
     return float(sum(problem.cost.ideal_us(phase, pairs, heads) for phase in PHASES))
 
 
-def least_scheduled_us(placed: Placed, lowered: Lowered) -> float:
-    """All layers: the tasks of the busiest rank; 0.0 where heads are split further."""
+def least_scheduled_us(placed: PlacedProblem, lowered: Lowered) -> float:
+    """Lower bound over all layers: the busiest rank's tasks; 0.0 if heads are split further."""
     if placed.placement.execution is not None:
         return 0.0
     problem, total = placed.problem, 0.0

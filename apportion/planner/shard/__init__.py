@@ -1,1 +1,1 @@
-"""The token axis cut into blocks."""
+"""Sharding: cuts the token axis into blocks."""

@@ -1,8 +1,8 @@
-"""Cut the token axis into blocks and tie blocks into pieces (FCP, section 4.1).
+"""Cuts the token axis into blocks and ties blocks into pieces (FCP, section 4.1).
 
-sequence   |------------------------------|      |--| |-| |----|
-blocks     |   0   |   1   |   2   |  3   |      |    one      |     short neighbours share a block
-pieces         A       B       B      A                C             zig-zag pairs where later rows see more keys
+sequence   |------------------------------|      |--| |-| |----| blocks     |   0   |   1   |   2   |  3   |      |
+one      |     short neighbours share a block pieces         A       B       B      A                C
+zig-zag pairs if later rows see more keys
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from apportion.planner.solvers.use import PartitionSolver
 
 # The largest block that `auto` tries: kernels gain little from longer ones (FCP, section 7: 2K on its GPUs).
 LARGEST_AUTO_BLOCK = 2048
-# Below it, multiples of the kernels' own tile.
+# Smaller sizes are multiples of the kernels' tile.
 AUTO_STEP = 128
-# `auto` wants the heaviest piece to weigh at most this share of the mean load,
+# `auto` limits the heaviest piece to this share of the mean load,
 AUTO_SHARE = 0.5
-# and LPT's busiest rank to have at most this much more than the mean, else the block shrinks by this factor; not below
-# a step, or so many blocks a rank: what then is uneven is not for want of small blocks.
+# and the excess of LPT's busiest rank over the mean to this, else the block shrinks by this factor; but not below a
+# step, or beyond this many blocks per rank: further imbalance is not due to large blocks.
 AUTO_IMBALANCE, AUTO_SHRINK, AUTO_BLOCKS = 0.01, 0.75, 16
-# All this as long as the plan has no more tasks than this, in all or a rank: half the block is four times the tasks.
-# There `auto` also tries the steps that it passed over, and what is not even then is said (Limit.TASKS).
+# Limits of a plan's tasks, in total or per rank: half the block is four times the tasks. At the limit `auto` also tries
+# skipped steps, and reports remaining imbalance (Limit.TASKS).
 AUTO_TASKS, AUTO_TASKS_PER_RANK = 2**20, 2**12
 
 
 @dataclass(frozen=True)
 class Blocks(ShardPass):
-    """Fixed blocks of `block` tokens, or (`auto`) as large as no piece is heavier than half the mean load and LPT's
-    busiest rank is within 1 % of it.
+    """Fixed blocks of `block` tokens, or (`auto`) the largest for which no piece is heavier than half the mean load and
+    LPT's busiest rank is within 1 % of the mean.
 
     zigzag: tie block i and block m-1-i of a sequence whose last rows see at least twice the keys of its first. solver:
-    of kind partition, whose busiest rank is looked at.
+    of kind partition, for the busiest rank.
     """
 
     block: Count | Literal["auto"] = "auto"
@@ -64,8 +64,8 @@ class Blocks(ShardPass):
                 return self._affordable(problem, shards)
 
     def _affordable(self, problem: Problem, last: Shards) -> Shards:
-        """Where smaller blocks would be too many tasks: of the steps that are not, the largest that end even with what
-        is left over cut to the room that there is; else those that end the least uneven, which say why."""
+        """The best blocks within the task limit: among the steps, the largest that balance after cutting leftover
+        pieces; else the least uneven, with the limit recorded."""
         best, least = last, _imbalance(problem, last, self.solver)
         for block in range(LARGEST_AUTO_BLOCK, 0, -AUTO_STEP):
             if not _affordable(problem, block):
@@ -79,12 +79,13 @@ class Blocks(ShardPass):
         return best if least <= AUTO_IMBALANCE else replace(best, limit=Limit.TASKS)
 
 
-def pieces_to_ranks(problem: Problem, shards: Shards, felt: Ints) -> PartitionProblem:
-    """Pieces to ranks, those of a sequence better on few nodes. felt: int64 [blocks], what is balanced."""
-    weights = shards.piece_weights if felt is shards.weight else shards.per_piece(felt)
+def pieces_to_ranks(problem: Problem, shards: Shards, balanced_weight: Ints) -> PartitionProblem:
+    """The partition problem of pieces to ranks, with pieces of a sequence preferably on few nodes. balanced_weight:
+    int64 [blocks], the balanced quantity."""
+    weights = shards.piece_weights if balanced_weight is shards.weight else shards.per_piece(balanced_weight)
     sizes = shards.per_piece(shards.lengths)
     sequences = np.empty(shards.pieces, np.int64)
-    # neighbours that share a block have equal home_ranks (see `_home_groups`), so its first sequence tells
+    # neighbours that share a block have equal home_ranks (see `_home_groups`), so the first sequence decides
     sequences[shards.piece] = np.searchsorted(problem.batch.starts, shards.starts[:-1], "right") - 1
     homes, nodes = problem.batch.home_ranks, np.arange(problem.ranks) // problem.cluster.ranks_per_node
     allowed = [homes.get(sequence) for sequence in sequences.tolist()] if homes else None
@@ -92,8 +93,8 @@ def pieces_to_ranks(problem: Problem, shards: Shards, felt: Ints) -> PartitionPr
 
 
 def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> float:
-    """What the busiest rank has above the mean, over it: `place lpt` fills what is left over into the room of the
-    lightest ranks, here by the mean weight of a token of each block."""
+    """Relative excess of the busiest rank over the mean. `place lpt` fills leftover pieces into the room of the
+    lightest ranks; here they count by the mean weight per token of each block."""
     case = pieces_to_ranks(problem, shards, shards.weight)
     weights, sizes, bins = case.weights, case.sizes, solver(case).bin
     there = bins >= 0
@@ -110,7 +111,7 @@ def _imbalance(problem: Problem, shards: Shards, solver: PartitionSolver) -> flo
 
 
 def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tuple[float, Partition | None]:
-    """By what factor the block should shrink, 1 where it need not; and what the solver found, if it was asked."""
+    """The factor by which the block should shrink, 1 if it need not; and the solver's answer, if it ran."""
     case = pieces_to_ranks(problem, shards, shards.weight)
     weights = case.weights
     mean, heaviest = float(weights.sum() / problem.speeds.sum()), float(weights.max())
@@ -127,7 +128,7 @@ def _too_coarse(problem: Problem, shards: Shards, solver: PartitionSolver) -> tu
 
 
 def _smaller(block: int, factor: float) -> int:
-    """The block times `factor` (a piece weighs about in proportion to its block), in whole steps, and smaller."""
+    """The block times `factor` (a piece's weight is roughly proportional to its block), in whole steps, and smaller."""
     wanted = int(block * factor)
     step = next(step for step in (AUTO_STEP, 16, 1) if wanted >= step or step == 1)
     return max(1, min(wanted // step * step, block - 1))
@@ -165,21 +166,21 @@ def row_weights(problem: Problem, starts: Ints) -> Ints:
 
 
 def kind_weights(problem: Problem, kind: str, starts: Ints) -> Ints:
-    """int64 [blocks]: pairs of a kind that the queries of each block see, or keys that they choose at run time."""
+    """int64 [blocks]: visible pairs of a kind for the queries of each block, or keys chosen at run time."""
     if kind in problem.picked:
         return problem.picked[kind].between(starts[:-1], starts[1:])
     return row_areas(problem.bands[kind], starts)
 
 
 def row_areas(bands: Ints, starts: Ints) -> Ints:
-    """int64 [blocks]: pairs of `bands` whose query lies in each block."""
+    """int64 [blocks]: number of pairs of `bands` with queries in each block."""
     return core.row_areas(np.ascontiguousarray(bands), starts)
 
 
 def row_times(problem: Problem, starts: Ints) -> Ints:
-    """int64 [blocks]: nanoseconds at speed 1 of what the queries of each block see, each band as one task with all
-    heads, and of the statistics of home rows; both phases, summed over kinds times layers. Of kinds that choose keys
-    the share of their pairs."""
+    """int64 [blocks]: nanoseconds at speed 1 for the queries of each block, each band as one task with all heads, and
+    for the statistics of home rows; both phases, summed over kinds times layers. Kinds that choose keys count their
+    share of the pairs."""
     model, cost, lengths = problem.model, problem.cost, np.diff(starts)
     statistics = (
         model.row_bytes(Tensor.DO) + model.q_heads * model.output_bytes + model.row_bytes(Tensor.DELTA)

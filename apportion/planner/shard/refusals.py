@@ -1,4 +1,4 @@
-"""What the strategies of today's trainers cannot serve, said before they plan."""
+"""Refusals shared by fixed-rule placements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apportion.planner.problem import Problem, exact_sums
 
 
 def refuse_home_ranks(problem: Problem, name: str) -> None:
-    """Raises ConfigError where sequences say on which ranks they live: the pass `name` decides by rule."""
+    """Raises ConfigError for sequences with home_ranks: the pass `name` places by a fixed rule."""
     homes = problem.batch.home_ranks
     if homes:
         raise ConfigError(
@@ -22,7 +22,7 @@ def refuse_home_ranks(problem: Problem, name: str) -> None:
 
 
 def obey_token_cap(problem: Problem, starts: Ints, home: Ints, name: str) -> None:
-    """Raises CapacityError where the policy names a token cap and a rank got more.
+    """Raises CapacityError if the policy has a token cap and a rank exceeds it.
 
     starts: int64 [blocks + 1], home: int64 [blocks].
     """

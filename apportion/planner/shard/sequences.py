@@ -1,5 +1,5 @@
-"""Blocks that do not depend on loads: one a sequence, for placements that cut by their own rule or not at all; equal
-chunks of the token axis, wherever sequences begin."""
+"""Load-independent blocks: one per sequence, for placements that cut by their own rule or not at all; or equal chunks
+of the token axis, independent of sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apportion.planner.shard.refusals import refuse_home_ranks
 
 @dataclass(frozen=True)
 class Sequences(ShardPass):
-    """Every sequence is one block and one piece; there are no blocks of one size (`block_tokens` 0)."""
+    """Makes every sequence one block and one piece; there is no block size (`block_tokens` 0)."""
 
     def __call__(self, problem: Problem) -> Shards:
         starts, lengths = problem.batch.starts, problem.batch.lengths
@@ -24,9 +24,9 @@ class Sequences(ShardPass):
 
 @dataclass(frozen=True)
 class Chunks(ShardPass):
-    """The token axis in chunks of `size` tokens, each a piece, the last one maybe shorter (MagiAttention's dispatch).
-    Smaller where ranks would otherwise not have as many chunks as tokens: the largest number of tokens that divides
-    their share into whole chunks. Raises ConfigError."""
+    """Cuts the token axis into chunks of `size` tokens, each a piece, the last one possibly shorter (MagiAttention's
+    dispatch). Chunks are smaller if ranks' shares are not whole chunks: the largest size that divides the share. Raises
+    ConfigError."""
 
     size: Count = 4096
 

@@ -1,4 +1,4 @@
-"""What a plan is worth on given hardware: its real programs, run by a discrete-event simulation.
+"""Discrete-event simulation of a plan's programs on given hardware.
 
     Plan ──program──► PricedTasks, RowWork ──durations──┐
                 └───► Traffic, Script ──────────────────┴─engine──► Times ──timeline──► Run ──► Simulation
@@ -7,11 +7,11 @@
 Each rank has one compute stream, which takes its instructions in program order, and one stream for each channel, which
 takes the rank's rounds in the order of their launches. A transfer costs latency + bytes / bandwidth (alpha-beta) and
 occupies, for the second term, a port of its sender and one of its receiver: within a node the ranks' own links, between
-nodes the NICs, which the ranks of a node share; directions are separate. A launch packs what is staged before its
+nodes the NICs, which the ranks of a node share; directions are separate. A launch packs staged messages before its
 transfers can begin; `wait` idles the compute stream until all of the rank's transfers of the round are complete, and
-unpacks them. Where a hardware has `contention`, kernels are slower while a transfer of their rank is on the wire; where
-it has figures of `congestion`, transfers between nodes take longer by how many meet in a round. What the executor
-starts for a program is in `launches`, what that takes in `durations`.
+unpacks them. With `contention`, kernels are slower during a transfer of their rank; with `congestion`, transfers
+between nodes take longer if several meet in a round. `launches` lists the kernels of a program, `durations` computes
+their times.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from apportion.planner.simulate.timeline import Run, Spans
 
 __all__ = [
     "Costs",
-    "Prepared",
+    "PreparedProgram",
     "RecurrentRun",
     "Run",
     "Simulation",
@@ -70,9 +70,9 @@ def simulate(
 ) -> Simulation:
     """Simulates one call of every attention kind, forward and backward, and one layer of every recurrent kind.
 
-    hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default those that the plan was
-    made for (see `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan
-    that cannot run, ConfigError for a cluster of other ranks.
+    hardware: kernel times, default the built-in H100. cluster: links, NICs and speeds, default the plan's own (see
+    `simulate.scenarios`). Equal arguments give equal times, to the bit. Raises VerifyError for a plan that cannot run,
+    ConfigError for a cluster with other ranks.
     """
     instance("plan", plan, Plan, "make one with plan(...)")
     used = Hardware.named(hardware) or Hardware.load("h100")
@@ -85,9 +85,9 @@ def simulate_with(plan: Plan, costs: Costs, hardware: str = "", cluster: Cluster
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A program of one kind and phase that the event loop can run. work: of all ranks; ideal_us: see `Run`; contention:
-    by how much longer kernels take beside transfers."""
+class PreparedProgram:
+    """A program of one kind and phase, ready for the event loop. work: of all ranks; ideal_us: see `Run`; contention:
+    relative slowdown of kernels during transfers."""
 
     kind: str
     phase: str
@@ -101,24 +101,24 @@ class Prepared:
 
     @property
     def least_us(self) -> float:
-        """What it takes at least: no rank is done before its own work, no link before all that passes through it."""
+        """Lower bound of the makespan: each rank's own work, and each link's traffic."""
         work = busy_us(self.view, self.script)
         ports, traffic = port_count(self.view.cluster), self.traffic
         wires = [np.bincount(port, traffic.wire_us, ports) for port in (traffic.out_port, traffic.in_port)]
         return float(max(work.max(), *(wire.max() for wire in wires)))
 
 
-def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[Prepared]:
-    """The programs of a plan, which need not be sealed, kind after kind; on another cluster than the plan's where one
-    is given. Raises VerifyError for one that cannot run, ConfigError for a cluster of other ranks."""
+def prepare(plan: Plan, costs: Costs, cluster: Cluster | None = None) -> list[PreparedProgram]:
+    """Prepares the programs of a plan, which need not be sealed, kind by kind; cluster: by default the plan's. Raises
+    VerifyError for one that cannot run, ConfigError for a cluster with other ranks."""
     keys = [(kind, phase) for kind in plan.header.kinds for phase in PHASES if (kind, phase) in plan.programs]
     return [prepare_program(plan, kind, phase, costs, cluster) for kind, phase in keys]
 
 
 def prepare_program(
     plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | None = None
-) -> Prepared:
-    """As `prepare`, one of the programs."""
+) -> PreparedProgram:
+    """As `prepare`, for one program."""
     view = View(plan, phase, plan.programs[kind, phase], _of_ranks(plan, cluster))
     script, traffic, tasks, row_work = prepare_tables(view, float(costs.post_us))
     traffic = congested(traffic, script, costs.congestion, view.ranks)
@@ -127,12 +127,12 @@ def prepare_program(
     pairs = int((tasks.pairs * tasks.heads).sum()) if chosen is None else chosen
     # all pairs at saturated throughput, spread over the ranks by their speeds
     ideal = float(costs.ideal_us(phase, pairs, 1)) / float(view.speeds.sum())
-    return Prepared(kind, phase, view, traffic, script, row_work, work, ideal, costs.contention)
+    return PreparedProgram(kind, phase, view, traffic, script, row_work, work, ideal, costs.contention)
 
 
 def _chosen(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | None]:
-    """Of a kind that chooses keys at run time: the pairs that it computes, over heads, and float64 [ranks], their share
-    of its tasks' pairs. (None, None) of others."""
+    """For a kind that chooses keys at run time: the computed pairs, over heads, and float64 [ranks], their share of its
+    tasks' pairs. (None, None) for other kinds."""
     if plan.request.model.keys_of(kind) is None:
         return None, None
     chosen, held = totals.work(plan, kind, view.phase), totals.pairs(view.source, plan.header, view.phase)
@@ -142,7 +142,7 @@ def _chosen(plan: Plan, kind: str, view: View) -> tuple[int | None, Floats | Non
 def _timed(
     view: View, costs: Costs, script: Script, tasks: PricedTasks, row_work: RowWork, share: Floats | None
 ) -> tuple[Script, Work]:
-    """The script with what its work takes."""
+    """The script with the durations of its work."""
     busy, work = work_us(view, costs, tasks, row_work, share)
     return script._replace(work_us=busy, end_us=end_us(view, costs, row_work.cast)), work
 
@@ -150,9 +150,9 @@ def _timed(
 def makespans_us(
     plan: Plan, under: Sequence[tuple[CostModel, Cluster]]
 ) -> list[dict[tuple[str, str], float]]:
-    """(kind, phase) -> until the last rank is done, as `simulate` has it, under each of several costs and clusters,
-    which differ in links and in what the hardware says of kernels and congestion. Tables are made once, work is priced
-    once for equal kernels, and what takes the same on all wires runs once. Raises as `simulate`."""
+    """(kind, phase) -> makespan as in `simulate`, under each of several costs and clusters, which differ in links,
+    kernels and congestion. Builds tables once, prices work once for equal kernels, and runs the event loop once for
+    equal transfer times. Raises as `simulate`."""
     kernels = [costs.kernels for costs, _ in under]
     first = [kernels.index(own) for own in kernels]
     found: list[dict[tuple[str, str], float]] = [{} for _ in under]
@@ -179,47 +179,51 @@ def _makespan_us(times: engine.Times, finish: Floats) -> float:
 
 
 def _of_ranks(plan: Plan, cluster: Cluster | None) -> Cluster:
-    """The cluster, or that of the plan where none is given."""
+    """`cluster`, by default the plan's, checked to have the plan's ranks."""
     own = plan.request.cluster
     if cluster is None:
         return own
     instance("cluster", cluster, Cluster)
     shape, given = (own.nodes, own.ranks_per_node), (cluster.nodes, cluster.ranks_per_node)
     if given != shape:
-        rule = f"must have the {shape[0]} x {shape[1]} ranks that the plan was made for"
+        rule = f"must have the {shape[0]} x {shape[1]} ranks of the plan"
         raise ConfigError(
             "cluster.nodes x cluster.ranks_per_node",
             f"{given[0]} x {given[1]}",
             rule,
-            "change links or speeds alone",
+            "change only links or speeds",
         )
     return cluster
 
 
 def busy_us(view: View, script: Script) -> Floats:
-    """float64 [ranks]: all that the compute streams do, at full speed."""
+    """float64 [ranks]: total work of the compute streams at full speed."""
     busy: Floats = np.bincount(view.rank_of, script.work_us, view.ranks) + script.end_us
     return busy
 
 
 def run_all(
-    plan: Plan, prepared: list[Prepared], costs: Costs, hardware: str = "", cluster: Cluster | None = None
+    plan: Plan,
+    prepared: list[PreparedProgram],
+    costs: Costs,
+    hardware: str = "",
+    cluster: Cluster | None = None,
 ) -> Simulation:
-    """Runs what `prepare` made of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
+    """Runs prepared programs of the plan, on the same cluster. Raises VerifyError for a program that cannot run."""
     runs = {(item.kind, item.phase): _run(item) for item in prepared}
     used = _of_ranks(plan, cluster)
     return Simulation(plan, costs, hardware, runs, recurrent_runs(plan, costs, used), used)
 
 
 def recurrent_runs(plan: Plan, costs: Costs, cluster: Cluster) -> dict[tuple[str, str], RecurrentRun]:
-    """(kind, phase) -> one layer of a recurrent kind; none where the plan has none."""
+    """(kind, phase) -> one layer of a recurrent kind; empty if the plan has none."""
     if plan.recurrence is None:
         return {}
     size = plan.request.model.element_bytes
     return run_recurrent(plan.recurrence, plan.header.recurrent, size, costs, cluster)
 
 
-def _run(prepared: Prepared) -> Run:
+def _run(prepared: PreparedProgram) -> Run:
     view, script, traffic = prepared.view, prepared.script, prepared.traffic
     times, finish, blocked = engine.run(script, traffic, port_count(view.cluster), prepared.contention)
     _check_finished(prepared.kind, prepared.phase, script, blocked)
@@ -254,7 +258,7 @@ def _check_finished(kind: str, phase: str, script: Script, blocked: Ints) -> Non
         rank = int(stuck[0])
         raise VerifyError(
             f"{kind} {phase}: {len(stuck)} ranks wait for rounds that never complete, rank {rank} for round "
-            f"{script.round[blocked[rank]]}: the launches of the ranks are not in one order; verify the plan"
+            f"{script.round[blocked[rank]]}: the ranks launch in different orders; verify the plan"
         )
 
 
@@ -265,7 +269,7 @@ def _exposed_us(view: View, script: Script, times: engine.Times) -> Floats:
 
 
 def _traffic_bytes(script: Script, traffic: Traffic, ranks: int) -> tuple[Ints, Ints]:
-    """int64 [ranks]: bytes that each rank sends, and receives."""
+    """int64 [ranks] twice: bytes that each rank sends, and receives."""
     ends = (script.rank[side] for side in (traffic.sender, traffic.receiver))
     sent, received = (np.bincount(end, traffic.bytes, ranks).astype(np.int64) for end in ends)
     return sent, received

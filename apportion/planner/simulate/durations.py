@@ -1,14 +1,14 @@
-"""How long each instruction keeps its rank's compute stream busy, all of them at once.
+"""Durations of instructions on their rank's compute stream, vectorized.
 
-    attention   its tasks as one call, kernel launches, and what accumulators cost beyond results; with latent rows the
-                expansion of those that it reads, each once
-    row ops     a launch, and the bytes that are read and written
+    attention   its tasks as one call, kernel launches, and extra traffic of accumulators over results; with latent
+                rows the expansion of each row read, once
+    row ops     a launch, and the bytes read and written
     launch      packing of staged messages, before the round starts: their bytes twice
     wait        unpacking, after the round is complete
     the end     of a backward call: gradients of home rows are cast
 
-The kernel times of a hardware hold writing each result once in the model's dtype. An accumulator is wider, is read
-before it is changed, and that once an instruction, not once a task.
+A hardware's kernel times include writing each result once in the model's dtype. An accumulator is wider, and is read
+before each write, once per instruction instead of once per task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from apportion.planner.simulate.program import PricedTasks, RowWork, View
 
 
 class Costs(Protocol):
-    """What the simulator asks of a cost model (see `planner.cost.CostModel`): microseconds at speed 1."""
+    """Cost model interface of the simulator (see `planner.cost.CostModel`): microseconds at speed 1."""
 
     def attention_us(
         self, phase: str, q_rows: Ints, kv_rows: Ints, pairs: Ints, q_heads: Ints, kv_heads: Ints, /
@@ -60,9 +60,8 @@ class Costs(Protocol):
 
 
 class Work(NamedTuple):
-    """What a program's work is made of, microseconds at speed 1 of all ranks together: its tasks alone, with the
-    expansion of latent rows, the same where
-    kernels are as long as their longest task at least, starting them, and all else."""
+    """Composition of a program's work, microseconds at speed 1 over all ranks: its tasks alone, with the expansion of
+    latent rows; the same with kernels at least as long as their longest task; kernel launches; everything else."""
 
     tasks: float
     kernels: float
@@ -73,9 +72,9 @@ class Work(NamedTuple):
 def work_us(
     view: View, costs: Costs, tasks: PricedTasks, row_work: RowWork, share: Floats | None = None
 ) -> tuple[Floats, Work]:
-    """float64 [instructions]; of a launch before it, of a wait after its round is complete. A rank of speed s takes 1/s
-    of the time of one of speed 1. And what all of it is made of. share: float64 [ranks], how much of its tasks' pairs
-    each rank computes; None: all."""
+    """float64 [instructions]: work before a launch, after the round of a wait; and its composition. A rank of speed s
+    takes 1/s of the time of one of speed 1. share: float64 [ranks], computed fraction of each rank's task pairs; None:
+    all."""
     kernels, launches, accumulated, moved = np.zeros((4, len(row_work.moved)))
     in_all = 0.0
     if len(tasks.at):
@@ -85,12 +84,12 @@ def work_us(
         )
         if share is not None:
             together, chains = (times * share[view.rank_of[tasks.at]] for times in (together, chains))
-        # the tasks of an instruction are one call, which takes as long as all of them, and as the longest alone
+        # the tasks of an instruction are one call, which takes the sum of their times, but at least the longest alone
         kernels[tasks.at] = np.maximum(together, chains)
         launches[tasks.at] = KERNELS[view.instructions["op"][tasks.at]] * costs.launch_us(view.phase)
         accumulated[tasks.at] = costs.moved_us(tasks.accumulated)
         in_all = float(together.sum())
-    # the rows of an instruction are one kernel, as are the tiles that it packs or unpacks
+    # the rows of an instruction are one kernel, as are the tiles it packs or unpacks
     at = np.flatnonzero(row_work.moved)
     moved[at] = costs.rowop_us(row_work.moved[at])
     if view.model.latent is not None:

@@ -1,4 +1,4 @@
-"""The event loop, which runs all ranks' scripts against time, in the compiled core: `core/planner/simulate.cpp`."""
+"""The event loop over all ranks' scripts, in the compiled core: `core/planner/simulate.cpp`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NONE, NOT_YET = core.NONE, core.NOT_YET
 
 
 class Times(NamedTuple):
-    """What the event loop finds, float64 microseconds; NOT_YET where it never happened. A launch happens at its end.
+    """Event times, float64 microseconds; NOT_YET for events that never happened. A launch takes effect at its end.
 
-    begin, end: [instructions]. reached, done: [launches], when its channel took it up and when it was complete.
-    ready, start: [transfers]. last: int64 [launches], the transfer that was complete last, NONE without transfers.
-    cause: int64 [transfers], the transfer that left the port it had waited for, NONE where it did not wait.
+    begin, end: [instructions]. reached, done: [launches], times at which its channel started and completed it. ready,
+    start: [transfers]. last: int64 [launches], the transfer completed last, NONE without transfers. cause: int64
+    [transfers], the transfer that occupied the port before, NONE if it did not wait.
     """
 
     begin: Floats
@@ -32,14 +32,14 @@ class Times(NamedTuple):
 
 
 def run(script: Script, traffic: Traffic, ports: int, contention: float = 0.0) -> tuple[Times, Floats, Ints]:
-    """The times of a program, when each rank's compute stream ends [ranks], and the launch that it still waits for
-    [ranks], NONE where it ran to its end. contention: by how much longer work takes beside transfers."""
+    """The times of a program, the end of each rank's compute stream [ranks], and the launch that blocks it [ranks],
+    NONE if it ran to its end. contention: relative slowdown of work during transfers."""
     found = core.run(script, traffic, ports, contention)
     return Times(*found[:8]), *found[8:]
 
 
 def idle_until(script: Script, times: Times) -> Floats:
-    """float64 [instructions]: when a wait has nothing to wait for any more; when others begin."""
+    """float64 [instructions]: end of idle time of a wait; begin of other instructions."""
     until, waits = times.begin.copy(), np.flatnonzero(script.role == WAIT)
     until[waits] = np.maximum(until[waits], times.done[script.launch[waits]])
     return until

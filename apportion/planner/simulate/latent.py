@@ -1,4 +1,4 @@
-"""Latent rows that instructions expand: those that their tasks read, each once for each query head that wants it."""
+"""Expansion of latent rows in instructions: each row read by tasks, once per query head that reads it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from apportion.planner.simulate.program import View
 
 
 class Expansion(NamedTuple):
-    """int64 [instructions]: rows, one for each head that wants it; the heads whose weights are used."""
+    """int64 [instructions]: row-head combinations, and the heads whose weights are used."""
 
     rows: Ints
     heads: Ints
 
 
 def expanded_rows(view: View) -> Expansion:
-    """What the executor expands (`backends/torch/memory/latent_rows.py`) in each instruction of a program."""
+    """The expansions of the executor (`backends/torch/memory/latent_rows.py`) in each instruction of a program."""
     name = TASK_LIST[view.phase]
     tasks, operands, header = view.source[name], view.source["operands"], view.plan.header
     base = operands.ptr[tasks.rank_of_row()]
@@ -31,7 +31,7 @@ def expanded_rows(view: View) -> Expansion:
     at, sets, space, start = at[order], sets[order], space[order], start[order]
     stop = start + operands.wide("rows")[kv[order]]
     first = changes(at, space, sets)
-    apart = (np.cumsum(first) - 1) * (int(stop.max(initial=0)) + 1)  # groups one after another
+    apart = (np.cumsum(first) - 1) * (int(stop.max(initial=0)) + 1)  # offsets that separate the groups
     reached = np.maximum.accumulate(stop + apart)
     before = np.append(0, reached[:-1])
     fresh = np.maximum(stop + apart - np.maximum(start + apart, before), 0)

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and how short it could be.
+"""Loss analysis: composition of a run's time, and its attainable minimum.
 
     makespan   ideal │ inherent │ cutting │ launches │ row work │ imbalance │ contention │ stalls
                └─ attainable ───┘
@@ -7,9 +7,9 @@
                └─ work of the busiest rank, slowed down by transfers ─────────────────────┘
 
 *Attainable* is all bands of the batch, each computed whole with all heads by one task, divided evenly in time by the
-ranks' speeds: no cut, no launch, no communication. No plan is faster whose tasks cost at least what they are cut from.
-Cost models need not be so, therefore a plan whose tasks cost less in sum is held to that sum, which no plan with these
-tasks beats.
+ranks' speeds: no cut, no launch, no communication. No plan is faster if tasks cost at least as much as the bands they
+are cut from. Cost models may violate that; a plan whose tasks cost less in total is therefore compared with that total,
+a bound for all plans with these tasks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from apportion.planner.simulate.durations import Costs, Work
 class Losses(NamedTuple):
     """Microseconds; their sum is the makespan.
 
-    ideal: all pairs at saturated throughput. inherent: what whole bands cost beyond, being short or sparse. cutting:
-    what tasks cost beyond whole bands, kernels included that are too short to fill a device. launches: of kernels.
-    rows: copies, sums, packing, casts, accumulators wider than results, and projections. All of these as if divided
-    evenly by speed. imbalance: the busiest rank's work beyond that. contention: what transfers on the wire add to that
-    of the rank that is busy longest. stalls: the rest, in which all ranks wait.
+    ideal: all pairs at saturated throughput. inherent: extra cost of whole bands that are short or sparse. cutting:
+    extra cost of tasks over whole bands, including kernels too short to fill a device. launches: of kernels. rows:
+    copies, sums, packing, casts, accumulators wider than results, and projections. All of these as if divided evenly by
+    speed. imbalance: excess of the busiest rank's work. contention: slowdown of the busiest rank by transfers. stalls:
+    the rest, in which all ranks wait.
     """
 
     ideal: float
@@ -49,8 +49,8 @@ class Losses(NamedTuple):
 
 
 def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) -> float:
-    """All bands of a kind, each as one task with all heads, at speed 1; those that one can stand for are one. With
-    latent rows each is expanded once."""
+    """Time of all bands of a kind, each as one task with all heads, at speed 1, after merging bands. Each latent row is
+    expanded once."""
     bands = float(bands_us(costs, model, phase, joined(batch.bands(kind))).sum())
     if model.latent is None:
         return bands
@@ -58,7 +58,7 @@ def whole_us(batch: Batch, model: Model, kind: str, phase: str, costs: Costs) ->
 
 
 def attainable_us(whole: float, work: Work) -> float:
-    """At speed 1. whole: `whole_us`."""
+    """Attainable time at speed 1. whole: `whole_us`."""
     return min(whole, work.tasks)
 
 
@@ -71,8 +71,8 @@ def find_losses(
     slowed_us: Floats,
     speeds: Floats,
 ) -> Losses:
-    """Of one run. whole: `whole_us`; compute_us, slowed_us: float64 [ranks], how long the compute streams are busy, and
-    what of it transfers have added; speeds: of the ranks."""
+    """The losses of one run. whole: `whole_us`; compute_us, slowed_us: float64 [ranks], busy time of the compute
+    streams, and the part of it due to transfers; speeds: of the ranks."""
     speed, busy = float(speeds.sum()), compute_us - slowed_us
     attainable = max(attainable_us(whole, work) / speed, ideal_us)
     even, busiest = float((busy * speeds).sum()) / speed, float(busy.max(initial=0.0))

@@ -1,11 +1,11 @@
-"""The critical path: why a program takes as long as it does.
+"""Critical path of a program.
 
-From what ended last, back to time 0. Every step ends because of one other thing:
+It is traced back from the last event to time 0. Every step has one cause:
 
-    work on a rank        begins after the last wait that found something to wait for
+    work on a rank        begins after the last wait that blocked
     a wait                ends with the last transfer of its launch on this rank
-    a transfer            began when its second rank took up the round, or when another transfer left the port
-    a round in a channel  was taken up when it was launched, or when the round before it was complete
+    a transfer            began when its second rank started the round, or another transfer left the port
+    a round in a channel  started at its launch, or when the previous round was complete
 
 so the steps are contiguous and their durations sum to the makespan.
 """
@@ -27,7 +27,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traff
 @dataclass(frozen=True)
 class PathStep:
     """One step of the critical path, in microseconds: `kind` is "compute" (of `rank`) or "transfer" (from `peer` to
-    `rank` in `round`; both -1 in compute). `text` says in words what it is and what was waiting for it."""
+    `rank` in `round`; both -1 in compute). `text` describes it and what waits for it."""
 
     kind: str
     rank: int
@@ -42,7 +42,7 @@ class PathStep:
         return self.end_us - self.start_us
 
     def later(self, us: float) -> PathStep:
-        """The same step in a timeline that begins earlier."""
+        """The same step, `us` later."""
         return replace(self, start_us=self.start_us + us, end_us=self.end_us + us)
 
     def to_data(self) -> dict[str, Any]:
@@ -50,18 +50,18 @@ class PathStep:
 
 
 def walk_back(op: Ints, finish_us: Floats, script: Script, traffic: Traffic, times: Times) -> list[PathStep]:
-    """The steps of a run, first step first; none where nothing takes time."""
+    """The steps of a run, first step first; empty if nothing takes time."""
     return _Walk(op, script, traffic, times).steps(finish_us)
 
 
 def milliseconds(us: float) -> str:
-    """Three significant digits: `2.10 ms`."""
+    """Formats microseconds as milliseconds with three significant digits: `2.10 ms`."""
     ms = us / 1e3
     return f"{ms:.{max(0, 2 - int(np.floor(np.log10(ms)))) if ms > 0 else 0}f} ms"
 
 
 class _Walk:
-    """A walk through the times of one run. The steps are collected last first."""
+    """A backward walk through the times of one run. Steps are collected last first."""
 
     def __init__(self, op: Ints, script: Script, traffic: Traffic, times: Times) -> None:
         self._op, self._script, self._traffic, self._times = op, script, traffic, times
@@ -85,7 +85,8 @@ class _Walk:
         return self._steps[::-1]
 
     def _work(self, rank: int, before: int, end: float, casts: bool = False) -> tuple[int, int, float] | None:
-        """Work on a rank up to an instruction and a time, casts or not, and what the wait before it waited for."""
+        """Adds work on a rank up to an instruction and a time, with or without casts; returns the cause of the wait
+        before it."""
         first = int(self._script.ptr[rank])
         wait = int(self._idle[before - 1]) if before > first else NONE
         begin = float(self._until[wait]) if wait >= first else 0.0
@@ -100,13 +101,13 @@ class _Walk:
         return self._complete(int(self._script.launch[wait]), f"rank {rank} waits {idle} in round", begin)
 
     def _words(self, first: int, end: int) -> list[str]:
-        """What a range of instructions does on the compute stream."""
+        """Words for a range of instructions on the compute stream."""
         role, work = self._script.role[first:end], self._script.work_us[first:end]
         codes = np.select([role == LAUNCH, role == WAIT], [PACK, UNPACK], self._op[first:end])
         return [WORK_NAMES[code] for code in dict.fromkeys(codes[(role == WORK) | (work > 0)].tolist())]
 
     def _complete(self, launch: int, why: str, end: float) -> tuple[int, int, float]:
-        """What a launch's completion depended on, back to work on some rank: rank, instruction, time."""
+        """Traces a launch's completion back to work on some rank: (rank, instruction, time)."""
         while True:
             transfer = int(self._times.last[launch])
             if transfer >= 0:
@@ -119,7 +120,8 @@ class _Walk:
             launch, end = int(script.before[launch]), reached
 
     def _transfers(self, transfer: int, launch: int, why: str, end: float) -> tuple[int, float]:
-        """A transfer and those that kept it from its ports; returns the launch that the first one waited for."""
+        """Adds a transfer and those that occupied its ports before; returns the launch that the first one waited
+        for."""
         times, traffic = self._times, self._traffic
         words = f"{why} {self._script.round[launch]} {self._for_what(transfer, launch)}"
         while True:
@@ -158,7 +160,7 @@ class _Walk:
         return f"until rank {target} has {self._name(transfer)}"
 
     def _port(self, first: int, second: int) -> str:
-        """The port that both use."""
+        """The port that both transfers use."""
         source, target, _ = self._ends(second)
         out = self._traffic.out_port
         kind = "link" if out[second] < len(self._script.ptr) - 1 else "NIC"

@@ -1,7 +1,7 @@
-"""A program as the simulator runs it: what each instruction takes, which launch it belongs to, and what it moves.
+"""Simulator form of a program: durations and launches of instructions, and transfers.
 
-    instructions of all ranks ──► Script    work_us, and the launch that a launch or a wait is about
-    transfers of all ranks    ──► Traffic   every send with its receive: one row a transfer, with its two ports
+    instructions of all ranks ──► Script    work_us, and the launch of each launch or wait
+    transfers of all ranks    ──► Traffic   every send with its receive: one row per transfer, with its two ports
 
 A *launch* is one rank's part of a round. Ports are numbered: a rank's own link out, then in, then the NICs out, then
 in; each carries one transfer at a time.
@@ -30,9 +30,9 @@ from apportion.ir.tensors import Tensor
 from apportion.planner.congestion import Congestion
 from apportion.planner.simulate.launches import KERNELS
 
-#: bytes that 1 GB/s moves in a microsecond
+#: bytes per microsecond at 1 GB/s
 BYTES_PER_US = 1e3
-#: what an instruction is to the event loop
+#: roles of instructions in the event loop
 WORK, LAUNCH, WAIT = range(3)
 
 
@@ -40,10 +40,10 @@ class Script(NamedTuple):
     """Instructions of all ranks and their launches, as the event loop reads them.
 
     ptr: int64 [ranks + 1] first instruction of each rank. role: uint8 [instructions], WORK, LAUNCH or WAIT. work_us:
-    float64 [instructions], of a launch before it, of a wait after its round is complete. end_us: float64 [ranks], work
-    after the last instruction. launch: int64 [instructions], the launch of a launch or wait, else -1.
-    rank, round, channel: int64 [launches]. before, after: int64 [launches], the neighbours in the launch's channel, or
-    -1. end_ptr: int64 [launches + 1] into ends: int64 [2 transfers], the transfers of each launch.
+    float64 [instructions], before a launch, after the round of a wait. end_us: float64 [ranks], work after the last
+    instruction. launch: int64 [instructions], the launch of a launch or wait, else -1. rank, round, channel: int64
+    [launches]. before, after: int64 [launches], the neighbours in the launch's channel, or -1. end_ptr: int64 [launches
+    + 1] into ends: int64 [2 transfers], the transfers of each launch.
     """
 
     ptr: Ints
@@ -61,11 +61,11 @@ class Script(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Transfers in the order that ports prefer: by round, by how far the receiver is behind the sender in the circle
-    of ranks (so that all-to-all goes in shifts, which no two transfers dispute), by sender, as listed.
+    """Transfers in order of port priority: by round, by distance from sender to receiver in the circle of ranks (so
+    that an all-to-all proceeds in conflict-free shifts), by sender, as listed.
 
-    sender, receiver: int64 [transfers], launches. out_port, in_port: int64. wire_us: float64, how long it occupies
-    both ports. latency_us: float64, how much later it is complete. bytes, tensor: int64.
+    sender, receiver: int64 [transfers], launches. out_port, in_port: int64. wire_us: float64, occupancy of both ports.
+    latency_us: float64, further time until completion. bytes, tensor: int64.
     """
 
     sender: Ints
@@ -79,9 +79,9 @@ class Traffic(NamedTuple):
 
 
 class PricedTasks(NamedTuple):
-    """Attention tasks, to be priced. rows, keys, pairs, heads, kv_heads, diagonals: int64 [tasks], of rectangle and
-    band. first, at, accumulated: int64 [instructions with tasks], the first task, the instruction, and bytes that
-    accumulators move beyond the results in the model's dtype, each row once an instruction."""
+    """Attention tasks to price. rows, keys, pairs, heads, kv_heads, diagonals: int64 [tasks], of rectangle and band.
+    first, at, accumulated: int64 [instructions with tasks], the first task, the instruction, and accumulator bytes
+    beyond the results in the model's dtype, each row once per instruction."""
 
     rows: Ints
     keys: Ints
@@ -95,11 +95,10 @@ class PricedTasks(NamedTuple):
 
 
 class RowWork(NamedTuple):
-    """Work on rows besides attention. moved: int64 [instructions], bytes that row operations, packing and unpacking
-    read and write, but for rows that are in place. cast: int64 [ranks], the same of casting gradients after the last
-    instruction. kernels, messages: int64 [ranks], how many are started and posted. projection, rows, products: int64
-    [projections], the instruction, rows of X, and multiplications for each number of a row, in bytes of the model's
-    dtype."""
+    """Work on rows besides attention. moved: int64 [instructions], bytes read and written by row operations, packing
+    and unpacking, except rows in place. cast: int64 [ranks], the same for casting gradients after the last instruction.
+    kernels, messages: int64 [ranks], numbers started and posted. projection, rows, products: int64 [projections], the
+    instruction, rows of X, and multiplications for each number of a row, in bytes of the model's dtype."""
 
     moved: Ints
     cast: Ints
@@ -112,7 +111,7 @@ class RowWork(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class View(ProgramView):
-    """The programs of all ranks of one kind and phase. cluster: where they run."""
+    """The programs of all ranks of one kind and phase. cluster: the simulated cluster."""
 
     plan: Plan
     phase: str
@@ -129,13 +128,14 @@ class View(ProgramView):
 
     @cached_property
     def speeds(self) -> Floats:
-        """float64 [ranks]."""
+        """float64 [ranks]: relative speed."""
         speeds = self.cluster.speeds
         return np.ones(self.ranks) if speeds is None else np.asarray(speeds, np.float64)
 
 
 def pass_table(rules: Mapping[int, Rule]) -> Ints:
-    """int64 [not the first, first row into a sum; codes; 4]: how often an op reads or writes operands a, b, c, d."""
+    """int64 [not the first, first row into a sum; codes; 4]: number of reads and writes of operands a, b, c, d by an
+    op."""
     table = np.zeros((2, max(rules) + 1, len(OPERAND_COLUMNS["rowops"])), np.int64)
     for op, rule in rules.items():
         for argument in rule.arguments if rule.list == "rowops" else ():
@@ -153,9 +153,9 @@ _OPS = (KERNELS, product_table(RULES), pass_table(RULES).reshape(-1, len(OPERAND
 
 
 def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedTasks, RowWork]:
-    """What follows from the tables of a program, in the compiled core: `core/planner/simulate_script.cpp`. The script
-    takes no time yet. post_us: what posting a message takes, added to the latency of the transfers of its launch, where
-    sender and receiver differ the larger. Raises VerifyError for a program that cannot run."""
+    """Builds the tables for the simulator from a program, in the compiled core: `core/planner/simulate_script.cpp`. The
+    script has no durations yet. post_us: time to post a message, added to the latency of its launch's transfers; if
+    sender and receiver differ, the larger. Raises VerifyError for a program that cannot run."""
     plan, cluster = view.plan, view.cluster
     (unmatched, unlaunched), script, traffic, tasks, row_work = core.prepare(
         view.source.arrays,
@@ -190,8 +190,8 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedT
 
 @lru_cache(64)
 def _sizes(model: Model) -> Ints:
-    """int64 [5, tensors], bytes: of a row of one head in memory, in the model's dtype, as it travels, and as a result
-    (0 of what is no sum); of a row with all heads, read and written as it is cast."""
+    """int64 [5, tensors], bytes: of a row of one head in memory, in the model's dtype, in transfer, and as a result (0
+    if not a sum); of a row with all heads, read and written by a cast."""
     wide, narrow = model.accumulator_bytes, model.element_bytes
     rows = np.zeros((5, len(Tensor)), np.int64)
     for t in Tensor:
@@ -202,7 +202,7 @@ def _sizes(model: Model) -> Ints:
 
 
 def congested(traffic: Traffic, script: Script, congestion: Congestion | None, ranks: int) -> Traffic:
-    """The traffic with what the network between nodes takes beyond bytes over rate."""
+    """The traffic with congestion delays between nodes."""
     far = np.flatnonzero(traffic.in_port >= 2 * ranks)
     if congestion is None or not len(far):
         return traffic
@@ -215,7 +215,7 @@ def congested(traffic: Traffic, script: Script, congestion: Congestion | None, r
 
 
 def relinked(traffic: Traffic, view: View, cluster: Cluster) -> Traffic:
-    """The traffic of a view, not congested yet, over the links of another cluster of its ranks."""
+    """The traffic of a view, without congestion, over the links of another cluster with its ranks."""
     far = (traffic.in_port >= 2 * view.ranks).astype(np.int64)
     rates = np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US
     ways = ("intra_latency_us", "inter_latency_us")

@@ -30,11 +30,11 @@ from apportion.ir.tensors import PHASES
 from apportion.planner.simulate.durations import Costs
 from apportion.planner.simulate.timeline import rounded
 
-CHUNK = 64  # tokens, of kernels
-SHARE = 0.35  # of the rate of linear layers: assumed, between .2 and .6
-BACKWARD = 2.5  # times the forward's FLOPs: assumed
-STEP_US = 2.0  # of a slot, behind the slot of its past: assumed
-_STATE_BYTES = 4  # of a number of a state: float32
+CHUNK = 64  # tokens per chunk of kernels
+SHARE = 0.35  # fraction of the rate of linear layers: assumed, between .2 and .6
+BACKWARD = 2.5  # relative to the forward's FLOPs: assumed
+STEP_US = 2.0  # per slot, after its past's slot: assumed
+_STATE_BYTES = 4  # per number of a state: float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class RecurrentRun:
 
 
 def token_flops(kind: Recurrent) -> float:
-    """Of one token forward, without a past: a kernel in chunks."""
+    """Forward FLOPs of one token, without a past: a chunked kernel."""
     return _flops(kind, kind.value_dim)
 
 
@@ -82,7 +82,7 @@ def output_flops(kind: Recurrent) -> float:
 
 
 def _flops(kind: Recurrent, columns: int) -> float:
-    """columns: of a head's state."""
+    """FLOPs per token with `columns` columns in a head's state."""
     key = kind.key_dim
     inside, state = 2 * CHUNK * (key + columns), 4 * key * columns
     if kind.delta:
@@ -93,7 +93,7 @@ def _flops(kind: Recurrent, columns: int) -> float:
 def run_recurrent(
     recurrence: Recurrence, kinds: Mapping[str, Recurrent], element_bytes: int, costs: Costs, cluster: Cluster
 ) -> dict[tuple[str, str], RecurrentRun]:
-    """(kind, phase) -> the run, of `kinds` in the order of the plan. element_bytes: of the model's dtype."""
+    """(kind, phase) -> the run, for `kinds` in the plan's order. element_bytes: of the model's dtype."""
     tables = _Tables.of(recurrence, cluster)
     flop_us = float(costs.linear_us(np.array(1))) / (2 * costs.linear_parameters) / SHARE
     return {
@@ -104,8 +104,9 @@ def run_recurrent(
 
 
 class _Tables(NamedTuple):
-    """What every kind and phase reads. tokens: int64 [4, ranks], of whole documents, of first, last and middle runs.
-    Of slots: rank: int64, that folds; leads, past: bool; depth: int64, slots before it."""
+    """Common input of all kinds and phases. tokens: int64 [4, ranks], of whole documents, of first, last and middle
+    runs. Per slot: rank: int64, the folding rank; leads, past: bool; depth: int64, number of earlier slots in its
+    chain."""
 
     recurrence: Recurrence
     cluster: Cluster
@@ -133,7 +134,7 @@ class _Tables(NamedTuple):
 
 
 def _depths(parent: Ints) -> Ints:
-    """int64: how many each has before it, of itself. parent: -1 for none."""
+    """int64: the number of ancestors of each. parent: -1 for none."""
     depth, parent = (parent >= 0).astype(np.int64), parent.copy()
     while (some := np.flatnonzero(parent >= 0)).size:
         above = parent[some]
@@ -186,7 +187,8 @@ def _run(
 
 
 class _Wire(NamedTuple):
-    """us: until the last rank has all. bytes: int64 [2, ranks], sent and received, to and from others."""
+    """An exchange. us: time until the last rank has everything. bytes: int64 [2, ranks], sent to and received from
+    other ranks."""
 
     us: float
     bytes: Ints
@@ -195,7 +197,7 @@ class _Wire(NamedTuple):
 def _states(
     tables: _Tables, number: int, kind: Recurrent, phase: str, costs: Costs
 ) -> tuple[_Wire, _Wire, float]:
-    """The exchange to the folding ranks, the one back, and the fold between them."""
+    """The exchange to the folding ranks, the one back, and the time of the fold between them."""
     folds, cluster = tables.recurrence["folds"], tables.cluster
     own = np.flatnonzero(folds["kind"] == number)
     holder, folder, heads = folds["peer"][own], tables.rank[own], folds["heads"][own]
@@ -216,7 +218,7 @@ def _states(
 
 
 def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluster: Cluster) -> _Wire:
-    """Before the convolution: the rows of the widest kind travel."""
+    """The exchange before the convolution: rows for the widest kind travel."""
     if kind.conv <= 1:
         return _Wire(0.0, np.zeros((2, cluster.ranks), np.int64))
     sends = np.flatnonzero(halo["send"] == 1)
@@ -225,7 +227,7 @@ def _halo(halo: Table, kind: Recurrent, element_bytes: int, costs: Costs, cluste
 
 
 def _exchange(source: Ints, target: Ints, sizes: Ints, costs: Costs, cluster: Cluster) -> _Wire:
-    """int64 [n] each: from rank, to rank, bytes."""
+    """Simulates an exchange, int64 [n] each: from rank, to rank, bytes."""
     ranks = cluster.ranks
     away = (source != target) & (sizes > 0)
     source, target, sizes = source[away], target[away], sizes[away]

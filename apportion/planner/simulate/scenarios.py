@@ -1,9 +1,9 @@
-"""What if figures are not as the hardware file has them: the same plan, priced under others.
+"""Sensitivity scenarios: the same plan priced with varied hardware figures.
 
     plan, hardware, cluster ──applied(scenario, …)──► another hardware, another cluster ──simulate──► times of the plan
 
-Half of a hardware file's figures are assumed, and clusters share their network. An order of recipes that another
-scenario turns around is none to rely on.
+Half of a hardware file's figures are assumed, and clusters share their network. A ranking of recipes that changes under
+another scenario is not reliable.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from apportion.ir.request.figures import LEAST, Figure, Grid, Rows
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.structs import MAX_TEXT
 
-#: kernels have 124 of an H100's 132 multiprocessors beside transfers: FCP (section 6.1) sets 6 and 8 aside for
+#: kernels have 124 of an H100's 132 multiprocessors during transfers: FCP (section 6.1) reserves 6 and 8 for
 #: communication, MagiAttention ("How to Ensure Kernels Actually Overlapped") finds 4 to 8 to be enough for all-to-all-v
 SET_ASIDE = round(8 / (132 - 8), 3)
-#: how much each further sender of a receiver's NIC costs in a round, of seven at most, assumed: of .085, .17, .34 the
-#: first fits MagiAttention best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
+#: slowdown per further sender to a receiver's NIC in a round, of at most seven, assumed: of .085, .17, .34 the first
+#: fits MagiAttention best, the second FCP's Table 2, the third Zeppelin's Figure 11 (docs/papers.md)
 INCAST, INCAST_PEERS = 0.17, 7
-#: share of a NIC's rate that one peer gets, assumed, as of a pair of ranks that has some of the NIC's channels
+#: share of a NIC's rate for a single peer, assumed, as for a pair of ranks with some of the NIC's channels
 ONE_PEER = 0.65
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """bandwidth, latency: factors of the rates and of the latencies of links, inside nodes and between them. compute: a
-    factor of the times of attention kernels and linear layers, above 1 where they are slower. contention: what the
-    hardware's is raised to, incast likewise, one_peer: what it is lowered to (see `Hardware`). experts: a factor of
-    what the fullest rank of experts has above the mean, in forecasts. Raises ConfigError."""
+    """bandwidth, latency: factors on rates and latencies of links, inside and between nodes. compute: a factor on times
+    of attention kernels and linear layers, above 1 for slower. contention: minimum of the hardware's, incast likewise,
+    one_peer: maximum (see `Hardware`). experts: a factor on the excess of the fullest rank of experts over the mean, in
+    forecasts. Raises ConfigError."""
 
     name: str
     bandwidth: float = 1.0
@@ -66,9 +66,10 @@ SCENARIOS = (
 
 
 def applied(scenario: Scenario, hardware: Hardware, cluster: Cluster) -> tuple[Hardware, Cluster]:
-    """Both under the scenario, the same objects where it changes nothing. What was changed is marked as assumed.
+    """Applies the scenario; returns the same objects if it changes nothing. Changed figures are marked as assumed.
 
-    Raises ConfigError where a figure leaves its range."""
+    Raises ConfigError if a figure leaves its range.
+    """
     rates, latencies = ("intra_gbs", "inter_gbs"), ("intra_latency_us", "inter_latency_us")
     factors = dict.fromkeys(rates, scenario.bandwidth) | dict.fromkeys(latencies, scenario.latency)
     factors = {field: factor for field, factor in factors.items() if factor != 1.0}

@@ -1,4 +1,4 @@
-"""All runs of a plan together: figures, losses, the critical path, and what notebooks and traces show."""
+"""All simulated runs of a plan: figures, losses, the critical path, and views for notebooks and traces."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from apportion.planner.simulate.trace import DEFAULT_RANKS, build_trace
 class Simulation:
     """One call of every attention kind, forward and backward, and one layer of every recurrent kind.
 
-    costs: what it was priced with; hardware: its name. runs: (kind, phase) -> Run, in the order in which they follow
-    each other: kind after kind, forward then backward; recurrent: the same of recurrent kinds, which no other figure
-    but `recurrent_ms` has in it. cluster: what they ran on.
+    costs: the cost model; hardware: its name. runs: (kind, phase) -> Run, in execution order: kind by kind, forward
+    then backward; recurrent: the same for recurrent kinds, included only in `recurrent_ms`. cluster: the simulated
+    cluster.
     """
 
     plan: Plan
@@ -39,12 +39,12 @@ class Simulation:
 
     @property
     def forward_ms(self) -> float:
-        """One call of each kind."""
+        """Forward milliseconds: one call of each kind."""
         return self._ms("forward")
 
     @property
     def backward_ms(self) -> float:
-        """One call of each kind."""
+        """Backward milliseconds: one call of each kind."""
         return self._ms("backward")
 
     def _ms(self, phase: str) -> float:
@@ -57,19 +57,19 @@ class Simulation:
 
     @property
     def exposed_us(self) -> Floats:
-        """float64 [ranks]: how long each compute stream waits for rounds, in all runs."""
+        """float64 [ranks]: waiting time of each compute stream, over all runs."""
         total: Floats = np.sum([run.exposed_us for run in self.runs.values()], axis=0, dtype=np.float64)
         return total
 
     @property
     def exposed_ms(self) -> float:
-        """The rank that waits longest, in all runs."""
+        """Longest waiting time of any rank, over all runs."""
         return float(self.exposed_us.max(initial=0.0)) / 1e3
 
     @property
     def efficiency(self) -> float:
-        """Ideal balanced time by speeds, without communication and overheads, over simulated time, all runs together;
-        1.0 where there is nothing to do."""
+        """Ideal balanced time by speed, without communication and overheads, over simulated time, for all runs
+        together; 1.0 without work."""
         simulated = sum(run.makespan_us for run in self.runs.values())
         return sum(run.ideal_us for run in self.runs.values()) / simulated if simulated else 1.0
 
@@ -79,7 +79,7 @@ class Simulation:
         return f"<Simulation: {times} on {self.hardware}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: times of a call, and how long each rank computes."""
+        """HTML for notebooks: times of a call, and compute time of each rank."""
         rows = [
             ("forward", f"{self.forward_ms:.3f} ms"),
             ("backward", f"{self.backward_ms:.3f} ms"),
@@ -92,11 +92,11 @@ class Simulation:
         ]
         busy = np.sum([run.compute_us for run in self.runs.values()], axis=0)
         title = f"{self.plan.header.recipe} on {self.plan.header.ranks} ranks, simulated on {self.hardware}"
-        return cards.card(title, rows, cards.bars("time that each rank computes, and its mean", busy))
+        return cards.card(title, rows, cards.bars("compute time of each rank, and the mean", busy))
 
     @cached_property
     def losses(self) -> Mapping[tuple[str, str], Losses]:
-        """(kind, phase) -> where the time of the run goes."""
+        """(kind, phase) -> the losses of the run."""
         request = self.plan.request
         speeds = np.asarray(self.cluster.speeds or np.ones(self.cluster.ranks), np.float64)
         return {
@@ -114,29 +114,29 @@ class Simulation:
 
     @property
     def lost(self) -> Losses:
-        """All runs together."""
+        """The losses of all runs together."""
         return Losses(*(float(sum(parts)) for parts in zip(*self.losses.values(), strict=True)))
 
     @property
     def lost_ms(self) -> dict[str, float]:
-        """The same by name, in milliseconds."""
+        """The losses by name, in milliseconds."""
         return {name: us / 1e3 for name, us in self.lost._asdict().items()}
 
     @property
     def attainable(self) -> float:
-        """The efficiency of what is attainable (see `losses`); 1.0 where there is nothing to do."""
+        """Attainable efficiency (see `losses`); 1.0 without work."""
         lost = self.lost
         return lost.ideal / lost.attainable if lost.attainable else 1.0
 
     @property
     def of_attainable(self) -> float:
-        """Efficiency as a share of what is attainable; 1.0 where there is nothing to do."""
+        """Efficiency relative to the attainable one; 1.0 without work."""
         lost = self.lost
         return lost.attainable / sum(lost) if sum(lost) else 1.0
 
     @property
     def time_imbalance(self) -> float:
-        """Work of the busiest rank over what it would be divided by speed, less 1, over all runs; 0.0 without work."""
+        """Work of the busiest rank over an even division by speed, less 1, over all runs; 0.0 without work."""
         lost = self.lost
         even = sum(lost) - lost.stalls - lost.contention - lost.imbalance
         return lost.imbalance / even if even else 0.0
@@ -148,23 +148,24 @@ class Simulation:
 
     @property
     def peak_work_rows(self) -> int:
-        """Work rows of all tensors together, on the rank and in the run that have most."""
+        """Largest number of work rows of all tensors together, on any rank and run."""
         return max(int(run.peak_rows.sum(axis=1).max(initial=0)) for run in self.runs.values())
 
     @property
     def bytes(self) -> dict[str, int]:
-        """total, max_rank (the larger of what the busiest rank sends and receives) and inter_node, in all runs."""
+        """Bytes over all runs: total, max_rank (larger of sent and received at the busiest rank) and inter_node."""
         return bytes_of(tuple(self.runs.values()))
 
     @property
     def busiest(self) -> dict[str, int]:
-        """The rank that starts most kernels in all runs, with its instructions, launches, messages and rounds."""
+        """The rank with the most kernel launches over all runs, with its instructions, launches, messages and
+        rounds."""
         sums = {name: sum(getattr(run, name) for run in self.runs.values()) for name in STARTED}
         rank = int(np.argmax(sums["launches"]))
         return {"rank": rank, **{name: int(column[rank]) for name, column in sums.items()}}
 
     def critical_path(self) -> list[PathStep]:
-        """The critical paths of the runs, one after the other, as one: it ends at forward_ms + backward_ms."""
+        """The concatenated critical paths of the runs, which end at forward_ms + backward_ms."""
         steps, start = [], 0.0
         for run in self.runs.values():
             steps += [step.later(start) for step in run.critical_path()]
@@ -172,11 +173,11 @@ class Simulation:
         return steps
 
     def trace(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-        """The timelines as Chrome trace events (opens in ui.perfetto.dev): a process a rank, a thread a stream, an
-        arrow a transfer; the runs follow each other and all ranks begin each at the same time.
+        """The timelines as Chrome trace events (opens in ui.perfetto.dev): one process per rank, one thread per stream,
+        one arrow per transfer; runs are consecutive, and all ranks begin each at the same time.
 
-        ranks: those to show; by default all of up to 64, of more those on the critical path and the first ones.
-        `otherData` says which are there. Raises ConfigError for a rank that the plan does not have.
+        ranks: the shown ranks; by default all of up to 64, beyond that those on the critical path and the first ones.
+        `otherData` lists them. Raises ConfigError for an unknown rank.
         """
         return build_trace(self.plan, list(self.runs.values()), self.critical_path(), ranks, DEFAULT_RANKS)
 

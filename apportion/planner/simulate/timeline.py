@@ -1,4 +1,4 @@
-"""What a simulation found: timelines of every rank, and the figures that follow from them."""
+"""Results of a simulation: timelines of every rank, and derived figures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from apportion.planner.simulate.launches import CAST, PACK, UNPACK
 from apportion.planner.simulate.path import PathStep, walk_back
 from apportion.planner.simulate.program import LAUNCH, WAIT, Script, Traffic, launch_instructions
 
-#: what a rank starts, columns of a run
+#: launch counts of a rank, columns of a run
 STARTED = ("instructions", "launches", "messages", "rounds")
 COMPUTE = 0  # the compute stream; channel c is stream 1 + c
 NOBODY = -1
 
 
 class Spans(NamedTuple):
-    """What every stream does, as columns [spans]: on stream 0 instructions that take time, waits that find something to
-    wait for, and what packs, unpacks and casts; transfers, once at each end, on stream 1 + channel. Rank after rank,
-    stream after stream.
+    """Activities of every stream, as columns [spans]: on stream 0 instructions with a duration, blocking waits,
+    packing, unpacking and casts; transfers, once at each end, on stream 1 + channel. Sorted by rank, then stream.
 
-    rank, stream, op (a code of `WORK_NAMES`), instruction (its number on the rank; a transfer's launch; of casts the
-    number of them all), round (-1 for work), peer (-1 but for transfers): int64. start_us, end_us: float64.
+    rank, stream, op (a code of `WORK_NAMES`), instruction (its number on the rank; a transfer's launch; for casts the
+    number of instructions), round (-1 for work), peer (-1 but for transfers): int64. start_us, end_us: float64.
     """
 
     rank: Ints
@@ -47,14 +46,12 @@ class Spans(NamedTuple):
 class Run:
     """One attention call of one kind and phase on all ranks, which start together at 0. Times in microseconds.
 
-    makespan_us: when the last rank is finished. ideal_us: the same pairs without overhead and communication, balanced
-    by speed. work: of all ranks, at speed 1. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of
-    the compute stream (idle is waiting for rounds), and its end; slowed_us: float64 [ranks], what of compute_us is due
-    to transfers on the wire. sent_bytes, received_bytes: int64 [ranks]. launches,
-    messages, rounds: int64 [ranks], the kernels that the executor starts, the messages that it posts, sent and
-    received, and in how many rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: the arenas, which the
-    planner made as large as what lives at once.
-    op: int8 [instructions], script, traffic, times: the program as it ran.
+    makespan_us: end of the last rank. ideal_us: the same pairs without overhead and communication, balanced by speed.
+    work: of all ranks, at speed 1. compute_us, exposed_us, finish_us: float64 [ranks], busy and idle time of the
+    compute stream (idle is waiting for rounds), and its end; slowed_us: float64 [ranks], part of compute_us due to
+    transfers. sent_bytes, received_bytes: int64 [ranks]. launches, messages, rounds: int64 [ranks], numbers of kernels,
+    of messages sent and received, and of rounds. peak_rows: int64 [ranks, tensors], work rows by `Tensor`: arena sizes,
+    which equal peak use. op: int8 [instructions], script, traffic, times: the program as it ran.
     """
 
     kind: str
@@ -80,12 +77,12 @@ class Run:
 
     @property
     def efficiency(self) -> float:
-        """Ideal over simulated time, 1.0 where there is nothing to do."""
+        """Ideal over simulated time, 1.0 without work."""
         return self.ideal_us / self.makespan_us if self.makespan_us else 1.0
 
     @property
     def instructions(self) -> Ints:
-        """int64 [ranks]."""
+        """int64 [ranks]: number of instructions."""
         return np.diff(self.script.ptr)
 
     @cached_property
@@ -98,7 +95,7 @@ class Run:
         return Spans(*(column[order] for column in columns))
 
     def critical_path(self) -> list[PathStep]:
-        """What the makespan consists of, first step first: each begins where the one before ends."""
+        """The steps of the makespan, first step first, each beginning at the end of the previous one."""
         return walk_back(self.op, self.finish_us, self.script, self.traffic, self.times)
 
     def to_data(self, spans: bool = True) -> dict[str, Any]:
@@ -123,17 +120,17 @@ class Run:
 
 
 def rounded(value: Any) -> Any:
-    """Microseconds as plain data, to a nanosecond."""
+    """Microseconds as plain data, rounded to a nanosecond."""
     return np.round(value, 3).tolist()
 
 
 def named_rows(rows: Ints) -> dict[str, int]:
-    """Tensor name -> rows, of int64 [tensors], where there are any."""
+    """Tensor name -> rows, from int64 [tensors], without zeros."""
     return {TENSOR_NAMES[Tensor(code)]: int(count) for code, count in enumerate(rows) if count}
 
 
 def bytes_of(runs: Sequence[Run]) -> dict[str, int]:
-    """What runs send and receive together: in total, on the busiest rank, between nodes."""
+    """Bytes sent and received by the runs together: in total, on the busiest rank, between nodes."""
     sent = np.sum([run.sent_bytes for run in runs], axis=0)
     received = np.sum([run.received_bytes for run in runs], axis=0)
     return {
@@ -144,7 +141,7 @@ def bytes_of(runs: Sequence[Run]) -> dict[str, int]:
 
 
 def _compute_spans(run: Run) -> Iterator[Spans]:
-    """Waiting, then working, of every instruction; then casts."""
+    """Spans of waiting, then working, of every instruction; then casts."""
     script, times = run.script, run.times
     until, op = idle_until(script, times), run.op.astype(np.int64)
     yield _instruction_spans(run, op, times.begin, until)
@@ -157,7 +154,7 @@ def _compute_spans(run: Run) -> Iterator[Spans]:
 
 
 def _instruction_spans(run: Run, op: Ints, start: Floats, end: Floats) -> Spans:
-    """What takes time between `start` and `end` of the instructions."""
+    """Spans between `start` and `end` of instructions with a duration."""
     at = np.flatnonzero(end > start)
     rank, instruction = _on_rank(run.script, at)
     round_ = np.append(run.script.round, NOBODY)[run.script.launch[at]]
@@ -182,6 +179,6 @@ def _transfer_spans(run: Run, sends: bool) -> Spans:
 
 
 def _on_rank(script: Script, at: Ints) -> tuple[Ints, Ints]:
-    """(rank, number on it) of instructions."""
+    """(rank, number on it) of each instruction."""
     rank = np.searchsorted(script.ptr, at, side="right") - 1
     return rank, at - script.ptr[rank]

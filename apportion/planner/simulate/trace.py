@@ -1,9 +1,9 @@
 """Timelines as Chrome trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
 
     process   a rank
-    thread 0  its compute stream: instructions, waits that found something to wait for, packing, unpacking, casts
-    thread c  channel c - 1: rounds, from when the channel takes one up until it is complete
-    arrow     a transfer, from the sender's round to the receiver's; it ends where the transfer is halfway, so that it
+    thread 0  its compute stream: instructions, blocking waits, packing, unpacking, casts
+    thread c  channel c - 1: rounds, from start to completion
+    arrow     a transfer, from the sender's round to the receiver's; it ends halfway through the transfer, so that it
               points into the round and not to its edge
 
 Format: "Trace Event Format" (Google), complete events (X), metadata (M) and flows (s, f); times in microseconds.
@@ -32,7 +32,7 @@ Event = dict[str, Any]
 def build_trace(
     plan: Plan, runs: Sequence[Run], path: Sequence[PathStep], ranks: Sequence[int] | None, most: int
 ) -> dict[str, Any]:
-    """The trace of some ranks. Raises ConfigError for a rank that is not there."""
+    """Builds the trace of some ranks. Raises ConfigError for an unknown rank."""
     shown = _chosen(plan.header.ranks, path, ranks, most)
     events = [event for rank in shown for event in _names(plan, rank, _channels(runs, rank))]
     start, flow = 0.0, 0
@@ -51,7 +51,7 @@ def _chosen(count: int, path: Sequence[PathStep], ranks: Sequence[int] | None, m
         return sorted(list(first)[:most])
     for rank in ranks:
         if not 0 <= rank < count:
-            raise ConfigError("ranks", rank, f"must be in [0, {count})", "name ranks that are there")
+            raise ConfigError("ranks", rank, f"must be in [0, {count})", "name existing ranks")
     return sorted(set(ranks))
 
 
@@ -122,7 +122,7 @@ def _slice(
 
 
 def _arrows(run: Run, shown: Ints, start: float, number: int) -> Iterator[Event]:
-    """Two events for each transfer between ranks that are shown."""
+    """Two events for each transfer between shown ranks."""
     script, traffic, times = run.script, run.traffic, run.times
     ends = [(script.rank[side], 1 + script.channel[side]) for side in (traffic.sender, traffic.receiver)]
     begin = start + times.start

@@ -1,4 +1,4 @@
-"""Solvers know numbers, not attention: arrays in, arrays out, with a status and a bound.
+"""Solvers for abstract problems: arrays in, arrays out, with a status and a bound.
 
-`registry` lists them, `contracts` says what each kind takes and gives, `apportion.testing` checks a new one.
+`registry` lists them, `contracts` defines the kinds, `apportion.testing` checks new ones.
 """

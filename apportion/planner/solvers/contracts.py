@@ -1,4 +1,4 @@
-"""The five kinds of solvers: what goes in and what comes out, as arrays and nothing else.
+"""The five kinds of solvers: problems and results as arrays.
 
     kind        problem              result        built in
     partition   PartitionProblem     Partition     lpt, lpt_near, swap, ilp
@@ -8,8 +8,8 @@
     hypergraph  HypergraphProblem    Sides         greedy, mtkahypar
 
 A solver is a function (problem, budget) -> result. It is deterministic, its value does not depend on the order of the
-items, it says why it stopped, and it keeps to the budget: `apportion.testing` checks that.
-A problem that no answer can serve ends INFEASIBLE; arrays that do not fit together raise ConfigError.
+items, it reports why it stopped, and it respects the budget: `apportion.testing` checks that. A problem without a
+solution ends INFEASIBLE; inconsistent arrays raise ConfigError.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from apportion.planner.solvers.status import Budget, Termination
 
 @dataclass(frozen=True, eq=False)
 class PartitionProblem:
-    """K items into bins so that the heaviest bin (weight over speed) is light.
+    """K items to pack into bins, minimizing the heaviest bin (weight over speed).
 
     weights, sizes: int64 [K], >= 0; caps: int64 [bins], the largest sum of sizes in each bin; speeds: float64 [bins],
-    default 1. allowed: for each item the bins that may take it, or None for any; None: any for all. families: int64
-    [K], equal for items that want to be near each other; zones: int64 [bins], equal for bins that are: solvers may
-    ignore both.
+    default 1. allowed: for each item its allowed bins, or None for any; None: any for all. families: int64 [K], equal
+    for items that should be near each other; zones: int64 [bins], equal for nearby bins: solvers may ignore both.
     """
 
     weights: Ints
@@ -52,9 +51,9 @@ class PartitionProblem:
         if self.zones is not None:
             same_length("caps", self.caps, "zones", self.zones)
         if np.ndim(self.caps) != 1 or not len(self.caps):
-            raise ConfigError("caps", self.caps, "must have one cap a bin", "write np.full(bins, cap)")
+            raise ConfigError("caps", self.caps, "must have one cap per bin", "write np.full(bins, cap)")
         if self.speeds is not None and len(self.speeds) != self.bins:
-            raise ConfigError("speeds", len(self.speeds), f"must be {self.bins}, one a bin", "leave it out")
+            raise ConfigError("speeds", len(self.speeds), f"must be {self.bins}, one per bin", "leave it out")
         if self.allowed is not None and len(self.allowed) != len(self.weights):
             rule = f"must be {len(self.weights)}, one an item"
             raise ConfigError("allowed", len(self.allowed), rule, "give None where any bin will do")
@@ -73,9 +72,10 @@ class PartitionProblem:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """bin: int64 [K], -1 where no bin had room. The value is the heaviest bin's weight over its speed.
+    """bin: int64 [K], -1 if no bin had room. The value is the heaviest bin's weight over its speed.
 
-    Without an answer (NO_SOLUTION, INFEASIBLE) the bins are those of the items that found room."""
+    Without an answer (NO_SOLUTION, INFEASIBLE) the bins are those of the items that found room.
+    """
 
     bin: Ints
     termination: Termination
@@ -104,8 +104,8 @@ class Colouring:
 
 @dataclass(frozen=True)
 class TwoLevelCost:
-    """A row costs `intra` within a node of `ranks_per_node` consecutive ranks and `inter` between nodes, which is no
-    less."""
+    """Costs of moving a row: `intra` within a node of `ranks_per_node` consecutive ranks, `inter`, at least as much,
+    between nodes."""
 
     ranks_per_node: int
     intra: float
@@ -120,11 +120,10 @@ class TwoLevelCost:
 
 @dataclass(frozen=True, eq=False)
 class TransportProblem:
-    """Move rows from ranks that have too many to ranks that have too few.
+    """Rows to move from ranks with a surplus to ranks with a deficit.
 
-    surplus: int64 [ranks], adds up to 0; positive sends, negative receives.
-    objective: "sum" of all costs; "minmax": the rank that pays most, for what it sends or for what it receives;
-    "senders": for what it sends.
+    surplus: int64 [ranks], adds up to 0; positive sends, negative receives. objective: "sum" of all costs; "minmax":
+    largest cost of a rank, for its sends or its receives; "senders": for its sends.
     """
 
     surplus: Ints
@@ -134,7 +133,7 @@ class TransportProblem:
     def __post_init__(self) -> None:
         if int(self.surplus.sum()):
             raise ConfigError(
-                "surplus", int(self.surplus.sum()), "must add up to 0", "send no more than is wanted"
+                "surplus", int(self.surplus.sum()), "must add up to 0", "send exactly as much as is received"
             )
         if self.objective not in ("sum", "minmax", "senders"):
             raise ConfigError("objective", self.objective, "must be sum, minmax or senders", "write minmax")
@@ -147,7 +146,8 @@ class TransportProblem:
 
 @dataclass(frozen=True, eq=False)
 class Transport:
-    """`rows` rows go from rank `src` to rank `dst`: int64 [flows], rows > 0, each pair once, ordered by src and dst."""
+    """Rows to move: `rows` rows go from rank `src` to rank `dst`: int64 [flows], rows > 0, each pair once, sorted by
+    src and dst."""
 
     src: Ints
     dst: Ints
@@ -157,11 +157,11 @@ class Transport:
 
 @dataclass(frozen=True, eq=False)
 class GroupingProblem:
-    """FlexSP's problem: groups of ranks, and a group for each of K sequences, so that the slowest group is quick.
+    """FlexSP's problem: groups of ranks, and a group for each of K sequences, minimizing the slowest group's time.
 
-    times: float64 [K, D], the time of each sequence in a group of each degree, infinity where it must not be;
-    sizes: int64 [K] tokens; degrees: int64 [D] ranks of a group, rising; ranks: of all groups together, at most;
-    cap: tokens a rank, so a group of P ranks holds at most P * cap.
+    times: float64 [K, D], the time of each sequence in a group of each degree, infinity if forbidden; sizes: int64 [K]
+    tokens; degrees: int64 [D] ranks of a group, ascending; ranks: limit for all groups together; cap: tokens per rank,
+    so a group of P ranks holds at most P * cap.
     """
 
     times: Floats
@@ -175,19 +175,22 @@ class GroupingProblem:
         positive("ranks", self.ranks)
         if self.times.ndim != 2 or self.times.shape[1] != len(self.degrees) or not len(self.degrees):
             raise ConfigError(
-                "times", self.times.shape, "must have a column a degree", "write one time for each"
+                "times", self.times.shape, "must have a column per degree", "write one time for each"
             )
         if self.degrees[0] < 1 or (np.diff(self.degrees) <= 0).any():
-            raise ConfigError("degrees", self.degrees.tolist(), "must rise from 1 or more", "sort them")
+            raise ConfigError(
+                "degrees", self.degrees.tolist(), "must be ascending, from 1 or more", "sort them"
+            )
         if np.isnan(self.times).any() or (self.times < 0).any():
             raise ConfigError("times", float(self.times.min()), "must not be negative", "use inf to forbid")
 
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """degree: int64 [groups], falling; group: int64 [K], -1 without an answer; time: float64 [groups].
+    """degree: int64 [groups], descending; group: int64 [K], -1 without an answer; time: float64 [groups].
 
-    The value is the largest time."""
+    The value is the largest time.
+    """
 
     degree: Ints
     group: Ints
@@ -197,14 +200,14 @@ class Grouping:
 
 @dataclass(frozen=True, eq=False)
 class HypergraphProblem:
-    """Vertices with two weights onto nodes * ranks_per_node ranks, so that hyperedges span few of them.
+    """Vertices with two weights to assign to nodes * ranks_per_node ranks, so that hyperedges span few ranks.
 
     flops, tokens: int64 [V] >= 0, the two weights. ptr: int64 [E + 1], pins: int64: hyperedge e has the vertices
     pins[ptr[e] : ptr[e + 1]]; price: int64 [E] >= 0. The value is the sum of price times (ranks spanned - 1).
     flops_slack, tokens_slack: eps of (nodes, ranks). A node has at most (1 + eps[0]) times its share of a weight, a
     rank (1 + eps[0]) (1 + eps[1]) times, both rounded down, but no less than the share rounded up. Shares of flops
-    follow `speeds`, those of tokens `room`: float64 [ranks], default 1. fixed: int64 [V], the rank that a vertex must
-    have, -1: any.
+    follow `speeds`, those of tokens `room`: float64 [ranks], default 1. fixed: int64 [V], the required rank of a
+    vertex, -1: any.
     """
 
     flops: Ints
@@ -229,7 +232,7 @@ class HypergraphProblem:
             same_length("fixed", self.fixed, "flops", self.flops)
         for name, shares in (("speeds", self.speeds), ("room", self.room)):
             if shares is not None and len(shares) != self.ranks:
-                raise ConfigError(name, len(shares), f"must be {self.ranks}, one a rank", "leave it out")
+                raise ConfigError(name, len(shares), f"must be {self.ranks}, one per rank", "leave it out")
         if min(*self.flops_slack, *self.tokens_slack) < 0:
             slack = (*self.flops_slack, *self.tokens_slack)
             raise ConfigError("slack", slack, "must not be negative", "use 0.05")
@@ -240,33 +243,32 @@ class HypergraphProblem:
 
     @property
     def bound_to(self) -> Ints:
-        """int64 [V]: the rank that each vertex must have, -1: any."""
+        """int64 [V]: the required rank of each vertex, -1: any."""
         return np.full(len(self.flops), -1, np.int64) if self.fixed is None else self.fixed
 
     @property
     def flops_shares(self) -> Floats:
-        """float64 [ranks]: what the ranks' flops are in proportion to."""
+        """float64 [ranks]: proportions of the ranks' flops."""
         return np.ones(self.ranks) if self.speeds is None else np.asarray(self.speeds, np.float64)
 
     @property
     def tokens_shares(self) -> Floats:
-        """float64 [ranks]: what the ranks' tokens are in proportion to."""
+        """float64 [ranks]: proportions of the ranks' tokens."""
         return np.ones(self.ranks) if self.room is None else np.asarray(self.room, np.float64)
 
     @cached_property
     def flops_caps(self) -> tuple[Ints, Ints]:
-        """int64 [nodes], int64 [ranks]: the most flops of each."""
+        """int64 [nodes], int64 [ranks]: limits of flops."""
         return caps_of(int(self.flops.sum()), self.flops_slack, self.flops_shares, self.nodes)
 
     @cached_property
     def tokens_caps(self) -> tuple[Ints, Ints]:
-        """int64 [nodes], int64 [ranks]: the most tokens of each."""
+        """int64 [nodes], int64 [ranks]: limits of tokens."""
         return caps_of(int(self.tokens.sum()), self.tokens_slack, self.tokens_shares, self.nodes)
 
 
 def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) -> tuple[Ints, Ints]:
-    """int64 [nodes], int64 [ranks]: the most that each may have of `total`; shares: float64 [ranks], see
-    HypergraphProblem."""
+    """int64 [nodes], int64 [ranks]: limits of each share of `total`; shares: float64 [ranks], see HypergraphProblem."""
     mean = total * shares / shares.sum()
     most = (1 + slack[0]) * (1 + slack[1])
     ranks = np.maximum(np.floor(mean * most + _ROUNDING), np.ceil(mean - _ROUNDING)).astype(np.int64)
@@ -277,7 +279,7 @@ def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) 
 
 @dataclass(frozen=True, eq=False)
 class Sides:
-    """rank: int64 [V], -1 without an answer. node_value: the sum of price times (nodes spanned - 1).
+    """Ranks of vertices. rank: int64 [V], -1 without an answer. node_value: the sum of price times (nodes spanned - 1).
 
     flops_imbalance, tokens_imbalance: of the fullest rank, over its share, less 1. The value is in `termination`.
     """
@@ -289,7 +291,7 @@ class Sides:
     termination: Termination
 
 
-# what a product of floats may miss an integer by
+# tolerated rounding error of float products
 _ROUNDING = 1e-6
 
 P = TypeVar("P", contravariant=True)
@@ -297,7 +299,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Solver(Protocol[P, R]):
-    """What an Entry loads; passes call it through `use`."""
+    """Signature of a solver, as loaded by an Entry; passes call it through `use`."""
 
     def __call__(self, problem: P, budget: Budget) -> R: ...
 
@@ -313,10 +315,10 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 
 
 def same_length(name: str, one: NDArray[Any], other_name: str, other: NDArray[Any]) -> None:
-    """Raises ConfigError where two columns differ in length."""
+    """Raises ConfigError if two columns differ in length."""
     if len(one) != len(other):
         rule = f"must have as many entries as {other_name} ({len(other)})"
-        raise ConfigError(name, len(one), rule, "give one entry an item")
+        raise ConfigError(name, len(one), rule, "give one entry per item")
 
 
 def positive(name: str, value: int) -> None:

@@ -1,7 +1,7 @@
-"""PuLP models on HiGHS: one thread, a fixed seed, and a status that says what happened.
+"""Runs PuLP models on HiGHS: one thread, a fixed seed, and a precise status.
 
-PuLP knows no name for an answer that a node limit cut; HiGHS itself does, so
-it is asked. Needs pulp and highspy: import this inside a function.
+PuLP has no status for an answer at a node limit, so the status is read from HiGHS. Needs pulp and highspy: import this
+inside a function.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class SolverRun:
-    """How a model was left: its variables hold an answer where `status` is OPTIMAL or FEASIBLE.
+    """Outcome of a model: its variables hold an answer if `status` is OPTIMAL or FEASIBLE.
 
-    bound: of the objective (minimised), minus infinity where nothing is known."""
+    bound: of the objective (minimised), minus infinity if unknown.
+    """
 
     status: Status
     limit: Limit | None
@@ -36,7 +37,7 @@ class SolverRun:
 
 
 class _HighsEngine(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, started from the values that the variables hold."""
+    """PuLP's HiGHS, started from the current values of the variables."""
 
     run: SolverRun
 
@@ -73,9 +74,9 @@ def _run(end: highspy.HighsModelStatus, found: bool, bound: float) -> SolverRun:
 def solve_model(
     model: pulp.LpProblem, nodes: int, gap: float = 0.0, target: float | None = None
 ) -> SolverRun:
-    """Minimise a PuLP model; its variables get the answer, and give the start where all of them have a value.
+    """Minimises a PuLP model; its variables receive the answer, and are the start if all of them have a value.
 
-    nodes: of the search tree, at most; gap: relative, good enough; target: an objective that is good enough.
+    nodes: limit of the search tree; gap: accepted relative gap; target: accepted objective.
     """
     options: dict[str, Any] = {"random_seed": _SEED, "mip_max_nodes": nodes, "parallel": "off"}
     if target is not None:

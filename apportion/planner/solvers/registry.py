@@ -1,4 +1,4 @@
-"""The solvers there are. Listing them imports no engine.
+"""Registry of solvers, without importing engines.
 
 Third parties add theirs through the entry point group `apportion.solvers`: "kind.solver" = an Entry. Built-in names
 cannot be taken.
@@ -25,8 +25,8 @@ GROUP = "apportion.solvers"
 
 @dataclass(frozen=True)
 class Entry:
-    """One solver. loader: "module:function"; needs: (package, extra of apportion) or None; budget: what it may spend
-    where nobody says; limits: those of a Budget that it looks at; heuristic: it proves nothing but by chance. Raises
+    """One solver. loader: "module:function"; needs: (package, extra of apportion) or None; budget: its default; limits:
+    the fields of a Budget that it respects; heuristic: True if it proves nothing except by chance. Raises
     ConfigError."""
 
     name: str
@@ -42,7 +42,7 @@ class Entry:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(
-                f"solver {self.name}.kind", self.kind, f"must be {', '.join(KINDS)}", "name one of these"
+                f"solver {self.name}.kind", self.kind, f"must be {', '.join(KINDS)}", "use one of these"
             )
         if self.loader.count(":") != 1:
             raise ConfigError(
@@ -51,11 +51,11 @@ class Entry:
 
     @property
     def installed(self) -> bool:
-        """Whether what it needs is there; imports nothing."""
+        """True if its requirements are installed; imports nothing."""
         return self.needs is None or find_spec(self.needs[0]) is not None
 
     def load(self) -> Solver[Any, Any]:
-        """The solver itself. Raises MissingDependencyError."""
+        """Loads the solver. Raises MissingDependencyError."""
         if self.needs and not self.installed:
             raise MissingDependencyError(*self.needs, f"solver {self.name}")
         return _loaded(self.loader)
@@ -165,23 +165,23 @@ SOLVERS: Mapping[tuple[str, str], Entry] = MappingProxyType({(one.kind, one.name
 
 
 def list_solvers() -> tuple[Entry, ...]:
-    """All solvers, the built-in ones first. Raises ConfigError for a plug-in that cannot be loaded."""
+    """All solvers, built-in ones first. Raises ConfigError for a plug-in that cannot be loaded."""
     added = [_load(name) for name in plugins.found(GROUP)]
     return (*SOLVERS.values(), *added)
 
 
 def find_solver(kind: str, name: str) -> Entry:
-    """The solver of that kind and name. Raises UnknownNameError."""
+    """Finds a solver by kind and name. Raises UnknownNameError."""
     name = fields.name(f"solver of kind {kind}", name)
     if (kind, name) in SOLVERS:
         return SOLVERS[kind, name]
     if kind not in KINDS:
-        raise UnknownNameError("solver kind", kind, f"there is {', '.join(KINDS)}", "name one of these")
+        raise UnknownNameError("solver kind", kind, f"there is {', '.join(KINDS)}", "use one of these")
     if f"{kind}.{name}" in plugins.found(GROUP):
         return _load(f"{kind}.{name}")
     known = [entry.name for entry in list_solvers() if entry.kind == kind]
     rule = f"there is {', '.join(known)}"
-    raise UnknownNameError(f"solver of kind {kind}", name, rule, "name one of these")
+    raise UnknownNameError(f"solver of kind {kind}", name, rule, "use one of these")
 
 
 def _load(name: str) -> Entry:
@@ -190,6 +190,9 @@ def _load(name: str) -> Entry:
     if name != f"{entry.kind}.{entry.name}" or (entry.kind, entry.name) in SOLVERS:
         rule = f"{plugins.distribution(point)} adds {entry.kind} solver {entry.name} under this name"
         raise ConfigError(
-            f"entry point {GROUP}:{name}", entry.name, rule, "write kind.name, of a name that no built-in has"
+            f"entry point {GROUP}:{name}",
+            entry.name,
+            rule,
+            "write kind.name, with a name that no built-in has",
         )
     return entry

@@ -1,4 +1,4 @@
-"""What a solver is allowed to spend, and what it says of its answer (after OR-tools MathOpt). Nothing is "OK"."""
+"""Budgets of solvers and termination of their answers (after OR-tools MathOpt). There is no status "OK"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apportion.planner.options import Amount, Natural
 
 
 class Status(StrEnum):
-    """How good an answer is; each result also carries the best bound known."""
+    """Quality of an answer; each result also has the best known bound."""
 
     OPTIMAL = "OPTIMAL"
     FEASIBLE = "FEASIBLE"
@@ -20,19 +20,19 @@ class Status(StrEnum):
 
 
 class Limit(StrEnum):
-    """What stopped a solver before it had proven its answer."""
+    """The limit that stopped a solver before it had proven its answer."""
 
     STEPS = "steps"
-    GAP = "gap"  # the answer is as near to the bound as was asked for
-    TASKS = "tasks"  # smaller blocks would be more even, but too many tasks (`shard blocks`)
-    ENGINE = "engine"  # the engine died or its answer was wrong: this one is the fallback's
+    GAP = "gap"  # the answer is within the budget's gap of the bound
+    TASKS = "tasks"  # smaller blocks would be more even, but make too many tasks (`shard blocks`)
+    ENGINE = "engine"  # the engine died or its answer was wrong: the fallback's answer is used
 
 
 @dataclass(frozen=True)
 class Termination:
-    """Why a solver stopped and what is proven: `bound` <= optimum <= `value`, which is None without an answer.
+    """Outcome of a solver: `bound` <= optimum <= `value`, which is None without an answer.
 
-    limit: None where the solver ran to its own end (a heuristic always does).
+    limit: None if the solver ran to its own end (a heuristic always does).
     """
 
     status: Status
@@ -42,7 +42,7 @@ class Termination:
 
     @property
     def gap(self) -> float | None:
-        """Value over bound, 1.0 where they agree; None without a value or with a bound of 0 below the value."""
+        """Value over bound, 1.0 if they agree; None without a value or with a bound of 0 below the value."""
         if self.value is None:
             return None
         if self.bound > 0:
@@ -51,7 +51,7 @@ class Termination:
 
     @property
     def solved(self) -> bool:
-        """Whether there is an answer."""
+        """True if there is an answer."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
     def __str__(self) -> str:
@@ -60,10 +60,10 @@ class Termination:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a solver may spend, counted and not timed: results are the same on every machine and every day.
+    """Effort limits of a solver, counted instead of timed, so that results are reproducible.
 
-    steps: the solver's own unit (for `ilp`, nodes of its search trees), None for the solver's default. gap: good enough
-    when value <= (1 + gap) * bound. Raises ConfigError.
+    steps: the solver's own unit (for `ilp`, nodes of its search trees), None for the solver's default. gap: accepts
+    value <= (1 + gap) * bound. Raises ConfigError.
     """
 
     steps: Natural | None = None
@@ -72,8 +72,8 @@ class Budget:
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("gap", self.gap)):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-                raise ConfigError(f"budget.{name}", value, "must be a number, not negative", "leave it out")
+                raise ConfigError(f"budget.{name}", value, "must be a non-negative number", "leave it out")
 
     def reached(self, value: float, bound: float) -> bool:
-        """Whether `value` is as near to `bound` as was asked for."""
+        """True if `value` is within the gap of `bound`."""
         return value <= (1 + self.gap) * bound

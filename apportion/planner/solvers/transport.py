@@ -1,10 +1,10 @@
-"""Move surplus rows to the ranks that lack them, cheaply (the remapping of Zeppelin, section 3).
+"""Moves surplus rows to ranks that lack rows at minimum cost (the remapping of Zeppelin, section 3).
 
-Two-level costs have a closed form. Rows that can stay in their node do: never dearer, for the sum or for the worst
-rank. For the sum it does not matter which rows these are. For the worst rank, where a node has more rows to give
-than to take, its receivers are served from inside and its senders share out that cheap part by water-filling: what is
-left to send dearly levels the ranks that pay most. Formula (2) of the paper prices senders only ("senders"); "minmax"
-does the same for receivers in nodes that have more to take, and so is best for both sides at once.
+Two-level costs have a closed form. Rows that can stay in their node do, which never costs more, for the sum or for the
+worst rank. For the sum any such rows are equivalent. For the worst rank, in a node with a surplus, receivers are served
+from inside and senders share that cheap part by water-filling: the rows left to send between nodes level the ranks with
+the largest costs. Formula (2) of the paper prices senders only ("senders"); "minmax" does the same for receivers in
+nodes with a deficit, and so is optimal for both sides at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 
 def solve(problem: TransportProblem, budget: Budget) -> Transport:
-    """Rows for each pair of ranks, the best there are."""
+    """Optimal rows for each pair of ranks."""
     surplus, cost, objective = problem.surplus.astype(np.int64), problem.cost, problem.objective
     level = (objective != "sum", objective == "minmax")
     flows = core.two_level(surplus, cost.ranks_per_node, float(cost.intra), float(cost.inter), *level)
@@ -27,7 +27,7 @@ def solve(problem: TransportProblem, budget: Budget) -> Transport:
 
 
 def flow_value(problem: TransportProblem, src: Ints, dst: Ints, rows: Ints) -> float:
-    """What the flows cost: the sum, or the most that one rank pays on a side that counts."""
+    """The cost of flows: the sum, or the largest cost of a rank on a side that counts."""
     price = problem.prices(src, dst) * rows
     if problem.objective == "sum":
         return float(price.sum())

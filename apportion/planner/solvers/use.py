@@ -1,10 +1,10 @@
-"""Solvers as parameters of passes: by name, with what they may spend.
+"""Solvers as parameters of passes: name and budget.
 
     solver: PartitionSolver = PartitionSolver("lpt")              in a pass, which calls self.solver(problem)
     solver: ilp                                                   in a recipe
     solver: {ilp: {steps: 1000, gap: 0.01}}
 
-Limits that are not told are the solver's own.
+The solver provides default limits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Use(options.Option, Generic[P, R]):
-    """A solver of one kind. budget: what it may spend, None for its own. Raises UnknownNameError."""
+class SolverOption(options.Option, Generic[P, R]):
+    """A solver of one kind. budget: None for the solver's own. Raises UnknownNameError."""
 
     kind: ClassVar[str]
     name: str
@@ -48,7 +48,7 @@ class Use(options.Option, Generic[P, R]):
         find_solver(self.kind, self.name)
 
     def __call__(self, problem: P) -> R:
-        """Raises MissingDependencyError, and what the solver raises."""
+        """Solves the problem. Raises MissingDependencyError, and the solver's errors."""
         found: R = self._solver(problem, self.spends)
         return found
 
@@ -64,12 +64,12 @@ class Use(options.Option, Generic[P, R]):
     def spends(self) -> Budget:
         return self.entry.budget if self.budget is None else self.budget
 
-    def reads(self, where: str, value: Any) -> Self:
+    def parse(self, where: str, value: Any) -> Self:
         if isinstance(value, str):
             return type(self)(value)
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ConfigError(
-                where, value, f"must be {self.says()}", f"write {self.name}, or {{{self.name}: {{}}}}"
+                where, value, f"must be {self.describe()}", f"write {self.name}, or {{{self.name}: {{}}}}"
             )
         ((name, told),) = value.items()
         entry = find_solver(self.kind, name)
@@ -85,7 +85,7 @@ class Use(options.Option, Generic[P, R]):
                 raise ConfigError(f"{where}.{name}", limit, rule, "leave it out or correct it")
         return type(self)(name, options.read(Budget, f"{where}.{name}", told or {}, entry.budget))
 
-    def says(self) -> str:
+    def describe(self) -> str:
         known = ", ".join(self.known())
         return f"a {self.kind} solver ({known}), alone or as {{name: {{limit: value}}}}"
 
@@ -109,38 +109,38 @@ class Use(options.Option, Generic[P, R]):
 
     @classmethod
     def known(cls) -> list[str]:
-        """The solvers of this kind."""
+        """Names of the solvers of this kind."""
         return [entry.name for entry in list_solvers() if entry.kind == cls.kind]
 
 
 _LIMITS = [field.name for field in fields(Budget)]
 
 
-class PartitionSolver(Use[PartitionProblem, Partition]):
-    """Items into bins."""
+class PartitionSolver(SolverOption[PartitionProblem, Partition]):
+    """Solver of items into bins."""
 
     kind = "partition"
 
 
-class ColouringSolver(Use[ColouringProblem, Colouring]):
-    """Edges into matchings."""
+class ColouringSolver(SolverOption[ColouringProblem, Colouring]):
+    """Solver of edges into matchings."""
 
     kind = "colouring"
 
 
-class TransportSolver(Use[TransportProblem, Transport]):
-    """Rows from ranks that have too many to ranks that have too few."""
+class TransportSolver(SolverOption[TransportProblem, Transport]):
+    """Solver of row moves from ranks with a surplus to ranks with a deficit."""
 
     kind = "transport"
 
 
-class GroupingSolver(Use[GroupingProblem, Grouping]):
-    """Groups of ranks, and sequences to groups."""
+class GroupingSolver(SolverOption[GroupingProblem, Grouping]):
+    """Solver of groups of ranks, and sequences to groups."""
 
     kind = "grouping"
 
 
-class HypergraphSolver(Use[HypergraphProblem, Sides]):
-    """Vertices with two weights onto ranks."""
+class HypergraphSolver(SolverOption[HypergraphProblem, Sides]):
+    """Solver of vertices with two weights to ranks."""
 
     kind = "hypergraph"

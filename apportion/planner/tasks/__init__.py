@@ -1,1 +1,1 @@
-"""What must be computed where, and the tiles and rows that it needs."""
+"""Attention tasks, and the tiles and rows that they need."""

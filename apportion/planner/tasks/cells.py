@@ -1,7 +1,7 @@
-"""Cells: the bands of a mask cut by (query block, key block), and who computes them.
+"""Cells: the bands of a mask cut by (query block, key block), and head groups.
 
-A cell is the least that can be computed by itself once blocks are chosen. Placements that let queries travel say for
-each cell, head group and phase which rank computes it (an `Execution`); all others compute it where its queries live.
+A cell is the smallest unit of computation for given blocks. Placements with travelling queries assign a rank to each
+cell, head group and phase (an `Execution`); all others compute it at the home of its queries.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.request.model import Model
 
-#: of one attention kind, forward; a plan of more takes beyond 10 GB
+#: limit for one attention kind, forward; a plan with more takes over 10 GB
 MOST_TASKS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Columns int32 [cells].
+    """Cells as columns int32 [cells].
 
     q, k: query and key block; q0, q1, k0, k1: queries and keys, global tokens; dmin, dmax: the band counted from the
     first query and key, clipped.
@@ -48,16 +48,15 @@ class Cells:
 
     @cached_property
     def work(self) -> Ints:
-        """int64 [cells]: pairs of a query and a key that it sees."""
+        """int64 [cells]: number of visible (query, key) pairs."""
         return pairs(self.q1 - self.q0, self.k1 - self.k0, self.dmin, self.dmax)
 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Contiguous shares of the query heads, and the KV heads that they use. Groups that use the same KV heads share
-    their tiles.
+    """Contiguous shares of the query heads, and the KV heads that they use. Groups with the same KV heads share tiles.
 
-    sets: of heads, as in a plan's header; query, key: int64 [groups], the number of each group's set of query and of KV
+    sets: of heads, as in a plan's header; query, key: int64 [groups], number of each group's set of query and of KV
     heads, counted from 1 (0: all heads); shared: int64 [groups], equal for groups with the same KV heads.
     """
 
@@ -71,18 +70,18 @@ class HeadGroups:
 
     @cached_property
     def key_sets(self) -> Ints:
-        """int64: the number of each set of KV heads that groups share."""
+        """int64: the number of each set of KV heads shared by groups."""
         return self.key[np.unique(self.shared, return_index=True)[1]]
 
     @property
     def keys_overlap(self) -> bool:
-        """Whether groups use some of each other's KV heads, but not the same ones."""
+        """True if groups use some of each other's KV heads, but not the same sets."""
         held = [head for number in self.key_sets if number for head in self.sets[number - 1]]
         return len(held) > len(set(held))
 
     @staticmethod
     def of(model: Model, count: int) -> HeadGroups:
-        """`count` groups. Raises ConfigError where that does not divide the query heads."""
+        """Builds `count` groups. Raises ConfigError if that does not divide the query heads."""
         if count == 1:
             zero = np.zeros(1, np.int64)
             return HeadGroups((), zero, zero, zero)
@@ -108,25 +107,25 @@ def pairs(rows: Ints, keys: Ints, dmin: Ints, dmax: Ints) -> Ints:
 
 
 def cut_cells(bands: Ints, starts: Ints) -> Cells:
-    """The cells of bands (int64 [bands, 6], global tokens) in blocks (int64 [blocks + 1]): by band, then query block,
-    then key block."""
+    """The cells of bands (int64 [bands, 6], global tokens) in blocks (int64 [blocks + 1]), sorted by band, query block,
+    key block."""
     return Cells(*cut_columns(bands, starts))
 
 
 def cut_columns(bands: Ints, starts: Ints) -> Ints:
-    """The columns of `Cells`, int32 [8, cells]. Raises CapacityError where they are too many to plan."""
+    """The columns of `Cells`, int32 [8, cells]. Raises CapacityError for too many cells."""
     return core.cut_cells(*checked(bands, starts))
 
 
 def checked(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
-    """The same, contiguous. Raises CapacityError where their cells are too many to plan."""
+    """Bands and starts as contiguous arrays. Raises CapacityError for too many cells."""
     bands, starts = (np.ascontiguousarray(given, np.int64) for given in (bands, starts))
     check_tasks(core.count_cells(bands, starts))
     return bands, starts
 
 
 def check_tasks(count: int) -> None:
-    """Raises CapacityError where tasks are too many to plan."""
+    """Raises CapacityError for too many tasks."""
     if count > MOST_TASKS:
         raise CapacityError(
             f"{count} tasks, of each block of queries and each of the keys that it sees: at most {MOST_TASKS} are "

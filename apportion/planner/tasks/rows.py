@@ -1,4 +1,4 @@
-"""Rows of ranks: home rows of blocks, work rows of tiles, reused once their data is dead."""
+"""Rows of ranks: home rows of blocks, and work rows of tiles, reused after their last use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from apportion.ir.request.batch import Batch
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of blocks: each rank holds its blocks by rising token. starts: int64 [blocks + 1], home: int64 [blocks];
-    later: bool [blocks], those that lie behind the others of their rank."""
+    """Rows of blocks: each rank holds its blocks in token order. starts: int64 [blocks + 1], home: int64 [blocks];
+    later: bool [blocks], True for blocks placed after the others of their rank."""
 
     starts: Ints
     home: Ints
@@ -35,14 +35,14 @@ class Rows:
 
     @cached_property
     def order(self) -> Ints:
-        """Blocks by (rank, token), the later ones behind the others."""
+        """Blocks by (rank, token), later ones after the others."""
         if self.later is None:
             return sort_order(self.home, self.ranks)
         return sort_order(2 * self.home + self.later, 2 * self.ranks)
 
     @cached_property
     def per_rank(self) -> Ints:
-        """int64 [ranks]: rows of each rank."""
+        """int64 [ranks]: number of rows of each rank."""
         return np.bincount(self.home, self.lengths, self.ranks).astype(np.int64)
 
     @cached_property
@@ -64,7 +64,7 @@ class Rows:
         return self.row[block] + tokens - self.starts[block]
 
     def layout(self, name: str, batch: Batch) -> Layout:
-        """Spans: cut where the next row holds another sequence, or a token or position that does not follow."""
+        """Spans of the layout, cut at changes of sequence and at jumps of token or position."""
         breaks = batch.position_breaks()
         ptr, row, token, length = core.cut_spans(self.order, self.starts, self.home, breaks, self.ranks)
         sequence = np.searchsorted(batch.starts, token, "right") - 1

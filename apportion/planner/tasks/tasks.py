@@ -1,10 +1,9 @@
-"""What must be computed where: the tasks of one attention kind, and the tiles they need from other ranks.
+"""The tasks of one attention kind, and the tiles that they need from other ranks.
 
-A task is a band cut by a (query block, key block) rectangle. Where queries stay home it runs where its query block
-lives, and the KV rows that it sees must reach that rank once (an *edge*: rows of a key block -> rank). Query blocks
-that lie side by side on a rank and see all of the same keys make one task: fewer and larger kernel calls (FCP's
-coalescing, section 4.2, in the query direction). Where an `Execution` says who computes, each cell and head group is
-a task, and query rows may have edges too.
+A task is a band cut by a (query block, key block) rectangle. If queries stay home it runs at the home of its query
+block, and its visible KV rows must reach that rank once (an *edge*: rows of a key block -> rank). Adjacent query blocks
+on a rank that see all of the same keys make one task: fewer and larger kernel calls (FCP's coalescing, section 4.2, in
+the query direction). With an `Execution`, each cell and head group is a task, and query rows may have edges too.
 
               keys of one tile
     block 4   x x x x  \
@@ -31,11 +30,11 @@ from apportion.planner.tasks.rows import Rows
 
 @dataclass(frozen=True)
 class Tasks:
-    """Columns int32 [tasks].
+    """Tasks of one kind as columns, int32 [tasks].
 
-    exec: the rank that computes; row, rows: its query rows in the attention order of their home; k: key block; k0, k1:
-    keys, global tokens; dmin, dmax: the band counted from the first row and key, clipped; edge, query_edge: the edges
-    that bring the keys and the queries, -1 where they are at home; group: head group.
+    exec: the executing rank; row, rows: its query rows in the attention order of their home; k: key
+    block; k0, k1: keys, global tokens; dmin, dmax: the band counted from the first row and key, clipped; edge,
+    query_edge: the edges of the keys and of the queries, -1 at home; group: head group.
     """
 
     exec: Ints
@@ -55,32 +54,32 @@ class Tasks:
 
     @property
     def work(self) -> Ints:
-        """int64 [tasks]: pairs."""
+        """int64 [tasks]: number of pairs."""
         return pairs(self.rows, self.k1 - self.k0, self.dmin, self.dmax)
 
     @property
     def columns(self) -> tuple[Ints, ...]:
-        """All of them, for compiled loops."""
+        """All columns, for compiled loops."""
         return tuple(getattr(self, column.name) for column in fields(self))
 
     def arriving(self, arrives: Ints) -> Tasks:
-        """The tasks once routes have renumbered the edges; arrives: int32, the new number of each."""
+        """The tasks after routing, which renumbers edges; arrives: int32, the new number of each."""
         arrives = np.append(arrives, np.int32(-1))
         queries = arrives[self.query_edge] if len(arrives) and self.queries_move else self.query_edge
         return replace(self, edge=arrives[self.edge], query_edge=queries)
 
     @cached_property
     def queries_move(self) -> bool:
-        """Whether any task runs away from its queries' home."""
+        """True if any task runs away from its queries' home."""
         return bool((self.query_edge >= 0).any())
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Rows on their way, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank
-    `src` to rank `dst`. parent: the edge that brought them to `src`, -1 where `src` is their home. Edges with one
-    `tile` carry rows of one block (or whatever a route makes of blocks). lane: 2 * head group, and one more where they
-    are query rows; all others are KV rows."""
+    """Transfers of rows, int32 [edges]: rows [row, row + rows) in the attention order of rank `home` go from rank `src`
+    to rank `dst`. parent: the edge that brought them to `src`, -1 if `src` is their home. Edges with one `tile` carry
+    rows of one block (or of blocks merged by a route). lane: 2 * head group, plus 1 for query rows; all others are KV
+    rows."""
 
     tile: Ints
     home: Ints
@@ -96,11 +95,11 @@ class Edges:
 
     @property
     def star(self) -> tuple[Ints, ...]:
-        """What edges without relays are, for the core."""
+        """Columns of edges without relays, for the core."""
         return self.tile, self.home, self.row, self.rows, self.dst, self.lane
 
     def take(self, order: Ints) -> Edges:
-        """These edges, in this order, in which parents may not come after their children, nor be missing."""
+        """Selects edges in this order, in which parents must precede their children and be included."""
         taken = Edges(*[np.take(getattr(self, column.name), order) for column in fields(self)])
         if (taken.parent < 0).all():
             return taken
@@ -116,7 +115,7 @@ def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
 
 
 def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGroups) -> tuple[Tasks, Edges]:
-    """Tasks and edges of one kind and phase, where `execution` says who computes."""
+    """Tasks and edges of one kind and phase with an execution."""
     groups, count = execution.rank.shape
     rank = execution.rank.reshape(-1).astype(np.int64)
     cell = np.tile(np.arange(count), groups)
@@ -134,8 +133,8 @@ def placed_tasks(cells: Cells, execution: Execution, rows: Rows, heads: HeadGrou
 def _edges(
     rows: Rows, block: Ints, rank: Ints, lane: Ints, low: Ints, high: Ints, away: Bools
 ) -> tuple[Ints, Edges]:
-    """int32 [n]: the edge of each task, -1 where not `away`; and the edges: one for each block, rank and lane, the hull
-    of the tokens [low, high)."""
+    """int32 [n]: the edge of each task, -1 unless `away`; and the edges: one for each block, rank and lane, the hull of
+    the tokens [low, high)."""
     index = np.flatnonzero(away)
     blocks = len(rows.home)
     key = (lane[index] * rows.ranks + rank[index]) * blocks + block[index]
@@ -156,7 +155,7 @@ def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def joined(first: Edges, second: Edges) -> Edges:
-    """The edges of both; the second have no relays."""
+    """Concatenates edges; the second have no relays."""
     columns = (np.concatenate([getattr(edges, f.name) for edges in (first, second)]) for f in fields(Edges))
     return Edges(*columns)
 

@@ -333,7 +333,7 @@ def test_degrees_that_do_not_fit_are_named(
     [
         ({"count": 8, "active": 9, "width": 4}, "^training.experts.active = 9: must be from 1 to count"),
         ({"count": 8, "active": 2}, "^training.experts.width = 0"),
-        ({"width": 4}, "^training.experts.width = 4: is of layers with experts"),
+        ({"width": 4}, "^training.experts.width = 4: is for layers with experts"),
         ({"imbalance": 0.5}, "^training.experts.imbalance = 0.5: must be a number from 1"),
         ({"many": 1}, "^training.experts = 'many'"),
     ],
@@ -354,7 +354,7 @@ def test_what_is_not_priced_with_experts_is_refused() -> None:
     model = replace(SMALL, kv_heads=8)
     found = ap.forecast(BATCH, CLUSTER, model, [form("upipe")], ranks).rows[0]
     assert found.reason is not None
-    assert found.reason.startswith("training.kv_rank = 64: upipe makes Q, K and V")
+    assert found.reason.startswith("training.kv_rank = 64: upipe computes Q, K and V")
 
 
 def test_what_expands_latent_rows_is_of_attention() -> None:

@@ -265,7 +265,7 @@ def test_slow_ranks_take_longer_for_their_tokens() -> None:
     slowest = float((rows / np.array(speeds)).max())
     assert slowest > 1.5 * rows.max() / 1
     refused = ap.forecast([BATCH], cluster, SMALL, static_grids(cluster, ["ring"])).record()["rows"]
-    assert all("a static grid knows no speeds" in row["reason"] for row in refused)
+    assert all("static grids do not support speeds" in row["reason"] for row in refused)
     layers = Layers(H100, SMALL, Training(vocab=1000))
     assert found.parts()["linear"] == pytest.approx(3 * 4 * layers.linear_us(slowest) / 1e6)
     assert found.parts()["head"] == pytest.approx(3 * layers.head_us(slowest) / 1e6)
@@ -464,8 +464,8 @@ def test_chunks_are_refused_where_nobody_says_what_they_would_be() -> None:
     assert "must be at most the 2048 tokens of a rank" in refused
     few = replace(many, chunks=2)
     for batch, said in (
-        (BATCH, "one causal sequence a microbatch, and here are 5 in 1"),
-        (Batch.from_lengths([16384], masks.full()), "a mask is another"),
+        (BATCH, "one causal sequence per microbatch, but here are 5 in 1"),
+        (Batch.from_lengths([16384], masks.full()), "a mask is not causal"),
     ):
         refused = one(form("ulysses"), few, batch=batch).rows[0].reason
         assert refused is not None
@@ -719,7 +719,7 @@ def test_sequences_that_would_wait_are_refused() -> None:
     waits = find_recipe({"name": "waits", "steps": steps})
     refused = one(Parallelism(waits, Degrees(microbatches=3))).rows[0].reason
     assert refused is not None
-    assert "2 sequences would wait for a later step" in refused
+    assert "2 sequences would be deferred to a later step" in refused
 
 
 def test_the_search_tries_what_the_model_and_the_cluster_allow() -> None:

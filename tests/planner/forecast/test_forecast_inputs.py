@@ -138,7 +138,7 @@ def test_kinds_of_a_model_file_take_a_mask_each(run: Run, tmp_path: Path) -> Non
         "{q_heads: 8, kv_heads: 2, hidden: 512, ffn: 1024, layers: {full: 2, local: 2}}", encoding="utf-8"
     )
     refused = run("forecast", *SIZE, "--model", path).row["reason"]
-    assert "has no kind default" in refused
+    assert "lacks kind default" in refused
     assert "--mask '{kind: mask}'" in refused
     masks = "{full: {causal: {}}, local: {sliding_window: {window: 64}}}"
     assert run("forecast", *SIZE, "--model", path, "--mask", masks).row["status"] == "ok"
@@ -202,7 +202,7 @@ def test_a_refused_baseline_and_its_reason_are_told(run: Run) -> None:
     )
     said = run("forecast", *size, *heads).out
     assert f"baseline {name} (refused)" in said
-    assert f"{name}: training.chunks = 2: are of one causal sequence" in said
+    assert f"{name}: training.chunks = 2: need one causal sequence" in said
 
 
 def test_nothing_to_forecast_is_refused(run: Run) -> None:

@@ -121,7 +121,7 @@ def test_deferred_sequences_are_returned() -> None:
 def test_a_name_serves_as_recipe_and_a_policy_brings_its_own() -> None:
     batch = ap.Batch.from_lengths(LENGTHS)
     assert plan_iteration(batch, CLUSTER, MODEL, "wlb", 7).plans[0].header.seed == 7
-    with pytest.raises(ap.ConfigError, match="beside a policy"):
+    with pytest.raises(ap.ConfigError, match="conflicts with the policy's own value"):
         plan_iteration(batch, CLUSTER, MODEL, "fcp", policy=policy())
     with pytest.raises(ap.UnknownNameError, match="pack"):
         iterate({"tetris": {}})

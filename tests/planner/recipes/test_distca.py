@@ -385,7 +385,7 @@ def test_caps_that_keep_the_balance_away_are_refused() -> None:
 
 
 def test_caps_that_homes_alone_break_are_refused() -> None:
-    with pytest.raises(CapacityError, match="for queries at home if nothing else"):
+    with pytest.raises(CapacityError, match="even for queries at home alone"):
         place(Distca(buffer_bytes=100), problem([5000], 4))
 
 

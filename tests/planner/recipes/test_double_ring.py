@@ -165,7 +165,7 @@ def test_small_rings_of_holders_are_single_rings() -> None:
             {"window": 6, "over": "holders"},
             r"window = 6: must divide the 8 ranks of the ring; use 2, or node",
         ),
-        ({"window": 2, "turns": True}, r"window = 2: goes without `turns`"),
+        ({"window": 2, "turns": True}, r"window = 2: excludes `turns`"),
         ({"window": 0}, r"recipe\.schedule\.ring\.window"),
         ({"window": True}, r"recipe\.schedule\.ring\.window"),
         ({"window": "rack"}, r"recipe\.schedule\.ring\.window"),

@@ -315,7 +315,7 @@ def test_wrong_types_are_named(
 @pytest.mark.parametrize("given", [{"recipe": "fcp"}, {"seed": 3}])
 def test_a_policy_brings_its_own_recipe_and_seed(given: dict[str, int | str]) -> None:
     batch, policy = ap.Batch.from_lengths([64]), ap.Policy(recipe(8), seed=5)
-    with pytest.raises(ap.ConfigError, match="put it into the policy"):
+    with pytest.raises(ap.ConfigError, match="set it in the policy"):
         ap.plan(batch, cluster(2), MODEL, policy=policy, **given)
     assert ap.plan(batch, cluster(2), MODEL, policy=policy).header.seed == 5
 

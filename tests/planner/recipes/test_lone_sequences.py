@@ -18,7 +18,7 @@ from apportion.ir.request.sequences import Sequence
 from apportion.ir.request.workload import lognormal_lengths
 from apportion.ir.tensors import Space, Tensor
 from apportion.planner.inner.groups import Groups
-from apportion.planner.inner.lone import Lone, find_lone
+from apportion.planner.inner.lone import LoneSequences, find_lone
 from apportion.planner.pipeline import pipeline, placing
 from apportion.planner.pipeline.checks import checked_steps
 from apportion.planner.pipeline.watch import SILENT
@@ -42,7 +42,7 @@ def problem_of(batch: Batch, cluster: Cluster | None = None, **policy: object) -
     return Problem(batch, cluster or Cluster(2, 4), MODEL, Policy(recipe(), **policy))
 
 
-def lone_of(problem: Problem, share: float | str = "auto", first: np.ndarray = FIRST) -> Lone:
+def lone_of(problem: Problem, share: float | str = "auto", first: np.ndarray = FIRST) -> LoneSequences:
     found = find_lone(problem, first, share)
     assert found is not None
     return found
@@ -132,7 +132,7 @@ def test_the_fastest_ranks_of_a_group_get_more() -> None:
 
 def test_home_rows_are_the_lone_ones_first() -> None:
     batch = Batch.from_lengths([4, 10, 3, 9, 2])
-    lone = Lone(
+    lone = LoneSequences(
         batch, 2, np.array([0, 2, 4]), np.array([1, 3]), np.array([1, 0, 1]), np.ones(3, int), np.ones(1), 0.0
     )
     rows = lone.beside(Rows(np.array([0, 7, 19]), np.array([0, 1]), 2))

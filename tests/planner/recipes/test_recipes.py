@@ -329,11 +329,11 @@ def test_names_may_be_of_a_subclass_of_text() -> None:
 
 def test_a_step_or_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     twice = tuple(Step("place", name, {}) for name in ("lpt", "contiguous"))
-    with pytest.raises(ap.ConfigError, match="is there twice"):
+    with pytest.raises(ap.ConfigError, match="occurs twice"):
         Recipe("mine", twice)
     for name, text in (("a.yaml", "name: a\nname: b\n"), ("a.json", '{"name": "a", "name": "b"}')):
         (tmp_path / name).write_text(text)
-        with pytest.raises(ap.ConfigError, match="'name' is there twice"):
+        with pytest.raises(ap.ConfigError, match="'name' occurs twice"):
             Recipe.load(tmp_path / name)
 
 

@@ -88,7 +88,7 @@ def test_terminations_in_words(
 
 @pytest.mark.parametrize("field", ["steps", "gap"])
 def test_a_budget_is_not_negative(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"budget\.{field} = -1: must be a number, not negative"):
+    with pytest.raises(ConfigError, match=rf"budget\.{field} = -1: must be a non-negative number"):
         Budget(**{field: -1})
 
 
@@ -99,7 +99,7 @@ def test_a_budget_is_not_negative(field: str) -> None:
             lambda: PartitionProblem(np.ones(2), np.ones(3), np.array([9, 9])),
             "weights = 2: must have as many entries as sizes",
         ),
-        (lambda: PartitionProblem(np.ones(2), np.ones(2), 9), "caps = 9: must have one cap a bin"),
+        (lambda: PartitionProblem(np.ones(2), np.ones(2), 9), "caps = 9: must have one cap per bin"),
         (lambda: TransportProblem(np.array([1]), TwoLevelCost(1, 0.0, 1.0)), "surplus = 1: must add up to 0"),
         (lambda: TwoLevelCost(8, 2.0, 1.0), "0 <= intra <= inter"),
         (

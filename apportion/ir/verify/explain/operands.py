@@ -1,4 +1,4 @@
-"""Operands that do not fit: outside their rows, of another phase, or unlike what their op takes (`ir.isa`)."""
+"""Checks operands: outside their rows, of another phase, or incompatible with their op (`ir.isa`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def misfits(program: Program) -> Iterator[Violation]:
 
 
 def _misplaced(program: Program) -> Iterator[Violation]:
-    """Outside their home rows or arena."""
+    """Operands outside their home rows or arena."""
     table = program["operands"]
     tensor, space, row, rows, column, heads = table.values
     rank, work, headless = table.rank_of_row(), space != HOME, IS_HEADLESS[tensor]
@@ -61,7 +61,7 @@ def _of_another_phase(program: Program) -> Iterator[Violation]:
 
 
 def _of_list(program: Program, name: str) -> Iterator[Violation]:
-    """Rows of a list that their op cannot take: of each the first reason, in the order of its columns."""
+    """List rows that their op does not accept: for each the first reason, in column order."""
     rows, instruction = program[name], program.instruction_of(name)
     ops, found = program["instructions"]["op"][instruction], dict[int, str]()
     named = {
@@ -90,7 +90,7 @@ def _listed(program: Program, named: Mapping[str, Ints], row: int) -> str:
 
 
 def _reasons(program: Program, rule: Rule, named: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
-    """(bool [rows], what is wrong with them), were they all of one op."""
+    """(bool [rows], message) for each check, assuming all rows are of one op."""
     tensor, space, row, rows = program["operands"].values[:4]
     for column in rule.columns:
         x, argument = named[column], rule.argument(column)
@@ -115,14 +115,14 @@ def _reasons(program: Program, rule: Rule, named: Mapping[str, Ints]) -> Iterato
 
 
 def tensors_of(argument: Argument | None) -> tuple[Tensor, ...]:
-    """The tensors that an operand may be of; NONE: it may be absent."""
+    """Tensors that an operand may have; NONE: it may be absent."""
     if argument is None:
         return (Tensor.NONE,)
     return (Tensor.NONE, *argument.tensors) if argument.optional else argument.tensors
 
 
 def _bands(program: Program, name: str, named: Mapping[str, Ints]) -> Iterator[tuple[Bools, str]]:
-    """The same, of the bands of tasks."""
+    """(bool [rows], message) for the bands of tasks."""
     count, low, high = program["operands"]["rows"], program[name]["dmin"], program[name]["dmax"]
     wide = (low < 1 - count[named["kv"]]) | (high > count[named["q"]] - 1)
     yield wide, "the band goes beyond the rows: dmin >= 1 - key rows, dmax <= query rows - 1"

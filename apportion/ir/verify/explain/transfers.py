@@ -1,4 +1,4 @@
-"""Sends and receives that do not meet, rounds that do not rise, launches and waits that have no partner."""
+"""Checks transfers: unmatched sends and receives, rounds that do not ascend, launches and waits without a partner."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def mismatches(program: Program) -> Iterator[Violation]:
 
 
 def _order(program: Program) -> Iterator[Violation]:
-    """Launch order rises on every rank, all channels together."""
+    """Checks that rounds ascend in launch order on every rank, over all channels."""
     instructions = program["instructions"]
     at = np.flatnonzero(instructions["op"] == Op.LAUNCH)
     rank, number = program.rank_of[at], instructions["round"][at]
     for i in np.flatnonzero((rank[1:] == rank[:-1]) & (number[1:] <= number[:-1])).tolist():
         message = (
             f"launches round {number[i + 1]} after round {number[i]} of instruction "
-            f"{instructions.rank_and_row(int(at[i]))[1]}: rounds must rise"
+            f"{instructions.rank_and_row(int(at[i]))[1]}: rounds must ascend"
         )
         yield at_instruction(RULE, program, int(at[i + 1]), message)
 
 
 def _waits(program: Program) -> Iterator[Violation]:
-    """`wait` follows `launch`, once."""
+    """Checks that each launch has one later `wait`."""
     instructions, partner = program["instructions"], program.partner
     waits = np.flatnonzero(instructions["op"] == Op.WAIT)
     launch = partner[waits]
@@ -54,7 +54,8 @@ def _waits(program: Program) -> Iterator[Violation]:
 
 
 def _rounds(program: Program) -> Iterator[Violation]:
-    """All ranks of a round agree on channel and mode; every rank launches an all-to-all; no launch is idle."""
+    """Checks that all ranks of a round agree on channel and mode, that every rank launches an all-to-all, and that no
+    launch is idle."""
     instructions, turns = program["instructions"], program.turns
     order = turns.order
     turn = group_of(np.diff(turns.ptr))
@@ -87,10 +88,10 @@ def _absent(program: Program) -> Iterator[Violation]:
 
 
 def _pairs(program: Program) -> Iterator[Violation]:
-    """Both sides of a transfer agree; one that meets nobody is reported at each side."""
-    transfers, mate = program["transfers"], program.meeting.mate
+    """Checks that both sides of a transfer agree; an unmatched one is reported at each side."""
+    transfers, mate = program["transfers"], program.matches.mate
     receives = np.flatnonzero((transfers["send"] == 0) & (mate >= 0))
-    differ = ~program.meeting.agreed[receives]
+    differ = ~program.matches.agreed[receives]
     own = transfers["peer"] == transfers.rank_of_row()
     wrong = np.concatenate([np.flatnonzero(own), receives[differ], np.flatnonzero((mate < 0) & ~own)])
     instruction = program.instruction_of("transfers") if len(wrong) else mate
@@ -100,7 +101,7 @@ def _pairs(program: Program) -> Iterator[Violation]:
 
 def _mismatch(program: Program, t: int, instruction: Ints) -> str:
     transfers = program["transfers"]
-    peer, mate = int(transfers["peer"][t]), int(program.meeting.mate[t])
+    peer, mate = int(transfers["peer"][t]), int(program.matches.mate[t])
     number = program["instructions"]["round"][instruction[t]]
     verb, other = ("sends", "receives") if transfers["send"][t] else ("receives", "sends")
     mine = f"{verb} {_tile(program, t)} in round {number}"
@@ -108,7 +109,7 @@ def _mismatch(program: Program, t: int, instruction: Ints) -> str:
         return f"{mine} to or from itself: use copy"
     if mate >= 0:
         return f"{mine}, but rank {peer} {other} {_tile(program, mate)}"
-    return f"{mine}, but rank {peer} {other} nothing to meet it"
+    return f"{mine}, but rank {peer} {other} no matching tile"
 
 
 def _tile(program: Program, t: int) -> str:

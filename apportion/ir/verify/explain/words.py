@@ -1,4 +1,4 @@
-"""Violation messages for the faults of the walk, the first of each rank."""
+"""Violation messages for the walk's faults, the first fault of each rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MESSAGES = {
 
 
 def violations(subject: Subject) -> tuple[Violation, ...]:
-    """Of the rules that the walk proves: none where it did."""
+    """Violations of the rules that the walk checks; none if it proved them."""
     if subject.holds:
         return ()
     return tuple(
@@ -69,7 +69,7 @@ def violations(subject: Subject) -> tuple[Violation, ...]:
 
 
 def _of_program(subject: Subject, program: Program) -> tuple[Violation, ...]:
-    """Operands that do not fit, else sends and receives that do not meet, else where ranks stopped."""
+    """Operand errors, else transfer mismatches, else the faults at which ranks stopped."""
     found = list(misfits(program)) or list(mismatches(program))
     if found:
         return tuple(found)
@@ -84,7 +84,7 @@ def _of_program(subject: Subject, program: Program) -> tuple[Violation, ...]:
 
 def _violation(program: Program, homes: Homes, fault: Fault) -> Violation:
     tensor, space = Tensor(fault.tensor), Space(fault.space)
-    rule, words = _MESSAGES.get(fault.code, ("operands", "is of no form that the verifier follows"))
+    rule, words = _MESSAGES.get(fault.code, ("operands", "has a form that the verifier does not support"))
     if fault.code == Code.WRONG_HOME and tensor not in PARTIALS:
         rule = _DATAFLOW
     if fault.code == Code.WRITTEN_TWICE and tensor not in PARTIALS:
@@ -105,7 +105,7 @@ def _violation(program: Program, homes: Homes, fault: Fault) -> Violation:
 
 
 def _heads(program: Program, fault: Fault) -> str:
-    """The head set of the operand that names the rows, where it has not all heads."""
+    """The head set of the operand with the rows, if it does not have all heads."""
     name = program.list_name(fault.instruction)
     if name is None:
         return ""
@@ -123,7 +123,7 @@ def _tokens(homes: Homes, address: int, fault: Fault) -> str:
 
 
 def _numbers(program: Program, fault: Fault) -> tuple[int, int]:
-    """The two numbers of a message about heads."""
+    """The two numbers in a message about heads."""
     if fault.code == Code.RESULT_HEADS:
         return fault.holds.bit_count(), fault.wanted.bit_count()
     if fault.code != Code.OTHER_KEYS:
@@ -135,7 +135,7 @@ def _numbers(program: Program, fault: Fault) -> tuple[int, int]:
 
 
 def _item(program: Program, fault: Fault) -> str:
-    """Which row of an instruction's list, where it has several."""
+    """The row number within an instruction's list, if it has several rows."""
     op, count = (program["instructions"][name] for name in ("op", "count"))
     if program.list_name(fault.instruction) is None or count[fault.instruction] < 2:
         return ""

@@ -1,1 +1,1 @@
-"""The rules of the verifier that the walk over programs does not prove, and coverage, which it prepares."""
+"""Verifier rules that the walk over programs does not prove, and coverage, for which it prepares the data."""

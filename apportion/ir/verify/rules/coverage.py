@@ -1,11 +1,11 @@
 """Rule 2: the tasks of every query head cover the mask exactly, each allowed pair once and nothing else.
 
-Exact at any size, in three sums and sweeps over bands: the area of each task equals its area inside the mask, so
+Exact at any size, by three sums and sweeps over bands: the area of each task equals its area inside the mask, so
 nothing forbidden is computed; no two tasks share a pair, so nothing is computed twice; and the areas add up to the
 mask's, so nothing is missing.
 
-Kinds that choose keys at run time have tasks at the homes of their queries alone, with all heads: the rows that these
-read are then all that any query of the rank may see.
+Kinds that choose keys at run time have tasks only at their queries' home ranks, with all heads; their rows must include
+all that any query of the rank may see.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def check(subject: Subject) -> Iterator[Violation]:
     for kind in subject.plan.request.model.balance:
         tables = subject.plan.programs.get((kind, "forward"))
         if tables is not None and (why := obstacle(tables)):
-            message = f"does not gather what its queries may see, as `balance` of the model wants: {why}"
+            message = (
+                f"does not gather all visible rows of its queries, as `balance` of the model requires: {why}"
+            )
             yield Violation(RULE, None, kind, "forward", None, message)
     if not subject.holds:
         for program in subject.programs:
@@ -43,7 +45,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _find(subject: Subject, program: Program) -> Iterator[Violation]:
-    """Those of the first list of tasks that has any."""
+    """Violations of the first list of tasks that has any."""
     columns, tasks = np.ascontiguousarray(subject.mask(program.kind).T), subject.tasks(program)
     if tasks.complete and len(subject.mask(program.kind)):
         yield from _absent(program, tasks)
@@ -56,11 +58,11 @@ def _find(subject: Subject, program: Program) -> Iterator[Violation]:
             found = [Violation(RULE, None, program.kind, program.phase, None, str(error))]
         yield from found
         if found:
-            return  # the lists of other heads tell the same story
+            return  # lists of other heads have the same errors
 
 
 def _absent(program: Program, tasks: Tasks) -> Iterator[Violation]:
-    """Query heads that no task computes."""
+    """Violation for query heads without tasks."""
     computed = np.zeros(program.q_sets.heads, bool)
     for number in np.unique(tasks.heads).tolist():
         computed[program.q_sets.members[number]] = True
@@ -71,7 +73,8 @@ def _absent(program: Program, tasks: Tasks) -> Iterator[Violation]:
 
 
 def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints | None]]:
-    """(heads in words, the pieces of their tasks; None: all) of every distinct list of bands over the query heads."""
+    """(heads in words, the pieces of their tasks or None for all) of every distinct list of bands over the query
+    heads."""
     if not program.splits_heads:
         yield "", None
         return
@@ -92,14 +95,14 @@ def _lists_by_head(program: Program, tasks: Tasks) -> Iterator[tuple[str, Ints |
         bands = tasks.bands[:, chosen]
         ordered = bands[
             :, by_corner(bands)
-        ]  # of two with one corner either may come first: then both are checked
+        ]  # two bands with the same corner may come in either order; then both lists are checked
         if not any(np.array_equal(ordered, other) for other in seen):
             seen.append(ordered)
             yield f" of query heads {_few(np.flatnonzero(inverse.ravel() == group))}", chosen
 
 
 def _are_copies(tasks: Tasks, sets: int) -> bool:
-    """Whether each of so many head sets has the same bands in the same order, as members of a group have them."""
+    """True if all head sets have the same bands in the same order, as members of a group do."""
     order = np.argsort(tasks.heads, kind="stable")
     if len(order) % sets or (np.diff(tasks.heads[order].reshape(sets, -1)[:, [0, -1]]) != 0).any():
         return False
@@ -155,7 +158,7 @@ def _band(band: Ints) -> str:
 def _missing(
     subject: Subject, program: Program, bands: Ints, inside: Ints, mask: Ints, heads: str
 ) -> Iterator[Violation]:
-    """What the mask allows and no task computes, sought band by band, then query by query."""
+    """Violations for pairs that the mask allows and no task computes, searched band by band, then query by query."""
     areas = algebra.area(mask.T)
     missing = int(areas.sum()) - int(inside.sum())
     if missing == 0:
@@ -173,11 +176,12 @@ def _missing(
 
 
 def _first_missing(band: Ints, tasks: Ints) -> tuple[int, int]:
-    """The first query of a band [6, 1] with a pair that no task computes, and its first such key, by bisection."""
+    """(query, key): the first query of a band [6, 1] with a pair that no task computes, and its first such key, by
+    bisection."""
     cut = band.copy()
     for side in (1, 3):
         low, high = int(cut[side - 1, 0]), int(cut[side, 0])
-        while high - low > 1:  # the pair is in [low, high) and nothing is missing before low
+        while high - low > 1:  # invariant: the pair is in [low, high) and nothing is missing before low
             middle = (low + high) // 2
             cut[side, 0] = middle
             area, done = areas_inside(cut, tasks)

@@ -1,4 +1,4 @@
-"""Rule 8: the digests and the id match the bytes, and the bytes are those of the plan."""
+"""Rule 8: the digests and the id match the bytes, and the bytes match the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULE = "digests"
 
 
 def check(subject: Subject) -> Iterator[Violation]:
-    """Violations of the rule `digests`. A plan without sections is sealed by what it holds, and has none."""
+    """Violations of the rule `digests`. A plan without sections is sealed first, and has none."""
     plan = subject.plan
     if plan.sections is None:
         return
@@ -30,7 +30,7 @@ def check(subject: Subject) -> Iterator[Violation]:
     try:
         yield from _same_bytes(plan, stored)
     except (ApportionError, OverflowError, TypeError) as error:
-        yield _violation(None, f"the plan cannot be held against its bytes: {error}")
+        yield _violation(None, f"the plan cannot be compared with its bytes: {error}")
 
 
 def _violation(rank: int | None, message: str) -> Violation:
@@ -38,13 +38,13 @@ def _violation(rank: int | None, message: str) -> Violation:
 
 
 def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
-    """The tables in memory, where they may have changed, say what the bytes do that the id is of."""
-    fresh = codec.encode_sections(plan, [b""])  # without parts: they need no second round of hashes
+    """Checks that tables in memory, if they may have changed, match the bytes of the id."""
+    fresh = codec.encode_sections(plan, [b""])  # without parts, which need not be hashed again
     for name in ("header", "request", "layouts", "moves", "report"):
         if getattr(fresh, name) != getattr(stored, name) and not (
             name == "request" and _same_request(fresh, stored)
         ):
-            yield _violation(None, f"the plan's {name} is not what its bytes say: seal it after a change")
+            yield _violation(None, f"the plan's {name} differs from its bytes: seal it after a change")
     known, tables = (
         stored.parts,
         table_bytes.tables_of(plan.layouts, plan.programs, plan.moves, plan.recurrence),
@@ -56,11 +56,11 @@ def _same_bytes(plan: Plan, stored: Sections) -> Iterator[Violation]:
         return
     for rank, part in enumerate(table_bytes.encode_tables(tables, plan.header.ranks)):
         if part != stored.parts[rank]:
-            yield _violation(rank, "the rank's part is not what its bytes say: seal the plan after a change")
+            yield _violation(rank, "the rank's part differs from its bytes: seal the plan after a change")
 
 
 def _same_request(fresh: Sections, stored: Sections) -> bool:
-    """A request may be written in several ways, and a plan keeps the one that it came with."""
+    """Compares requests by meaning: a request has several forms, and a plan keeps its original one."""
     ours, theirs = (
         plain.request_data(sections.read_request(found.request, VERSION)) for found in (fresh, stored)
     )

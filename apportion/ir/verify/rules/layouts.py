@@ -1,4 +1,4 @@
-"""Rule 1: in each layout every token is on exactly one row; positions and sequence ids follow the batch."""
+"""Rule 1: in each layout every token is on exactly one row; positions and sequence ids match the batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _column(spans: Table, name: str) -> Ints:
 
 
 def _rows(layout: Layout) -> Iterator[Violation]:
-    """Rows 0, 1, … of each rank without gaps."""
+    """Checks that the rows of each rank are 0, 1, … without gaps."""
     spans = layout.spans
     row, length, rank = _column(spans, "row"), _column(spans, "length"), spans.rank_of_row()
     order = np.lexsort((row, rank)) if _unsorted(rank, row) else np.arange(len(row))
@@ -65,7 +65,7 @@ def _unsorted(rank: Ints, row: Ints) -> bool:
 
 
 def _tokens(layout: Layout, tokens: int) -> Iterator[Violation]:
-    """Each global token once."""
+    """Checks that each global token occurs once."""
     token, length = _column(layout.spans, "token"), _column(layout.spans, "length")
     order = stable_order(token)
     ends = (token + length)[order]
@@ -87,7 +87,7 @@ def _seam(due: int, token: int, length: int) -> str:
 
 
 def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
-    """Sequence and position of each span are the batch's."""
+    """Checks sequence and position of each span against the batch."""
     spans = layout.spans
     token, length = _column(spans, "token"), _column(spans, "length")
     inside = np.minimum(token, batch.tokens - 1)
@@ -111,7 +111,7 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
         ),
         (
             crosses,
-            "goes on from token {1}, where the position does not count on",
+            "goes on from token {1}, at which the position jumps",
             "token",
             _next(breaks, inside),
         ),
@@ -129,7 +129,7 @@ def _next(breaks: Ints, token: Ints) -> Ints:
 
 
 def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
-    """What the moves make of the source layout is the target layout."""
+    """Checks that the moves turn the source layout into the target layout."""
     where, made = f"move {move.source} -> {move.target}: ", carried(move.table, source)
     if isinstance(made, str):
         yield Violation(RULE, None, None, None, None, where + made)
@@ -142,8 +142,8 @@ def _move(move: Move, source: Layout, target: Layout) -> Iterator[Violation]:
 
 
 def carried(table: Table, source: Layout) -> Ints | str:
-    """[pieces, 4] (rank, row, token, rows) of what moves of a layout's rows make, by rank and row; or what is wrong
-    with them. The k-th send i -> j goes to the rows of the k-th receive of j from i."""
+    """[pieces, 4]: (rank, row, token, rows) after the moves of a layout's rows, by rank and row; or an error message.
+    The k-th send i -> j goes to the rows of the k-th receive of j from i."""
     rank, peer = table.rank_of_row(), _column(table, "peer")
     send = np.flatnonzero(_column(table, "send") == 1)
     receive = np.flatnonzero(_column(table, "send") == 0)
@@ -167,7 +167,7 @@ def _outside(layout: Layout, rank: Ints, row: Ints, rows: Ints, verb: str) -> It
 
 
 def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, to_row: Ints) -> Ints:
-    """[pieces, 4] (rank, row, token, rows) of the layout that the moves make."""
+    """[pieces, 4]: (rank, row, token, rows) of the layout after the moves."""
     spans = source.spans
     order = np.lexsort((_column(spans, "row"), spans.rank_of_row()))
     token, length = _column(spans, "token")[order], _column(spans, "length")[order]
@@ -186,7 +186,7 @@ def _carried(source: Layout, rank: Ints, row: Ints, rows: Ints, to_rank: Ints, t
 
 
 def merged_pieces(rank: Ints, row: Ints, token: Ints, rows: Ints) -> Ints:
-    """[pieces, 4] sorted by (rank, row), neighbours that count on joined."""
+    """[pieces, 4]: sorted by (rank, row), contiguous neighbours merged."""
     order = np.lexsort((row, rank))
     rank, row, token, rows = (np.asarray(x, np.int64)[order] for x in (rank, row, token, rows))
     joined = (rank[1:] == rank[:-1]) & (row[1:] == (row + rows)[:-1]) & (token[1:] == (token + rows)[:-1])

@@ -1,4 +1,4 @@
-"""Rule 6: what the request promises holds: token caps, home ranks, memory cap, tolerance."""
+"""Rule 6: the limits of the request hold: token caps, home ranks, memory cap, tolerance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from apportion.ir.verify.view import Program
 
 RULE = "limits"
 _GIB = 2**30
-#: the default of `Policy.token_cap`, of a rank's share by speed
+#: default of `Policy.token_cap`, as a factor of a rank's share by speed
 _DEFAULT_CAP = 1.02
 
 
@@ -33,7 +33,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _home_ranks(subject: Subject) -> Iterator[Violation]:
-    """Sequences live where the batch says they must."""
+    """Checks that sequences are on their allowed home ranks."""
     homes = subject.plan.request.batch.home_ranks
     if not homes:
         return
@@ -48,7 +48,7 @@ def _home_ranks(subject: Subject) -> Iterator[Violation]:
 
 
 def _token_caps(subject: Subject) -> Iterator[Violation]:
-    """Rows of the layout that computes attention: the loader's own may be as uneven as its batches."""
+    """Checks token caps in the attention layout: the loader's own layout may be as uneven as its batches."""
     rows, given = subject.attention.rows_per_rank, subject.plan.request.policy.token_cap
     caps = np.ceil(_DEFAULT_CAP * subject.token_shares) if given is None else np.full(len(rows), given)
     for rank in np.flatnonzero(rows > caps).tolist():
@@ -58,12 +58,12 @@ def _token_caps(subject: Subject) -> Iterator[Violation]:
 
 
 def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Violation]:
-    """Work arenas of a call. per_head: int64 [tensors], bytes of a row."""
+    """Checks the work arenas of a call. per_head: int64 [tensors], bytes of a row."""
     request = subject.plan.request
     cap = request.policy.memory_cap_gib or request.cluster.memory_gib
     arenas = program["arenas"]
     heads = np.where(IS_HEADLESS[arenas["tensor"]], 1, arenas["heads"])
-    # float64: a hostile arena of 2**48 rows must not wrap around
+    # float64: a hostile arena of 2**48 rows must not overflow
     size = arenas["rows"].astype(np.float64) * heads * per_head[arenas["tensor"]]
     total = np.bincount(arenas.rank_of_row(), size, program.ranks)
     for rank in np.flatnonzero(total > cap * _GIB).tolist():
@@ -72,7 +72,7 @@ def _memory(subject: Subject, program: Program, per_head: Ints) -> Iterator[Viol
 
 
 def _tolerance(subject: Subject) -> Iterator[Violation]:
-    """Compute of the busiest rank over the mean, by speed: all kinds together, each as often as it has layers."""
+    """Checks the compute of the busiest rank over the mean, by speed: all kinds together, weighted by their layers."""
     request = subject.plan.request
     if request.policy.tolerance is None:
         return

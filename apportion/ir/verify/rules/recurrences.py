@@ -1,7 +1,7 @@
-"""Rule 10: recurrent layers go through every document once, in its order, whatever ranks its tokens are on.
+"""Rule 10: recurrent layers process every document once, in order, whatever ranks have its tokens.
 
-Runs are all home rows, cut where tokens do not count on or branches begin, each with its past; a fold has every head of
-every run of a document that is cut, behind its past; states meet their slots; and halos are the tokens before runs.
+Runs are all home rows, cut at jumps of tokens and at starts of branches, each with its past; a fold has every head of
+every run of a cut document, after its past; states match their slots; and halos are the tokens before runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _violation(name: str, table: Table, row: int, message: str) -> Violation:
 
 
 def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
-    """int64 [runs]: the first token of each; or what is wrong where they are not all home rows, cut as they must be."""
+    """int64 [runs]: the first token of each; or a violation if runs do not partition the home rows at the required
+    cuts."""
     by_token = np.argsort(homes.tokens)
     tokens, starts = homes.tokens[by_token], homes.starts[:-1][by_token]
     held = np.searchsorted(tokens, branches.starts, "right") - 1
@@ -83,14 +84,14 @@ def _tokens(homes: Homes, branches: Branches, runs: Table) -> Ints | Violation:
 
 
 def _before(branches: Branches, token: Ints, total: int) -> Ints:
-    """int64, as `token`: the token that comes before each, -1 where there is none."""
+    """int64, shaped like `token`: the token before each, or -1."""
     branch = branches.of(token)
     parent, ends = branches.parent[branch], np.append(branches.starts[1:], total) - 1
     return np.where(token > branches.starts[branch], token - 1, np.where(parent < 0, -1, ends[parent]))
 
 
 def _runs(subject: Subject, branches: Branches, runs: Table, token: Ints) -> Iterator[Violation]:
-    """Sequence, position and past of each, and whether it leads."""
+    """Checks sequence, position and past of each run, and its flag `leads`."""
     batch, count = subject.plan.request.batch, np.diff(runs.ptr)
     branch = branches.of(token)
     position = branches.position[branch] + token - branches.starts[branch]
@@ -102,10 +103,10 @@ def _runs(subject: Subject, branches: Branches, runs: Table, token: Ints) -> Ite
     leads = np.zeros(len(runs), np.bool_)
     leads[number[~first & there]] = True
     checks: list[tuple[Bools, str]] = [
-        (runs["sequence"] != sequence, "is not of the sequence that it names"),
-        (runs["position"] != position, "does not have so many tokens before it as its position says"),
-        (ends != _before(branches, token, batch.tokens), "has another past than the run before it"),
-        (runs["leads"] != leads, "is wrong about whether a run comes after it"),
+        (runs["sequence"] != sequence, "does not belong to its stated sequence"),
+        (runs["position"] != position, "has a position other than the number of tokens before it"),
+        (ends != _before(branches, token, batch.tokens), "has a past other than the run before it"),
+        (runs["leads"] != leads, "has a wrong flag for a run after it"),
     ]
     for wrong, message in checks:
         for row in np.flatnonzero(wrong).tolist():
@@ -116,10 +117,11 @@ def _runs(subject: Subject, branches: Branches, runs: Table, token: Ints) -> Ite
 
 
 def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
-    """Each head of each kind of the runs of cut documents once, behind its past. heads: int64 [kinds]."""
+    """Checks that each head of each kind of the runs of cut documents occurs once, after its past. heads: int64
+    [kinds]."""
     there = folds["run"] < np.diff(runs.ptr)[folds["peer"]]
     for row in np.flatnonzero(~there).tolist():
-        yield _violation("folds", folds, row, "is of a run that is not there")
+        yield _violation("folds", folds, row, "refers to a missing run")
     if not there.all():
         return
     run, own = runs.ptr[folds["peer"]] + folds["run"], _share(folds)
@@ -128,7 +130,7 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
     parent = folds.ptr[folds.rank_of_row()] + folds["parent"]
     parent[first] = 0
     for row in np.flatnonzero(np.where(first, -1, run[parent]) != past[run]).tolist():
-        yield _violation("folds", folds, row, "does not stand behind the past of its run")
+        yield _violation("folds", folds, row, "does not come after the past of its run")
     for row in np.flatnonzero(~first & (own != own[parent])).tolist():
         yield _violation("folds", folds, row, "has other heads than the slot of its past")
 
@@ -154,7 +156,7 @@ def _folds(runs: Table, folds: Table, heads: Ints) -> Iterator[Violation]:
 
 
 def _states(runs: Table, folds: Table, states: Table) -> Iterator[Violation]:
-    """The k-th row of a kind from i to j has the k-th slot of that kind on j whose run is of i."""
+    """Checks that the k-th row of a kind from i to j has the k-th slot of that kind on j whose run is of i."""
     sent = states.rank_of_row() * runs.ranks + states["peer"]
     due = folds["peer"] * runs.ranks + folds.rank_of_row()
     sides = []
@@ -182,7 +184,7 @@ def _share(table: Table) -> Ints:
 
 
 def _halo(subject: Subject, branches: Branches, halo: Table, token: Ints) -> Iterator[Violation]:
-    """What is moved are the tokens before each run, as many as there are and the widest convolution reads."""
+    """Checks that the halo has the tokens before each run, up to the width of the widest convolution."""
     plan = subject.plan
     made = carried(halo, subject.home)
     if isinstance(made, str):

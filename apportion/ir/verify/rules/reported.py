@@ -1,5 +1,5 @@
-"""Rule 9: the report says what the programs do, where they tell it. What planning alone knows is taken on trust: the
-names of exchanges and their slots and rounds, blocks, bounds, and why planning stopped."""
+"""Rule 9: the report matches the programs. Figures that only planning knows are not checked: the names of exchanges and
+their slots and rounds, blocks, bounds, and why planning stopped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Termination(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """What is there of a report has this form; fields that are not known here are passed over."""
+    """Form of the checked fields of a report; unknown fields are ignored."""
 
     recipe: str = ""
     ranks: _Natural = 0
@@ -78,15 +78,15 @@ class _Report(msgspec.Struct):
     termination: _Termination | None = None
 
 
-_ROUNDING = 1e-9  # of sums in floating point, relative
-_SAME = 1e-6  # a gap that small is written as none
+_ROUNDING = 1e-9  # relative error of floating-point sums
+_SAME = 1e-6  # a gap this small is written as none
 
-#: a place in the report, and what must stand there
+#: a place in the report, and the value required there
 Fact = tuple[tuple[str, ...], Any]
 
 
 def check(subject: Subject) -> Iterator[Violation]:
-    """Violations of the rule `report`, of the fields that are there."""
+    """Violations of the rule `report`, for the fields present."""
     report = subject.plan.report
     try:
         msgspec.convert(dict(report), _Report)
@@ -103,7 +103,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _at(report: Any, path: tuple[str, ...]) -> Any:
-    """What stands at a place, None where nothing does."""
+    """The value at a place, or None."""
     for name in path:
         report = report.get(name) if isinstance(report, Mapping) else None
     return report
@@ -131,9 +131,9 @@ def _request(subject: Subject) -> Iterator[Fact]:
 
 
 def _bytes(subject: Subject) -> Iterator[Fact]:
-    """In all, and of the tiles of attention; and the rounds that they take."""
+    """Total bytes, those of attention tiles, and their rounds."""
     yield ("rounds",), totals.rounds(subject.plan.programs)
-    for name, number in totals.in_all(subject.moved.values()).summary().items():
+    for name, number in totals.sum_volumes(subject.volumes.values()).summary().items():
         yield ("bytes", name), number
     exchanges = _exchanges(subject.plan.report)
     if "exchanges" in subject.plan.report:
@@ -142,11 +142,11 @@ def _bytes(subject: Subject) -> Iterator[Fact]:
 
 
 def _moved(subject: Subject) -> Iterator[Violation]:
-    """The exchanges of a program move all that it moves."""
+    """Checks that the exchanges of a program move all its bytes."""
     said: Counter[tuple[str, str]] = Counter()
     for item in _exchanges(subject.plan.report):
         said[item["kind"], item["phase"]] += item["bytes"]
-    found = {key: int(one.sent.sum()) for key, one in subject.moved.items()}
+    found = {key: int(one.sent.sum()) for key, one in subject.volumes.items()}
     for key in sorted(said.keys() | found.keys()) if "exchanges" in subject.plan.report else ():
         real = found.get(key, 0)
         if said[key] != real:
@@ -160,11 +160,11 @@ def _exchanges(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _balance(subject: Subject) -> Iterator[Fact]:
-    """Of tokens where attention is computed, and of compute in the phase that is less even, both by speed."""
+    """Imbalance of tokens in the attention layout, and of compute in the less even phase, both by speed."""
     plan = subject.plan
     request = plan.request
     rows = subject.attention.rows_per_rank
-    yield ("imbalance", "tokens"), request.batch.most_over(rows, subject.token_shares)
+    yield ("imbalance", "tokens"), request.batch.largest_excess(rows, subject.token_shares)
     speeds = np.asarray(request.cluster.speeds or np.ones(plan.header.ranks), np.float64)
     found = [totals.loads(plan, phase) for phase in PHASES]
     time: Floats = max((load / speeds for load in found), key=lambda times: float(times.max()))
@@ -174,7 +174,7 @@ def _balance(subject: Subject) -> Iterator[Fact]:
 
 
 def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
-    """Of all exchanges."""
+    """Totals over all exchanges."""
     exchanges = _exchanges(report)
     if "exchanges" in report:
         for name in ("slots", "max_degree"):
@@ -184,7 +184,7 @@ def _sums(report: Mapping[str, Any]) -> Iterator[Fact]:
 
 
 def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
-    """No value is below its bound; a gap is what lies between them; planning ended with the makespan's value."""
+    """Checks that no value is below its bound, that gaps match, and that planning ended with the makespan's value."""
     for name, bound in report.get("bounds", {}).items():
         least, value, gap = bound["bound"], bound["value"], bound["gap"]
         if least is None or value is None:

@@ -1,6 +1,6 @@
-"""Rule 2 again, by definition: sampled (query, key, head) points are computed once where the mask allows them.
+"""Rule 2 again, by definition: sampled (query, key, head) points are computed once if the mask allows them, else never.
 
-Written apart from `coverage.py`, with nothing of its sums and sweeps: a point is inside a band or it is not.
+Independent of `coverage.py`, without its sums and sweeps: a point is inside a band or it is not.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from apportion.ir.verify.view import Program
 RULE = "samples"
 _COMPARISONS = 1_000_000  # about a millisecond a program
 _QUERIES = (4, 8)
-_BANDS = 3  # of the mask, tried for each query
+_BANDS = 3  # bands of the mask tried per query
 
 
 def check(subject: Subject) -> Iterator[Violation]:
-    """Violations of the rule `samples`. The points follow from the plan's id."""
+    """Violations of the rule `samples`. The points are drawn by the plan's id."""
     seed = int.from_bytes(subject.plan.id[:8], "little")
     seen: list[Tasks] = []
     for program in subject.programs:
         tasks = subject.tasks(program)
-        if not any(tasks is other for other in seen):  # those of forward again
+        if not any(tasks is other for other in seen):  # skips tasks already sampled for forward
             seen.append(tasks)
             draw = np.random.Generator(np.random.PCG64(seed))
             yield from _sample(program, subject.mask(program.kind), tasks, draw)
@@ -59,13 +59,14 @@ def _sample(program: Program, mask: Ints, tasks: Tasks, draw: np.random.Generato
 
 
 def _having(begin: Ints, end: Ints, queries: Ints) -> tuple[Ints, Ints]:
-    """(number of the query, band) of every query and band that has it, by query."""
+    """(query number, band) of every query in a band, by query."""
     of, band = np.nonzero((begin <= queries[:, None]) & (queries[:, None] < end))
     return of, band
 
 
 def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int]:
-    """Any key, and of a few bands the first and last key that the query sees, their neighbours, one between."""
+    """Sample keys for a query: a random one, and for a few bands its first and last visible key, their neighbours, and
+    one in between."""
     keys = {int(chance[0] * tokens)}
     for (_, _, k0, k1, dmin, dmax), part in zip(bands.tolist(), chance[1:], strict=False):
         low, high = max(k0, query - dmax), min(k1 - 1, query - dmin)
@@ -75,8 +76,8 @@ def _keys(query: int, bands: Ints, tokens: int, chance: list[float]) -> list[int
 
 
 def _times(bands: Ints, of: Ints, queries: Ints, keys: Ints) -> Ints:
-    """int64 [queries, keys]: how many bands have the pair (query, key), by the definition of a band. of: int64 [bands],
-    the number of the query that each has."""
+    """int64 [queries, keys]: number of bands that contain the pair (query, key), by the definition of a band. of: int64
+    [bands], the query number of each band."""
     (_, _, k0, k1, dmin, dmax), key = bands[:, :, None], keys[of]
     apart = queries[of, None] - key
     times = np.zeros(keys.shape, np.int64)

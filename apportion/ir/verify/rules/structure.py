@@ -1,4 +1,4 @@
-"""Tables are well formed: codes, indexes and counts; and the header repeats the request."""
+"""Checks that tables are well formed (codes, indexes and counts), and that the header matches the request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(subject: Subject) -> Iterator[Violation]:
 
 
 def _header(subject: Subject) -> Iterator[Violation]:
-    """Every rank reads the header alone: it must repeat the request."""
+    """Checks the header against the request, since ranks read the header alone."""
     header, request = subject.plan.header, subject.plan.request
     facts = [
         ("ranks", header.ranks, request.cluster.ranks),

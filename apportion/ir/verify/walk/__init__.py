@@ -1,1 +1,1 @@
-"""The proof that programs are right: one compiled walk over each rank."""
+"""Correctness proof of programs: one compiled walk over each rank."""

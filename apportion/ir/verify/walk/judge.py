@@ -1,12 +1,12 @@
-"""The proof that programs are right: one walk over each rank, compiled (`core/ir/verify`).
+"""Correctness proof of programs: one compiled walk over each rank (`core/ir/verify`).
 
-It is what the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery` and `results` are. Where one of them does
-not hold, or a program has a form that is not followed (FORMAT.md names those), the walk of a rank ends there; `trace`
-tells what it saw, rank by rank, and the folder `explain` makes words of that. Of a right program `judge` says so.
+It implements the rules `operands`, `transfers`, `heads`, `dataflow`, `delivery` and `results`. At the first violation,
+or an unsupported form (listed in FORMAT.md), the walk of a rank stops; `trace` returns its state, rank by rank, and the
+folder `explain` turns that into messages. `judge` returns True for a correct program.
 
-Ranks are walked one after another, over the same scratch memory, or ranges of them by several threads. Where tasks are
-many a range is settled as soon as it has been walked; one that hangs on ranks that were not is walked again when they
-were. So what is noted of ranks is never kept of all of them.
+Ranks are walked one after another, reusing scratch memory, or in ranges by several threads. With many tasks a range is
+settled right after its walk; if it depends on ranks not yet walked, it is walked again later. So notes are never kept
+for all ranks at once.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets, Program
 from apportion.ir.verify.walk.lists import Lists
 
-_LIMIT = 2**30 - 1  # of all numbers in tables: tokens are told from rows of tiles by their size
-_TOO_LARGE = "a number of its {} is beyond 2^30 - 1, the most that is followed"
-_LONGEST = 2**21  # operands, tasks and rowops of a range of ranks: some 200 MB of scratch memory
-_MOST_HEADS = 60  # a bit each, in a word
-_DIAGONALS = ("dmin", "dmax")  # columns whose numbers may be negative; `structure` has seen to the others
+_LIMIT = 2**30 - 1  # largest number in tables: tokens and rows of tiles are distinguished by size
+_TOO_LARGE = "a number of its {} is beyond 2^30 - 1, the limit of the verifier"
+_LONGEST = 2**21  # operands, tasks and rowops per range of ranks: some 200 MB of scratch memory
+_MOST_HEADS = 60  # one bit per head group in a word
+_DIAGONALS = ("dmin", "dmax")  # columns that may be negative; `structure` has checked the others
 
 
 class ZerosError(Exception):
-    """Something was added to rows that another rank sent as zeros: ranges of ranks cannot be settled one by one."""
+    """A task adds to rows that another rank sent as zeros, so ranges of ranks cannot be settled one by one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sets:
     """The head sets of a plan, for tensors of the query and the KV side.
 
-    bits: int64 [2 * words, sets], a bit for each group of heads, both sides of a word after the other; number: int64
-    [2, sets], equal for equal sets; size: int64 [2, sets], heads; serves: bool [sets, sets], whether the query heads of
-    one find all their keys in the other.
+    bits: int64 [2 * words, sets], a bit for each group of heads, both sides of each word in turn; number: int64 [2,
+    sets], equal for equal sets; size: int64 [2, sets], heads; serves: bool [sets, sets], True if the second has all KV
+    heads of the first's query heads.
     """
 
     bits: Ints
@@ -55,18 +55,18 @@ class Sets:
 
 
 def sets_of(q: HeadSets, kv: HeadSets) -> Sets:
-    """Where heads are many, those that only occur together share a bit."""
+    """Builds the sets; with many heads, those that only occur together share a bit."""
     queries, keys = _members(q), _members(kv)
     together = [one if one.shape[1] <= _MOST_HEADS else _distinct(one) for one in (queries, keys)]
     words = -(-max(one.shape[1] for one in together) // _MOST_HEADS)
     bits = np.stack([_bits(one, words) for one in together], axis=1).reshape(2 * words, -1)
     own: Bools = np.any(queries.reshape(len(queries), kv.heads, -1), axis=2)
-    serves = own.astype(np.float32) @ ~keys.T == 0  # heads that one has and the other lacks, counted exactly
+    serves = own.astype(np.float32) @ ~keys.T == 0  # heads missing from the other set, counted exactly
     return Sets(bits, np.array([q.canonical, kv.canonical]), np.array([q.size, kv.size]), serves)
 
 
 def _members(sets: HeadSets) -> Bools:
-    """bool [sets, heads]: whether each has each head; what goes beyond the heads has none."""
+    """bool [sets, heads]: membership of heads; numbers beyond the heads are ignored."""
     member = np.zeros((len(sets.members), sets.heads), bool)
     for number, one in enumerate(sets.members):
         member[number, one[one < sets.heads]] = True
@@ -74,27 +74,27 @@ def _members(sets: HeadSets) -> Bools:
 
 
 def _distinct(member: Bools) -> Bools:
-    """One of each column."""
+    """Distinct columns."""
     last = {column.tobytes(): i for i, column in enumerate(np.ascontiguousarray(member.T))}
     return member[:, list(last.values())]
 
 
 def _bits(member: Bools, words: int) -> Ints:
-    """int64 [words, sets], a bit for each group of heads, so many to a word."""
+    """int64 [words, sets]: a bit for each group of heads, `_MOST_HEADS` to a word."""
     found = np.zeros((words, len(member)), np.int64)
     for group in range(member.shape[1]):
         found[group // _MOST_HEADS] |= member[:, group].astype(np.int64) << (group % _MOST_HEADS)
     return found
 
 
-#: phase -> bool [codes of ops]: whether it may have such instructions
+#: phase -> bool [codes of ops]: True for ops allowed in it
 _IS_OF_PHASE = {
     phase: np.isin(np.arange(max(Op) + 1), [op for op in Op if phase in op.rule.phases]) for phase in PHASES
 }
 
 
 class Arrays(NamedTuple):
-    """What the walk reads, in its order: each list with where the rows of each rank begin."""
+    """Inputs of the walk, in its order: each list and the first row of each rank."""
 
     operands: Ints
     operand_ptr: Ints
@@ -117,7 +117,8 @@ class Arrays(NamedTuple):
 
 
 def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> core.Program | None:
-    """None where it has tasks or instructions of another phase. Raises CapacityError for what is too large."""
+    """The core's program; None if it has tasks or instructions of another phase. Raises CapacityError if it is too
+    large."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = [program.source[name] for name in names]
     for name, table in zip(names, tables, strict=True):
@@ -128,7 +129,7 @@ def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tenso
         return None
     rounds = int(tables[1]["round"].max(initial=0)) + 1
     if rounds > 8 * len(tables[1]) + 1024:
-        raise CapacityError(f"its rounds are numbered up to {rounds - 1}, with gaps too wide to follow")
+        raise CapacityError(f"its rounds are numbered up to {rounds - 1}, with gaps too wide to verify")
     lists = [(table.values, np.ascontiguousarray(table.ptr, np.int64)) for table in tables]
     foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
     arrays = Arrays(
@@ -170,11 +171,11 @@ def judge(
     threads: int = 1,
     together: bool = False,
 ) -> bool:
-    """Whether all is right with a program: then what its tasks attend to is in `lists`, where it has begun and is to
-    end. Raises CapacityError for what is too large to follow, ZerosError unless ranks are walked `together`.
+    """True if the program is correct; the attention of its tasks is then in `lists`, whose program must have begun and
+    must be ended. Raises CapacityError if it is too large, ZerosError unless ranks are walked `together`.
 
-    homes: of the home rows. given: tensors whose home rows hold values at the start. threads: how many walk ranges of
-    ranks at a time.
+    homes: of the home rows. given: tensors whose home rows hold values at the start. threads: number of ranges of ranks
+    walked in parallel.
     """
     prepared = _prepared(program, homes, sets, given)
     if prepared is None:
@@ -189,8 +190,8 @@ def judge(
 
 
 def trace(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> core.Trace | None:
-    """What the walk saw, each rank by itself: where it stopped, and what tasks attend to; None where it could not
-    begin. For programs in which something is wrong, and for pictures. Raises CapacityError for what is too large.
+    """Trace of the walk, each rank by itself: the place where it stopped, and the attention of tasks; None if it could
+    not start. For incorrect programs, and for pictures. Raises CapacityError if the program is too large.
 
     given: tensors whose home rows hold values at the start.
     """

@@ -1,7 +1,7 @@
-"""What tasks attend to, as lists of bands: of each head set one, and equal ones kept once.
+"""Attention of tasks as lists of bands, one per head set, equal lists stored once.
 
-The lists are of addresses (`homes.py`), and made by the walk (`core/ir/verify/lists.hpp`). What a program has added is
-cut into runs of tokens when it ends.
+The walk (`core/ir/verify/lists.hpp`) builds the lists from addresses (`homes.py`). At the end of a program its new
+lists are cut into runs of tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from apportion.ir.verify.attended import Tasks, is_exact, most_pieces, too_many_
 from apportion.ir.verify.homes import Homes
 from apportion.ir.verify.view import HeadSets
 
-_BAND, _OF_LIST = 6, 7  # rows of pieces that are their band, and that of their list
+_BAND, _OF_LIST = 6, 7  # rows of pieces with their band, and with that of their list
 
-MOST_TOKENS = 2**30 - 1  # bands are kept as int32, and sums of two fit
+MOST_TOKENS = 2**30 - 1  # bands are stored as int32, and sums of two fit
 
 
 @dataclass(eq=False)
 class Lists:
-    """Those of the programs of one kind. sets: of the query side; mask: int64 [bands, 6]."""
+    """Lists of all programs of one kind. sets: of the query side; mask: int64 [bands, 6]."""
 
     sets: HeadSets
     homes: Homes
@@ -35,21 +35,21 @@ class Lists:
 
     @cached_property
     def core(self) -> verify.Lists:
-        """What the walk adds to."""
+        """The compiled collector of the walk."""
         return verify.Lists(len(self.sets.members))
 
     @property
     def following(self) -> Ints:
-        """int64 [sets]: the list of each set, -1 for none."""
+        """int64 [sets]: the list of each set, or -1."""
         return self.core.following
 
     def begin(self, tasks: int) -> None:
-        """A program of so many tasks begins: each set is expected to have what it had in the one before."""
+        """Begins a program of `tasks` tasks: each set is expected to repeat its list of the previous program."""
         self.core.begin(tasks)
 
     def end(self, tasks: int) -> None:
-        """A program of so many tasks ends: what a set has is a whole list. Raises CapacityError where they have too
-        many pieces."""
+        """Ends a program of `tasks` tasks and closes the list of each set. Raises CapacityError if lists have too many
+        pieces."""
         most = most_pieces(tasks)
         cut = self.core.end(self.homes.starts, self.homes.tokens, most)
         if cut is None:
@@ -59,7 +59,7 @@ class Lists:
 
     @property
     def times(self) -> Ints:
-        """int64 [lists, heads]: how often each head has each list."""
+        """int64 [lists, heads]: the multiplicity of each list in each head."""
         times, following = np.zeros((self.core.count, self.sets.heads), np.int64), self.following
         for one in np.flatnonzero(following >= 0).tolist():
             times[following[one], self.sets.members[one]] += 1
@@ -67,11 +67,11 @@ class Lists:
 
     @cached_property
     def _allowed(self) -> tuple[Ints, int]:
-        """The mask, int64 [6, bands], and its pairs."""
+        """The mask, int64 [6, bands], and its number of pairs."""
         return np.ascontiguousarray(self.mask.T), int(algebra.area(self.mask).sum())
 
     def are_exact(self) -> bool:
-        """Whether the tasks of each head cover the mask exactly. Raises CapacityError for too many bands."""
+        """True if the tasks of each head cover the mask exactly. Raises CapacityError for too many bands."""
         times, (mask, area) = self.times, self._allowed
         if not len(times):
             return area == 0
@@ -84,12 +84,12 @@ class Lists:
         return True
 
     def bands(self, numbers: tuple[int, ...]) -> Ints:
-        """int64 [6, pieces] of some lists, by token."""
+        """int64 [6, pieces]: the bands of some lists, by token."""
         if numbers == (0,) and self.core.count == 1:
             return self._cut[:_BAND]
         chosen = [self._cut[:_BAND, self._cut[_OF_LIST] == number] for number in numbers]
         return np.concatenate([self._cut[:_BAND, :0], *chosen], axis=1)
 
     def tasks(self) -> Tasks:
-        """The pieces of all lists, which heads have in turn."""
+        """The pieces of all lists, numbered by list."""
         return Tasks(self._cut[:_BAND], np.zeros(0, np.int64), self._cut[_OF_LIST], True, self.times)

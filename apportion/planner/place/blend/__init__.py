@@ -1,1 +1,1 @@
-"""Blend: the densest and the sparsest documents mixed on each rank."""
+"""Blend placement: dense and sparse documents mixed on each rank."""

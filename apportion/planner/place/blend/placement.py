@@ -1,18 +1,18 @@
-"""Work and tokens balanced at once by mixing: every rank gets dense rows and sparse ones.
+"""Blend placement: balances work and tokens together by mixing dense and sparse rows on every rank.
 
-Documents stand sorted by density, pairs a token. Ranks walk over them from both ends: each takes so many tokens of the
-densest left that with the sparsest left it has exactly its tokens and exactly its pairs.
+Documents are sorted by density, pairs per token. Ranks take from both ends in turn: of the densest left as many tokens
+as, with the sparsest left, make exactly its tokens and its pairs.
 
     sparse  │a a a│b b b b│c c c c . . . │ . . d d│c c│b b│a│  dense      four ranks a, b, c, d
 
-What is sparse is taken whole, the last of it from a document's head: whoever has the first rows of a document needs no
-keys from others. What is dense is taken whole too, the last of it from a tail. A document that is too much work for a
-rank lies on consecutive ranks, as few as can be, each with a part of its tail and of its head:
+Sparse documents are taken whole, the last one partly from its head, whose rows need no remote keys. Dense documents are
+taken whole too, the last one partly from its tail. A document with too much work for one rank is on as few consecutive
+ranks as possible, each with a part of its tail and of its head:
 
     │ a │ b │ c │ . . . . d . . . . │ c │ b │ a │      head: 0.5, as much head as tail; 0, tails only
 
-Heads are what most ranks need: spread over the document's ranks, none of these sends much more than others. What the
-walk (`core/planner/blend.cpp`) leaves uneven, exchanges of rows make even.
+Most ranks need the head's keys: spread over the document's ranks, they make all send about equally much. Exchanges of
+rows even out what the walk (`core/planner/blend.cpp`) leaves uneven.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from apportion.planner.problem import Departure, Placement, PlacePass, Problem, 
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import refuse_home_ranks
 
-#: the cheapest pair in units of its time: others are rounded to so fine a part
+#: resolution of pair times, in units of the cheapest pair's time
 FINE = 256
-#: how much more than its share of the work a rank may have before rows are exchanged
+#: relative excess of a rank's work from which rows are exchanged
 UNEVEN = 0.002
 
 
 @dataclass(frozen=True)
 class Blend(PlacePass):
-    """The densest and the sparsest documents mixed on each rank.
+    """Mixes the densest and the sparsest documents on each rank.
 
-    Tokens are exact but for `align`: ranks differ by at most one, or as their speeds, as far as a token_cap allows.
-    Work is exact but for rounding, by speed; of several attention kinds the sum over kinds of layers x busiest rank is
-    made small. The cuts of the shards are not looked at.
-    head: which part, 0 to 1, of each share of a document too heavy for one rank comes from its head, where later rows
-    see more keys. grain: rows of the largest block; 0: blocks are as large as can be. weigh: make pairs even, or the
-    time that they take on the request's hardware: those of short and sparse bands are dearer. align: documents are cut
-    at multiples of so many rows, of half as many and so on where token caps do not allow it; kernels take as long for a
-    part of a tile as for the whole. Raises ConfigError, CapacityError.
+    Tokens are exact except for `align`: ranks differ by at most one, or in proportion to speed, within token_cap. Work
+    is exact by speed up to rounding; with several attention kinds the sum over kinds of layers x busiest rank is
+    minimized heuristically. Ignores the cuts of the shards. head: fraction, 0 to 1, of each share of a document too
+    heavy for one rank that comes from its head, for masks whose later rows see more keys. grain: rows of the largest
+    block; 0: no limit. weigh: balance pairs, or their time on the request's hardware, in which pairs of short and
+    sparse bands cost more. align: cut documents at multiples of this many rows, halved repeatedly if token caps require
+    it, because kernels take as long for a partial tile as for a full one. Raises ConfigError, CapacityError.
     """
 
     head: Share = 0.5
@@ -70,7 +69,7 @@ class Blend(PlacePass):
         return replace(best, weight=weight, bound=float(weight.sum() / problem.speeds.sum()))
 
     def _weighted(self, problem: Problem, factor: Mapping[str, int]) -> Placement:
-        """Where pairs of each kind count so many times."""
+        """The placement for pairs of each kind weighted by `factor`."""
         documents, speeds = problem.batch.starts, problem.speeds
         if self.weigh == "pairs":
             rows = _rows(problem, problem.bands, factor)
@@ -91,7 +90,8 @@ class Blend(PlacePass):
 
 
 def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int | Ints]) -> Profile:
-    """The work of rows: pairs of each kind so many times, all alike or each band's; of kinds that choose keys these."""
+    """The work of rows: pairs of each kind times its factor, a number or one per band; for kinds that choose keys, the
+    keys."""
     rows = profile({kind: held for kind, held in bands.items() if kind not in problem.picked}, factor)
     for kind, chosen in problem.picked.items():
         rows = rows.plus(chosen, int(np.max(factor[kind], initial=1)))
@@ -99,9 +99,8 @@ def _rows(problem: Problem, bands: Mapping[str, Ints], factor: Mapping[str, int 
 
 
 def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
-    """kind -> int64 [joined bands]: what a pair of each takes where all of the band is one task with all heads, both
-    phases; each kind counts `factor` times. Where a kind chooses keys at run time all take alike. In units that keep
-    all sums exact."""
+    """kind -> int64 [joined bands]: time of one pair of each band as one task with all heads, both phases, times the
+    kind's `factor`. Kinds that choose keys at run time have one time for all. In units that keep all sums exact."""
     model, cost, times, most = problem.model, problem.cost, {}, 1.0
     for kind, bands in problem.joined_bands.items():
         pairs = np.maximum(area(bands), 1)
@@ -116,8 +115,8 @@ def pair_times(problem: Problem, factor: Mapping[str, int]) -> dict[str, Ints]:
 
 
 def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> Ints:
-    """int64 [ranks]: tokens of each rank, as its rate, none above the cap, or its own; what capped ranks leave goes to
-    others."""
+    """int64 [ranks]: tokens of each rank in proportion to its rate, at most the cap or the rank's own cap; the excess
+    of capped ranks goes to others."""
     share, free = rates * (tokens / rates.sum()), np.ones(len(rates), bool)
     caps = np.broadcast_to(np.asarray(tokens if cap is None else cap), rates.shape)
     while cap is not None and free.any():
@@ -132,8 +131,8 @@ def token_shares(tokens: int, rates: Floats, cap: Ints | int | None = None) -> I
 
 
 def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
-    """Starts int64 [blocks + 1] and homes int64 [blocks]: neighbours of one document on one rank are one block. pieces:
-    int64 [3, n], first row, end and rank."""
+    """Starts int64 [blocks + 1] and homes int64 [blocks]: adjacent pieces of one document on one rank are one block.
+    pieces: int64 [3, n], first row, end and rank."""
     low, high, rank = pieces.take(np.argsort(pieces[0]), 1)
     fresh = changes(rank)
     fresh |= documents[np.searchsorted(documents, low)] == low
@@ -142,7 +141,7 @@ def _joined(documents: Ints, pieces: Ints) -> tuple[Ints, Ints]:
 
 def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -> tuple[Ints, Ints, int]:
     """The blocks with every cut moved to the nearest multiple of `rows` within its document, or of half as many and so
-    on where ranks have no room, and how many these are."""
+    on if ranks lack room; and the multiple used."""
     of = np.searchsorted(documents, starts, "right") - 1
     inside, end = starts - documents[of], np.append(documents, documents[-1])[of + 1]
     while rows > 1:
@@ -155,7 +154,7 @@ def _aligned(documents: Ints, starts: Ints, home: Ints, rows: int, caps: Ints) -
 
 
 def _ground(starts: Ints, home: Ints, grain: int) -> tuple[Ints, Ints]:
-    """Blocks of at most `grain` rows, those of one block equal but for one row."""
+    """Splits blocks into parts of at most `grain` rows, equal within a block up to one row."""
     if not grain:
         return starts, home
     lengths = np.diff(starts)

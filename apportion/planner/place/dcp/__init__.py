@@ -1,1 +1,1 @@
-"""DCP: blocks and their computation placed by hypergraph partitioning (sections 4 and 5)."""
+"""DCP placement: blocks and their computation by hypergraph partitioning (sections 4 and 5)."""

@@ -1,4 +1,4 @@
-"""Cells of a mask as a hypergraph, and Listing 3 of DCP, which assigns them to divisions.
+"""Hypergraph of a mask's cells, and their assignment to divisions (DCP, Listing 3).
 
 Q, O of block 2 ─┬─ block 2          the hyperedge of a tile: the block that holds it,
                  ├─ cell (2, 0)      and every cell that reads it or adds to it
@@ -30,7 +30,8 @@ class Heads:
 
     @staticmethod
     def of(model: Model, groups: int, field: str) -> Heads:
-        """Raises ConfigError where a group would have parts of heads, or KV heads of its own and shared ones."""
+        """Splits a model's heads. Raises ConfigError if groups would have parts of heads, or both own and shared KV
+        heads."""
         kv = model.kv_heads
         if model.q_heads % groups or (kv % groups and groups % kv):
             rule = (
@@ -40,7 +41,7 @@ class Heads:
         return Heads(groups, min(groups, kv))
 
     def bytes_of(self, model: Model, phase: str) -> tuple[int, int]:
-        """Bytes of a query row of a group and of a key row of a key set that is needed elsewhere, both ways."""
+        """Bytes, both ways, of a remote query row of a group and of a remote key row of a key set."""
         queries, keys = model.q_heads // self.groups, model.kv_heads // self.key_sets
         return (
             sum(model.sent_bytes(tensor, queries) for tensor in TRAVELLING["query", phase]),
@@ -50,9 +51,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Cells of the same two blocks as one, for they need the same tiles.
+    """Cells merged by block pair, since they need the same tiles.
 
-    q, k: int64 [pairs], query and key block; work: int64 [pairs]; of_cell: int64 [cells], the pair of each cell."""
+    q, k: int64 [pairs], query and key block; work: int64 [pairs]; of_cell: int64 [cells], the pair of each cell.
+    """
 
     q: Ints
     k: Ints
@@ -64,7 +66,7 @@ class Pairs:
 
     @staticmethod
     def of(cells: Cells, blocks: int) -> Pairs:
-        """Those of cells in so many blocks: many short documents share a block."""
+        """Merges cells over `blocks` blocks: many short documents share a block."""
         key = cells.q.astype(np.int64) * blocks + cells.k
         if (key[1:] < key[:-1]).any():
             key, of_cell = np.unique(key, return_inverse=True)
@@ -85,7 +87,7 @@ class Hyperedges:
 
 
 def hyperedges(cells: Cells | Pairs, lengths: Ints, heads: Heads, row_bytes: tuple[int, int]) -> Hyperedges:
-    """The hypergraph of cells, or pairs, in blocks of so many tokens, int64 [blocks]."""
+    """The hypergraph of cells, or pairs, in blocks of `lengths` tokens, int64 [blocks]."""
     blocks, count = len(lengths), len(cells)
     group = np.repeat(np.arange(heads.groups), count)
     q, k = np.tile(cells.q, heads.groups), np.tile(cells.k, heads.groups)
@@ -106,10 +108,10 @@ def divide(
 ) -> Ints:
     """int32 [groups, cells]: the division of each cell (DCP, Listing 3).
 
-    The first has what needs no communication; in each of the following, cells are taken in order as long as what
-    every other rank sends stays within 1/T of all that it sends to this rank; the last has the rest. A tile that is
-    there already is free. Budgets are of ordered pairs of ranks, so it does not matter which rank goes first.
-    rank: int32 [groups, cells]; home, lengths: int64 [blocks]; count: T.
+    The first has all cells without communication; each following one takes cells in order while every other rank's
+    sends stay within 1/T of its total to this rank; the last has the rest. Tiles already received are free. Budgets are
+    per ordered pair of ranks, so the order of ranks does not matter. rank: int32 [groups, cells]; home, lengths: int64
+    [blocks]; count: T.
     """
     if count == 1:
         return np.zeros(rank.shape, np.int32)

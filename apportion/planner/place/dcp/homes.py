@@ -1,4 +1,4 @@
-"""Where tokens live under DCP: one choice for all kinds and both phases, made for the kind with the most work."""
+"""Token homes of DCP: common to all kinds and both phases, chosen for the kind with the most work."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from apportion.planner.solvers.status import Budget
 from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
 
-#: weights of compute against bytes that are tried, see `place_tokens`
+#: candidate weights of compute against bytes, see `place_tokens`
 SPREADS = (SPREAD, SPREAD * 2, SPREAD / 2)
-# Pairs of blocks that a rank has about at most, and a plan, whatever its ranks, may have in any case; more are joined.
-# Of 32 to 256 a rank, it moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms for a thousand.
+# Approximate limit of block pairs per rank, and a total that is always allowed; beyond both, blocks are joined. Of 32
+# to 256 a rank, it moved the fewest bytes on 32 and 64 ranks; solving takes about 3 ms for a thousand.
 PAIRS, FEW_PAIRS = 64, 5120
-# where a heavy block is cut, if it is long enough: multiples of the kernels' own tile
+# a heavy block, if long enough, is cut at multiples of the kernels' tile
 _STEPS = (128, 16, 1)
 
 
@@ -44,13 +44,13 @@ class Blocks:
         return np.diff(self.starts)
 
     def cut(self, at: Ints) -> Blocks:
-        """The blocks cut at these tokens too; parts have the home of the whole."""
+        """The blocks, also cut at these tokens; parts inherit the home."""
         starts = np.union1d(self.starts, at)
         return Blocks(starts, self.home[np.searchsorted(self.starts, starts[:-1], "right") - 1])
 
     def finer(self, pairs: Sequence[Pairs]) -> Blocks:
-        """The blocks with those halved that the pairs of more than half the heaviest's work lie in, the longer of the
-        two; the same blocks where none can be cut."""
+        """Halves the blocks of pairs with more than half the heaviest pair's work, the longer of the two; returns the
+        same blocks if none can be cut."""
         heaviest = max((int(each.work.max()) for each in pairs if len(each)), default=0)
         if heaviest <= 1:
             return self
@@ -63,7 +63,7 @@ class Blocks:
         return self.cut(_middles(self.starts, self.lengths, np.flatnonzero(wanted & (self.lengths > 1))))
 
     def pairs(self, bands: Ints) -> Pairs:
-        """The pairs of blocks of one kind's mask."""
+        """The block pairs of one kind's mask."""
         return Pairs.of(cut_cells(bands, self.starts), len(self.home))
 
     def case(
@@ -102,10 +102,9 @@ def homes(
     groups: int,
     solver: HypergraphSolver,
 ) -> Blocks:
-    """A home for every block of the shards, cut where no rank has room for a whole one: the best of so many ways to
-    weigh compute against bytes, of LPT, and of what a solver other than the greedy finds, each refined together with
-    compute. compute, tokens: what nodes and ranks may have above their share; groups: of heads.
-    Raises CapacityError."""
+    """A home for every block of the shards, cut if no rank has room for a whole one: the best of `tries` weights of
+    compute against bytes, of LPT, and of any solver other than the greedy, each refined together with compute. compute,
+    tokens: tolerances of (nodes, ranks) over their share; groups: head groups. Raises CapacityError."""
     kind = max(problem.bands, key=lambda name: problem.layers[name] * problem.batch.area(name))
     starts = joined(problem, shards.starts, groups)
     blocks, room = Blocks(starts, np.full(len(starts) - 1, -1, np.int64)), _Room(problem, tokens)
@@ -128,7 +127,7 @@ def homes(
 
 
 def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
-    """int64 [blocks]: homes by LPT, with which ranks are even without any query on its way; -1 where none has room."""
+    """int64 [blocks]: homes by LPT, which balances ranks if no query travels; -1 if no rank has room."""
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     weights, zones = (
         row_weights(problem, blocks.starts),
@@ -141,8 +140,8 @@ def _dealt(problem: Problem, blocks: Blocks, room: _Room) -> Ints:
 
 
 def _refined(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple[float, Blocks]:
-    """Homes refined together with compute, and what they are worth, the less the better: time on the links of the rank
-    that takes longest, and of the mean, once blocks were exchanged; infinite where compute is not even."""
+    """Refines homes together with compute; returns their cost, lower is better, and the homes. Cost: link time of the
+    slowest rank, and of the mean, after exchanges of blocks; infinite if compute is uneven."""
     rank, free = hypergraph.quick(case), movable(problem, blocks.starts)
     if not hypergraph.holds(case, rank):
         return float("inf"), blocks
@@ -154,14 +153,14 @@ def _refined(problem: Problem, blocks: Blocks, case: HypergraphProblem) -> tuple
 
 
 def movable(problem: Problem, starts: Ints) -> Bools:
-    """bool [blocks]: those whose sequence may live anywhere."""
+    """bool [blocks]: True for blocks whose sequence has no home_ranks."""
     sequence = np.searchsorted(problem.batch.starts, starts[:-1], "right") - 1
     return ~np.isin(sequence, [*problem.batch.home_ranks])
 
 
 def joined(problem: Problem, starts: Ints, groups: int) -> Ints:
-    """Of starts of blocks, int64 [n]: those that are left where neighbours in a sequence are joined, so that there are
-    no more pairs of blocks than PAIRS and FEW_PAIRS say, over so many head groups, as far as joining goes."""
+    """The remaining starts, int64 [n], after joining neighbouring blocks of a sequence, so that block pairs over all
+    head groups stay within PAIRS and FEW_PAIRS, as far as possible."""
     most = max(FEW_PAIRS, PAIRS * problem.ranks) // groups
     area = max(int(problem.batch.area(kind)) for kind in problem.bands)
     size = max(1, int((area / max(1, most)) ** 0.5) // int(np.diff(starts).max()))
@@ -174,12 +173,12 @@ def joined(problem: Problem, starts: Ints, groups: int) -> Ints:
 
 
 def _grouped(problem: Problem, starts: Ints, size: int) -> Ints:
-    """The starts with up to `size` blocks of one sequence joined, as even as can be."""
+    """The starts after joining up to `size` blocks of one sequence, as evenly as possible."""
     if size == 1:
         return starts
     edges, blocks = problem.batch.starts, len(starts) - 1
     first = np.searchsorted(edges, starts[:-1], "right") - 1
-    alone = starts[1:] > edges[first + 1]  # blocks of several sequences
+    alone = starts[1:] > edges[first + 1]  # blocks with several sequences
     fresh = alone | np.append(True, (first[1:] != first[:-1]) | alone[:-1])
     begin = np.flatnonzero(fresh)
     run = np.cumsum(fresh) - 1
@@ -191,7 +190,7 @@ def _grouped(problem: Problem, starts: Ints, size: int) -> Ints:
 
 
 def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, float]:
-    """The tolerances of tokens, no more than the policy's cap leaves."""
+    """The tolerances of tokens, limited by the policy's cap."""
     if problem.policy.token_cap is None:
         return slack
     most = max(0.0, problem.token_cap * problem.ranks / problem.batch.tokens - 1)
@@ -200,7 +199,7 @@ def _within_cap(problem: Problem, slack: tuple[float, float]) -> tuple[float, fl
 
 
 class _Room:
-    """Tokens that nodes and ranks may have."""
+    """Token capacity of nodes and ranks."""
 
     def __init__(self, problem: Problem, slack: tuple[float, float]) -> None:
         slack, room = _within_cap(problem, slack), problem.token_caps / problem.token_cap
@@ -208,19 +207,19 @@ class _Room:
         self.per_node = problem.cluster.ranks_per_node
 
     def left(self, blocks: Blocks) -> Ints:
-        """int64 [ranks]: tokens that each rank still takes, its node's room apart."""
+        """int64 [ranks]: remaining tokens of each rank, without the node's limit."""
         placed = blocks.home >= 0
         return self.ranks - exact_sums(blocks.home[placed], blocks.lengths[placed], len(self.ranks))
 
     def most(self, left: Ints) -> Ints:
-        """int64 [ranks]: tokens that each rank still takes, its node's room included, where so many are left."""
+        """int64 [ranks]: remaining tokens of each rank, `left`, limited by its node's."""
         used = (self.ranks - left).reshape(-1, self.per_node).sum(1)
         most: Ints = np.minimum(left, np.repeat(self.nodes - used, self.per_node))
         return most
 
 
 def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
-    """Homes for the blocks of sequences that may live on some ranks only, the most restricted first."""
+    """Homes for the blocks of sequences with home_ranks, the most restricted first."""
     sequence = np.searchsorted(problem.batch.starts, blocks.starts[:-1], "right") - 1
     allowed = sorted(set(problem.batch.home_ranks.values()), key=lambda ranks: (len(ranks), ranks))
     for ranks in allowed:
@@ -231,9 +230,10 @@ def _bound(problem: Problem, blocks: Blocks, room: _Room) -> Blocks:
 
 
 def _filled(blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: Ints | None = None) -> Blocks:
-    """Blocks without a home put where room is left, the emptiest rank first, cut where it is less than a block.
+    """Assigns blocks without a home to the emptiest ranks first, cutting blocks that exceed the room.
 
-    only: ranks that may take them; wanted: int64, starts of the blocks that are meant, None: all."""
+    only: allowed ranks; wanted: int64, starts of the blocks to assign, None: all.
+    """
     left = room.left(blocks)
     ranks = np.arange(len(left)) if only is None else np.array(only)
     todo = np.flatnonzero(blocks.home < 0) if wanted is None else np.searchsorted(blocks.starts, wanted)
@@ -260,7 +260,8 @@ def _filled(blocks: Blocks, room: _Room, only: tuple[int, ...] | None, wanted: I
 
 
 def _middles(starts: Ints, lengths: Ints, blocks: Ints) -> Ints:
-    """int64 [n]: where these blocks are cut in two, at a multiple of the largest step that is at most a quarter."""
+    """int64 [n]: cut positions that halve these blocks, at a multiple of the largest step of at most a quarter
+    block."""
     half = lengths[blocks] // 2
     step = np.select([half >= 2 * size for size in _STEPS[:-1]], _STEPS[:-1], _STEPS[-1])
     return np.asarray(starts[blocks] + half // step * step, np.int64)

@@ -1,7 +1,7 @@
-"""Homes exchanged inside nodes, so that no rank's links are busy for long.
+"""Exchanges homes inside nodes to shorten the busiest rank's link time.
 
-A tile that many ranks of other nodes need leaves its node from its home, whichever rank of the node that is. So blocks
-change places inside a node: what the busiest rank sends for one of another rank.
+A tile needed on other nodes leaves its node from its home, whichever rank that is. So blocks change places inside a
+node: one that the busiest rank sends for one of another rank.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.planner.problem import Problem
 from apportion.planner.solvers.contracts import HypergraphProblem
 
-#: a case whose hyperedges begin with the block that they come from, the first vertices; ranks of all vertices; and how
-#: many hyperedges are of queries, the first
-Placed = tuple[HypergraphProblem, Ints, int]
+#: a case whose hyperedges begin with their source block, in the first vertices; ranks of all vertices; and the number
+#: of query hyperedges, which come first
+PlacedProblem = tuple[HypergraphProblem, Ints, int]
 
 
 def link_gbs(problem: Problem) -> tuple[float, float]:
@@ -24,9 +24,9 @@ def link_gbs(problem: Problem) -> tuple[float, float]:
     return cluster.intra_gbs, cluster.inter_gbs * cluster.nics_per_node / cluster.ranks_per_node
 
 
-def exchanged(placed: Sequence[Placed], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
-    """(int64 [blocks], float64 [ranks]): the homes of blocks, free ones exchanged inside nodes within the caps of
-    tokens, and the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
+def exchanged(placed: Sequence[PlacedProblem], free: Bools, gbs: tuple[float, float]) -> tuple[Ints, Floats]:
+    """(int64 [blocks], float64 [ranks]): homes after exchanges of free blocks inside nodes within the token caps, and
+    the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
     case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank, count) for one, rank, count in placed]
     return core.exchange(
         cases, free, case.tokens[: len(free)], case.tokens_caps[1], case.ranks_per_node, *map(float, gbs)

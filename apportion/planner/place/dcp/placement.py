@@ -1,4 +1,4 @@
-"""DCP: blocks and their computation placed by partitioning a hypergraph (sections 4.1 to 4.3)."""
+"""DCP placement: blocks and their computation by hypergraph partitioning (sections 4.1 to 4.3)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from apportion.planner.tasks.cells import cut_cells
 #: by kind and phase
 Answers = Mapping[tuple[str, str], Sides]
 
-# what cutting cells that are too heavy to be balanced stops at
+# limit of cutting cells that are too heavy to balance
 MOST_CELLS = 2**19
-# Nor more often: a cell then has a thousandth of its pairs, and what is not even yet will not be.
+# Limit of repetitions: cells then have a thousandth of their pairs, and further cuts do not help.
 MOST_CUTS = 5
 
 
@@ -37,12 +37,12 @@ MOST_CUTS = 5
 class Dcp(PlacePass):
     """Homes for blocks of tokens and, for every head group, kind and phase, a rank for every cell.
 
-    head_groups: shares of the heads that are placed apart ("kv": one a KV head, as the paper has it). solver: of kind
-    hypergraph. epsilon_compute, epsilon_tokens: what nodes, and ranks within a node, may have above their share by
-    speed, so that a rank has at most (1 + first) (1 + second) times its share: by default 5 and 2 % more (the paper's
-    evaluation: compute 0.4 and 0.1). Both hold: blocks are cut as finely as that takes. divisions: T of Listing 3.
-    tries: of homes; those that keep no rank's links busy for long are taken. An explicit token_cap is obeyed.
-    Raises ConfigError, CapacityError, MissingDependencyError.
+    head_groups: separately placed shares of the heads ("kv": one per KV head, as in the paper). solver: of kind
+    hypergraph. epsilon_compute, epsilon_tokens: tolerances of nodes, and of ranks within a node, over their share by
+    speed, so that a rank has at most (1 + first) (1 + second) times its share; by default 5 and 2 % (the paper's
+    evaluation: compute 0.4 and 0.1). Both are met by cutting blocks finely enough. divisions: T of Listing 3. tries:
+    number of candidate homes; the ones with the shortest link time win. Obeys an explicit token_cap. Raises
+    ConfigError, CapacityError, MissingDependencyError.
     """
 
     head_groups: Count | Literal["kv"] = 1
@@ -82,13 +82,16 @@ class Dcp(PlacePass):
             yield Departure("recipe.shard.blocks.block", shards.block_tokens, largest, why)
         if ended.limit is Limit.ENGINE:
             yield Departure(
-                "recipe.place.dcp.solver", self.solver.name, "greedy", "the engine died or was wrong"
+                "recipe.place.dcp.solver",
+                self.solver.name,
+                "greedy",
+                "the engine died or its answer was wrong",
             )
 
     def _balanced(
         self, problem: Problem, blocks: Blocks, heads: Heads
     ) -> tuple[Blocks, Mapping[str, Pairs], Answers]:
-        """Who computes each pair of blocks, cut finely enough for both balances."""
+        """The rank of each block pair, with blocks cut finely enough for both balances."""
         for cut in count():
             pairs = {kind: blocks.pairs(bands) for kind, bands in problem.bands.items()}
             sides = self._solved(problem, blocks, pairs, heads)
@@ -104,7 +107,7 @@ class Dcp(PlacePass):
     def _exchanged(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads, sides: Answers
     ) -> tuple[Blocks, Answers]:
-        """Homes that keep no rank's links busy for long, for the same compute, and the answers with them."""
+        """Exchanges homes to shorten the busiest links, for the same compute; returns them with the updated answers."""
         cases = {key: self._case(problem, blocks, pairs[key[0]], heads, key[1]) for key in sides}
         placed = [(cases[key], sides[key].rank, heads.groups * len(blocks.home)) for key in sides]
         home, _ = exchanged(placed, movable(problem, blocks.starts), link_gbs(problem))
@@ -126,7 +129,7 @@ class Dcp(PlacePass):
     def _solved(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads
     ) -> dict[tuple[str, str], Sides]:
-        """The answers up to the first that does not keep both balances."""
+        """Answers for kinds and phases, ending with the first that violates a balance."""
         sides: dict[tuple[str, str], Sides] = {}
         for kind in pairs:
             for phase in PHASES:
@@ -163,7 +166,7 @@ class Dcp(PlacePass):
 
 
 def _together(ends: list[Termination]) -> Termination:
-    """One end for all kinds and phases: bytes are added up, and the first limit is named."""
+    """Merges the terminations of all kinds and phases: sums bytes, and names the first limit."""
     limit = next((end.limit for end in ends if end.limit is not None), None)
     status = Status.OPTIMAL if all(end.status is Status.OPTIMAL for end in ends) else Status.FEASIBLE
     return Termination(status, sum(end.bound for end in ends), sum(end.value or 0.0 for end in ends), limit)

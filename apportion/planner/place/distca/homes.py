@@ -1,10 +1,10 @@
-"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another, and what a rank gets of a
-causal sequence that is cut is a head and its mirror image.
+"""Sequential homes (DistCA, section 4.1 and Appendix B): ranks are filled one after another, and get a head and its
+mirror image of a causal sequence that is cut.
 
     walk      0 2 4 6 8 ..             .. 9 7 5 3 1      steps of the walk along a causal sequence: first, last, ...
     ranks     |  0  |  1  |   2   |   2   |  1  |  0  |  steps 2i and 2i + 1 see length + 1 keys together
 
-Any other sequence is walked from its first token to its last. Ranges [a, b) below are steps of a sequence's walk.
+All other sequences are walked from first to last token. Ranges [a, b) below are steps of a sequence's walk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from apportion.ir.arrays import Bools, Ints, offsets
 from apportion.planner.problem import Problem
 
-# Room that homes may take beyond the fullest rank's share where no cap is given: 1 %, on either side of its range.
+# Slack of homes beyond the fullest rank's share without a cap: 1 %, on either side of its range.
 SLACK = 100
 
 
@@ -35,7 +35,7 @@ class Ranges:
 
 
 def causal_sequences(problem: Problem, kind: str) -> Bools:
-    """bool [sequences]: whether the kind's mask is plainly causal."""
+    """bool [sequences]: True if the kind's mask is plain causal."""
     bands, starts = problem.bands[kind], problem.batch.starts
     begin, end = starts[:-1], starts[1:]
     seq = np.searchsorted(starts, bands[:, 0], "right") - 1
@@ -52,10 +52,10 @@ def causal_sequences(problem: Problem, kind: str) -> Bools:
 def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Ranges:
     """Every sequence's home ranges, in the order of sequences and steps.
 
-    folded: bool [sequences], which are walked from both ends. Ranks get shares of what may live on them, in proportion
-    to their caps: equal ones where ranks are alike. A share's end moves to the end of a sequence, else to a whole
-    multiple of `granularity` rows, where the caps leave room. Sequences with `home_ranks` are homed first, those with
-    the fewest ranks before others; tokens over caps are as even as that order can make them.
+    folded: bool [sequences], True to walk from both ends. Ranks get shares of their allowed tokens in proportion to
+    their caps, equal for equal ranks. A share's end moves to the end of a sequence, else to a multiple of `granularity`
+    rows, if the caps leave room. Sequences with `home_ranks` are placed first, those with the fewest ranks before
+    others; the ratio of tokens to caps is as even as that order allows.
     """
     used, parts = np.zeros(problem.ranks, np.int64), []
     for members, ranks in _groups(problem):
@@ -74,7 +74,7 @@ def sequential_homes(problem: Problem, folded: Bools, granularity: int) -> Range
 
 
 def _groups(problem: Problem) -> Iterator[tuple[Ints, Ints]]:
-    """(sequences, the ranks where they may live), fewest ranks first."""
+    """(sequences, their allowed ranks), fewest ranks first."""
     everywhere, homes = tuple(range(problem.ranks)), problem.batch.home_ranks
     if not homes:
         yield np.arange(len(problem.batch.lengths)), np.arange(problem.ranks)
@@ -87,11 +87,11 @@ def _groups(problem: Problem) -> Iterator[tuple[Ints, Ints]]:
 
 
 def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
-    """int64 [ranks]: shares of `tokens` that level what ranks hold over their caps, the fullest as low as can be."""
+    """int64 [ranks]: shares of `tokens` that level the ratio of tokens to caps (water-filling)."""
     full = used / caps
     order = np.argsort(full, kind="stable")
     sums, room = np.cumsum(used[order]), np.cumsum(caps[order])
-    level = (tokens + sums) / room  # were only the first ranks to get any
+    level = (tokens + sums) / room  # the level if only the first ranks got any
     filled = int(np.flatnonzero(level >= full[order])[-1]) + 1
     chosen = np.sort(order[:filled])
     total = tokens + int(sums[filled - 1])
@@ -102,14 +102,14 @@ def _water_filled(used: Ints, tokens: int, caps: Ints) -> Ints:
 
 
 def _slack(problem: Problem, held: Ints, caps: Ints) -> int:
-    """How far the end of a share may move either way; where homes are given, whatever other sequences there are."""
+    """Largest shift of a share's end either way; depends only on given homes, if there are any."""
     if problem.policy.token_cap is None and problem.batch.home_ranks:
         return int(held.max()) // SLACK
     return max(0, int((caps - held).min()) // 2)
 
 
 def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
-    """The cuts of sequences laid end to end, moved by at most `slack`; grain: int64 [sequences] steps."""
+    """The cuts of concatenated sequences, each moved by at most `slack`; grain: int64 [sequences] steps."""
     edges = offsets(lengths)
     seq = np.minimum(np.searchsorted(edges, cuts, "right") - 1, len(lengths) - 1)
     edge = np.where(cuts - edges[seq] <= edges[seq + 1] - cuts, edges[seq], edges[seq + 1])
@@ -120,7 +120,7 @@ def _moved(cuts: Ints, lengths: Ints, slack: int, grain: Ints) -> Ints:
 
 
 def _parts(lengths: Ints, cuts: Ints) -> Ranges:
-    """What lies between cuts: `rank` counts shares."""
+    """The ranges between cuts; `rank` numbers the shares."""
     edges = offsets(lengths)
     starts = np.union1d(edges[:-1], cuts[cuts < edges[-1]])
     seq = np.searchsorted(edges, starts, "right") - 1
@@ -134,7 +134,7 @@ def _parts(lengths: Ints, cuts: Ints) -> Ranges:
 
 
 def token_ranges(starts: Ints, folded: Bools, ranges: Ranges) -> tuple[Ints, Ints, Ints]:
-    """(low, high, rank): the global tokens [low, high) of the ranges, one or two for each, sorted.
+    """(low, high, rank): the global tokens [low, high) of the ranges, one or two each, sorted.
 
     starts: int64 [sequences + 1], the first token of each sequence; folded: bool [sequences].
     """

@@ -1,14 +1,14 @@
-"""What DistCA's migration moves: rows of one home against keys, as pairs.
+"""Migration units of DistCA: rows of one home against keys, as pairs.
 
     whole rows    a home's rows x all keys that they see: the paper's tasks (section 4)
-    parts         a home's rows x the keys of one home (section 8: what its scheduler does not do)
+    parts         a home's rows x the keys of one home (section 8: beyond the paper's scheduler)
 
     keys of      A     B     C
     rows of C  |     | ### | ##  |    a server that holds B computes C's rows against B's keys: it gets rows of C and
                                       sends back partial O; no key travels
 
-Any rows of a pair may be computed anywhere (`core/planner/distca.cpp`). As the paper has it, whole rows of a causal
-sequence are a head and its mirror image: steps of the walk from both ends, along which work is even.
+Any rows of a pair may be computed anywhere (`core/planner/distca.cpp`). As in the paper, whole rows of a causal
+sequence are a head and its mirror image: steps of the walk from both ends, with constant work per step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from apportion.planner.tasks.cells import Cells, cut_columns
 
 
 class Limits(NamedTuple):
-    """What the migration keeps to, most of it parameters of `Distca`. granularity: rows; spare: share of a target, how
-    much more than was asked for a part may have; priced_q: bytes of a query row in the price of a move. Bytes are of a
-    row; caps in bytes, of which there are any where `capped`."""
+    """Limits of the migration, mostly parameters of `Distca`. granularity: rows; spare: fraction of a target by which a
+    part may exceed the requested work; priced_q: bytes of a query row in the price of a move. Bytes are per row; caps
+    in bytes, active if `capped`."""
 
     tolerance: float
     two_sided: bool
@@ -51,8 +51,8 @@ class Pairs(NamedTuple):
     """Rows of one block against keys of blocks [k, k_end), sorted by (q, k): int64 [pairs]; their cells are [first[i],
     first[i + 1]) of the columns q0, q1, k0, k1, dmin, dmax, int64 [cells], diagonals in global tokens.
 
-    length: int64 [pairs], of the sequence where rows are steps of a causal walk from both ends (see `distca.homes`),
-    with one cell that says [q0, q1) steps and [k0, k1) tokens; else 0. starts: int64 [blocks + 1] tokens.
+    length: int64 [pairs], of the sequence if rows are steps of a causal walk from both ends (see `distca.homes`), with
+    one cell of [q0, q1) steps and [k0, k1) tokens; else 0. starts: int64 [blocks + 1] tokens.
     """
 
     q: Ints
@@ -88,9 +88,9 @@ class Servers(NamedTuple):
 
 
 class MigrationSummary(NamedTuple):
-    """Outcome of a migration. forbidden: shares that caps held back in the last pass; below: servers still short in the
+    """Outcome of a migration. forbidden: shares that caps prevented in the last pass; below: servers still short in the
     last pass because E fell below the threshold; imbalance: load of the busiest server over its target, less 1;
-    granularity: rows that cuts were multiples of in the last pass."""
+    granularity: row multiple of the last pass's cuts."""
 
     passes: int
     moves: int
@@ -102,10 +102,10 @@ class MigrationSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """One kind's bands int64 [bands, 6] over sequences at `begin` int64 [sequences + 1] tokens, which are homed in
-    `homes`: blocks at `starts` int64 [blocks + 1] on the ranks `home` int64 [blocks].
+    """One kind's bands int64 [bands, 6] over sequences at `begin` int64 [sequences + 1] tokens, with homes `homes`:
+    blocks at `starts` int64 [blocks + 1] on the ranks `home` int64 [blocks].
 
-    whole: tasks take all keys of their rows; folded: bool [sequences], whose rows move as heads and tails, which is for
+    whole: tasks take all keys of their rows; folded: bool [sequences], True if rows move as heads and tails, only for
     whole rows; speeds: float64 [ranks].
     """
 
@@ -127,7 +127,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Balance:
-    """Who computes the rows of each pair."""
+    """The server of each row range of every pair."""
 
     site: Site
     pairs: Pairs
@@ -136,7 +136,7 @@ class Balance:
     ended: MigrationSummary
 
     def tokens(self) -> tuple[Ints, Ints, Ints]:
-        """(low, high, rank): the global tokens of shares of whole rows, sorted."""
+        """(low, high, rank): the global tokens of whole-row shares, sorted."""
         site, (pair, low, high, at) = self.site, self.shares
         seq = site.sequence[self.pairs.q[pair]]
         offset = np.where(site.folded[seq], 0, site.begin[seq])
@@ -148,7 +148,7 @@ class Balance:
         return self.shares.low
 
     def ranks(self, cells: Cells) -> Ints:
-        """int32 [cells]: the server of each cell of blocks that are cut at `cuts`, shares being parts."""
+        """int32 [cells]: the server of each cell of blocks cut at `cuts`, for shares of parts."""
         starts = self.site.starts
         blocks, tokens = len(starts) - 1, int(starts[-1])
         share = self.pairs.q[self.shares.pair] * blocks + self.pairs.k[self.shares.pair]
@@ -163,8 +163,8 @@ class Balance:
 
 
 def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
-    """Migrate pairs of one kind until the limits hold, or nothing moves that would help. exhaustive: for tests, with no
-    share passed over that is surely not the best."""
+    """Migrates pairs of one kind until the limits hold, or no move helps. exhaustive: for tests, without skipping
+    shares that are surely not the best."""
     pairs, origin = _find_pairs(site), site.begin[site.sequence]
     speed = float(site.speeds.sum())
     shares, servers, ended = core.migrate(pairs, site.home, origin, site.speeds, speed, limits, exhaustive)
@@ -172,7 +172,7 @@ def balance(site: Site, limits: Limits, exhaustive: bool = False) -> Balance:
 
 
 def _find_pairs(site: Site) -> Pairs:
-    """Columns are q, q0, q1, k0, k1, dmin, dmax and the length of a sequence whose rows are steps."""
+    """Columns q, q0, q1, k0, k1, dmin, dmax, and the length of a sequence whose rows are steps."""
     columns = _cells(site)
     columns = columns[:, ~site.folded[site.sequence[columns[0]]]]
     columns = np.concatenate([np.append(columns, np.zeros_like(columns[:1]), axis=0), _walks(site)], axis=1)
@@ -201,7 +201,7 @@ def _cells(site: Site) -> Ints:
 
 
 def _walks(site: Site) -> Ints:
-    """int64 [8, ranges]: homes of sequences that are walked from both ends, each named by its first block."""
+    """int64 [8, ranges]: homes of sequences walked from both ends, each identified by its first block."""
     homes = site.homes.take(np.flatnonzero(site.folded[site.homes.seq]))
     begin, end = site.begin[homes.seq], site.begin[homes.seq + 1]
     head, tail = begin + (homes.a + 1) // 2, end - homes.b // 2

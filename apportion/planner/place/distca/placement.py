@@ -1,6 +1,6 @@
 """Core-attention disaggregation (DistCA, sections 4.1 and 4.2): tokens stay where they are, attention moves.
 
-homes       sequential: ranks are filled one after another, tokens as caps, whatever their work    `distca.homes`
+homes       sequential: ranks are filled one after another up to their caps, whatever the work    `distca.homes`
 attention   rows move from surplus to deficit servers, cheapest bytes a pair first                `distca.parts`
 
 tokens   |  rank 0   |  rank 1   |  rank 2   |      work   ###########|##|####   ──►   ######|#####|######
@@ -31,16 +31,16 @@ from apportion.planner.tasks.tasks import hulls
 
 #: (low, high, rank): global tokens [low, high) of a rank, int64, sorted
 Map = tuple[Ints, Ints, Ints]
-#: starts, home, who computes the rows of each kind, execution
+#: starts, home, the rank of the rows of each kind, execution
 Solved = tuple[Ints, Ints, dict[str, Balance], dict[tuple[str, str], Execution] | None]
 
 WHERE = "recipe.place.distca"
 NO_CAP = 2**62
-# A policy may ask for less; no plan of whole rows has it.
+# A policy may require less; no whole-row plan reaches it.
 LEAST_TOLERANCE = 1e-4
 _CAPS = ("send_bytes", "receive_bytes", "buffer_bytes")
-# Tasks take parts of keys where the busiest rank would otherwise send for so many times as long: simulated with 8 to
-# 256 ranks of log-normal documents, source files and documents, whole rows are faster below, by up to 70 %.
+# Tasks take parts of keys if the busiest rank would otherwise send this many times as long: simulated with 8 to 256
+# ranks of log-normal documents, source files and documents, whole rows are up to 70 % faster below it.
 CROWDED = 1.35
 
 
@@ -49,27 +49,26 @@ class Distca(PlacePass):
     """Sequential homes and communication-aware greedy migration.
 
     tolerance: a server is filled until its load is within this of its target (the paper's epsilon), or within the
-    policy's tolerance where that is less. two_sided: repeat with half the tolerance until no server has more than (1
-    + tolerance) times its target either; the paper looks at deficits alone. granularity: rows that cuts are multiples
-    of, counted from the ends of a sequence; halved, down to one row, where two-sided balance needs it. threshold:
-    pairs a byte; moves with less are not made (the paper's second stop rule; 0 makes all, and a server left short is
-    then no error). form: `paper` moves rows of causal sequences as pairs of a head and a tail, and prices them as the
-    authors' code does: the rows of the head and all keys of the document; else ranges of rows move, the first or the
-    last of what a rank has; there must be such pairs, so it does not go with `head_tail: none`. o_bytes: whether the
-    price of a query row holds the O that returns. head_tail: `causal` sequences live as pairs of a head and a tail,
-    others as ranges of rows; `all` live so, so that homes do not depend on masks; or `none`. kv_free: KV that the
-    destination has costs nothing; the paper charges for it. kv_ranges: a task may take a part of the keys of its
-    rows, those of one home; the paper's take all. `form` then has no say. "auto": whole rows, unless the busiest rank
-    would then send for 1.35 times as long: rows that many need all leave one home.
+    policy's tolerance if lower. two_sided: repeat with half the tolerance until no server exceeds (1 + tolerance) times
+    its target either; the paper considers deficits only. granularity: cuts are multiples of this many rows from the
+    ends of a sequence; halved, down to one row, if two-sided balance requires it. threshold: pairs per byte below which
+    moves are not made (the paper's second stop rule; 0 makes all moves, and a server left short is then no error).
+    form: `paper` moves rows of causal sequences as pairs of a head and a tail, priced as in the authors' code: the rows
+    of the head and all keys of the document; otherwise the first or last rows of a rank's range move; `paper` excludes
+    `head_tail: none`. o_bytes: include returning O in the price of a query row. head_tail: homes of `causal` sequences
+    are pairs of a head and a tail, others ranges of rows; `all`: pairs for every sequence, so that homes do not depend
+    on masks; or `none`. kv_free: KV already at the destination costs nothing; the paper charges for it. kv_ranges: a
+    task may take part of its rows' keys, those of one home, and `form` has no effect; the paper's tasks take all.
+    "auto": whole rows, unless the busiest rank would then send for 1.35 times as long, since rows needed by many ranks
+    all leave one home.
 
-    Caps are bytes of one forward attention call. send_bytes, receive_bytes: the most that a rank sends and receives:
-    Q, KV and returning O, in the model's dtype where whole rows move and nothing is reshuffled. buffer_bytes: the most
-    Q and KV rows of others that it holds. Where keys are cut, O, and of masks other than causal keys are counted from
-    above.
+    Caps are bytes of one forward attention call. send_bytes, receive_bytes: limits of a rank's sent and received bytes:
+    Q, KV and returning O, in the model's dtype if whole rows move without reshuffling. buffer_bytes: limit of remote Q
+    and KV rows. O with cut keys, and keys of non-causal masks, are counted by an upper bound.
 
-    Ranks of unequal speed get targets in proportion; home_ranks are kept; each attention kind is balanced by itself,
-    its forward and backward alike. Raises ConfigError, and CapacityError where the caps, and not the granularity, keep
-    loads from the tolerance, or are broken before anything moves.
+    Ranks of unequal speed get targets in proportion; home_ranks are respected; each attention kind is balanced
+    separately, forward and backward alike. Raises ConfigError, and CapacityError if the caps, rather than the
+    granularity, prevent the tolerance, or are exceeded before any move.
     """
 
     tolerance: Amount = 0.05
@@ -88,7 +87,7 @@ class Distca(PlacePass):
 
     def __post_init__(self) -> None:
         if self.form == "paper" and self.head_tail == "none":
-            rule = "moves heads with their tails, and `head_tail: none` has none"
+            rule = "moves heads with their tails, which `head_tail: none` does not have"
             raise ConfigError(
                 "recipe.steps.place.distca.form", self.form, rule, "leave `form` or `head_tail` out"
             )
@@ -100,7 +99,7 @@ class Distca(PlacePass):
         return placement
 
     def _cheaper(self, problem: Problem) -> Placement:
-        """By whole rows or by keys, as the parameter says; "auto": see there, and what caps allow."""
+        """Chooses whole rows or parts of keys by the parameter; "auto" compares sending times, within the caps."""
         if self.kv_ranges != "auto":
             return self._placed(problem, self._by_keys if self.kv_ranges else self._by_rows)
         found: list[Placement] = []
@@ -130,7 +129,7 @@ class Distca(PlacePass):
         )
 
     def solve(self, problem: Problem, whole: bool) -> tuple[Map, dict[str, Balance]]:
-        """The home of every token, and who computes the rows of each kind: against all their keys (whole), or against
+        """The home of every token, and the server of the rows of each kind: against all their keys (whole), or against
         each home's. Raises CapacityError."""
         home_folded, causal = self._folded(problem)
         homes = sequential_homes(problem, home_folded, self.granularity)
@@ -144,7 +143,7 @@ class Distca(PlacePass):
         return home, found
 
     def _folded(self, problem: Problem) -> tuple[Bools, dict[str, Bools]]:
-        """bool [sequences]: which are homed as heads and tails, and which are causal in each kind."""
+        """bool [sequences]: True for homes as heads and tails; and, for each kind, True for causal sequences."""
         cut = self.head_tail != "none"
         causal = {kind: causal_sequences(problem, kind) & cut for kind in problem.batch.kinds}
         return np.logical_or.reduce(list(causal.values())) | (self.head_tail == "all"), causal
@@ -206,19 +205,21 @@ class Distca(PlacePass):
         )
 
     def _check_caps(self, problem: Problem, placement: Placement) -> None:
-        """Row by row, what the greedy migration counts from above: homes alone may break a cap."""
+        """Checks caps exactly, row by row, where the greedy migration uses upper bounds: homes alone may exceed a
+        cap."""
         for kind in problem.batch.kinds if any(getattr(self, name) for name in _CAPS) else ():
             for name, used in zip(_CAPS, forward_bytes(problem, placement, kind), strict=True):
                 cap, worst = getattr(self, name), int(used.argmax())
                 if cap is not None and used[worst] > cap:
                     raise CapacityError(
                         f"{WHERE}.{name} is {cap}, but rank {worst} needs {used[worst]} in a forward call of kind "
-                        f"{kind}, for queries at home if nothing else: raise it to that at least"
+                        f"{kind}, even for queries at home alone: raise it to at least that"
                     )
 
 
 def sending_seconds(problem: Problem, placement: Placement) -> float:
-    """Of the busiest rank in a forward call of each kind, if the same rows go to a node once and on from there."""
+    """Sending time of the busiest rank over a forward call of each kind, if rows cross to a node once and are forwarded
+    there."""
     cluster, seconds = problem.cluster, 0.0
     for kind in problem.batch.kinds:
         found = _Flows.of(problem, placement, kind)
@@ -235,7 +236,8 @@ def sending_seconds(problem: Problem, placement: Placement) -> float:
 
 
 def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[Ints, Ints, Ints]:
-    """(sent, received, held): bytes of each rank in one forward call, int64 [ranks], as in the caps of `Distca`."""
+    """(sent, received, held): bytes of each rank in one forward call, int64 [ranks], as limited by the caps of
+    `Distca`."""
     found, ranks = _Flows.of(problem, placement, kind), problem.ranks
     held = found.bytes * found.fetched
     return (
@@ -247,8 +249,8 @@ def forward_bytes(problem: Problem, placement: Placement, kind: str) -> tuple[In
 
 @dataclass(frozen=True)
 class _Flows:
-    """Rows on their way in a forward call, int64 [flows] each, rows of one block with the same `tile`; fetched: bool
-    [flows], not O on its way back."""
+    """Row transfers of a forward call, int64 [flows] each, equal `tile` for rows of one block; fetched: bool [flows],
+    False for returning O."""
 
     src: Ints
     dst: Ints
@@ -274,15 +276,15 @@ class _Flows:
             np.concatenate([to, key_to, home[block]]),
             np.concatenate([rows, keys, rows]),
             np.concatenate(sizes),
-            # O of a row has parts from several ranks
+            # O of a row has partial results from several ranks
             np.concatenate([block, len(home) + of_key, 2 * len(home) + np.arange(len(block))]),
             np.repeat([True, True, False], [len(block), len(of_key), len(block)]),
         )
 
 
 def _returned_bytes(problem: Problem, whole: bool) -> int:
-    """Of a row of O on its way back: a result where all rows move `whole`, unless an exchange lies between the rows of
-    attention and those of the loader; else a partial result, from above."""
+    """Bytes of a returning row of O: a result if all rows move `whole`, unless an exchange separates attention rows
+    from the loader's; otherwise a partial result, as an upper bound."""
     reshuffle, inner = (problem.policy.recipe.step(name) for name in ("reshuffle", "inner"))
     if whole and inner is None and (reshuffle is None or reshuffle.name == "off"):
         return problem.model.q_heads * problem.model.output_bytes
@@ -290,7 +292,7 @@ def _returned_bytes(problem: Problem, whole: bool) -> int:
 
 
 def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
-    """(block, rank, rows) of tiles, int64 each: a rank gets once the hull of the rows of a block that it needs."""
+    """(block, rank, rows) of tiles, int64 each: a rank receives once the hull of the rows of a block that it needs."""
     away = np.flatnonzero(home[block] != to)
     ranks = int(to.max(initial=0)) + 1
     tile, index = ranked(block[away].astype(np.int64) * ranks + to[away])
@@ -299,8 +301,8 @@ def _tiles(block: Ints, low: Ints, high: Ints, to: Ints, home: Ints) -> tuple[In
 
 
 def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Ints]]:
-    """(starts, homes, servers for each kind) of the fewest blocks whose tokens have all these in common."""
-    # a kind without any pair computes nothing
+    """(starts, homes, servers for each kind) of the fewest blocks with uniform home and servers."""
+    # a kind without pairs computes nothing
     maps = [(low, rank) for low, _, rank in (home, *(found if len(found[0]) else home for found in computed))]
     starts = ranked(*(low for low, _ in maps))[0]
     ranks = np.stack([rank[_at(low, starts)] for low, rank in maps])
@@ -310,7 +312,7 @@ def _common_blocks(home: Map, computed: list[Map]) -> tuple[Ints, Ints, list[Int
 
 
 def _at(low: Ints, tokens: Ints) -> Ints:
-    """Which of the ranges that begin at `low` has each token."""
+    """The index of the range, among those beginning at `low`, of each token."""
     return np.searchsorted(low, tokens, "right") - 1
 
 
@@ -321,6 +323,6 @@ def _load(problem: Problem, computed: Mapping[str, Balance]) -> Ints:
 
 
 def _both_phases(kind: str, rank: Ints) -> dict[tuple[str, str], Execution]:
-    """rank: int32 [cells]; one object for both phases, which are alike."""
+    """One execution for both phases, which are alike. rank: int32 [cells]."""
     execution = Execution(rank[None])
     return {(kind, phase): execution for phase in PHASES}

@@ -1,1 +1,1 @@
-"""Two halves of a batch that take turns on every rank (ping-pong), simulated."""
+"""Simulation of two alternating halves of a batch (ping-pong)."""

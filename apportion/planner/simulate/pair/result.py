@@ -1,4 +1,4 @@
-"""What simulating a pair of halves found: the times of each way to run them, and what taking turns gains."""
+"""Results of simulating two halves: times of each execution mode, and the gain of alternation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHOLE = "whole"
 
 
 class Way(NamedTuple):
-    """One of the ways: when the last rank is finished, and float64 [ranks], how long each compute stream waits."""
+    """One execution mode: makespan, and float64 [ranks], waiting time of each compute stream."""
 
     makespan_us: float
     exposed_us: Floats
@@ -22,8 +22,8 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairRun:
-    """Some layers of one attention kind in one phase, linear layers included. busy_us: float64 [ranks], what the
-    compute streams do in any of the ways, at full speed."""
+    """Some layers of one attention kind in one phase, with linear layers. busy_us: float64 [ranks], work of the compute
+    streams at full speed, in any mode."""
 
     kind: str
     phase: str
@@ -37,28 +37,28 @@ class PairRun:
 
     @property
     def ways(self) -> dict[str, Way]:
-        """By name: those that were simulated."""
+        """The simulated modes by name."""
         found = dict(zip(WAYS, (self.turns, self.serial, self.single, self.signal), strict=True))
         return found if self.whole is None else found | {WHOLE: self.whole}
 
     @property
     def gain(self) -> float:
-        """Over the single stream: 0.1 is a time 1.1 times as long there."""
+        """Relative gain over the single stream: 0.1 if that takes 1.1 times as long."""
         return _gain(self.single.makespan_us, self.turns.makespan_us)
 
     @property
     def serial_gain(self) -> float:
-        """Over one half after the other, whose programs hide what they can."""
+        """Relative gain over serial execution of the halves, which overlaps within each program."""
         return _gain(self.serial.makespan_us, self.turns.makespan_us)
 
     @property
     def whole_gain(self) -> float | None:
-        """Over the undivided microbatch, where its plan was given."""
+        """Relative gain over the undivided microbatch, if its plan was given."""
         return None if self.whole is None else _gain(self.whole.makespan_us, self.turns.makespan_us)
 
     @property
     def hidden(self) -> float:
-        """The part of what a single stream adds to free communication that turns hide; 1.0 where it adds nothing."""
+        """Fraction of the single stream's exposed communication that alternation hides; 1.0 if there is none."""
         added = self.single.makespan_us - self.signal.makespan_us
         return (self.single.makespan_us - self.turns.makespan_us) / added if added > 0 else 1.0
 
@@ -83,7 +83,7 @@ class PairRun:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two halves, all kinds and phases. runs: (kind, phase) -> PairRun."""
+    """Results of two halves, all kinds and phases. runs: (kind, phase) -> PairRun."""
 
     ping: Plan
     pong: Plan
@@ -91,22 +91,22 @@ class Pair:
     runs: Mapping[tuple[str, str], PairRun]
 
     def ms(self, way: str = "turns") -> float:
-        """All runs in one of the ways, one after the other. Raises KeyError for one that was not simulated."""
+        """Total of all runs in one mode. Raises KeyError for a mode that was not simulated."""
         return float(sum(run.ways[way].makespan_us for run in self.runs.values())) / 1e3
 
     @property
     def gain(self) -> float:
-        """Of all runs together over the single stream."""
+        """Relative gain of all runs together over the single stream."""
         return _gain(self.ms("single"), self.ms())
 
     @property
     def serial_gain(self) -> float:
-        """Of all runs together over one half after the other."""
+        """Relative gain of all runs together over serial execution."""
         return _gain(self.ms("serial"), self.ms())
 
     @property
     def whole_gain(self) -> float | None:
-        """Of all runs together over the undivided microbatch, where its plan was given."""
+        """Relative gain of all runs together over the undivided microbatch, if its plan was given."""
         return _gain(self.ms(WHOLE), self.ms()) if WHOLE in self._ways else None
 
     @property

@@ -1,18 +1,18 @@
-"""What it is worth that two halves of a microbatch take turns (DistCA, section 4.1, "Ping-Pong execution").
+"""Simulates two alternating halves of a microbatch (DistCA, section 4.1, "Ping-Pong execution").
 
 Both halves' programs run on the same ranks with the linear layers before and after attention, several times over:
 
     turns    before · dispatch a, before · dispatch b, compute a, compute b, collect a · after, collect b · after
              and between layers collect, after, before and dispatch of a half without a break
-    serial   one half after the other, each with what its own program hides
-    single   as serial, and every launch is waited for at once: communication on the stream that computes, the paper's
+    serial   one half after the other, each with its own overlap
+    single   as serial, with a wait right after every launch: communication on the compute stream, the paper's
              "Single Stream" (section 6.3)
-    signal   as turns, with tiles that take no time on the wire, the paper's "Signal": nothing can hide more
-    whole    if the plan of the undivided microbatch is given: that one, which hides what it can. Halves fetch again
-             what they share with nobody else, so it is the one to beat
+    signal   as turns, with zero transfer time, the paper's "Signal": an upper bound of overlap
+    whole    the plan of the undivided microbatch, if given, with its own overlap. Halves fetch shared
+             rows twice, so it is the baseline to beat
 
-Segments are those of the executor (`ir.plan.segments`). The halves share all links and NICs; channels are their own,
-unless process groups are counted: then they share these, and a round waits for those before it in its group.
+Segments are those of the executor (`ir.plan.segments`). The halves share all links and NICs; channels are separate
+unless a number of process groups is given: then they share the groups, and a round waits for earlier ones in its group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from apportion.planner.simulate.program import LAUNCH, WAIT, WORK, Script, Traff
 #: time of the linear layers' backward, as a multiple of their forward's
 LINEAR_BACKWARD = 2.0
 MAX_LAYERS = 1_000
-#: what a half does in a turn, in this order; the second linear layers and the dispatch are the next layer's
+#: pieces of a half's turn, in order; the second linear layers and the dispatch are the next layer's
 COLLECT, AFTER, BEFORE, DISPATCH = range(4)
 
 
@@ -53,12 +53,12 @@ def simulate_pair(
     groups: int | None = None,
     whole: Plan | None = None,
 ) -> Pair:
-    """Simulates `layers` layers of every attention kind, forward and backward, of two halves that take turns.
+    """Simulates `layers` layers of every attention kind, forward and backward, of two alternating halves.
 
-    hardware: kernel times and the rate of linear layers, default the built-in H100; links, NICs and speeds are those
-    of the plans' cluster. groups: process groups that both halves share, channel c using group c % groups; None: each
-    half has one for each of its channels. whole: a plan of the undivided microbatch, to compare with. Equal arguments
-    give equal times. Raises ConfigError where plans differ in ranks or kinds, VerifyError for one that cannot run.
+    hardware: kernel times and the rate of linear layers, default the built-in H100; links, NICs and speeds are those of
+    the plans' cluster. groups: process groups that both halves share, channel c using group c % groups; None: separate
+    groups for each channel of each half. whole: a plan of the undivided microbatch, for comparison. Equal arguments
+    give equal times. Raises ConfigError if plans differ in ranks or kinds, VerifyError for one that cannot run.
     """
     for name, plan in (("ping", ping), ("pong", pong), *([] if whole is None else [(WHOLE, whole)])):
         instance(name, plan, Plan, "make one with plan(...)")
@@ -97,9 +97,9 @@ def turns_us(
     cluster: Cluster | None = None,
     layers: int = 4,
 ) -> dict[tuple[str, str], float]:
-    """(kind, phase) -> microseconds of a layer, of `layers` in a row whose halves take turns, until the last rank is
-    done. around: of each phase what a token takes before and after attention. cluster: as in `simulate`. Raises as
-    `simulate_pair`."""
+    """(kind, phase) -> microseconds per layer, for `layers` consecutive layers of alternating halves, until the last
+    rank ends. around: microseconds per token before and after attention, for each phase. cluster: as in `simulate`.
+    Raises as `simulate_pair`."""
     _check_plans([ping, pong])
     found = {}
     for kind, phase in ((kind, phase) for kind in ping.header.kinds for phase in PHASES):
@@ -132,7 +132,7 @@ def _check_plans(plans: list[Plan]) -> None:
 
 class Half(NamedTuple):
     """One half's program. segment: int64 [instructions], 0 dispatch, 1 compute, 2 collect. busy, before, after: float64
-    [ranks], the program and the linear layers on either side of it. contention: as of `Prepared`."""
+    [ranks], the program and the linear layers on either side of it. contention: as in `PreparedProgram`."""
 
     script: Script
     traffic: Traffic
@@ -156,7 +156,7 @@ def _half(plan: Plan, kind: str, phase: str, costs: Costs, cluster: Cluster | No
 
 
 def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
-    """The halves on channels that no two of them share, or on shared groups."""
+    """The halves on separate channels, or on shared groups."""
     found: list[Half] = []
     for half in halves:
         used = sum(int(other.script.channel.max(initial=-1)) + 1 for other in found)
@@ -166,7 +166,7 @@ def _on_groups(halves: list[Half], groups: int | None) -> list[Half]:
 
 
 def _segments(view: View) -> Ints:
-    """int64 [instructions]."""
+    """int64 [instructions]: the segment of each."""
     op, round_ = view.instructions["op"], view.instructions["round"]
     ranks = [slice(a, b) for a, b in zip(view.instructions.ptr[:-1], view.instructions.ptr[1:], strict=True)]
     cuts = agreed_cuts(own_cuts(op[rank], round_[rank]) for rank in ranks)
@@ -178,8 +178,8 @@ def _segments(view: View) -> Ints:
 
 
 def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
-    """(before, after) attention, float64 [ranks]: projections to Q, K and V on one side, all else on the other; in
-    backward the sides are changed. A program that projects heads itself has the projections inside."""
+    """float64 [ranks] (before, after) attention: projections to Q, K and V, and all other linear work; swapped in
+    backward. A program that projects heads itself includes the projections."""
     model, plan = view.model, view.plan
     rows = plan.layout(plan.header.home_layout).rows_per_rank
     speeds = view.cluster.speeds
@@ -195,8 +195,8 @@ def _linear_us(view: View, costs: Costs) -> tuple[Floats, Floats]:
 
 
 class PairInstructions(NamedTuple):
-    """Instructions of both halves and all layers, in no order. rank, slot (the place in a way's order), number
-    (within the slot), role: int64 [rows]; work_us: float64; launch: int64, of all, or -1."""
+    """Instructions of both halves and all layers, unordered. rank, slot (position in a mode's order), number (within
+    the slot), role: int64 [rows]; work_us: float64; launch: int64, numbered over all, or -1."""
 
     rank: Ints
     slot: Ints
@@ -207,7 +207,7 @@ class PairInstructions(NamedTuple):
 
 
 def _run_pair(plans: list[Half], kind: str, phase: str, layers: int, groups: int | None) -> PairRun:
-    """plans: both halves, and the whole where it is there."""
+    """Runs all modes. plans: both halves, and the whole if given."""
     halves, where = _on_groups(plans[:2], groups), f"{kind} {phase}"
     ways = [_simulated(halves, layers, way, f"{where}, {way}") for way in WAYS]
     ways += [_simulated(_on_groups([whole], groups), layers, WHOLE, where) for whole in plans[2:]]
@@ -231,22 +231,22 @@ def _simulated(halves: list[Half], layers: int, way: str, where: str) -> Way:
 
 
 def _interleaved(halves: list[Half], layers: int, way: str) -> tuple[Script, Traffic]:
-    """One script and its traffic, every half once a layer."""
+    """One script with its traffic, each half once per layer."""
     copies = [(number, half, layer) for layer in range(layers) for number, half in enumerate(halves)]
     sizes = [len(half.script.rank) for _, half, _ in copies]
-    first = offsets(sizes)  # launch of each copy, and their number
+    first = offsets(sizes)  # first launch of each copy, and the total
     rows = _joined(_rows(*copy, way, int(start)) for copy, start in zip(copies, first, strict=False))
     order = np.lexsort((rows.number, rows.slot, rows.rank))
     rows = PairInstructions._make(column[order] for column in rows)
     launches = rows.launch[rows.role == LAUNCH]
-    number = np.full(first[-1] + 1, -1)  # of -1, no launch: -1
+    number = np.full(first[-1] + 1, -1)  # for -1, no launch: -1
     number[launches] = np.arange(len(launches))
     traffic = _traffic([half for _, half, _ in copies], first, number)
     return _script(rows, number[rows.launch], [half for _, half, _ in copies], launches, traffic), traffic
 
 
 def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstructions:
-    """The rows of one copy of a half, whose launches are numbered from `first`."""
+    """The rows of one copy of a half, with launches numbered from `first`."""
     script, ranks = half.script, np.arange(len(half.before))
     launch = np.where(script.launch >= 0, script.launch + first, -1)
     slot = _slot(way, which, 2 * layer + half.segment, np.where(half.segment == 0, DISPATCH, COLLECT))
@@ -262,8 +262,7 @@ def _rows(which: int, half: Half, layer: int, way: str, first: int) -> PairInstr
 
 
 def _slot(way: str, which: int, turn: Any, piece: Any) -> Any:
-    """Where something stands in a rank's order: turn after turn, in which the halves alternate unless one comes after
-    the other."""
+    """Position in a rank's order: turn by turn, halves alternating, unless they run serially."""
     alternating = way in ("turns", "signal")
     return 4 * (2 * turn + which if alternating else which * 4 * MAX_LAYERS + turn) + piece
 
@@ -280,7 +279,7 @@ def _work(ranks: Ints, slot: int, number: int, work: Floats) -> PairInstructions
 
 
 def _waited_for(rows: PairInstructions) -> PairInstructions:
-    """A wait right after every launch; what it brought is unpacked where the program waits for it."""
+    """Inserts a wait right after every launch; unpacking stays at the program's own wait."""
     launches = PairInstructions._make(column[rows.role == LAUNCH] for column in rows)
     nothing = np.zeros_like(launches.work_us)
     return launches._replace(
@@ -293,7 +292,7 @@ def _joined(parts: Iterable[PairInstructions]) -> PairInstructions:
 
 
 def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
-    """The transfers of all copies, between launches as they are numbered now."""
+    """The transfers of all copies, with renumbered launches."""
     parts = [
         half.traffic._replace(
             sender=number[half.traffic.sender + start], receiver=number[half.traffic.receiver + start]
@@ -304,7 +303,7 @@ def _traffic(copies: list[Half], first: Ints, number: Ints) -> Traffic:
 
 
 def _script(rows: PairInstructions, launch: Ints, copies: list[Half], old: Ints, traffic: Traffic) -> Script:
-    """The script of sorted rows. launch: int64 [rows], their launches; old: int64 [launches], numbers of before."""
+    """The script of sorted rows. launch: int64 [rows], their launches; old: int64 [launches], previous numbers."""
     ranks = len(copies[0].before)
     rank, round_, channel = (
         np.concatenate([getattr(half.script, name) for half in copies])[old]

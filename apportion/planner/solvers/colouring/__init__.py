@@ -1,1 +1,1 @@
-"""A bipartite multigraph into matchings."""
+"""Edge colouring: splits a bipartite multigraph into matchings."""

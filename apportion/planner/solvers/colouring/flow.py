@@ -1,8 +1,8 @@
-"""As few matchings as can be, the fullest first: one min-cost flow after the other.
+"""Edge colouring in the minimum number of matchings, the fullest first, by repeated min-cost flows.
 
-Ranks that send or receive less than the busiest get edges of padding, so that all have the same degree; such a
-multigraph has a perfect matching whatever perfect matching is taken out of it (König, 1916). Each flow takes one that
-has as few edges of padding as can be. Flows of one unit a rank are an assignment, which scipy solves.
+Ranks with fewer sends or receives than the busiest get padding edges, so that all have the same degree; such a
+multigraph keeps a perfect matching after removal of any perfect matching (König, 1916). Each flow takes one with the
+fewest padding edges. Flows of one unit per rank are an assignment, which scipy solves.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from apportion.planner.solvers.colouring.matching import matchings, max_degree
 from apportion.planner.solvers.contracts import Colouring, ColouringProblem
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-# of pairs without an edge: more than any matching of padding costs
+# cost of pairs without an edge: more than any matching of padding
 _NEVER = 1e6
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """OPTIMAL, always: after so many flows (steps), König's colours for what is left, and the limit is named."""
+    """Solves the problem, always OPTIMAL: after the limit of flows (steps), the rest gets König's colours, and the
+    limit is named."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
     left, padding = _counts(src, dst, ranks), _padding(src, dst, ranks, degree)
     edges = np.argsort(src.astype(np.int64) * ranks + dst, kind="stable")
-    first = offsets(left.reshape(-1))[:-1].reshape(ranks, ranks)  # of each pair, the next edge in `edges`
+    first = offsets(left.reshape(-1))[:-1].reshape(ranks, ranks)  # next edge in `edges` for each pair
     colour = np.full(len(src), -1, np.int32)
     for number in range(degree):
         if number == budget.steps:
@@ -43,12 +44,12 @@ def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
 
 
 def _counts(src: Ints, dst: Ints, ranks: int) -> Ints:
-    """int64 [ranks, ranks]: edges of each pair."""
+    """int64 [ranks, ranks]: number of edges of each pair."""
     return np.bincount(src.astype(np.int64) * ranks + dst, minlength=ranks * ranks).reshape(ranks, ranks)
 
 
 def _padding(src: Ints, dst: Ints, ranks: int, degree: int) -> Ints:
-    """int64 [ranks, ranks]: edges that bring all ranks to the degree, first senders to first receivers."""
+    """int64 [ranks, ranks]: padding edges that bring all ranks to the degree, first senders to first receivers."""
     lacks = [degree - np.bincount(ends, minlength=ranks) for ends in (src, dst)]
     ends = [np.repeat(np.arange(ranks), lack) for lack in lacks]
     return _counts(ends[0], ends[1], ranks)

@@ -1,9 +1,9 @@
-"""A bipartite multigraph into exactly as many matchings as its largest degree.
+"""Edge colouring of a bipartite multigraph in max-degree colours (König).
 
-König (1916): the edges of a bipartite multigraph of largest degree D can be coloured with D colours, so that edges
-that meet differ. Edge by edge: a colour free at both ends is taken; where there is none, a colour free at one end is
-made free at the other by swapping two colours along an alternating path. FCP (section 4.2) reaches the same count
-by repeated maximum matchings.
+König (1916): the edges of a bipartite multigraph of largest degree D can be coloured with D colours, so that adjacent
+edges differ. Edge by edge: a colour free at both ends is used; if there is none, a colour free at one end is freed at
+the other by swapping two colours along an alternating path. FCP (section 4.2) reaches the same count by repeated
+maximum matchings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:
 
 
 def solve(problem: ColouringProblem, budget: Budget) -> Colouring:
-    """`matchings` behind the contract of its kind: always OPTIMAL. It ends by itself: no budget is looked at."""
+    """`matchings` as a solver: always OPTIMAL. It ends by itself, without a budget."""
     src, dst, ranks = problem.src, problem.dst, problem.ranks
     degree = max_degree(src, dst, ranks)
     end = Termination(Status.OPTIMAL, float(degree), float(degree))

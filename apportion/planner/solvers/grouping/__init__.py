@@ -1,1 +1,1 @@
-"""Groups of ranks, and sequences to groups."""
+"""Grouping solvers: group sizes of ranks, and sequences to groups."""

@@ -1,12 +1,12 @@
-"""Group sizes, and sequences to groups, so that the slowest group is quick (FlexSP, section 4).
+"""Exact grouping: group sizes, and sequences to groups, minimizing the slowest group's time (FlexSP, section 4).
 
 From both sides: a greedy mix and local search (`mixing`) give answers; integer programs (`mixed_programs`) give bounds
-and better answers. First the small program is asked for time limits between the bound and the best answer, by
-bisection: each no raises the bound, each yes proposes counts of groups to the search. What gap is left goes to the
-program of a few groups at a time, started from what they hold. A small problem is given to that program as a whole,
-whose own bound counts, so that the answer is proven.
+and better answers. First the small program is solved for time limits between the bound and the best answer, by
+bisection: infeasibility raises the bound, feasibility proposes counts of groups to the search. The remaining gap goes
+to the program of a few groups at a time, started from their contents. A small problem is solved by that program as a
+whole, whose bound proves the answer.
 
-FlexSP solves one program a count of microbatches under a wall clock. Here the search ends by steps, so that equal
+FlexSP solves one program per count of microbatches under a wall-clock limit. Here the limit is in steps, so that equal
 problems have equal answers.
 """
 
@@ -22,49 +22,49 @@ from apportion.planner.solvers.contracts import Grouping, GroupingProblem
 from apportion.planner.solvers.grouping.mixing import Mix, anneal, greedy_mix, improve, mix_of, polish
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-#: nodes of each search tree where the budget says nothing
+#: default nodes of each search tree
 DEFAULT_NODES = 100
-# For this many sequences x ranks (larger problems get as much work in all, not each):
+# Effort for this many sequences x ranks (larger problems get the same total work, not more per step):
 _USUAL_SIZE = 4096
-# counts of groups that local search tries; of the best of them, how many are annealed, in so many steps; of the best
-# of those, how many are kicked how often
+# counts of groups tried by local search; number of the best that are annealed, and the steps; number of the best of
+# those that are kicked, and the kicks
 _STEPS, _ANNEALED, _ANNEALS, _POLISHED, _KICKS = 1500, 40, 100_000, 12, 500
 # effort of the searches that follow each program
 _BRIEF = 0.4
-# searches after the last program, each with draws of its own
+# searches after the last program, with different random draws
 _LAST = 2
-# local search does not aim below this share of the best value: what it cannot reach only misleads it
+# local search does not aim below this share of the best value: unreachable goals only mislead it
 _AIM = 0.985
-# bisection ends here: what is left is not for want of a better limit
+# bisection ends at this gap
 _PROBES, _FINE = 16, 1.001
-# so many that their nodes did not decide end it too: those that would follow are as hard
+# bisection also ends after this many undecided programs: the following ones are as hard
 _UNDECIDED = 2
-# a problem of at most this many choices is given to its program as a whole
+# largest number of choices of a problem solved as a whole by its program
 _COMPLETE = 1200
-# how many parts of a larger one are solved, and the choices of each
+# number of solved parts of a larger problem, and the choices of each
 _PARTS, _PART = 6, 150
-# a part of more is left: it is two groups of very many sequences, where a program says less than local search
+# larger parts are skipped: two groups of very many sequences, for which a program is worse than local search
 _MOST_PART = 600
 # HiGHS keeps constraints within 1e-6
 _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What is known: the best mix, a lower bound, counts of groups that no program has refuted, and
-    how many programs were asked or searches made, which seeds the next."""
+class _SearchState:
+    """State of the search: the best mix, a lower bound, counts of groups not refuted by a program, and the number of
+    programs and searches so far, which seeds the next."""
 
     best: Mix | None
     bound: float
     counts: tuple[int, ...] | None = None
     probes: int = 0
 
-    def with_mix(self, mix: Mix | None) -> _Known:
+    def with_mix(self, mix: Mix | None) -> _SearchState:
         better = mix is not None and (self.best is None or mix.value < self.best.value)
         return replace(self, best=mix) if better else self
 
     def seeds(self, columns: int) -> list[tuple[int, ...]]:
-        """Counts of groups to search from."""
+        """Initial counts of groups for the search."""
         known = [] if self.best is None else [self.best.counts(columns)]
         return known if self.counts is None else [*known, self.counts]
 
@@ -75,13 +75,13 @@ class _Known:
 def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
     """Groups and assignment, never slower than `greedy`'s.
 
-    OPTIMAL where value and bound agree within 1e-6; FEASIBLE(gap) where they are as near as the budget asks;
-    else FEASIBLE or NO_SOLUTION with the limit that came first. Raises CapacityError where a sequence, or all together,
-    are more than the ranks hold, and MissingDependencyError.
+    OPTIMAL if value and bound agree within 1e-6; FEASIBLE(gap) if they are within the budget's gap; else FEASIBLE or
+    NO_SOLUTION with the first limit reached. Raises CapacityError if a sequence, or all together, exceed the ranks'
+    capacity, and MissingDependencyError.
     """
     order, case = _canonical(problem)
     check_capacity(case)
-    state = _Known(None, _simple_bound(case))
+    state = _SearchState(None, _simple_bound(case))
     if not np.isfinite(state.bound):
         return _no_groups(problem, Termination(Status.INFEASIBLE, state.bound))
     state = state.with_mix(greedy_mix(case, state.bound))
@@ -93,7 +93,8 @@ def solve(problem: GroupingProblem, budget: Budget) -> Grouping:
 
 
 def greedy(problem: GroupingProblem) -> Grouping:
-    """The greedy mix alone, with the simple bound: rank-time over ranks, and the slowest sequence at its quickest."""
+    """The greedy mix alone, with the simple bound: rank-time over ranks, and the slowest sequence at its best
+    degree."""
     order, case = _canonical(problem)
     check_capacity(case)
     bound = _simple_bound(case)
@@ -104,7 +105,7 @@ def greedy(problem: GroupingProblem) -> Grouping:
 
 
 def check_capacity(problem: GroupingProblem) -> None:
-    """Raises CapacityError where a sequence, or all together, are more than the ranks hold."""
+    """Raises CapacityError if a sequence, or all together, exceed the ranks' capacity."""
     degrees = problem.degrees[problem.degrees <= problem.ranks]
     largest = int(degrees.max(initial=0))
     longest, total = int(problem.sizes.max(initial=0)), int(problem.sizes.sum())
@@ -121,8 +122,8 @@ def check_capacity(problem: GroupingProblem) -> None:
 
 
 def _canonical(problem: GroupingProblem) -> tuple[Ints, GroupingProblem]:
-    """The sequences by falling size, so that their order does not matter, with degrees that there are ranks for and
-    no degree that cannot hold a sequence."""
+    """The sequences by falling size, so that their order does not matter, without degrees larger than the ranks or too
+    small for every sequence."""
     order = np.lexsort((*(-problem.times.T), -problem.sizes))
     degrees = problem.degrees[problem.degrees <= problem.ranks]
     times, sizes = problem.times[order][:, : len(degrees)].copy(), problem.sizes[order]
@@ -137,7 +138,7 @@ def _simple_bound(problem: GroupingProblem) -> float:
     return float(max(slowest, (problem.times * problem.degrees).min(1).sum() / problem.ranks))
 
 
-def _search(case: GroupingProblem, state: _Known, budget: Budget) -> tuple[_Known, Limit | None]:
+def _search(case: GroupingProblem, state: _SearchState, budget: Budget) -> tuple[_SearchState, Limit | None]:
     if state.done(budget):
         return state, Limit.GAP
     _need_programs()
@@ -157,8 +158,10 @@ def _search(case: GroupingProblem, state: _Known, budget: Budget) -> tuple[_Know
     return state, Limit.STEPS
 
 
-def _by_local_search(case: GroupingProblem, state: _Known, budget: Budget, effort: float = 1.0) -> _Known:
-    """Search from the counts of the best mix and those that no program has refuted."""
+def _by_local_search(
+    case: GroupingProblem, state: _SearchState, budget: Budget, effort: float = 1.0
+) -> _SearchState:
+    """Searches from the counts of the best mix and those not refuted by a program."""
     goal = state.bound * (1 + budget.gap)
     if state.best is not None:
         goal = max(goal, _AIM * state.best.value)
@@ -173,14 +176,14 @@ def _by_local_search(case: GroupingProblem, state: _Known, budget: Budget, effor
     return state
 
 
-def _by_bisection(case: GroupingProblem, state: _Known, budget: Budget, nodes: int) -> _Known:
-    """Raise the bound by what the small program refutes; follow the counts that it finds."""
+def _by_bisection(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
+    """Raises the bound by refutations of the small program; follows the counts of its answers."""
     from apportion.planner.solvers.grouping.programs import mix_for
 
     # without any answer yet, a time that none can exceed
     most = 4 * float(case.times[np.isfinite(case.times)].sum())
     high = most if state.best is None else state.best.value
-    # a hair more, so that a value is no more than was asked for above the bound that a no gives
+    # slightly more, so that a value within the budget's gap of a refuted limit is accepted
     limit = high / (1 + max(budget.gap, _FINE - 1)) * (1 + _TOLERANCE)
     undecided = 0
     for probe in range(_PROBES):
@@ -199,13 +202,13 @@ def _by_bisection(case: GroupingProblem, state: _Known, budget: Budget, nodes: i
     return state
 
 
-def _refuted(state: _Known, limit: float, most: float) -> float:
-    """The bound after a no: infinity where even half the time that none can exceed is not enough."""
+def _refuted(state: _SearchState, limit: float, most: float) -> float:
+    """The bound after a refutation: infinity if it holds for even half the maximum possible time."""
     return np.inf if limit >= most / 2 else max(state.bound, limit)
 
 
 def _most_counts(case: GroupingProblem) -> Ints:
-    """int64 [degrees]: groups of each degree that an answer may need."""
+    """int64 [degrees]: largest useful number of groups of each degree."""
     most: Ints = np.minimum(case.ranks // case.degrees, np.isfinite(case.times).sum(0))
     return most
 
@@ -215,9 +218,9 @@ def _is_complete(case: GroupingProblem) -> bool:
 
 
 def _by_slots(
-    case: GroupingProblem, state: _Known, budget: Budget, nodes: int
-) -> tuple[_Known, Limit | None]:
-    """The program of the whole problem."""
+    case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int
+) -> tuple[_SearchState, Limit | None]:
+    """Solves the whole problem by its program."""
     from apportion.planner.solvers.grouping.programs import slots
 
     mix, run = slots(case, _most_counts(case), state.best, state.bound, nodes, budget.gap)
@@ -227,8 +230,8 @@ def _by_slots(
     return state, Limit.GAP if state.done(budget) else run.limit
 
 
-def _by_parts(case: GroupingProblem, state: _Known, budget: Budget, nodes: int) -> _Known:
-    """The program of the slowest group and some others, again and again: what they hold, dealt anew among them."""
+def _by_parts(case: GroupingProblem, state: _SearchState, budget: Budget, nodes: int) -> _SearchState:
+    """Solves the slowest group and some others by the program, repeatedly: redistributes their sequences."""
     from apportion.planner.solvers.grouping.programs import slots
 
     draw = np.random.Generator(np.random.PCG64(0))
@@ -252,7 +255,7 @@ def _by_parts(case: GroupingProblem, state: _Known, budget: Budget, nodes: int) 
 
 
 def _part(mix: Mix, draw: np.random.Generator) -> Ints:
-    """Numbers of the slowest group and of others, rising: as many as make a program of `_PART` choices."""
+    """Numbers of the slowest group and of others, ascending: as many as make a program of `_PART` choices."""
     slowest = int(mix.time.argmax())
     others = draw.permutation(len(mix.time))
     order = np.append(slowest, others[others != slowest])
@@ -263,7 +266,7 @@ def _part(mix: Mix, draw: np.random.Generator) -> Ints:
 
 
 def _merged(case: GroupingProblem, mix: Mix, part: Ints, items: Ints, dealt: Mix) -> Mix:
-    """The mix with the groups of a part dealt anew; these are as many of each degree, in the order of degrees."""
+    """The mix with the groups of a part redistributed; these have the same degrees, in order."""
     column, group = mix.column.copy(), mix.group.copy()
     column[part] = dealt.column
     group[items] = part[dealt.group]
@@ -284,7 +287,7 @@ def _no_groups(problem: GroupingProblem, termination: Termination) -> Grouping:
 
 
 def _answer(problem: GroupingProblem, order: Ints, mix: Mix, bound: float, limit: Limit | None) -> Grouping:
-    """The mix in the caller's order of sequences: empty groups left out, the largest groups first, then the slowest."""
+    """The mix in the caller's order of sequences, without empty groups, sorted by falling size, then falling time."""
     used = np.unique(mix.group)
     ranked = used[np.lexsort((used, -mix.time[used], -mix.column[used]))]
     place = np.full(len(mix.column), -1)

@@ -1,10 +1,10 @@
-"""A quick mix of group sizes, and its improvement by local search: what `ilp` starts from.
+"""Greedy mix of group sizes and its improvement by local search, the start of `ilp`.
 
 The mix is first-fit decreasing for a time limit T, the least T found by bisection (the dual approximation of Hochbaum
-and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes where its rank-time is least
-and the fit tightest, and opens a group of its own degree otherwise.
+and Shmoys, 1987): each sequence needs the smallest degree that keeps it within T, goes to the group with the least
+rank-time and the tightest fit, and otherwise opens a group of its degree.
 
-The search then walks over counts of groups: one group is split or some are merged, the sequences are spread anew, and
+The search then walks over counts of groups: one group is split or some are merged, the sequences are redistributed, and
 moves and swaps out of the slowest group follow while they help. The best of these mixes are annealed, and the best of
 those kicked out of their local optima.
 """
@@ -21,9 +21,9 @@ from apportion.ir.arrays import Floats, Ints, group_of
 from apportion.planner.solvers.contracts import GroupingProblem
 
 _BISECTIONS = 24
-# sequences that a kick sends elsewhere: with three, descents still end near by
+# sequences that a kick moves elsewhere: with three, descents still end nearby
 _KICK = 3
-# temperatures of annealing as shares of the goal, from and to (0.01 to 0.3 and 0.0003 to 0.003 were tried)
+# initial and final temperature of annealing as shares of the goal (0.01 to 0.3 and 0.0003 to 0.003 were tried)
 _HOT, _COLD = 0.01, 0.001
 
 
@@ -40,12 +40,12 @@ class Mix:
         return float(self.time.max(initial=0.0))
 
     def counts(self, columns: int) -> tuple[int, ...]:
-        """How many groups of each degree."""
+        """The number of groups of each degree."""
         return tuple(np.bincount(self.column, minlength=columns).tolist())
 
 
 def greedy_mix(problem: GroupingProblem, bound: float) -> Mix | None:
-    """The greedy mix, or None where it runs out of ranks or tokens at any speed. bound: below the optimum."""
+    """The greedy mix, or None if ranks or tokens run out at any time limit. bound: a lower bound."""
     finite = problem.times[np.isfinite(problem.times)]
     low, high = bound, float(finite.sum())
     best = _first_fit_mix(problem, max(low, high))
@@ -74,7 +74,7 @@ def _first_fit_mix(problem: GroupingProblem, limit: float) -> Mix | None:
 
 
 def mix_of(problem: GroupingProblem, column: Ints, group: Ints) -> Mix:
-    """The mix of these groups, with its times."""
+    """The mix of these groups, with computed times."""
     return Mix(column, group, _times(problem, column, group))
 
 
@@ -87,8 +87,7 @@ def _times(problem: GroupingProblem, column: Ints, group: Ints) -> Floats:
 
 
 def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, goal: float) -> list[Mix]:
-    """Mixes of `steps` counts, best first: those of the seeds and, from the best known on, of their neighbours. Ends
-    at `goal`."""
+    """Mixes of `steps` counts, best first: those of the seeds and then of neighbours of the best. Ends at `goal`."""
     seen: set[tuple[int, ...]] = set()
     queue: list[tuple[float, tuple[int, ...]]] = []
     mixes: list[Mix] = []
@@ -111,7 +110,7 @@ def improve(problem: GroupingProblem, seeds: list[tuple[int, ...]], steps: int, 
 
 
 def polish(problem: GroupingProblem, mix: Mix, kicks: int, goal: float, seed: int) -> Mix:
-    """The mix after `kicks` times sending some sequences elsewhere and descending again; never worse."""
+    """The mix after `kicks` random moves of some sequences, each followed by descent; never worse."""
     draw = np.random.Generator(np.random.PCG64(seed))
     for _ in range(kicks):
         if mix.value <= goal:
@@ -131,11 +130,11 @@ def _fits(problem: GroupingProblem, column: Ints, group: Ints) -> bool:
 
 
 def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: int) -> Mix:
-    """The mix after so many steps of simulated annealing of the time above `goal`, summed over groups; never worse."""
+    """The mix after `steps` steps of simulated annealing of the time above `goal`, summed over groups; never worse."""
     draw = np.random.Generator(np.random.PCG64(seed))
     items, groups = len(mix.group), len(mix.column)
     moved, to = draw.integers(items, size=steps), draw.integers(groups + items, size=steps)
-    # a step that is worse by less than this is taken: Metropolis' rule, drawn beforehand
+    # threshold for accepting a worse step: Metropolis' rule, drawn in advance
     bar = draw.standard_exponential(steps) * goal * np.geomspace(_HOT, _COLD, steps)
     left = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
@@ -146,12 +145,12 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
 
 
 def _tokens(problem: GroupingProblem, column: Ints, group: Ints) -> Ints:
-    """int64 [groups]: tokens that each group holds."""
+    """int64 [groups]: tokens of each group."""
     return np.bincount(group, problem.sizes, len(column)).astype(np.int64)
 
 
 def _filled(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The counts, with idle ranks in groups as large as possible."""
+    """The counts with idle ranks in groups as large as possible."""
     filled, idle = list(counts), problem.ranks - int(np.dot(counts, problem.degrees))
     for c in reversed(range(len(filled))):
         more = idle // int(problem.degrees[c])
@@ -161,7 +160,7 @@ def _filled(problem: GroupingProblem, counts: tuple[int, ...]) -> tuple[int, ...
 
 
 def _neighbours(problem: GroupingProblem, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Counts with one group split into the next smaller degree, or some merged into one of the next larger."""
+    """Counts with one group split to the next smaller degree, or some merged to the next larger."""
     found, degrees = [], problem.degrees.tolist()
     for small in range(len(degrees) - 1):
         parts = -(-degrees[small + 1] // degrees[small])
@@ -180,7 +179,7 @@ def _changed(counts: tuple[int, ...], small: int, more: int, more_large: int) ->
 
 
 def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
-    """A mix with these counts of groups, or None where the spreading finds no room for a sequence."""
+    """A mix with these counts of groups, or None if a sequence finds no room."""
     column = group_of(counts)[::-1].copy()
     rooms = problem.cap * problem.degrees[column]
     group = core.list_schedule(problem.times, problem.sizes, column, rooms)
@@ -188,8 +187,8 @@ def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
 
 
 def descend(problem: GroupingProblem, mix: Mix) -> Mix:
-    """Moves and swaps out of the slowest group, the best first, while the larger of the two times falls; ends after so
-    many looks at a move or swap."""
+    """Descends by moves and swaps out of the slowest group, best first, while the larger of the two times falls; ends
+    after a fixed number of evaluations."""
     found = Mix(mix.column, mix.group.copy(), mix.time.copy())
     rooms = problem.cap * problem.degrees[mix.column]
     core.descend(problem.times, problem.sizes, mix.column, rooms, found.group, found.time)

@@ -1,15 +1,15 @@
 """The two integer programs of FlexSP's problem (its section 4), as PuLP models.
 
-`slots` is the whole problem: x[k, g] sequence k in slot g, y[g] slot g is a group, the largest time is least. Equal
-slots are used in order, and the j-th of them takes no sequence before the j-th, which cuts most of their symmetry.
+`slots` is the whole problem: x[k, g] sequence k in slot g, y[g] slot g is a group, the largest time is minimized. Equal
+slots are used in order, and the j-th of them takes no sequence before the j-th, which breaks most symmetry.
 
-`mix_for` asks less: may some mix keep a time limit T? Groups of a degree are one: x[k, c] sequence k at degree c, n[c]
-groups of it. What n groups hold is bounded by their time and tokens, and by dual feasible functions of both
-(Martello and Toth, 1990; Fekete and Schepers, 2001): numbers f(s) of a sequence's share s of a group whose sum in one
-group is at most 1 whenever the shares' is. With whole numbers for the heaviest sequences and the counts only, it is
-small, and where it has no answer, T is a lower bound. Of many sequences, those of like size are one kind, x[k, c] the
-part of its work done at degree c: each piece of work takes as little as that of any member, so the bound holds, and
-the program does not grow with the sequences.
+`mix_for` is a relaxation: does some mix meet a time limit T? Groups of a degree are merged: x[k, c] sequence k at
+degree c, n[c] groups of it. The contents of n groups are bounded by their time and tokens, and by dual feasible
+functions of both (Martello and Toth, 1990; Fekete and Schepers, 2001): numbers f(s) of a sequence's share s of a group
+whose sum in one group is at most 1 whenever the shares' is. With integer variables for the heaviest sequences and the
+counts only, it is small; if infeasible, T is a lower bound. Many sequences are merged by similar size into kinds, x[k,
+c] the part of a kind's work at degree c: each part takes the least time of any member, so the bound holds, and the
+program does not grow with the sequences.
 
 Needs pulp and highspy: import this inside a function.
 """
@@ -28,21 +28,21 @@ from apportion.planner.solvers.grouping.mixing import Mix, mix_of
 from apportion.planner.solvers.highs import SolverRun, solve_model
 from apportion.planner.solvers.status import Status
 
-# the sequences that get whole numbers in `mix_for`: those that need this share of a rank, but not more than so many
+# integer variables in `mix_for`: for sequences that need this share of a rank, but at most this many
 _HEAVY_SHARE, _MOST_HEAVY = 0.2, 32
-# of more sequences than this, the others are taken together in so many kinds
+# beyond this many sequences, the others are merged into this many kinds
 _MOST_KINDS = 128
-# shares below which a dual feasible function drops a sequence, and above whose complement it counts it whole
+# thresholds of dual feasible functions: smaller shares are dropped, shares above the complement counted as whole
 _DROPPED = (0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.5)
-# multiples by which others round down
+# multiples to which others round down
 _MULTIPLES = (1, 2, 3, 4, 5, 6)
-# groups are taken this much larger, so that shares that fill one exactly are not counted above it
+# relative enlargement of groups, so that shares that fill one exactly are not counted above it
 _SLACK = 1e-9
 
 
 @dataclass(frozen=True)
 class ProgramAnswer:
-    """refuted: proven that nothing keeps the time limit; counts: groups of each degree where an answer was found."""
+    """refuted: True if no mix meets the time limit; counts: groups of each degree of an answer."""
 
     refuted: bool
     counts: tuple[int, ...] | None
@@ -50,28 +50,28 @@ class ProgramAnswer:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Sequences that `mix_for` decides on together. label: int64 [K], the kind of each sequence; part: float64 [K],
-    its weight in the kind, 1 in all; whole: bool [kinds], those of one heavy sequence."""
+    """Kinds of sequences that `mix_for` decides together. label: int64 [K], the kind of each sequence; part: float64
+    [K], its weight in the kind, 1 in total; whole: bool [kinds], True for single heavy sequences."""
 
     label: Ints
     part: Floats
     whole: Bools
 
     def room(self, fits: Bools) -> Floats:
-        """float64 [kinds, degrees]: how much of each kind a degree may take."""
+        """float64 [kinds, degrees]: largest fraction of each kind at a degree."""
         rows = [np.bincount(self.label, self.part * column, len(self.whole)) for column in fits.T]
         most: Floats = np.minimum(np.stack(rows, 1) * (1 + _SLACK), 1.0)
         return most
 
     def least(self, items: Ints, row: Floats) -> Floats:
-        """float64 [kinds]: what a whole kind takes at least, made of whichever of its `items` take least."""
+        """float64 [kinds]: minimum for a whole kind, from the cheapest of its `items`."""
         taken = np.full(len(self.whole), np.inf)
         np.minimum.at(taken, self.label[items], row / self.part[items])
         return np.where(np.isfinite(taken), taken, 0.0)
 
 
 def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer:
-    """Whether some mix may keep a time limit."""
+    """Decides whether some mix may meet a time limit."""
     fits = problem.times <= limit
     if not fits.any(1).all():
         return ProgramAnswer(True, None)
@@ -86,7 +86,7 @@ def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer
         for shares in _shares(problem, kinds, np.flatnonzero(fits[:, c]), c, limit):
             held = [(chosen[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
             model += pulp.LpAffineExpression([*held, (variable, -1.0)]) <= 0
-    # any answer will do: a gap of 100 % stops at the first
+    # any answer is enough: a gap of 100 % stops at the first
     run = solve_model(model, nodes, gap=1.0)
     if run.status in (Status.OPTIMAL, Status.FEASIBLE):
         return ProgramAnswer(False, tuple(round(variable.varValue) for variable in count))
@@ -94,14 +94,14 @@ def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer
 
 
 def _kinds(problem: GroupingProblem, fits: Bools, limit: float) -> _Kinds:
-    """One kind a sequence; of many sequences, those of like size and little work together."""
+    """One kind per sequence; with many sequences, those of similar size and little work are merged."""
     work = np.where(fits, problem.times * problem.degrees, np.inf).min(1)
     heavy = np.zeros(len(work), bool)
     heavy[np.argsort(-work, kind="stable")[:_MOST_HEAVY]] = True
     heavy &= work > _HEAVY_SHARE * limit
     if len(work) <= _MOST_KINDS:
         return _Kinds(np.arange(len(work)), np.ones(len(work)), heavy)
-    # no weight of zero: any weights give a bound, those by work the best
+    # non-zero weights: any weights give a bound, those by work the best
     weight = np.maximum(work, 1e-9 * work.max() or 1.0)
     done = np.cumsum(np.where(heavy, 0.0, weight))
     band = done * _MOST_KINDS // done[-1]
@@ -129,7 +129,7 @@ def _mix_variables(
 def _shares(
     problem: GroupingProblem, kinds: _Kinds, items: Ints, column: int, limit: float
 ) -> Iterator[Floats]:
-    """Different rows of the kinds' shares, each of which adds up to at most 1 in one group."""
+    """Different rows of shares of the kinds, each with a sum of at most 1 in one group."""
     seen: set[bytes] = set()
     room = float(problem.cap * problem.degrees[column]) * (1 + _SLACK)
     for share in (problem.times[items, column] / (limit * (1 + _SLACK)), problem.sizes[items] / room):
@@ -164,8 +164,8 @@ def slots(
     nodes: int,
     gap: float,
 ) -> tuple[Mix | None, SolverRun]:
-    """The best mix with at most `counts` groups of each degree (int64 [degrees]), and how the search ended; bounds
-    are times. The start must be of such counts; the answer is never worse."""
+    """The best mix with at most `counts` groups of each degree (int64 [degrees]), and the solver's run; bounds are
+    times. The start must have such counts; the answer is never worse."""
     column = group_of(counts)
     worst = np.inf if start is None else start.value
     unit = start.value if start else float(problem.times[np.isfinite(problem.times)].max())
@@ -215,7 +215,8 @@ def _start_from(
     time: pulp.LpVariable,
     unit: float,
 ) -> None:
-    """Values of the start: its groups of a degree take that degree's slots in the order of their first sequences."""
+    """Sets variables from the start: groups of a degree take that degree's slots in the order of their first
+    sequences."""
     used, first = np.unique(start.group, return_index=True)
     order = used[np.lexsort((first, start.column[used]))]
     kinds = start.column[order]

@@ -1,7 +1,7 @@
-"""Coarser hypergraphs: vertices that have the same neighbours, as far as parts are known, become one.
+"""Coarsens hypergraphs: merges vertices with the same neighbours, as far as parts are known.
 
-Of a long document, all cells with their queries on one rank and their keys on another make a rectangle; it is cut into
-pieces of a row or several. What moves then are pieces, which share the price of their hyperedges.
+All cells of a long document with queries on one rank and keys on another form a rectangle; it is cut into pieces of one
+or several rows. Pieces then move as a whole and share the price of their hyperedges.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 
 
 def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:
-    """int64 [V]: the vertex that each becomes, numbered from 0; those with a part (not -1) stay alone.
+    """int64 [V]: the merged vertex of each, numbered from 0; those with a part (not -1) stay alone.
 
-    Free ones of one base, whose dearest and cheapest hyperedges have their homes on the same parts, are merged, by
-    hyperedge, up to 1/most of all flops."""
+    Free vertices of one base are merged, by hyperedge, if their most and least expensive hyperedges have homes on the
+    same parts, up to 1/most of all flops.
+    """
     free = part < 0
     edge_of = group_of(np.diff(graph.ptr))
-    owner = np.full(len(graph.price) + 1, -1, np.int64)  # one more, of vertices without any
+    owner = np.full(len(graph.price) + 1, -1, np.int64)  # plus one for vertices without hyperedges
     held = ~free[graph.pins]
     owner[edge_of[held]] = part[graph.pins[held]]
     order = np.argsort(graph.price[edge_of], kind="stable")
@@ -39,7 +40,7 @@ def merge(graph: Graph, part: Ints, base: Ints, flops: Ints, most: int) -> Ints:
 
 
 def contract(graph: Graph, merged: Ints, count: int) -> Graph:
-    """The hypergraph of `count` merged vertices, int64 [V]; hyperedges stay, each vertex once in each."""
+    """The hypergraph of `count` merged vertices, int64 [V]; hyperedges are kept, with each vertex once."""
     edge_of = group_of(np.diff(graph.ptr))
     pairs = np.unique(edge_of * count + merged[graph.pins])
     ptr = offsets(np.bincount(pairs // count, minlength=len(graph.price)))

@@ -1,4 +1,4 @@
-"""Hypergraphs as columns, as the compiled core reads them."""
+"""Hypergraphs as columns for the compiled core."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Graph(NamedTuple):
 
 
 def graph_of(ptr: Ints, pins: Ints, price: Ints, vertices: int) -> Graph:
-    """A Graph of hyperedges as CSR."""
+    """Builds a Graph from hyperedges in CSR form."""
     return Graph(ptr, pins, *core.incidence(ptr, pins, vertices), price)

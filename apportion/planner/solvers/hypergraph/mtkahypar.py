@@ -1,11 +1,10 @@
-"""Mt-KaHyPar (Gottesbüren et al., 2022): homes and compute at once, then compute again where tokens have their homes.
+"""Mt-KaHyPar (Gottesbüren et al., 2022): homes and compute together, then compute again with fixed homes.
 
-It knows one weight a vertex and one bound. So first a vertex weighs what it has of both, and parts are about even in
-the sum; vertices with tokens for which their part has no room go where our greedy puts them. Then these are fixed, with
-a weight of 1, for 0 makes it hang or die, and the others weigh their compute. It is asked for nodes first and for the
-ranks of all nodes then, each time in a child process with one thread; what it says is checked and repaired, for it also
-returns partitions that are out of balance. Where it has no answer, or dies, the greedy's moves decide, and the result's
-limit says so (engine).
+It supports one weight per vertex and one bound. So first a vertex weighs the sum of both shares, and parts are about
+even in the sum; vertices with tokens that do not fit their part are placed by our greedy. Then these are fixed, with
+weight 1, since 0 makes it hang or crash, and the others weigh their compute. It partitions nodes first, then the ranks
+of all nodes, each time in a child process with one thread; results are checked and repaired, since they may be
+unbalanced. If it fails or crashes, the greedy's moves decide, and the result's limit is `engine`.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from apportion.planner.solvers.hypergraph.solver import better, level, partition
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.status import Budget, Limit
 
-# More free vertices of a job are merged to about so many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
+# Free vertices of a job are merged down to about this many. On 64 ranks (48,000 cells) 1,000 took 13 s and 10,000 51 s,
 # for no gain.
 MOST_VERTICES = 1_000
-# its weights and the sum of its prices are 32-bit
+# the engine's weights and the sum of its prices are 32-bit
 _LARGEST = 2**30
-# of a rank's share, in the weight of both
+# resolution of a rank's share, in the combined weight
 _UNITS = 1e6
-# by path, and without its folder to import from: it needs nothing of ours
+# by path, without its folder on the import path: it imports nothing of this package
 _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
-    """Raises MissingDependencyError."""
+    """Solves by the engine. Raises MissingDependencyError."""
     if find_spec("mtkahypar") is None:
         raise MissingDependencyError("mtkahypar", "solvers", "solver mtkahypar")
     return partition(problem, _spread, _homes)
 
 
 def _homes(problem: HypergraphProblem) -> Ints:
-    """int64 [V]: ranks of vertices with tokens, -1 of others and of those that no rank has room for."""
+    """int64 [V]: ranks of vertices with tokens, -1 for others and for those without room on any rank."""
     fixed, held = problem.bound_to, problem.tokens > 0
     if not (held & (fixed < 0)).any():
         return place_tokens(problem)
@@ -69,7 +68,8 @@ def _homes(problem: HypergraphProblem) -> Ints:
 
 
 def _of_both(problem: HypergraphProblem) -> HypergraphProblem:
-    """The problem with one weight: a vertex's share of all compute, and of all tokens, in millionths of a rank's."""
+    """The problem with one weight per vertex: its shares of all compute and of all tokens, in millionths of a
+    rank's."""
     weights = np.zeros(len(problem.flops))
     for own in (problem.flops, problem.tokens):
         weights += own * (_UNITS * problem.ranks / max(1, int(own.sum())))
@@ -82,25 +82,25 @@ def _of_both(problem: HypergraphProblem) -> HypergraphProblem:
 
 
 def _parts(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
-    """Ranks by the engine alone, nodes first, and why there are none."""
+    """Ranks by the engine alone, nodes first, and the limit if it fails."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
     per_node, none = problem.ranks_per_node, np.zeros(len(homes), np.int64)
     node, limit = np.where(homes < 0, -1, homes // per_node), None
     if problem.nodes > 1:
         everything = [(np.arange(len(homes)), 0)]
-        limit = _asked(graph, problem, everything, node, none, problem.flops_caps[0], problem.nodes)
+        limit = _assign(graph, problem, everything, node, none, problem.flops_caps[0], problem.nodes)
         if limit is not None:
             return homes, limit
     else:
         node = none
     rank = homes.copy()
     members = [(np.flatnonzero(node == n), n * per_node) for n in range(problem.nodes)]
-    limit = _asked(graph, problem, members, rank, node * per_node, problem.flops_caps[1], per_node)
+    limit = _assign(graph, problem, members, rank, node * per_node, problem.flops_caps[1], per_node)
     return np.where(rank < 0, node * per_node, rank), limit
 
 
 def _spread(problem: HypergraphProblem, homes: Ints) -> tuple[Ints, Limit | None]:
-    """As the greedy's: nodes, then ranks."""
+    """As the greedy's `spread`: nodes, then ranks."""
     per_node, count = problem.ranks_per_node, len(homes)
     node: Ints = np.zeros(count, np.int64)
     limit = None
@@ -121,17 +121,17 @@ def _level(
     caps: Ints,
     span: int,
 ) -> tuple[Ints, Limit | None]:
-    """Parts of one level: the engine's answer repaired, or the greedy's where that is better or there is no other."""
+    """Parts of one level: the engine's answer, repaired, or the greedy's if that is better or the engine fails."""
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(part))
     asked = part.copy()
-    limit = _asked(graph, problem, members, asked, base, caps, span)
+    limit = _assign(graph, problem, members, asked, base, caps, span)
     found = level(graph, problem, part, base, span, caps)
     if limit is not None:
         return found, limit
     return better(problem, level(graph, problem, asked, base, span, caps), found, caps), None
 
 
-def _asked(
+def _assign(
     graph: Graph,
     problem: HypergraphProblem,
     members: Sequence[tuple[Ints, int]],
@@ -140,9 +140,10 @@ def _asked(
     caps: Ints,
     span: int,
 ) -> Limit | None:
-    """Gives the members of each job a part in [base, base + span) of `part`, in place, where they have none (-1).
+    """Assigns the members of each job without a part (-1) one in [base, base + span) of `part`, in place.
 
-    members: (vertices, base) of each job. Returns why the engine has no answer, then nothing is given."""
+    members: (vertices, base) of each job. Returns the limit if the engine fails; `part` is then unchanged.
+    """
     free = part < 0
     wanted = [(vertices, low) for vertices, low in members if free[vertices].any() and span > 1]
     merged: Ints = np.arange(len(part))
@@ -163,7 +164,7 @@ def _asked(
 
 
 def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, base: int, caps: Ints) -> Job:
-    """The part of the hypergraph that these vertices make, in the engine's numbers."""
+    """The subhypergraph of these vertices, in the engine's numbers."""
     count = int(merged.max()) + 1
     place = np.full(len(problem.flops), -1, np.int64)
     place[vertices] = merged
@@ -188,7 +189,7 @@ def _job(problem: HypergraphProblem, vertices: Ints, merged: Ints, part: Ints, b
 
 
 def _run(jobs: list[Job]) -> list[Ints] | Limit:
-    """A partition of each job, or why there is none."""
+    """A partition for each job, or the limit if there is none."""
     if not jobs:
         return []
     stream = BytesIO()

@@ -1,4 +1,4 @@
-"""The process in which Mt-KaHyPar runs: it holds the interpreter's lock, may crash, and cannot be interrupted.
+"""Child process for Mt-KaHyPar, which holds the interpreter's lock, may crash, and cannot be interrupted.
 
 Reads from standard input, as consecutive arrays of `numpy.save`: the number of jobs, then of each weights, fixed
 (part or -1), ptr, pins, price and the largest weight of each part. Writes a partition for each.
@@ -23,22 +23,22 @@ COLUMNS = 6
 
 
 def write(stream: Any, arrays: Sequence[Ints]) -> None:
-    """Arrays one after another."""
+    """Writes arrays consecutively."""
     for array in arrays:
         np.save(stream, array, allow_pickle=False)
 
 
 def read(stream: Any, count: int) -> list[Ints]:
-    """So many arrays. Raises ValueError or EOFError where they are not there."""
+    """Reads `count` arrays. Raises ValueError or EOFError if they are missing."""
     return [np.load(stream, allow_pickle=False) for _ in range(count)]
 
 
 def main() -> None:
-    """One partition a job."""
+    """Partitions all jobs."""
     held = BytesIO(sys.stdin.buffer.read())
     (jobs,) = read(held, 1)
     engine = import_module("mtkahypar")
-    start = engine.initialize(1, False)  # one thread; the deterministic presets give the same with two
+    start = engine.initialize(1, False)  # one thread; the deterministic presets give the same result with two
     for _ in range(int(jobs[0])):
         weights, fixed, ptr, pins, price, caps = read(held, COLUMNS)
         write(sys.stdout.buffer, [_partition(engine, start, (weights, fixed, ptr, pins, price, caps))])

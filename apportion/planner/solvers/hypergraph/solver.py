@@ -1,8 +1,8 @@
 """Balanced k-way partitioning of hypergraphs under two constraints, nodes before ranks (DCP, section 4.2).
 
-Vertices with tokens are placed with those that are tied to them (`tokens`), then the others by themselves, and both
-balances are repaired (the compiled core's `hypergraph_moves.cpp`), first over nodes, then over the ranks of each. In
-the end both change ranks together (`hypergraph_joint.cpp`). An engine may take the place of the first two steps.
+Vertices with tokens are placed together with those most connected to them (`tokens`), then the others separately, and
+both balances are repaired (the compiled core's `hypergraph_moves.cpp`), first over nodes, then over the ranks of each.
+Finally both change ranks jointly (`hypergraph_joint.cpp`). An engine may replace the first two steps.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-#: (problem, rank of the vertices with tokens) -> a rank for every vertex, and what cut the search
+#: (problem, rank of the vertices with tokens) -> a rank for every vertex, and the limit that ended the search
 Engine = Callable[[HypergraphProblem, Ints], tuple[Ints, Limit | None]]
 
-# Free vertices are merged to about so many a rank, where there are more (of 4 to 128, for log-normal batches).
+# Free vertices are merged down to about this many per rank (4 to 128 were tried, for log-normal batches).
 PIECES = 16
-# One more node costs so many times what one more rank does: links between nodes are about so much slower.
+# Cost of one more node relative to one more rank: links between nodes are about this much slower.
 FAR = 10
-# rounds of hashing that tell vertices apart by what is around them
+# rounds of hashing that distinguish vertices by their neighbourhoods
 _ROUNDS = 3
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
-    """The greedy. It ends by itself."""
+    """The greedy solver. It ends by itself."""
     return partition(problem, lambda case, homes: (spread(case, homes), None))
 
 
 def quick(problem: HypergraphProblem) -> Ints:
-    """int64 [V]: what the greedy begins with, to compare homes by, where all vertices with tokens are fixed. It depends
-    on the order of the vertices."""
+    """int64 [V]: the greedy's initial answer, for comparing homes, with all vertices with tokens fixed. It depends on
+    the order of the vertices."""
     return spread(problem, problem.bound_to, thorough=False)
 
 
@@ -50,10 +50,11 @@ def partition(
     engine: Engine,
     place_homes: Callable[[HypergraphProblem], Ints] = place_tokens,
 ) -> Sides:
-    """Homes for vertices with tokens (-1 where none has room), the rest by an engine, both refined together, checked.
+    """Places vertices with tokens (-1 without room), the rest by an engine; refines both jointly and checks the result.
 
-    FEASIBLE where both constraints hold at both levels, OPTIMAL where the value is the bound, else NO_SOLUTION, or
-    INFEASIBLE where a fixed vertex or a single one is too much."""
+    FEASIBLE if both constraints hold at both levels, OPTIMAL if the value equals the bound, else NO_SOLUTION, or
+    INFEASIBLE if fixed vertices or a single one exceed a limit.
+    """
     bound = lower_bound(problem)
     if _hopeless(problem):
         return _without(problem, Termination(Status.INFEASIBLE, bound))
@@ -70,8 +71,8 @@ def partition(
 
 
 def spread(problem: HypergraphProblem, homes: Ints, thorough: bool = True) -> Ints:
-    """int64 [V]: ranks for all vertices where those with tokens have their homes, nodes first.
-    thorough: whether to try all that `level` can."""
+    """int64 [V]: ranks for all vertices with given homes of those with tokens, nodes first. thorough: try all methods
+    of `level`."""
     per_node, free = problem.ranks_per_node, homes < 0
     graph = graph_of(problem.ptr, problem.pins, problem.price, len(homes))
     node = np.where(free, -1, homes // per_node)
@@ -93,8 +94,8 @@ def level(
     cap: Ints,
     thorough: bool = True,
 ) -> Ints:
-    """int64 [V]: parts in [base, base + span) for vertices that have none, and for others without tokens that repair
-    moves. thorough: move groups of vertices too, and on the level of ranks start from pieces as well."""
+    """int64 [V]: parts in [base, base + span) for vertices without one, and for others without tokens that repair
+    moves. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
     movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
     found = core.spread(graph, part, base, movable, flops, cap, span, thorough)
     few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
@@ -105,7 +106,7 @@ def level(
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
-    """The parts, int64 [V], that are less above the caps, and among equals those of less value; `one` of equals."""
+    """The parts, int64 [V], with the smaller excess over the caps, then the smaller value; `one` among equals."""
 
     def merit(part: Ints) -> tuple[float, float]:
         over = np.bincount(part, problem.flops, len(cap)) - cap
@@ -115,7 +116,7 @@ def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Int
 
 
 def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap: Ints) -> Ints:
-    """The parts where what is free moves in pieces: better for long sequences over many ranks, worse for others."""
+    """The parts after moving free vertices in pieces: better for long sequences over many ranks, worse for others."""
     free = part < 0
     merged = merge(graph, part, base, flops, PIECES * len(cap))
     count = int(merged.max()) + 1
@@ -128,8 +129,8 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
 
 
 def together(problem: HypergraphProblem, rank: Ints) -> Ints:
-    """int64 [V]: the ranks of an answer after moves of homes and compute that gain, one more node a hyperedge being as
-    dear as FAR more ranks."""
+    """int64 [V]: the ranks of an answer after improving joint moves of homes and compute, one more node per hyperedge
+    costing as much as FAR more ranks."""
     graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.bound_to < 0
     caps = (problem.flops_caps[1], problem.tokens_caps[1], problem.flops_caps[0], problem.tokens_caps[0])
     return core.refine_together(
@@ -138,7 +139,7 @@ def together(problem: HypergraphProblem, rank: Ints) -> Ints:
 
 
 def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
-    """The answer of these ranks, int64 [V], with which both constraints hold, after moves that gain."""
+    """The answer for these ranks, int64 [V], which meet both constraints, after improving moves."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
     movable = (problem.tokens == 0) & (problem.bound_to < 0)
     moved = core.polish(graph, rank, rank // span * span, movable, problem.flops, problem.flops_caps[1], span)
@@ -146,7 +147,7 @@ def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sid
 
 
 def holds(problem: HypergraphProblem, rank: Ints) -> bool:
-    """Whether every vertex has a rank, its own where it is fixed, and both constraints hold for nodes and ranks."""
+    """True if every vertex has a rank, its own if fixed, and both constraints hold for nodes and ranks."""
     fixed = problem.bound_to
     if (rank < 0).any() or (rank >= problem.ranks).any() or (rank != fixed)[fixed >= 0].any():
         return False
@@ -159,7 +160,7 @@ def holds(problem: HypergraphProblem, rank: Ints) -> bool:
 
 
 def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | None) -> Sides:
-    """An answer with what it is worth."""
+    """An answer with its values."""
     value = connectivity(problem, rank, problem.ranks)
     between = connectivity(problem, rank // problem.ranks_per_node, problem.nodes)
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
@@ -169,7 +170,7 @@ def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | 
 
 
 def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
-    """The fullest rank over its share, less 1; 0 where there is no weight."""
+    """The fullest rank over its share, less 1; 0 without weight."""
     used = np.bincount(rank, weights, len(shares))
     total = float(used.sum())
     return float((used / shares).max() * shares.sum() / total - 1) if total else 0.0
@@ -182,8 +183,8 @@ def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
 
 
 def lower_bound(problem: HypergraphProblem) -> float:
-    """A hyperedge spans at least the ranks that its vertices are fixed to, and what hangs together and needs n ranks
-    is held together by n - 1 crossings of hyperedges, each at least as dear as its cheapest."""
+    """Lower bound: a hyperedge spans at least the ranks of its fixed vertices, and a connected component that needs n
+    ranks has n - 1 crossings of hyperedges, each at least as expensive as its cheapest."""
     fixed = problem.bound_to
     by_edge = connectivity(problem, fixed, problem.ranks)
     count = len(fixed)
@@ -202,9 +203,8 @@ def lower_bound(problem: HypergraphProblem) -> float:
 
 
 def canonical(problem: HypergraphProblem) -> tuple[Ints, HypergraphProblem]:
-    """Vertices and hyperedges in an order that depends on what they are, not on where they stood, so that the value
-    does not depend on it either: by hashes of their weights and of what is around them. Returns the order of the
-    vertices and the problem in it."""
+    """Sorts vertices and hyperedges by hashes of their weights and neighbourhoods, so that the value does not depend on
+    their original order. Returns the order of the vertices and the problem in it."""
     mark, edge_mark = _marks(problem)
     order, edges = np.argsort(mark, kind="stable"), np.argsort(edge_mark, kind="stable")
     place = np.empty(len(order), np.int64)
@@ -252,7 +252,7 @@ def _mixed(*columns: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def _hopeless(problem: HypergraphProblem) -> bool:
-    """Whether one vertex, or what is fixed to a rank, is more than a rank may have."""
+    """True if one vertex, or all fixed to one rank, exceed a rank's limit."""
     fixed = problem.bound_to
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
         used = np.zeros(problem.ranks, np.int64)

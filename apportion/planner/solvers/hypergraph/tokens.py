@@ -1,10 +1,10 @@
-"""Homes for the vertices that have tokens, before anything else is decided (DCP, section 4.2, fixes tokens and compute
-at once; no partitioner keeps both balances, so here tokens come first).
+"""Homes for the vertices with tokens, decided first (DCP, section 4.2, fixes tokens and compute together; no
+partitioner keeps both balances, so here tokens come first).
 
-Every vertex without tokens is counted with the one it is dearest tied to (compute with its queries), which makes
-clusters of two weights. Clusters are placed by falling density, flops a token; what hangs together and is small is
-placed as one. A cluster goes where its hyperedges already are, unless that rank would end with too many flops if its
-free room filled up with the average of what is left: so dense clusters spread, and sparse ones fill up.
+Every vertex without tokens joins the one with the most expensive connection (compute joins its queries), which makes
+clusters with two weights. Clusters are placed by falling density, flops per token; small connected components are
+placed as one. A cluster goes to the rank of its hyperedges, unless that rank would have too many flops after filling
+its room with average remaining clusters: so dense clusters spread, and sparse ones fill up.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from apportion.ir.arrays import Ints
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph.graph import graph_of
 
-# Of 0.5 to 50: from 1 to 8 bytes hardly differ, but with less a few ranks send and receive most of them. Exchanging
-# homes afterwards evens that, in nodes (`place/dcp/links.py`).
+# Of 0.5 to 50: results from 1 to 8 hardly differ in bytes, but with less a few ranks send and receive most of them.
+# Exchanging homes afterwards evens that out inside nodes (`place/dcp/links.py`).
 SPREAD = 4.0
 
 
 @dataclass(frozen=True)
 class Clusters:
-    """vertex: int64 [C], the vertex with tokens; flops, tokens: int64 [C]; hyperedges over clusters as CSR, those with
-    a single one left out."""
+    """Clusters of vertices. vertex: int64 [C], the vertex with tokens; flops, tokens: int64 [C]; hyperedges over
+    clusters as CSR, without those of a single cluster."""
 
     vertex: Ints
     flops: Ints
@@ -38,9 +38,10 @@ class Clusters:
 
 
 def place_tokens(problem: HypergraphProblem, spread: float = SPREAD) -> Ints:
-    """int64 [V]: the rank of each vertex with tokens, nodes first; -1: of others, and where no rank had room.
+    """int64 [V]: the rank of each vertex with tokens, nodes first; -1 for others, and without room.
 
-    spread: how much flops above a cap count, against hyperedges that are torn, in mean prices a flop."""
+    spread: cost of flops above a cap relative to cut hyperedges, in mean prices per flop.
+    """
     clusters = cluster(problem)
     per_node, count = problem.ranks_per_node, len(clusters.vertex)
     node_fixed = np.where(clusters.fixed < 0, -1, clusters.fixed // per_node)
@@ -57,7 +58,7 @@ def place_tokens(problem: HypergraphProblem, spread: float = SPREAD) -> Ints:
 
 
 def cluster(problem: HypergraphProblem) -> Clusters:
-    """Clusters of a problem."""
+    """Builds the clusters of a problem."""
     vertex = np.flatnonzero((problem.tokens > 0) | (problem.bound_to >= 0))
     index = np.full(len(problem.flops), -1, np.int64)
     index[vertex] = np.arange(len(vertex))
@@ -70,7 +71,7 @@ def cluster(problem: HypergraphProblem) -> Clusters:
 def _level(
     clusters: Clusters, fixed: Ints, base: Ints, span: int, caps: tuple[Ints, Ints], spread: float
 ) -> Ints:
-    """int64 [C]: the part of each cluster among [base, base + span), -1 where none had room."""
+    """int64 [C]: the part of each cluster among [base, base + span), -1 without room."""
     part, low = np.where(base < 0, -2, fixed), np.maximum(base, 0)
     graph = graph_of(clusters.ptr, clusters.pins, clusters.price, len(part))
     rate = spread * float(clusters.price.sum()) / max(1.0, float(clusters.flops.sum()))

@@ -1,1 +1,1 @@
-"""Weighted items to bins."""
+"""Partition solvers: weighted items to bins."""

@@ -2,9 +2,9 @@
 
     minimise T;  sum over bins of x[item, bin] = 1;  sum over items of weight * x <= T * speed, of size * x <= cap
 
-Bins of equal speed that every item may use are alike: of the heaviest items, the i-th is kept to the first i of these.
-A program of more choices than `USUAL`, where the budget says how many nodes than `MOST`, is not built, and the start
-stands: its root alone takes seconds, which no limit of nodes cuts.
+Bins of equal speed open to every item are interchangeable: the i-th heaviest item is restricted to the first i of
+these. A program with more choices than `USUAL` (`MOST` for an explicit node budget) is not built, and the start is
+returned: its root alone takes seconds, which no node limit bounds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import swap
 from apportion.planner.solvers.status import Budget, Limit, Status, Termination
 
-# choices (items x bins) of a program: where the budget says nothing, and where it names its nodes
+# choices (items x bins) of a program: by default, and for an explicit node budget
 USUAL, MOST = 256, 6_000
-# Where the budget says nothing, nodes of the search tree times choices, of any size: about a second.
+# Default product of search-tree nodes and choices, for any size: about a second.
 EFFORT = 50_000
-# what HiGHS may miss a value by
+# tolerance of HiGHS
 _TOLERANCE = 1e-6
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """Never worse than `swap`. OPTIMAL where value and bound agree; FEASIBLE or NO_SOLUTION with the limit that came
-    first; INFEASIBLE where that is proven; all within 1e-6. Raises MissingDependencyError."""
+    """Solves exactly; never worse than `swap`. OPTIMAL if value and bound agree; FEASIBLE or NO_SOLUTION with the first
+    limit reached; INFEASIBLE if proven; all within 1e-6. Raises MissingDependencyError."""
     start = swap.solve(problem, budget)
     end = start.termination
     if end.status in (Status.OPTIMAL, Status.INFEASIBLE) or not len(problem.weights):
@@ -44,7 +44,7 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
 def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> Partition:
     from apportion.planner.solvers.highs import solve_model
 
-    # sorted, so that the order of the items does not count
+    # sorted, so that the order of the items does not matter
     order = np.lexsort((_restriction(problem), -problem.sizes, -problem.weights))
     end = start.termination
     scale = max(1.0, end.bound)  # T is about 1
@@ -65,7 +65,7 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> 
     for place, item in enumerate(order.tolist()):
         found[item] = max(chosen[place], key=lambda bin_: chosen[place][bin_].varValue)
     value = _value(problem, found)
-    if value is None:  # what HiGHS takes for an answer is none in integers
+    if value is None:  # HiGHS's answer is not integral
         return Partition(start.bin, replace(end, limit=Limit.ENGINE))
     if end.value is not None and value > end.value:
         found, value = start.bin, end.value
@@ -78,7 +78,7 @@ def _by_program(problem: PartitionProblem, start: Partition, budget: Budget) -> 
 
 
 def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, list[dict[int, Any]], Any]:
-    """The program, its choices (of each item in `order`: bin -> variable), and T."""
+    """The program, its choices (bin -> variable for each item in `order`), and T."""
     import pulp
 
     model = pulp.LpProblem("partition", pulp.LpMinimize)
@@ -102,7 +102,7 @@ def _model(problem: PartitionProblem, order: Ints, scale: float) -> tuple[Any, l
 
 
 def _restriction(problem: PartitionProblem) -> Ints:
-    """int64 [K]: equal numbers for equal `allowed`, in their order."""
+    """int64 [K]: equal numbers for equal `allowed`, sorted by it."""
     if problem.allowed is None:
         return np.zeros(len(problem.weights), np.int64)
     sets = [tuple(bins or ()) for bins in problem.allowed]
@@ -111,7 +111,7 @@ def _restriction(problem: PartitionProblem) -> Ints:
 
 
 def _value(problem: PartitionProblem, found: Ints) -> float | None:
-    """The heaviest bin; None where one is over its cap."""
+    """The heaviest bin's weight over speed; None if a bin exceeds its cap."""
     load, used = np.zeros(problem.bins, np.int64), np.zeros(problem.bins, np.int64)
     np.add.at(load, found, problem.weights)
     np.add.at(used, found, problem.sizes)

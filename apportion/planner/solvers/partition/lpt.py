@@ -1,13 +1,13 @@
 """Longest processing time first, under a size cap.
 
-K weights and sizes go to N bins of unequal speed; the heaviest bin (weight over speed) is made light. Items are taken
-by falling weight, those that only some bins may take before the others; each goes to the least loaded bin that has
-room. Without the cap and on equal bins the result is at most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section
-4.1 and its appendix) places blocks in this way.
+Assigns K weights and sizes to N bins of unequal speed, to minimize the heaviest bin (weight over speed). Items are
+taken by falling weight, restricted items before the others; each goes to the least loaded bin with room. Without the
+cap and on equal bins the result is at most 4/3 - 1/(3N) of the optimum (Graham, 1969); FCP (section 4.1 and its
+appendix) places blocks in this way.
 
-`solve_near` asks a little less: a bin that holds less than the least loaded one would with the item is as good, and of
-these it takes the lightest in a zone that has some of the item's family, where there is one. So a document's blocks
-gather on few nodes, while bins differ no more than by the items that are left.
+`solve_near` is less strict: any bin that now has less than the least loaded one would have with the item is accepted,
+and of these it takes the lightest in a zone with members of the item's family, if there is one. So a document's blocks
+gather on few nodes, while bins differ at most by the remaining items.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """LPT. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room, these are at
-    bin -1. It ends by itself, so the budget is not looked at."""
+    """LPT. FEASIBLE with the makespan bound, OPTIMAL if it is reached; items without room have bin -1. It ends by
+    itself, without a budget."""
     return _solve(replace(problem, families=None))
 
 
 def solve_near(problem: PartitionProblem, budget: Budget) -> Partition:
-    """The same; of bins that are about as light, one of a zone where items of the same family are."""
+    """As `solve`, but among about equally light bins prefers zones with items of the same family."""
     return _solve(problem)
 
 
 def _solve(problem: PartitionProblem) -> Partition:
     group, group_ptr, group_bins = _groups(problem.allowed, len(problem.weights))
     choice = np.diff(group_ptr)
-    choice[0] = problem.bins  # the least free go first, or others take their room
+    choice[0] = problem.bins  # the most restricted first, or others take their room
     rates, columns = problem.rates, (problem.weights, problem.sizes, problem.caps)
     weights, sizes, caps = (np.ascontiguousarray(column, np.int64) for column in columns)
     near = _near(problem)
@@ -49,7 +49,7 @@ def _solve(problem: PartitionProblem) -> Partition:
     if len(choice) > 1:
         keys.append(choice[group])
     order = np.lexsort(keys)
-    with np.errstate(over="ignore"):  # at a speed of next to nothing
+    with np.errstate(over="ignore"):  # at near-zero speed
         assigned, load = core.assign(order, weights, sizes, rates, caps, group, group_ptr, group_bins, near)
         bound, value = makespan_bound(weights, rates), float((load / rates).max())
     if (assigned >= 0).all():
@@ -60,8 +60,8 @@ def _solve(problem: PartitionProblem) -> Partition:
 
 
 def makespan_bound(weights: Ints, speeds: Floats) -> float:
-    """A lower bound of the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole: of the
-    k*N + 1 heaviest items some bin takes k + 1, at least the k + 1 lightest of them."""
+    """A lower bound of the busiest bin's weight over speed: mean load, heaviest item, and the pigeonhole: of the k*N +
+    1 heaviest items some bin gets k + 1, at least as heavy as the k + 1 lightest of them."""
     if not len(weights) or not weights.any():
         return 0.0
     bins, fastest = len(speeds), float(speeds.max())
@@ -86,11 +86,11 @@ def _groups(allowed: Sequence[tuple[int, ...] | None] | None, items: int) -> tup
     return group, ptr, np.fromiter(chain.from_iterable(distinct), np.int64, ptr[-1])
 
 
-class _Near(NamedTuple):
-    """Who is near whom; all empty where nobody is.
+class _Affinity(NamedTuple):
+    """Families and zones; all empty if unused.
 
-    family: int64 [K], of items that have relatives, else -1; zone: int64 [bins]; zone_ptr, zone_bins: the bins of each
-    zone as CSR.
+    family: int64 [K], of items with a family, else -1; zone: int64 [bins]; zone_ptr, zone_bins: the bins of each zone
+    as CSR.
     """
 
     family: Ints
@@ -100,10 +100,10 @@ class _Near(NamedTuple):
 
 
 _NONE = np.zeros(0, np.int64)
-_NOBODY = _Near(_NONE, _NONE, _NONE, _NONE)
+_NOBODY = _Affinity(_NONE, _NONE, _NONE, _NONE)
 
 
-def _near(problem: PartitionProblem) -> _Near:
+def _near(problem: PartitionProblem) -> _Affinity:
     if problem.families is None or problem.zones is None:
         return _NOBODY
     _, family, count = np.unique(problem.families, return_inverse=True, return_counts=True)
@@ -111,7 +111,7 @@ def _near(problem: PartitionProblem) -> _Near:
     if len(bins) == 1 or not (count > 1).any():
         return _NOBODY
     alone = count[family] == 1
-    return _Near(
+    return _Affinity(
         np.where(alone, -1, family),
         zone,
         offsets(bins),

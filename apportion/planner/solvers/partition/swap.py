@@ -1,14 +1,14 @@
-"""Longest processing time first, then items of the heaviest bin change places with those of a lighter one.
+"""LPT, then local search by exchanges between the heaviest bin and a lighter one.
 
-Under a size cap LPT ends uneven: bins that are full early stay light, others get what is left. Where work grows faster
-than size, what is heavier is larger too, so one item goes for two:
+Under a size cap LPT ends uneven: bins that fill early stay light, others get the rest. If work grows faster than size,
+heavier items are larger too, so one item is exchanged for two:
 
     heavy bin    ■■■■■■■■ a             a, for b and c: less work, as much size
     light bin    ■■■■■ b    ■■ c
 
 A step takes the heaviest bin and, of a few of the lightest bins first, then of all, the exchange of one item for none,
-one or two after which the heavier of the two bins is lightest. It ends where none helps, or where the heaviest bin is
-nearly as light as the bound.
+one or two after which the heavier of the two bins is lightest. It ends if none helps, or if the heaviest bin is close
+enough to the bound.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from apportion.planner.solvers.contracts import Partition, PartitionProblem
 from apportion.planner.solvers.partition import lpt
 from apportion.planner.solvers.status import Budget, Status, Termination
 
-#: how near to the bound is enough
+#: accepted distance to the bound
 ENOUGH = 5e-4
-#: float64 counts up to here; the rate of a bin that holds nothing
+#: largest exact integer of float64; rate of an empty bin
 EXACT, TINY = 2.0**52, 1e-9
 
 
 def solve(problem: PartitionProblem, budget: Budget) -> Partition:
-    """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL where it is reached; where some items have no room,
-    these are at bin -1. It ends by itself."""
+    """LPT, improved. FEASIBLE with the makespan bound, OPTIMAL if it is reached; items without room have bin -1. It
+    ends by itself."""
     order = _canonical(problem)
     allowed = None if problem.allowed is None else [problem.allowed[item] for item in order.tolist()]
     weights, sizes = problem.weights[order], problem.sizes[order]
@@ -42,7 +42,7 @@ def solve(problem: PartitionProblem, budget: Budget) -> Partition:
 
 
 def _canonical(problem: PartitionProblem) -> Ints:
-    """An order of the items in which only equal ones stand as they were given."""
+    """A canonical order of the items, in which only equal ones keep their given order."""
     restrictions = [()] * len(problem.weights) if problem.allowed is None else problem.allowed
     bins = [tuple(some or ()) for some in restrictions]
     number = {some: place for place, some in enumerate(sorted(set(bins)))}
@@ -66,8 +66,8 @@ def _solve(problem: PartitionProblem, budget: Budget) -> Partition:
 
 
 def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
-    """Where all items have room: their sizes, not their weights, made even. None where that is not found, or where
-    sums might not be exact."""
+    """An answer by balancing sizes instead of weights, so that all items have room. None if not found, or if sums might
+    not be exact."""
     sizes, caps = problem.sizes, problem.caps
     if float(sizes.astype(np.float64).sum()) > EXACT:
         return None
@@ -82,7 +82,7 @@ def _by_size(problem: PartitionProblem, budget: Budget) -> Partition | None:
 
 
 def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float) -> None:
-    """Until no bin's weight over `rates` is above the goal, or nothing helps; in place."""
+    """Improves in place, until no bin's weight over `rates` is above the goal, or nothing helps."""
     order = np.lexsort((bins, problem.weights, problem.sizes))
     columns = (problem.weights, problem.sizes, problem.caps)
     weights, sizes, caps = (np.ascontiguousarray(column, np.int64) for column in columns)
@@ -90,7 +90,7 @@ def _improve(bins: Ints, problem: PartitionProblem, rates: Floats, goal: float) 
 
 
 def _allowed(problem: PartitionProblem) -> Bools:
-    """bool [K, bins], or [0, bins] where any bin will do for all."""
+    """bool [K, bins]: allowed bins, or [0, bins] if all items allow any."""
     if problem.allowed is None or not any(problem.allowed):
         return np.zeros((0, problem.bins), bool)
     allowed = np.ones((len(problem.weights), problem.bins), bool)
