@@ -1,7 +1,7 @@
-"""Measures planning: milliseconds, balance, bytes and sizes of plans, as rows that a machine can read.
+"""Measures planning: milliseconds, balance, bytes and sizes of plans, as machine-readable rows.
 
-Planning is timed from the parsed batch to the encoded bytes of all ranks, forward and backward; verification
-is timed by itself. One warm-up run comes first, so that neither imports nor cold caches are counted.
+Planning is timed from the parsed batch to the encoded bytes of all ranks, forward and backward; verification is timed
+separately. A warm-up run comes first, so that imports and cold caches are not counted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ RANKS_PER_NODE = 8
 
 
 def ranks_per_node(ranks: int) -> int:
-    """8, or the largest divisor of `ranks` below it."""
+    """8, or the largest smaller divisor of `ranks`."""
     return max(d for d in range(1, RANKS_PER_NODE + 1) if ranks % d == 0)
 
 
 def cluster_of(ranks: int, per_node: int | None = None, hardware: Hardware | None = None) -> Cluster:
-    """`ranks` ranks with the links of the hardware (None: the documented default links), `per_node` of them a node
-    (None: `ranks_per_node`)."""
+    """A cluster of `ranks` ranks, `per_node` per node (None: `ranks_per_node`), with the links of the hardware (None:
+    the documented default links)."""
     per_node = per_node or ranks_per_node(ranks)
     if hardware is None:
         return Cluster(nodes=ranks // per_node, ranks_per_node=per_node)
@@ -56,7 +56,7 @@ class Times:
     steps: dict[str, float] = field(default_factory=dict)  # median per step
 
     def summary(self) -> dict[str, Any]:
-        """p50 and p95, and the steps where there are any."""
+        """p50 and p95, and the steps if there are any."""
         p50, p95 = np.percentile(self.total, (50, 95))
         record: dict[str, Any] = {"p50": round(float(p50), 3), "p95": round(float(p95), 3)}
         return record | ({"steps": {k: round(v, 3) for k, v in self.steps.items()}} if self.steps else {})
@@ -64,7 +64,7 @@ class Times:
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What one row plans, on how many cores."""
+    """Input of one row: a plan's request and the number of cores."""
 
     batch: Batch
     cluster: Cluster
@@ -77,7 +77,7 @@ class BenchJob:
 
 @dataclass(frozen=True)
 class Row:
-    """One plan and what it took; `record` is its JSON form."""
+    """One plan with its measurements; `record` is its JSON form."""
 
     plan: Plan
     planning: Times
@@ -103,14 +103,14 @@ class Row:
 
 
 def warm_up(recipe: Recipe | str) -> None:
-    """Plan and verify two short documents, which imports what both need."""
+    """Plans and verifies two short documents, which imports everything needed."""
     batch = Batch.from_lengths([300, 200], mask=masks.causal())
-    with suppress(ApportionError):  # a recipe that does not serve these may still serve the job
+    with suppress(ApportionError):  # a recipe that cannot serve these may still serve the job
         verify(timed_plan(BenchJob(batch, cluster_of(2), Model(), recipe))[0])
 
 
 def measure(job: BenchJob, repeats: int = 1) -> Row:
-    """Plan and verify `job` `repeats` times. Raises what planning and verification raise."""
+    """Plans and verifies `job` `repeats` times. Raises the errors of planning and verification."""
     planning, verifying = [], []
     for _ in range(repeats):
         plan, total, steps = timed_plan(job)
@@ -121,7 +121,8 @@ def measure(job: BenchJob, repeats: int = 1) -> Row:
 
 
 def planned(job: BenchJob, timings: dict[str, float] | None = None) -> Plan:
-    """The plan of a job, not verified; into `timings` the milliseconds of each step. Raises what planning raises."""
+    """Plans a job without verification; stores milliseconds of each step in `timings`. Raises the errors of
+    planning."""
     return api.plan(
         job.batch,
         job.cluster,
@@ -136,7 +137,7 @@ def planned(job: BenchJob, timings: dict[str, float] | None = None) -> Plan:
 
 
 def timed_plan(job: BenchJob) -> tuple[Plan, float, dict[str, float]]:
-    """(plan, milliseconds to its encoded bytes, milliseconds of each step), not verified."""
+    """(plan, milliseconds to its encoded bytes, milliseconds of each step), without verification."""
     steps: dict[str, float] = {}
     job = _parsed(job)
     start = perf_counter()
@@ -148,19 +149,19 @@ def timed_plan(job: BenchJob) -> tuple[Plan, float, dict[str, float]]:
 
 
 def _parsed(job: BenchJob) -> BenchJob:
-    """The job as if it came just now: a batch keeps the bands that it once lowered."""
+    """Copies the job with a fresh batch: a batch caches its lowered bands."""
     return replace(job, batch=Batch.from_data(job.batch.to_data()))
 
 
 class _Counter(dict[str, float]):
-    """Calls of functions, Python's and C's, since the step before; as the `timings` of a plan."""
+    """Counts calls of Python and C functions per step, in place of a plan's `timings`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = self._before = 0
 
     def on_event(self, frame: Any, event: str, argument: Any) -> None:
-        """For `sys.setprofile`."""
+        """Callback of `sys.setprofile`."""
         self._calls += event in ("call", "c_call")
 
     def __setitem__(self, step: str, milliseconds: float) -> None:
@@ -169,12 +170,12 @@ class _Counter(dict[str, float]):
 
 
 def counted(job: BenchJob) -> dict[str, int]:
-    """Calls of functions in each step of planning and, as `verify`, of its verification: what is paid however few ranks
-    there are. Loops of the core call nothing; run it warm, or imports count. Raises what planning and
-    verification raise."""
-    job = replace(_parsed(job), threads=1)  # others would not be counted
+    """Counts function calls in each step of planning and, as `verify`, in verification: fixed overhead, independent of
+    ranks, since loops of the core make no calls. Run it warm, or imports count. Raises the errors of planning and
+    verification."""
+    job = replace(_parsed(job), threads=1)  # calls of other threads would not be counted
     counter, before, collects = _Counter(), sys.getprofile(), gc.isenabled()
-    gc.disable()  # others may be called when rubbish is collected
+    gc.disable()  # garbage collection may call other functions
     sys.setprofile(counter.on_event)
     try:
         plan = planned(job, counter)
@@ -209,11 +210,11 @@ class Source:
     def __post_init__(self) -> None:
         if self.mask is not None and self.workload is not None and any(self.workload.masks):
             raise ConfigError(
-                "mask", self.mask, "the samples of this workload have masks of their own", "leave it out"
+                "mask", self.mask, "the samples of this workload have their own masks", "leave it out"
             )
 
     def batch(self, tokens: int, seed: int) -> tuple[Batch, int]:
-        """A batch of `tokens` tokens, and how many samples were too large for it."""
+        """A batch of `tokens` tokens, and the number of samples that were too large."""
         longest = tokens if self.longest is None else min(self.longest, tokens)
         if self.workload is None:
             lengths = lognormal_lengths(seed, tokens, longest=min(longest, LONGEST))
@@ -224,7 +225,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Grid:
-    """Which rows to measure: every rank count with every seed."""
+    """Rows to measure: every rank count with every seed."""
 
     ranks: Sequence[int]
     seeds: Sequence[int]
@@ -233,12 +234,12 @@ class Grid:
     threads: int = 1
 
     def rows(self, source: Source, model: Model, recipe: Recipe | str) -> Iterator[dict[str, Any]]:
-        """One record per rank count and seed, as each is measured."""
+        """Yields one record per rank count and seed, as it is measured."""
         for ranks in self.ranks:
             for seed in self.seeds:
                 batch, skipped = source.batch(ranks * self.tokens_per_rank, seed)
                 job = BenchJob(batch, cluster_of(ranks), model, recipe, seed, threads=self.threads)
-                measure(job)  # caches are warm in the runs that count
+                measure(job)  # warms caches for the counted runs
                 row = measure(job, self.repeats)
                 of_run = {"seed": seed, "repeats": self.repeats, "skipped_samples": skipped}
                 of_run |= {"threads": self.threads}

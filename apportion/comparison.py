@@ -1,4 +1,4 @@
-"""Holds recipes against each other: every recipe plans the same batches, and what its plans cost is simulated.
+"""Compares recipes: every recipe plans the same batches, and its plans are simulated.
 
     batches × recipes ──plan, verify, simulate──► Trial or Refusal ──batch of median time──► Row
 
@@ -29,15 +29,15 @@ from apportion.ir.request.policy import Recipe
 from apportion.planner.recipe.recipes import entries, find_recipe, find_recipes
 from apportion.planner.simulate import Simulation, simulate
 
-#: called after each plan with what was planned
+#: called after each plan with a description of it
 Progress = Callable[[str], None]
 
-#: names that a row takes from the reports of its plans as they are
+#: fields that a row copies from the reports of its plans
 REPORTED = (
     *("ranks", "tokens", "block_tokens", "heaviest_piece_over_mean", "imbalance_bound", "imbalance"),
     *("bytes", "slots", "max_degree", "rounds", "plan_bytes"),
 )
-UNVERIFIED = "cannot be verified"  # how the verifier begins where a plan is too large for one of its rules
+UNVERIFIED = "cannot be verified"  # prefix of verifier errors for plans too large for one of its rules
 SIMULATED = (
     *("forward_ms", "backward_ms", "efficiency", "attainable", "of_attainable", "time_imbalance", "lost_ms"),
     *("exposed_ms", "recurrent_ms"),
@@ -46,8 +46,8 @@ SIMULATED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What all recipes are given. hardware: None is the built-in default; verify: check every plan, but for those of
-    the recipes in `unverified`, name -> why not. keep: trials keep what was simulated."""
+    """Settings common to all recipes. hardware: None is the built-in default; verify: check every plan, except for
+    recipes in `unverified`, name -> reason. keep: True if trials keep their simulation."""
 
     cluster: Cluster
     model: Model
@@ -60,11 +60,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """One recipe on one batch: what its report says, what was simulated (`SIMULATED` and `peak_rows`, for one attention
-    call of each kind), and what was measured.
+    """One recipe on one batch: its report, simulated figures (`SIMULATED` and `peak_rows`, for one attention call of
+    each kind), and measurements.
 
-    verify_ms: None where the plan was not verified, because nobody asked for it or, as `unverified` says, because it is
-    too large for the verifier.
+    verify_ms: None if the plan was not verified, because verification is off or, as `unverified` states, because the
+    plan is too large for the verifier.
     """
 
     report: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def total_ms(self) -> float:
-        """One call of each kind, recurrent ones too."""
+        """Time of one call of each kind, including recurrent ones."""
         return float(sum(self.simulated[name] for name in ("forward_ms", "backward_ms", "recurrent_ms")))
 
     def value(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a recipe does not serve a batch. broken: it made a plan that breaks a rule."""
+    """Reason why a recipe cannot serve a batch. broken: True if its plan violates a rule."""
 
     reason: str
     broken: bool = False
@@ -93,7 +93,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe over all batches: its trials and refusals, and the baseline's, batch by batch."""
+    """A recipe over all batches: its trials and refusals, and the baseline's, in batch order."""
 
     recipe: str
     outcomes: tuple[Trial | Refusal, ...]
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def reason(self) -> str | None:
-        """Why batches were refused: the first reason, and how many there were; None where all were served."""
+        """Reason of refused batches: the first one, with their number; None if none was refused."""
         refused, batches = self.refusals, len(self.outcomes)
         if not refused:
             return None
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def speedups(self) -> list[float]:
-        """The baseline's simulated time over this recipe's, for each batch that both serve."""
+        """Baseline's simulated time over this recipe's, for each batch that both serve."""
         return [
             base.total_ms / mine.total_ms
             for base, mine in zip(self.baseline, self.outcomes, strict=True)
@@ -127,7 +127,7 @@ class Row:
 
     @property
     def middle(self) -> Trial | None:
-        """Of the batch of median time; None where none was served."""
+        """The trial of median time; None if no batch was served."""
         trials = sorted(self.trials, key=lambda trial: trial.total_ms)
         return trials[(len(trials) - 1) // 2] if trials else None
 
@@ -154,7 +154,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order of the recipes; `baseline` names the one that speed-ups refer to."""
+    """Rows in the order of the recipes; `baseline` is the reference of speed-ups."""
 
     rows: tuple[Row, ...]
     baseline: str
@@ -165,12 +165,12 @@ class Comparison:
 
     @property
     def broken(self) -> list[str]:
-        """Recipes of which a plan broke a rule."""
+        """Recipes with a plan that violates a rule."""
         return [row.recipe for row in self.rows if any(refusal.broken for refusal in row.refusals)]
 
     @property
     def simulations(self) -> dict[str, Simulation]:
-        """Recipe -> what was simulated of its plan for the batch of median time; where the setting says keep."""
+        """Recipe -> simulation of its plan for the batch of median time, if the setting keeps them."""
         found = {row.recipe: row.middle.simulation for row in self.rows if row.middle is not None}
         return {name: one for name, one in found.items() if one is not None}
 
@@ -190,8 +190,8 @@ class Comparison:
         }
 
     def to_pandas(self) -> Any:
-        """A frame with a row a recipe; nested names have dots: `speedup.median`. Raises MissingDependencyError without
-        pandas."""
+        """A frame with a row per recipe; nested names have dots: `speedup.median`. Raises MissingDependencyError
+        without pandas."""
         try:
             pandas = import_module("pandas")
         except ModuleNotFoundError:
@@ -199,7 +199,7 @@ class Comparison:
         return pandas.json_normalize([row.record() for row in self.rows])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a row a recipe."""
+        """HTML for notebooks: a row per recipe."""
         found, hardware = self.record(), self.setting.hardware
         on = "h100" if hardware is None else hardware.name
         batches = "one batch" if found["batches"] == 1 else f"{found['batches']} batches"
@@ -226,11 +226,12 @@ def compare(
     seed: int = 0,
     verify: bool = True,
 ) -> Comparison:
-    """Every recipe plans the batches; plans are verified and simulated, one attention call of each kind.
+    """Plans the batches by every recipe; verifies and simulates the plans, one attention call of each kind.
 
-    recipes: names or recipes, all built-in ones where none is given. baseline: whom speed-ups refer to; it gets a row
-    in any case. hardware: what is simulated, the built-in H100 where none is given. A recipe that cannot serve a batch
-    keeps its row, with the reason. Raises ConfigError, UnknownNameError."""
+    recipes: names or recipes, by default all built-in ones. baseline: reference of speed-ups; it gets a row in any
+    case. hardware: simulated hardware, by default the built-in H100. A recipe that cannot serve a batch keeps its row,
+    with the reason. Raises ConfigError, UnknownNameError.
+    """
     given = instances("batches", [batches] if isinstance(batches, Batch) else batches, Batch)
     chosen = find_recipes("recipes", list(entries()) if recipes is None else recipes)
     instance("cluster", cluster, Cluster)
@@ -247,8 +248,8 @@ def compare_all(
     setting: Setting,
     progress: Progress = lambda done: None,
 ) -> Comparison:
-    """Every recipe on every batch; the baseline gets a row first where it is not among them. Raises ConfigError where
-    there is no batch."""
+    """Runs every recipe on every batch; a baseline not among the recipes gets a row first. Raises ConfigError if there
+    is no batch."""
     recipes = recipes if baseline in recipes else [baseline, *recipes]
     for recipe in recipes:
         warm_up(recipe)
@@ -269,7 +270,7 @@ def _progressing(batch: Batch, recipe: Recipe, setting: Setting, progress: Progr
 
 
 def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
-    """Plan, verify and simulate one batch by one recipe."""
+    """Plans, verifies and simulates one batch by one recipe."""
     job = BenchJob(batch, setting.cluster, setting.model, recipe, setting.seed, setting.hardware)
     try:
         plan, planning_ms, _ = timed_plan(job)
@@ -287,7 +288,7 @@ def attempt(batch: Batch, recipe: Recipe, setting: Setting) -> Trial | Refusal:
 
 
 def _verified(plan: Plan) -> tuple[float | None, str | None]:
-    """(milliseconds of verification, why there was none). Raises VerifyError for a plan that breaks a rule."""
+    """(milliseconds of verification, reason if it did not run). Raises VerifyError for a plan that violates a rule."""
     try:
         return timed_verify(plan), None
     except VerifyError as error:
@@ -298,7 +299,7 @@ def _verified(plan: Plan) -> tuple[float | None, str | None]:
 
 
 def _bounds(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> bound, value and gap: None where the bound is void."""
+    """Name -> bound, value and gap: None if the bound is void."""
     return {
         name: {key: bound[key] for key in ("bound", "value", "gap")}
         for name, bound in report["bounds"].items()
@@ -316,7 +317,7 @@ def _times(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def _shown(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a notebook's table; a recipe that serves nothing has its reason."""
+    """The cells of a notebook's table; a recipe that serves no batch shows its reason."""
     if row["status"] != "ok":
         return [row["recipe"], str(row["reason"]), "", "", "", "", ""]
     speedup = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"

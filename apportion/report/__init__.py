@@ -1,8 +1,8 @@
-"""Pages that show plans: one HTML file each, which needs nothing else and opens offline.
+"""HTML reports of plans, self-contained files that open offline.
 
     Plan ──simulate──► content ──columns──► JSON ──page──► HTML with its style and script inside
 
-What the browser runs is in `apportion/web`, which puts pages together.
+`apportion/web` has the browser code and assembles the pages.
 """
 
 from __future__ import annotations

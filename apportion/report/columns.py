@@ -1,4 +1,4 @@
-"""Columns of numbers as text that a page inflates: base64 of deflated little-endian arrays, as narrow as can be."""
+"""Columns of numbers as text for pages: base64 of deflated little-endian arrays in the narrowest dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: what JavaScript has typed arrays for, narrowest first
+#: dtypes with a typed array in JavaScript, narrowest first
 _INTEGERS = ("u1", "u2", "u4", "i4")
 _LEVEL = 9
 
@@ -26,7 +26,7 @@ def _packed(column: NDArray[Any]) -> list[str]:
 
 
 def _narrowest(column: NDArray[Any]) -> str:
-    """A dtype that holds all values; float64 for integers beyond 32 bits, exact to 2^53."""
+    """The narrowest dtype for all values; float64 for integers beyond 32 bits, exact to 2^53."""
     if column.dtype.kind == "f":
         return "f4"
     if not len(column):

@@ -1,4 +1,4 @@
-"""What a page says of one plan: figures beside their bounds, columns of ranks, runs, documents, the search."""
+"""Content of a page about one plan: figures beside their bounds, columns of ranks, runs, documents, the search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apportion.report.columns import pack
 from apportion.report.mask import Pieces, columns, pieces
 from apportion.report.timeline import run_data
 
-#: bounds of a report: what they are called, and their unit
+#: bounds of a report: title and unit
 _BOUNDS = {
     "makespan": ("pairs of the busiest rank", "pairs"),
     "slots": ("slots", "count"),
@@ -28,8 +28,8 @@ _BOUNDS = {
 
 
 def plan_data(simulation: Simulation, name: str, masks: bool = True) -> dict[str, Any]:
-    """One plan, simulated, as plain data. name: of the file or recipe. masks: with who computes what. Raises
-    VerifyError for a plan that cannot run."""
+    """Plain data of one simulated plan. name: of the file or recipe. masks: True to include the pieces of each rank.
+    Raises VerifyError for a plan that cannot run."""
     plan, cluster = simulation.plan, simulation.cluster
     runs = [run_data(run, cluster.ranks_per_node) for run in simulation.runs.values()]
     if masks:
@@ -97,12 +97,12 @@ def verdict(simulation: Simulation) -> list[str]:
 
 
 def _time_imbalance(simulation: Simulation) -> tuple[str, str]:
-    """What placements by time make even; pairs are uneven where short samples are dearer a pair."""
+    """Imbalance that time-based placements minimize; pairs are uneven if short samples cost more per pair."""
     return "time imbalance", f"{summary.percent(simulation.time_imbalance)} (simulated work, max/mean - 1)"
 
 
 def _figures(simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """name, unit, value, bound, gap (value over bound) and, where there is none, why."""
+    """Figures: name, unit, value, bound, gap (value over bound) and, without a gap, the reason."""
     ideal = {"forward": 0.0, "backward": 0.0}
     for (_, phase), run in simulation.runs.items():
         ideal[phase] += run.ideal_us / 1e3
@@ -135,7 +135,7 @@ def _of_ranks(simulation: Simulation) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> Ints:
-    """int64 [ranks]: bytes of the work rows of the program that has most."""
+    """int64 [ranks]: bytes of work rows of the program with the most."""
     most, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
     for programs in plan.programs.values():
         arenas = programs["arenas"]
@@ -147,7 +147,8 @@ def _memory(plan: Plan) -> Ints:
 
 
 def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
-    """Of each run its pieces, or the number of an earlier run that has the same, or why it is not known."""
+    """For each run its pieces, or the number of an earlier run with the same ones, or the reason why they are
+    unknown."""
     try:
         held, found = dict(pieces(plan)), list[Any]()
     except CapacityError as error:
@@ -163,5 +164,5 @@ def _masks(plan: Plan, keys: list[tuple[str, str]]) -> list[Any]:
 
 
 def _alike(a: Pieces, b: Pieces) -> bool:
-    """But for the numbers of instructions."""
+    """True if pieces are equal except for instruction numbers."""
     return all(np.array_equal(x, y) for x, y in ((a.bands, b.bands), (a.rank, b.rank), (a.heads, b.heads)))

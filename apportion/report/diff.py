@@ -1,4 +1,4 @@
-"""What differs between two plans: header and request fields, report numbers, instruction counts, first lines."""
+"""Differences of two plans: header and request fields, report numbers, instruction counts, first lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from apportion.ir.text.listing import instruction_lines
 
 @dataclass(frozen=True)
 class Change:
-    """One value of header, request or report; None where a plan does not have it."""
+    """A differing value of header, request or report; None if a plan lacks it."""
 
     field: str  # dotted path
     a: Any
@@ -25,13 +25,13 @@ class Change:
 
 @dataclass(frozen=True)
 class ProgramChange:
-    """A rank's program that differs: instructions per op in each plan, and the first line that differs."""
+    """A differing program of a rank: instructions per op in each plan, and the first different line."""
 
     rank: int
     kind: str
     phase: str
-    counts: Mapping[str, tuple[int, int]]  # op -> instructions in a and b, where these differ
-    instruction: int | None  # None where the lines agree and only operands or arenas differ
+    counts: Mapping[str, tuple[int, int]]  # op -> instructions in a and b, if different
+    instruction: int | None  # None if the lines agree and only operands or arenas differ
     a: str | None
     b: str | None
 
@@ -42,7 +42,7 @@ class PlanDiff:
 
     ids: tuple[str, str]
     values: tuple[Change, ...]
-    layouts: tuple[str, ...]  # names of those that differ or that one plan lacks
+    layouts: tuple[str, ...]  # layouts that differ or that one plan lacks
     moves: bool
     recurrent: tuple[str, ...]  # tables of recurrent layers that differ or that one plan lacks
     programs: tuple[ProgramChange, ...]
@@ -56,7 +56,7 @@ class PlanDiff:
         return {"equal": self.equal} | asdict(self)
 
     def lines(self, programs: int = 8) -> list[str]:
-        """The differences as text; of the programs that differ only the first ones in full."""
+        """The differences as text; only the first `programs` programs in full."""
         if self.equal:
             return [f"the plans are equal: {self.ids[0]}"]
         lines = [f"id {self.ids[0]} | {self.ids[1]}"]
@@ -86,7 +86,7 @@ def _program_lines(change: ProgramChange) -> list[str]:
 
 
 def diff(a: Plan, b: Plan) -> PlanDiff:
-    """What differs between plans `a` and `b`."""
+    """Finds the differences between plans `a` and `b`."""
     names = list(dict.fromkeys([*a.layouts, *b.layouts]))
     return PlanDiff(
         ids=(a.id.hex(), b.id.hex()),
@@ -115,7 +115,7 @@ def _changes(path: str, a: Any, b: Any) -> Iterator[Change]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, so that a decoded plan compares equal to the one that was encoded."""
+    """Converts tuples to lists, so that a decoded plan compares equal to the encoded one."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,6 +1,6 @@
-"""Who computes which part of the mask: the tasks of a plan's programs, as bands of the batch's tokens.
+"""Assignment of the mask to ranks: the tasks of a plan's programs, as bands of the batch's tokens.
 
-What a work row holds is not written in a plan; the dataflow that the verifier follows tells it.
+A plan does not record the tokens of work rows; they follow from the dataflow, as traced by the verifier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Pieces(NamedTuple):
 
 
 def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
-    """((kind, phase), its pieces). Raises VerifyError for rows that nothing has written, CapacityError for too many."""
+    """Yields ((kind, phase), its pieces). Raises VerifyError for rows read before any write, CapacityError for too
+    many."""
     subject = Subject(plan)
     for program in subject.programs:
         tasks = subject.traced_tasks(program)
@@ -44,7 +45,7 @@ def pieces(plan: Plan) -> Iterator[tuple[tuple[str, str], Pieces]]:
 
 
 def columns(found: Pieces) -> dict[str, Ints]:
-    """As the page draws them: corners and sizes in tokens, and how many diagonals are cut off at each corner."""
+    """Columns for drawing: corners and sizes in tokens, and the number of diagonals cut off at each corner."""
     q0, q1, k0, k1, dmin, dmax = found.bands
     return {
         "query": q0,

@@ -1,4 +1,4 @@
-"""Whole pages: a report of one plan, recipes held against each other, two plans that differ."""
+"""Whole pages: a report of plans, a comparison of recipes, a diff of two plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apportion.web import REPORT
 
 
 def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
-    """The page of plans, (name, plan), one of which is seen at a time. Raises VerifyError for one that cannot run."""
+    """The page of plans, (name, plan), shown one at a time. Raises VerifyError for one that cannot run."""
     shown = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     first = plans[0][1]
     title = f"{first.header.recipe} on {first.header.ranks} ranks"
@@ -22,8 +22,8 @@ def report_html(plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = N
 
 
 def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation]) -> str:
-    """The page of a comparison. record: as `apportion compare --json` prints it; simulations: recipe -> its plan for
-    the batch of median time, of the recipes that have one."""
+    """The page of a comparison. record: as printed by `apportion compare --json`; simulations: recipe -> its plan for
+    the batch of median time, if it has one."""
     shown = [plan_data(found, name, masks=False) for name, found in simulations.items()]
     cluster = record["cluster"]
     title = f"{len(record['rows'])} recipes on {cluster['nodes'] * cluster['ranks_per_node']} ranks"
@@ -31,7 +31,7 @@ def compare_html(record: Mapping[str, Any], simulations: Mapping[str, Simulation
 
 
 def diff_html(found: PlanDiff, plans: Sequence[tuple[str, Plan]], hardware: Hardware | None = None) -> str:
-    """The page of two plans and what differs between them."""
+    """The page of two plans and their differences."""
     shown = [plan_data(simulate(plan, hardware), name) for name, plan in plans]
     title = " and ".join(name for name, _ in plans)
     return REPORT.assemble(title, {"page": "diff", "title": title, "plans": shown, "diff": found.to_data()})

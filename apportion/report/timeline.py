@@ -1,4 +1,4 @@
-"""What every rank does when, and who sends to whom, as columns of a page."""
+"""Timelines of ranks and transfers between them, as columns of a page."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from apportion.planner.simulate import Run
 from apportion.planner.simulate.launches import PACK, UNPACK, WORK_NAMES
 from apportion.report.columns import pack
 
-#: transfers of a run that are shown one by one; of more, those of two nodes in a round are shown as one
+#: limit of transfers of a run that are shown one by one; beyond it, transfers between two nodes in a round are merged
 MOST_TRANSFERS = 600_000
 NOBODY = -1
 
 
 @dataclass(frozen=True, eq=False)
-class _Folded:
-    """Transfers as they are shown. number: int64 [transfers], which of the rows shown each is part of."""
+class _MergedTransfers:
+    """Merged transfers. number: int64 [transfers], the row shown for each transfer."""
 
     columns: dict[str, Any]
     number: Ints
 
 
 def run_data(run: Run, per_node: int) -> dict[str, Any]:
-    """One kind and phase: what compute streams do, transfers, the critical path."""
+    """One kind and phase: activities of compute streams, transfers, the critical path."""
     transfers = _transfers(run)
     folded = len(run.traffic.bytes) > MOST_TRANSFERS
-    shown = _fold(transfers, per_node) if folded else _Folded(transfers, np.arange(len(transfers["bytes"])))
+    shown = (
+        _fold(transfers, per_node)
+        if folded
+        else _MergedTransfers(transfers, np.arange(len(transfers["bytes"])))
+    )
     return {
         "kind": run.kind,
         "phase": run.phase,
@@ -49,7 +53,7 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
 
 
 def _work(run: Run, number: Ints) -> dict[str, Any]:
-    """Spans of compute streams, rank after rank. transfer: the one that completes what a wait waits for."""
+    """Spans of compute streams, rank after rank. transfer: the one that ends a wait."""
     spans = run.spans
     mine = spans.stream == 0
     found = {
@@ -68,7 +72,7 @@ def _work(run: Run, number: Ints) -> dict[str, Any]:
 
 
 def _transfers(run: Run) -> dict[str, Any]:
-    """Every send with its receive. cause: the transfer that had the port before, where this one waited for it."""
+    """Every send with its receive. cause: the transfer that occupied the port before, if this one waited."""
     script, traffic, times = run.script, run.traffic, run.times
     return {
         "source": script.rank[traffic.sender],
@@ -83,8 +87,8 @@ def _transfers(run: Run) -> dict[str, Any]:
     }
 
 
-def _fold(held: dict[str, Any], per_node: int) -> _Folded:
-    """Transfers between two nodes in a round as one, from the first that starts to the last that ends."""
+def _fold(held: dict[str, Any], per_node: int) -> _MergedTransfers:
+    """Merges transfers between two nodes in a round, from the first start to the last end."""
     source, target = held["source"] // per_node * per_node, held["target"] // per_node * per_node
     keys = np.stack([held["round"], source, target, held["tensor"]])
     unique, number = np.unique(keys, axis=1, return_inverse=True)
@@ -105,4 +109,4 @@ def _fold(held: dict[str, Any], per_node: int) -> _Folded:
         "end": end,
         "cause": np.full(count, NOBODY),
     }
-    return _Folded(columns, number)
+    return _MergedTransfers(columns, number)

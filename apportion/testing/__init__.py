@@ -1,4 +1,4 @@
-"""Conformance checks for authors of plug-ins: `check` holds a solver to the contract of its kind.
+"""Conformance tests for solvers of plug-ins: `check` tests a solver against the contract of its kind.
 
     from apportion import testing
     from apportion.planner.solvers.registry import find_solver
@@ -6,8 +6,8 @@
     def test_mine():
         testing.check(find_solver("partition", "mine"))
 
-No test framework is needed: a breach raises ConformanceError, which is an AssertionError. Passes are checked when they
-are found (`planner/recipe/registry.py`), and plans by the verifier. `problems.py` has problems and rules of each kind.
+No test framework is needed: a violation raises ConformanceError, an AssertionError. Passes are checked on discovery
+(`planner/recipe/registry.py`), plans by the verifier. `problems.py` has problems and rules of each kind.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _SMALL, _LARGE_SEED, _TOLERANCE = 12, 1000, 1e-6
 
 
 class ConformanceError(AssertionError):
-    """A solver breaks its contract; says which check, on which problem, and the numbers."""
+    """A solver violates its contract; names the check, the problem and the numbers."""
 
 
 def check(entry: Entry, budget: Budget | None = None) -> None:
-    """Draws problems of the kind of an Entry, 12 small ones and a large one, and holds its solver to these rules:
+    """Draws problems of the kind of an Entry, 12 small ones and a large one, and checks its solver against these rules:
 
     - an answer is feasible, has the value it claims, and a status that fits it;
-    - bound <= optimum <= value on small problems, whose optimum is enumerated; none only where there is none or none
+    - bound <= optimum <= value on small problems, whose optimum is enumerated; no answer only if there is none or none
       was found;
     - the same problem has the same answer, to the bit, and the value does not depend on the order of the items;
     - a problem without an answer is refused (ValueError), or ends INFEASIBLE or NO_SOLUTION, without a value.
 
-    budget: in steps of the solver, its own where none is given. Raises ConformanceError, MissingDependencyError.
+    budget: in steps of the solver, by default its own. Raises ConformanceError, MissingDependencyError.
     """
     solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
     for seed in (*range(_SMALL), _LARGE_SEED):
@@ -62,11 +62,11 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
 def _in_answer(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
     end = result.termination
     if not end.solved:
-        yield from _told((end.value is not None, f"{end} with a value of {end.value}"))
+        yield from _broken_rules((end.value is not None, f"{end} with a value of {end.value}"))
         return
     yield from kind.faults(problem, result)
     value, proven = kind.value(problem, result), end.status is Status.OPTIMAL
-    yield from _told(
+    yield from _broken_rules(
         (not _near(end.value, value), f"claims the value {end.value}, has {value}"),
         (proven and not _near(end.bound, value), f"OPTIMAL at {value} with the bound {end.bound}"),
     )
@@ -74,10 +74,10 @@ def _in_answer(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
 
 def _in_bounds(end: Termination, best: float | None) -> Iterator[str]:
     if best is None:
-        yield from _told((end.solved, f"{end}, but there is no answer"))
+        yield from _broken_rules((end.solved, f"{end}, but there is no answer"))
         return
     slack = _TOLERANCE * max(1.0, best)
-    yield from _told(
+    yield from _broken_rules(
         (end.status is Status.INFEASIBLE, f"INFEASIBLE, but {best} is possible"),
         (end.bound > best + slack, f"bound {end.bound} above the optimum {best}"),
         (end.value is not None and end.value < best - slack, f"value {end.value} below the optimum {best}"),
@@ -89,13 +89,13 @@ def _in_repeats(result: Any, again: Any, moved: Any) -> Iterator[str]:
     for name in (field.name for field in fields(result)):
         a, b = getattr(result, name), getattr(again, name)
         same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-        yield from _told((not same, f"{name} differs from run to run: {a} and {b}"))
+        yield from _broken_rules((not same, f"{name} differs from run to run: {a} and {b}"))
     one, two = result.termination, moved.termination
     same = one.status is two.status and _near(one.value, two.value)
-    yield from _told((not same, f"{one} at {one.value}, in another order {two} at {two.value}"))
+    yield from _broken_rules((not same, f"{one} at {one.value}, in another order {two} at {two.value}"))
 
 
-def _told(*found: tuple[bool, str]) -> Iterator[str]:
+def _broken_rules(*found: tuple[bool, str]) -> Iterator[str]:
     yield from (fault for broken, fault in found if broken)
 
 

@@ -1,4 +1,4 @@
-"""Small problems of each kind of solver: drawn from a seed, judged, and enumerated. Nothing is shared with a solver."""
+"""Random small problems of each kind of solver, with validity checks and enumeration; independent of the solvers."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _FOUND = Termination(Status.FEASIBLE, 0.0, 0.0)
 
 
 class Problems(Protocol):
-    """Problems and results are those of the kind in `planner/solvers/contracts.py`."""
+    """Problem generator of a kind; problems and results are those of `planner/solvers/contracts.py`."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
-        """One whose answers can be enumerated; large: one that takes a solver well below a second."""
+        """Draws a problem whose answers can be enumerated; large: one that takes a solver well below a second."""
 
     def permuted(self, problem: Any, draw: Draw) -> Any:
         """The same problem in another order."""
 
     def faults(self, problem: Any, result: Any) -> Iterator[str]:
-        """What is wrong with an answer."""
+        """Describes what is wrong with an answer."""
 
     def value(self, problem: Any, result: Any) -> float:
-        """What an answer is worth; less is better."""
+        """The value of an answer; lower is better."""
 
     def answers(self, problem: Any) -> Iterator[Any]:
-        """Every result that may be an answer, faulty ones among them; none where `optimum` knows better."""
+        """All candidate results, including invalid ones; none if `optimum` is known otherwise."""
         return iter(())
 
     def optimum(self, problem: Any) -> float | None:
-        """The least value of all answers, None where there is none."""
+        """The least value of all answers, or None without answers."""
         found = (each for each in self.answers(problem) if not any(self.faults(problem, each)))
         return min((self.value(problem, each) for each in found), default=None)
 
     def hopeless(self) -> Any | None:
-        """One without an answer, or None where the kind has none."""
+        """A problem without an answer, or None if the kind has none."""
         return None
 
 
@@ -87,7 +87,7 @@ class Partitions(Problems):
 
 
 class Colourings(Problems):
-    """Random multigraphs. Their optimum is known: the largest degree (König, 1916)."""
+    """Random multigraphs with a known optimum: the largest degree (König, 1916)."""
 
     def drawn(self, draw: Draw, large: bool = False) -> Any:
         edges, ranks = (400, 16) if large else (int(draw.integers(0, 20)), int(draw.integers(1, 6)))
@@ -188,7 +188,7 @@ class Groupings(Problems):
     def answers(self, problem: Any) -> Iterator[Any]:
         for group in product(range(len(problem.sizes)), repeat=len(problem.sizes)):
             groups = max(group) + 1
-            if list(dict.fromkeys(group)) == [*range(groups)]:  # numbered as they come
+            if list(dict.fromkeys(group)) == [*range(groups)]:  # numbered by first occurrence
                 for degree in product(problem.degrees.tolist(), repeat=groups):
                     bare = contracts.Grouping(np.array(degree), np.array(group), np.zeros(groups), _FOUND)
                     yield replace(bare, time=self._times(problem, bare))
@@ -203,7 +203,7 @@ class Hypergraphs(Problems):
         return self.of(draw, [2, 1] if draw.random() < 0.5 else [1, 1, 1], 2, 1, 0.5)
 
     def of(self, draw: Draw, lengths: Sequence[int], nodes: int, per_node: int, slack: float) -> Any:
-        """Of sequences of so many blocks."""
+        """Builds a problem of sequences with these numbers of blocks."""
         blocks, ends = sum(lengths), np.cumsum(lengths)
         spans = [(int(end) - length, int(end)) for length, end in zip(lengths, ends, strict=True)]
         pairs = [(q, k) for low, end in spans for q in range(low, end) for k in range(low, q + 1)]

@@ -221,7 +221,7 @@ def tiny() -> Plan:
     [
         ([], [], "as many arrays"),
         ([[0]], [], "as many arrays"),
-        ([[0], [1, 2]], [], "must name the 1 sequences"),
+        ([[0], [1, 2]], [], "an index for each of the 1 sequences"),
         ([[0], [0]], [], "0 is missing|1 is missing"),
         ([[0], [2]], [], "1 is missing"),
         ([[0], [1]], [3], "2 is missing"),
