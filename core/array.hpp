@@ -1,4 +1,4 @@
-// Views of arrays that loops read and write. They own nothing, and know nothing of Python.
+// Array views for loops. They own no memory and do not depend on Python.
 //
 //   Column<T>      one dimension, T* and a size; Column<const T> is read only
 //   Matrix<T>      two dimensions, rows of contiguous numbers; rows may lie apart
@@ -95,7 +95,7 @@ class Ints {
     check_index(index, size_);
     return narrow_ ? static_cast<const std::int32_t*>(data_)[index] : static_cast<const std::int64_t*>(data_)[index];
   }
-  // What `loop` returns of the column in its own type: of a hot loop over one or two columns, compiled for each.
+  // Returns `loop` applied to the column in its own type: compiles hot loops over one or two columns for each type.
   template <class Loop>
   auto visit(Loop&& loop) const {
     if (narrow_) return loop(Column<const std::int32_t>(static_cast<const std::int32_t*>(data_), size_));
@@ -121,7 +121,7 @@ class IntRows {
     const std::int64_t bytes = row * stride_ * (narrow_ ? 4 : 8);
     return {static_cast<const char*>(data_) + bytes, narrow_, columns_};
   }
-  // As that of a column.
+  // As for a column.
   template <class Loop>
   auto visit(Loop&& loop) const {
     if (narrow_)
@@ -135,7 +135,7 @@ class IntRows {
   std::int64_t rows_ = 0, columns_ = 0, stride_ = 0;
 };
 
-// Bytes from outside end before what was asked for.
+// Untrusted bytes end early.
 struct Truncated : std::out_of_range {
   Truncated() : std::out_of_range("the bytes end too early") {}
 };
@@ -145,7 +145,7 @@ class Reader {
   Reader(const std::uint8_t* data, std::int64_t size) : at_(data), left_(size) {}
 
   std::int64_t left() const { return left_; }
-  // The next `count` bytes, which are there.
+  // The next `count` bytes, bounds checked.
   const std::uint8_t* take(std::int64_t count) {
     if (count < 0 || count > left_) throw Truncated();
     const std::uint8_t* found = at_;

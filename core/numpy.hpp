@@ -5,9 +5,9 @@
 //   IntsIn<"name">    Ints                IntsIn2<"name">   IntRows
 //   nb::tuple         a NamedTuple of arrays, whose views `Fields` opens
 //
-// Each is its view, so it can be passed to a loop as one. An array of another dtype or number of dimensions, a read-only
-// one where Out stands, and numbers that lie apart are a TypeError that names the argument: nothing is converted.
-// New<T> is a result of a size that is known, handed(vector) one of a size that is not.
+// Each is its view, so it can be passed to a loop as one. An array of another dtype or number of dimensions, a
+// read-only one for Out, and non-contiguous numbers are a TypeError that names the argument: nothing is converted.
+// New<T> is a result of known size, handed(vector) one of unknown size.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -49,11 +49,11 @@ class Buffer {
   // Throws TypeError, which names the argument.
   void open(nb::handle object, const char* name, int dimensions, bool writable);
 
-  // Whether numbers are of a kind ('i', 'u', 'f' or '?') and of so many bytes.
+  // True if numbers are of a kind ('i', 'u', 'f' or '?') and a number of bytes.
   bool is(char kind, std::int64_t bytes) const;
   void* data() const { return view_.buf; }
   std::int64_t size(int dimension) const { return view_.shape[dimension]; }
-  // Numbers from a row of a matrix to the next.
+  // Distance between rows of a matrix, in numbers.
   std::int64_t stride() const { return size(0) > 1 ? view_.strides[0] / view_.itemsize : size(1); }
 
  private:
@@ -136,7 +136,7 @@ class Fields {
   std::size_t at_ = 0;
 };
 
-// An array without values that numpy owns, and a view to fill it. Made with the GIL; filled without, too.
+// An uninitialized array owned by numpy, with a view to fill it. Create it with the GIL; filling does not need it.
 template <class T>
 class New : public Column<T> {
  public:
@@ -166,7 +166,7 @@ class New2 : public Matrix<T> {
   nb::object array_;
 };
 
-// Runs a loop while other threads of Python run. It touches views alone, no object of Python, results included.
+// Runs a loop without the GIL. The loop uses views only, no Python objects, results included.
 template <class Loop>
 auto unlocked(Loop&& loop) {
   nb::gil_scoped_release released;

@@ -9,8 +9,8 @@
 
 namespace apportion {
 
-// Calls one(0), one(1) .. one(count - 1) at once, each on a thread; throws what the first of them threw. Where no thread
-// can be had this one does its work.
+// Calls one(0), one(1) .. one(count - 1) in parallel, each on a thread; rethrows the first exception. If no thread can
+// be created, the calling thread does its work.
 template <class One>
 void at_once(std::size_t count, One&& one) {
   std::vector<std::exception_ptr> errors(count);

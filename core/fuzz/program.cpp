@@ -1,5 +1,5 @@
-// libFuzzer's target: a program of a few ranks from bytes of anyone, decoded, checked, walked and traced as
-// `apportion verify` does. `make fuzz-core` builds and runs it, from the programs in corpus/.
+// libFuzzer target: decodes, checks, walks and traces a program of a few ranks from arbitrary bytes, like `apportion
+// verify`. `make fuzz-core` builds and runs it, from the programs in corpus/.
 //
 //   ranks u8 · flags u8: 1 backward, 2 walked together, 4 with a layer's projection
 //   each rank: home rows u16, size of its part u16, its part: the seven tables of the program
@@ -18,7 +18,7 @@ constexpr int64_t MOST_RANKS = 4, FARTHEST = (int64_t{1} << 30) - 1;
 constexpr int64_t SOME = int64_t{1} << 48;  // `LIMIT` of apportion/ir/isa.py
 const std::vector<int64_t> COLUMNS = {3, 6, 5, 3, 6, 9, 5};
 
-// Lowest and highest number of each column, of plans of MOST_RANKS ranks and two head sets besides all heads.
+// Lowest and highest value of each column, for plans of MOST_RANKS ranks and two head sets besides all heads.
 const std::vector<int64_t> RANGES = {
     1, 9,   1, SOME, 0, 65535,                                                        // arenas
     0, 9,   0, 1,    0, SOME,  0, SOME, 0,     65535, 0, 2,                           // operands
@@ -43,7 +43,7 @@ struct Heads {
 };
 const Heads HEADS;
 
-// What the bytes say: the tables of all ranks, and the memory that they are about.
+// Decoded input: the tables of all ranks, and their memory sizes.
 class Input {
  public:
   // Throws Truncated, Malformed.
@@ -100,7 +100,7 @@ bool is_wellformed(const Input& input) {
   return true;
 }
 
-// As `_prepared` of apportion/ir/verify/walk/judge.py: what is too large, and what is of the other phase.
+// As `_prepared` of apportion/ir/verify/walk/judge.py: excludes programs that are too large or of the other phase.
 bool is_followed(const Input& input, int64_t rounds) {
   for (const std::size_t table : {1, 2, 3, input.is_backward() ? 5 : 4, 6}) {
     const IntRows rows = input.rows(table);

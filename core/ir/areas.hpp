@@ -17,7 +17,7 @@ inline std::int64_t pairs_below(std::int64_t q, std::int64_t k, std::int64_t m) 
   return triangle(m) - triangle(m - q) - triangle(m - k);
 }
 
-// Pairs of a band, 0 where it is empty.
+// Pairs of a band; 0 if it is empty.
 inline std::int64_t area_of(std::int64_t q0, std::int64_t q1, std::int64_t k0, std::int64_t k1, std::int64_t dmin,
                             std::int64_t dmax) {
   const std::int64_t q = std::max<std::int64_t>(q1 - q0, 0), k = std::max<std::int64_t>(k1 - k0, 0);

@@ -1,12 +1,12 @@
-// Fusion, rank after rank: rows of sums and of statistics are cut where operands begin or end, and each part counts as a
-// whole.
+// Fusion, rank after rank: rows of sums and of statistics are cut at the ends of operands, and each part is handled as
+// a whole.
 //
 //   operands   dKV.home[0:100)     ├───────────────┤
 //              dKV.home[60:160)              ├───────────────┤
 //   parts                          │         │     │         │
 //
-// One walk over the instructions notes what uses a part last, who takes it away, and which task wants its statistics first;
-// a second one says what tasks leave complete.
+// A first walk over the instructions records the last use of each part, the instruction that takes it, and the first
+// task that reads its statistics; a second walk finds the parts that tasks complete.
 #include "ir/fusion.hpp"
 
 #include <algorithm>
@@ -24,8 +24,8 @@ namespace {
 
 constexpr int64_t NONE = -1;
 
-// last: the instruction that uses it last, but for what takes it away as results, `taken`, so many times. first: of
-// statistics, the instruction that reads them first. spoiled: others use them too.
+// last: the last instruction that uses it, except those that take it as results, `taken` many. first: for statistics,
+// the first instruction that reads them. spoiled: other instructions use them too.
 struct Part {
   Tensor tensor;
   bool is_home;
@@ -50,10 +50,10 @@ class RankFusion {
 
  private:
   struct Span {
-    int64_t low = 0, high = 0;  // parts of an operand; none of other tensors
+    int64_t low = 0, high = 0;  // parts of an operand; none for other tensors
   };
 
-  // The parts of the rank's sums, and of its statistics at home.
+  // Cuts the rank's sums, and its statistics at home, into parts.
   void cut(int64_t rank) {
     constexpr Tensors sums = Tensors::of(Tensor::O, Tensor::DQ, Tensor::DKV);
     first_ = programs_.operands.ptr[rank];
@@ -91,7 +91,7 @@ class RankFusion {
     }
   }
 
-  // Whether work rows of a tensor have the same heads in the same columns, all of them.
+  // True if work rows of a tensor have all of the same heads in the same columns.
   void compare_heads(Tensor tensor, int64_t at) {
     int64_t& first = work_[static_cast<int64_t>(tensor)];
     if (first == NONE) first = at;
@@ -157,7 +157,7 @@ class RankFusion {
     return step.op == Op::DELTA && column == 2 && are_at_one_place(step, row, {2, 0, 1});
   }
 
-  // Whether operands of a row are the same home rows, with all heads.
+  // True if operands of a row are the same home rows, with all heads.
   bool are_at_one_place(const Step& step, int64_t row, std::initializer_list<int64_t> columns) const {
     const int64_t wanted = programs_.row[first_ + operand(step, *columns.begin(), row)];
     return std::all_of(columns.begin(), columns.end(), [&](int64_t column) {
@@ -166,8 +166,8 @@ class RankFusion {
     });
   }
 
-  // Work rows count only where they are taken away once, behind all else. Statistics that are not written, or that others
-  // use, are no task's.
+  // Work rows count only if they are taken once, after all other uses. Statistics that are not written, or that other
+  // instructions use, belong to no task.
   void settle() {
     for (Part& part : parts_) {
       if (!part.written || part.spoiled) part.first = NONE;
@@ -180,7 +180,7 @@ class RankFusion {
     }
   }
 
-  // Adds runs of parts for which something holds.
+  // Adds runs of parts with a property.
   template <class Holds>
   void add_runs(RowRanges& ranges, int64_t of, Span span, Holds&& holds) {
     for (int64_t part = span.low; part < span.high; ++part) {
@@ -190,7 +190,7 @@ class RankFusion {
     }
   }
 
-  // What the tasks of an instruction leave complete, and the statistics that they compute.
+  // Finds the parts that the tasks of an instruction complete, and the statistics that they compute.
   void complete(const Step& step) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
       if (SUMS[i].list != step.list) continue;
@@ -229,7 +229,7 @@ class RankFusion {
            });
   }
 
-  // What of the rows that are taken away is in place; what `delta` need not do.
+  // Finds taken rows that are in place, and rows that `delta` may skip.
   void take(const Step& step) {
     if (step.op == Op::DELTA) {
       for (int64_t row = step.first; row < step.end; ++row)
@@ -251,7 +251,7 @@ class RankFusion {
     }
   }
 
-  // The home rows of each sum that are complete or arrive so.
+  // The home rows of each sum that tasks complete or that arrive complete.
   void find_home(int64_t rank) {
     for (std::size_t i = 0; i < SUMS.size(); ++i) {
       const auto is_of = [&](const Part& part) { return part.tensor == SUMS[i].tensor; };

@@ -1,4 +1,4 @@
-// Which rows attention tasks leave as results, and which row statistics they compute: apportion/ir/plan/fusion.py.
+// Rows that attention tasks leave as results, and row statistics that they compute: apportion/ir/plan/fusion.py.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace apportion {
 
-// Ranges [row0, row1) of rows of something, by its number.
+// Ranges [row0, row1) of rows of numbered items.
 struct RowRanges {
   std::vector<std::int64_t> of, row0, row1;
 
@@ -20,8 +20,8 @@ struct RowRanges {
   }
 };
 
-// A sum of attention tasks: its column of their list, its bit of `first`, columns of rows that stand beside its own, of the
-// same tokens, and the tensors of all these.
+// A sum of attention tasks: its column in their list, its bit of `first`, columns of accompanying rows of the same
+// tokens, and the tensors of all these.
 struct Sum {
   List list;
   Tensor tensor;
@@ -36,7 +36,8 @@ inline const std::array<Sum, 3> SUMS{{
     {GRADS, Tensor::DKV, 5, FIRST_DKV, {1}, Tensors::of(Tensor::DKV, Tensor::KV)},
 }};
 
-// Of one sum, as `Complete` of fusion.py. home: by rank, as arrived; the others by the row of their list.
+// Complete rows of one sum, as `Complete` of fusion.py. home: by rank, as is arrived; the others by the row of their
+// list.
 struct Complete {
   RowRanges tasks, home, arrived, sent, delivered;
 };

@@ -47,7 +47,7 @@ class Tensors {
   std::uint32_t bits_;
 };
 
-// summed up part by part; with KV heads; without heads
+// sums of partial results; with KV heads; without heads
 inline constexpr Tensors PARTIALS = Tensors::of(Tensor::O, Tensor::DX, Tensor::DQ, Tensor::DKV);
 inline constexpr Tensors KV_SIDE = Tensors::of(Tensor::KV, Tensor::DKV);
 inline constexpr Tensors HEADLESS = Tensors::of(Tensor::NONE, Tensor::X, Tensor::DX);

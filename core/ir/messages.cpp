@@ -20,7 +20,7 @@ class Operands {
         arena_heads(rank, arenas.columns[0][at]) = arenas.columns[2][at];
   }
 
-  // Whether an operand has all the columns of one array, whose numbers travel as they are.
+  // True if an operand has all columns of one array, whose numbers travel unchanged.
   bool is_whole(int64_t rank, int64_t at) {
     const Tensor tensor = programs_.tensor_of(at);
     const int64_t number = programs_.tensor[at], set = programs_.heads[at];
@@ -29,7 +29,7 @@ class Operands {
     return sizes_.ordered[set] && sizes_.heads.of(tensor, set) == sizes_.heads.of(tensor, 0);
   }
 
-  // Whether one operand lies right behind another in memory, as in a message.
+  // True if one operand lies right after another in memory, as in a message.
   bool follows(int64_t before, int64_t at) const {
     const Programs& own = programs_;
     if (own.tensor[at] != own.tensor[before] || own.space[at] != own.space[before]) return false;
@@ -53,7 +53,7 @@ RowSizes row_sizes(Fields& arrays, int64_t alignment) {
           arrays.next<Column<const int64_t>>("number_bytes"), arrays.next<Column<const bool>>("one_array"), alignment};
 }
 
-// To each peer, and from it, a launch has one message.
+// Forms one message per peer and direction of each launch.
 MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   Operands operands(programs, sizes);
   struct Newest {
@@ -66,7 +66,7 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   found.of.resize(static_cast<std::size_t>(programs.peer.size()));
   programs.each_step([&](const Step& step) {
     if (step.list != TRANSFERS) return;
-    // an all-to-all is one buffer; results are rounded on their way
+    // an all-to-all is one buffer; results are rounded for transfer
     const bool swapped = (programs.mode[step.at] & (ALL_TO_ALL | RESULTS)) != 0;
     const auto begin = static_cast<int64_t>(found.first.size());
     for (int64_t tile = step.first; tile < step.end; ++tile) {

@@ -1,4 +1,4 @@
-// What a round puts on the wire: apportion/ir/plan/messages.py.
+// Messages of rounds: apportion/ir/plan/messages.py.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace apportion {
 
-// Where operands lie: `RowSizes` of messages.py.
+// Row sizes of operands: `RowSizes` of messages.py.
 struct RowSizes {
   HeadCounts heads;
   Column<const bool> ordered;               // of none and head sets: whether its heads are 0, 1, ..., as home rows have them

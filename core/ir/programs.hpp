@@ -90,8 +90,8 @@ struct HeadCounts {
 // arrays: of each table of isa.TABLES its ptr and its columns.
 Programs programs_of(Fields& arrays);
 
-// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: of each operand, or of none. mate: the
-// transfer that each one meets, or -1; agreed: whether their operands have equal tiles.
+// Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: of each operand, or of none. mate:
+// the matching transfer of each, or -1; agreed: whether their operands have equal tiles.
 void match(const Programs& programs, Column<const std::int64_t> tile, Column<std::int64_t> mate, Column<bool> agreed);
 
 }  // namespace apportion

@@ -55,7 +55,7 @@ void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
   for (std::int64_t i = 0; i < keys.size(); ++i) order[i] = items[static_cast<std::size_t>(i)].index;
 }
 
-// The distinct keys, ascending; and where each of the keys is among them, in `number`.
+// The distinct keys, ascending; and the rank of each key among them, in `number`.
 static std::vector<std::int64_t> ranked(Column<const std::int64_t> keys, Column<std::int64_t> number) {
   std::vector<std::int64_t> found, storage(static_cast<std::size_t>(keys.size()));
   const Column<std::int64_t> order(storage.data(), keys.size());

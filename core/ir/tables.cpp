@@ -11,7 +11,7 @@ using std::uint8_t;
 
 static_assert(std::endian::native == std::endian::little);
 
-// Differences whose bits are ORed, the sign last, so that the widest one tells how many bytes all need.
+// Zigzag code of a difference, sign last, so that the OR of all tells how many bytes the widest needs.
 static uint64_t zigzag(int64_t step) { return static_cast<uint64_t>(step) << 1 ^ static_cast<uint64_t>(step >> 63); }
 
 static int width_of(uint64_t bits) {
@@ -103,7 +103,8 @@ std::vector<Found> scan_part(Reader part, const std::vector<int64_t>& columns, i
   return found;
 }
 
-// Sums differences up; returns the bits of all, for `width_of`. Stops, with `within` false, at a number that is far.
+// Sums differences; returns the OR of all zigzag codes, for `width_of`. Stops, with `within` false, at a number out of
+// bounds.
 template <class Width, class Number>
 static uint64_t sum_steps(const uint8_t* data, int64_t bound, Column<Number> own, bool& within) {
   uint64_t bits = 0;

@@ -2,8 +2,8 @@
 //
 //   rows u32 · column 0: width u8, rows differences · column 1 … · column n
 //
-// A difference is what a number is above the one before it, the first one above 0: 0, 1, 2, 4 or 8 bytes for all rows
-// of a rank, the lowest byte first, negative ones as two's complement. Without rows nothing follows the count.
+// A difference is a number less the previous one, the first less 0: 0, 1, 2, 4 or 8 bytes for all rows of a rank, the
+// lowest byte first, negative ones as two's complement. Without rows the count is last.
 #pragma once
 
 #include <string>
@@ -29,25 +29,25 @@ std::int64_t measure_part(const std::vector<RankedRows>& tables, std::int64_t ra
 const std::uint8_t* encode_part(const std::vector<RankedRows>& tables, std::int64_t rank, const std::uint8_t* widths,
                                 std::uint8_t* out);
 
-// What is wrong with a part. column: -1 where it is the table as a whole.
+// A malformed part. column: -1 for the table as a whole.
 struct Malformed : std::invalid_argument {
   std::int64_t rank, table, column;
   Malformed(std::int64_t of_rank, std::int64_t of_table, std::int64_t of_column, const char* what)
       : std::invalid_argument(what), rank(of_rank), table(of_table), column(of_column) {}
 };
 
-// A table of one rank that was looked at: rows, and the bytes of its columns.
+// A scanned table of one rank: rows, and the bytes of its columns.
 struct Found {
   std::int64_t rows;
   const std::uint8_t* data;
   std::int64_t bytes;
 };
 
-// The tables of a part, which has nothing else. columns: of each table. Throws Malformed.
+// Scans the tables of a part, which must contain nothing else. columns: of each table. Throws Malformed.
 std::vector<Found> scan_part(Reader part, const std::vector<std::int64_t>& columns, std::int64_t rank);
 
-// Fills rows [first, first + found.rows) of a table with numbers from -bound to below bound. Returns whether all are
-// within; throws Malformed for what is wrong otherwise.
+// Fills rows [first, first + found.rows) of a table with numbers in [-bound, bound). Returns true if all are in bounds;
+// throws Malformed for other errors.
 template <class Number>
 bool read_rows(const Found& found, std::int64_t rank, std::int64_t table, std::int64_t bound, std::int64_t first,
                Matrix<Number> values);

@@ -104,7 +104,7 @@ Refused stray_field(const RankedRows& table) {
   return instruction(table, Flaw::WAIT_WITH_ROWS, [](const Instruction& one) { return one.op == Op::WAIT && one.count != 0; });
 }
 
-// Of each rank and list, the counts of the instructions add up to the rows.
+// Checks that, for each rank and list, the counts of the instructions add up to the rows.
 Refused miscounted(const ProgramTables& program) {
   const RankedRows& table = program.tables[INSTRUCTIONS];
   int64_t longest = 0;

@@ -1,10 +1,10 @@
-// What a program of all ranks must satisfy before it is walked: numbers in their ranges, one arena of a tensor, operands
-// that are named and are there, fields of instructions that their ops have, counts that add up to the rows of the lists.
+// Well-formedness of a program of all ranks before it is walked: numbers in range, one arena per tensor, valid
+// operands, no fields that an op does not have, counts that add up to the rows of the lists.
 //
 //   tables    arenas, operands, instructions, transfers, tasks, grads, rowops       apportion/ir/isa.py
 //   ranges    lowest and highest number of each column, table after table
 //
-// The first number that breaks a rule comes back, rules in this order; its words are in apportion/ir/plan/wellformed.py.
+// Returns the first number that violates a rule, in this order; apportion/ir/plan/wellformed.py has the messages.
 #pragma once
 
 #include <optional>
@@ -26,7 +26,8 @@ enum class Flaw : std::uint8_t {
   SUM
 };
 
-// row: of the table, over all ranks; of SUM a rank, and `consumed` rows of its list. column: of RANGE and UNKNOWN_OPERAND.
+// row: of the table, over all ranks; for SUM a rank, and `consumed` rows of its list. column: for RANGE and
+// UNKNOWN_OPERAND.
 struct Refusal {
   Flaw flaw;
   std::int64_t table, row, column = 0, consumed = 0;
@@ -39,7 +40,7 @@ inline constexpr std::int64_t ARENAS = 0, OPERANDS = 1, INSTRUCTIONS = 2, LISTS 
 struct ProgramTables {
   std::vector<RankedRows> tables;
   Matrix<const std::int64_t> ranges;
-  Column<const bool> foreign;  // of each head set, from 1 on: whether it goes beyond the KV heads
+  Column<const bool> foreign;  // for each head set, from 1 on: true if it exceeds the KV heads
 
   std::int64_t ranks() const { return tables[0].ptr.size() - 1; }
 };

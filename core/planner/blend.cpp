@@ -1,7 +1,7 @@
 // `blend`: each rank in turn takes the densest and the sparsest remaining rows; then ranks exchange rows.
 //
-// Narrow documents (one rank can compute them) stand by density; wide ones, which it cannot, after them. A rank fills
-// its tokens with x tokens of what is dense and the rest of what is sparse; x is where it has the pairs wanted of it.
+// Narrow documents (computable by one rank) are sorted by density; wide ones, which are not, come after them. A rank
+// takes x tokens of dense rows and the rest of sparse ones, where x gives its target of pairs.
 //
 //     narrow  │ sparse ──►  · · · · ·  ◄── dense │   wide  │ ──► heads · · · tails ◄── │
 //
@@ -12,8 +12,8 @@
 //     there
 //             are none, heads of wide documents
 //
-// A rank leaves at most three documents begun, so there are O(documents + ranks) pieces; each x is found by bisection.
-// What that leaves uneven is made even: two ranks exchange as many rows, dense ones for sparse ones.
+// A rank leaves at most three documents unfinished, so there are O(documents + ranks) pieces; each x is found by
+// bisection. Remaining imbalance is reduced by exchanges: equal numbers of dense and sparse rows between two ranks.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -29,9 +29,9 @@ namespace blend {
 namespace {
 
 constexpr double FLAT = 0.25;  // a document whose halves differ by this share of its pairs at most is cut into shares
-constexpr int64_t SPARE = 16;  // pieces of a rank that exchanges may add
-constexpr int64_t LOOKED_AT = 32;  // pieces of a rank that an exchange looks at
-constexpr int64_t EXCHANGES = 8;   // of a rank, at most
+constexpr int64_t SPARE = 16;  // pieces added per rank by exchanges
+constexpr int64_t LOOKED_AT = 32;  // pieces of a rank considered for an exchange
+constexpr int64_t EXCHANGES = 8;   // per rank, at most
 
 // Pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
@@ -49,7 +49,7 @@ struct Piece {
   int64_t low, high, rank;
 };
 
-// What is left of a document. head: which part of its shares comes from its head.
+// The rest of a document. head: fraction of its shares that comes from its head.
 struct Document {
   int64_t low, high;
   double head;
@@ -89,7 +89,7 @@ class Walk {
     tails_ = count(known) - 1;
   }
 
-  // What a rank has too much or too little of is made up for by those after it.
+  // Later ranks make up for a rank's excess or deficit.
   void run(Column<const int64_t> tokens, Column<const double> speeds) {
     int64_t work = work_.back();
     double speed = std::accumulate(speeds.begin(), speeds.end(), 0.0);
@@ -104,7 +104,7 @@ class Walk {
   }
 
  private:
-  // The pieces of the rank at hand: so many tokens, of `target` pairs.
+  // The pieces of the current rank: `tokens` tokens with `target` pairs.
   void fill(int64_t tokens, double target) {
     unburden(tokens, target);
     while (tokens > 0 && has_ends()) {
@@ -135,7 +135,7 @@ class Walk {
     take_sparse(tokens - x);
   }
 
-  // What was begun and is too dense to go with the sparsest counts as dense from now on.
+  // Unfinished sparse rests that are too dense to combine with the sparsest count as dense from now on.
   void unburden(int64_t tokens, double target) {
     while (real(sparse(tokens)) >= target + 1) {
       if (queued_ < count(queue_)) {
@@ -148,22 +148,22 @@ class Walk {
     }
   }
 
-  // ---- what would be taken
+  // ---- evaluation
 
   static constexpr int64_t NARROW = -1;  // narrow documents in place of one document's ends
 
   bool has_ends() const { return !stack_.empty() || heads_ <= tails_; }
   int64_t next_ends() const { return stack_.empty() ? tails_ : stack_.back(); }
 
-  // The most pairs that so many tokens can have.
+  // The most pairs of `tokens` tokens.
   int64_t most_of(int64_t tokens) const {
     const int64_t most = mixed(NARROW, tokens, narrow(tokens));
     if (!has_ends()) return most;
     return std::max(most, mixed(next_ends(), tokens, std::min(tokens, left_[next_ends()].size())));
   }
 
-  // How many of `tokens` tokens, at most `most`, should be dense for `target` pairs: bisection, as pairs rise with
-  // them, in the end at least.
+  // The number of dense tokens, at most `most`, for `target` pairs: bisection, since pairs ascend with them, at least
+  // finally.
   int64_t share(int64_t doc, int64_t tokens, double target, int64_t most) const {
     if (real(mixed(doc, tokens, most)) <= target) return most;
     int64_t least = 0;
@@ -179,17 +179,17 @@ class Walk {
     return sparse(tokens - x) + (doc == NARROW ? dense(x) : ends(doc, x));
   }
 
-  // How many of so many tokens come from a document's head.
+  // The number of tokens that come from a document's head.
   int64_t head_of(int64_t doc, int64_t tokens) const { return static_cast<int64_t>(real(tokens) * left_[doc].head); }
 
-  // Pairs of so many tokens of a document's head and tail.
+  // Pairs of `tokens` tokens of a document's head and tail.
   int64_t ends(int64_t doc, int64_t tokens) const {
     const Document& one = left_[doc];
     const int64_t head = head_of(doc, tokens);
     return rows_.between(one.low, one.low + head) + rows_.between(one.high - tokens + head, one.high);
   }
 
-  // Pairs of so many tokens of narrow documents: the last ones, and the tail of the one before.
+  // Pairs of the last `tokens` tokens of narrow documents, including the tail of the one before.
   int64_t dense(int64_t tokens) const {
     if (tokens <= 0 || dense_ < sparse_) return 0;
     const int64_t down = ends_[dense_ + 1] - tokens, start = first_from(sparse_ + 1, dense_ + 1, down);
@@ -197,7 +197,7 @@ class Walk {
     return work_[dense_ + 1] - work_[start] + rows_.between(high - rest, high);
   }
 
-  // Pairs of the sparsest so many tokens.
+  // Pairs of the sparsest `tokens` tokens.
   int64_t sparse(int64_t tokens) const {
     int64_t pairs = 0;
     const auto add_head = [&](int64_t doc) {
@@ -220,7 +220,7 @@ class Walk {
     return pairs;
   }
 
-  // The first of documents [low, high) before which are at least so many tokens, else high.
+  // The first of documents [low, high) with at least `tokens` tokens before it, else high.
   int64_t first_from(int64_t low, int64_t high, int64_t tokens) const {
     return std::lower_bound(ends_.begin() + low, ends_.begin() + std::max(low, high), tokens) - ends_.begin();
   }
@@ -231,7 +231,7 @@ class Walk {
     return std::min(left_[sparse_].size() + ends_[dense_ + 1] - ends_[sparse_ + 1], most);
   }
 
-  // ---- taking it
+  // ---- assignment
 
   void take(int64_t low, int64_t high) {
     if (low < high) pieces.push_back({low, high, rank_});
@@ -247,7 +247,7 @@ class Walk {
     take(one.high, whole.high);
   }
 
-  // As `dense` counts them.
+  // Takes what `dense` counts.
   void take_dense(int64_t tokens) {
     while (tokens > 0) {
       const int64_t doc = dense_--;
@@ -260,7 +260,7 @@ class Walk {
     }
   }
 
-  // As `sparse` counts them.
+  // Takes what `sparse` counts.
   void take_sparse(int64_t tokens) {
     while (tokens > 0) {
       int64_t* cursor = queued_ < count(queue_) ? &queued_
@@ -283,14 +283,14 @@ class Walk {
   Profile rows_;
   std::vector<Document> left_;          // narrow ones first, by density
   std::vector<int64_t> ends_, work_;    // tokens and pairs of the whole documents before each
-  std::vector<int64_t> queue_, stack_;  // rests that go before all else that is sparse, or dense
+  std::vector<int64_t> queue_, stack_;  // rests that precede all other sparse, or dense, rows
   int64_t sparse_ = 0, dense_ = 0;      // the first and the last narrow document left
   int64_t heads_ = 0, tails_ = 0;       // the first and the last wide one
   int64_t queued_ = 0;                  // the first in the queue
-  int64_t rank_ = 0;                    // at hand
+  int64_t rank_ = 0;                    // the current rank
 };
 
-// Exchanges of rows, which leave more pieces: two more each, at most.
+// Exchanges of rows, which add at most two pieces each.
 class Repair {
  public:
   Repair(const Profile& rows, std::vector<Piece>& pieces, Column<const double> wanted) : rows_(rows), pieces_(pieces) {
@@ -301,8 +301,7 @@ class Repair {
     for (const Piece& piece : pieces) over_[piece.rank] += real(rows.between(piece.low, piece.high));
   }
 
-  // Until no rank has more than 1 + `tolerance` times the pairs wanted of it, there are `room` pieces, or nothing
-  // helps.
+  // Repeats until no rank exceeds 1 + `tolerance` times its target of pairs, there are `room` pieces, or nothing helps.
   void run(double tolerance, int64_t room) {
     std::vector<double> share(over_.size());
     for (int64_t turn = 0; turn < EXCHANGES * count(over_); ++turn) {
@@ -321,12 +320,12 @@ class Repair {
   }
 
  private:
-  // The last rows of one piece for the first of another.
+  // Exchanges the last rows of one piece for the first of another.
   struct Exchange {
     int64_t mine = 0, other = 0, rows = 0;
   };
 
-  // The exchange of the fewest rows that moves `goal` pairs, else the one that moves most.
+  // The exchange of the fewest rows that moves `goal` pairs, else the one that moves the most.
   Exchange best(int64_t busy, int64_t idle, double goal) const {
     Exchange best;
     bool enough = false;
@@ -363,7 +362,7 @@ class Repair {
     return rows_.between(end - one.rows, end) - rows_.between(begin, begin + one.rows);
   }
 
-  // The fewest rows that move `goal` pairs, as those of the exchange do.
+  // The fewest rows of the exchange that move `goal` pairs.
   int64_t fewest(Exchange one, double goal) const {
     int64_t least = 0, most = one.rows;
     while (most - least > 1) {

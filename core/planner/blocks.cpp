@@ -14,10 +14,10 @@ namespace {
 
 struct Cuts {
   std::vector<int64_t> starts;  // and the end
-  std::vector<int64_t> owner;   // of each block the long sequence that it belongs to, or -1
+  std::vector<int64_t> owner;   // for each block its long sequence, or -1
 };
 
-// Blocks of so many tokens; neighbours that are shorter and of one group share one.
+// Blocks of `block` tokens; shorter neighbours of one group share one.
 Cuts cut_axis(Column<const int64_t> sequences, Column<const int64_t> group, int64_t block) {
   Cuts made;
   const auto add = [&made](int64_t start, int64_t owner) {
@@ -51,7 +51,7 @@ void add_areas(Matrix<const int64_t> bands, Column<const int64_t> starts, Column
   }
 }
 
-// Blocks i and m-1-i of a rising sequence share a piece; any other block is its own.
+// Blocks i and m-1-i of a sequence with rising weight share a piece; any other block is its own.
 void tie(Column<const int64_t> owner, Column<const int64_t> weight, Column<const int64_t> lengths,
          Column<int64_t> piece) {
   int64_t pieces = 0;

@@ -15,19 +15,19 @@ namespace bounds {
 namespace {
 
 constexpr int64_t INF = int64_t{1} << 62;
-// Tokens; keeps what is rounded below the true bound: pairs err by 1,024 at most, and where they err at all, a row has
-// millions of them or is their root.
+// In tokens; keeps rounded values below the true bound: pairs err by at most 1,024, and only in rows with millions of
+// pairs, or in their roots.
 constexpr double SLACK = 1e-3;
 
 // The quotient, rounded up, of a positive divisor.
 int64_t over(int64_t value, int64_t by) { return value > 0 ? (value - 1) / by + 1 : value / by; }
 
-// No rank holds more tokens, or computes more pairs; and there are no more ranks.
+// Limits of a rank: tokens and pairs; and the number of ranks.
 struct Caps {
   int64_t tokens, load, ranks;
 };
 
-// A range of keys of which so many tokens must leave home, counted once for each rank that needs them.
+// A range of keys and its tokens that must leave home, counted once for each rank that needs them.
 struct Foreign {
   int64_t low, end, tokens;
 };
@@ -35,11 +35,11 @@ struct Foreign {
 struct Band {
   int64_t q0, q1, k0, k1, dmin, dmax;
 
-  // Rows that one rank cannot hold, or compute alone.
+  // True for rows that one rank cannot hold, or compute alone.
   bool is_wide(const Caps& caps) const {
     return q1 - q0 > caps.tokens || area_of(q0, q1, k0, k1, dmin, dmax) > caps.load;
   }
-  // Rows see all keys from the same one up to their own at least.
+  // True if rows see all keys from a common one up to at least their own.
   bool is_stair() const { return dmin <= 0 && dmax >= q1 - 1 - k0 && k1 >= q1 && k0 <= q0; }
   bool joins(const Band& lower) const { return is_stair() && lower.is_stair() && k0 == lower.k0 && lower.q0 == q1; }
 };
@@ -50,15 +50,15 @@ double pairs_of(int64_t rows, int64_t window) {
   return held * (held + 1) / 2 + rest * real(window);
 }
 
-// The inverse of `pairs_of`: how many of the first rows have so many pairs.
+// The inverse of `pairs_of`: the number of first rows with `pairs` pairs.
 double rows_of(double pairs, int64_t window) {
   const double corner = real(window) * (real(window) + 1.0) / 2;
   const double inside = (std::sqrt(1 + 8 * std::min(pairs, corner)) - 1) / 2;
   return inside + std::max(pairs - corner, 0.0) / real(window);
 }
 
-// Of the part of a band whose rows see up to their own key. `reach`: of one rank after another, how far it reaches at
-// least, as long as that is beyond the first row.
+// For the part of a band whose rows see up to their own key. `reach`: least reach of each rank in turn, as long as it
+// is beyond the first row.
 Foreign of_stair(const Band& band, const Caps& caps) {
   const int64_t start = std::max(band.q0, band.k0), end = std::min(band.q1, band.k1);
   const bool plain = band.dmax >= end - 1 - band.k0;
@@ -82,8 +82,7 @@ Foreign of_stair(const Band& band, const Caps& caps) {
   return {low, end, plain ? reached - std::min(size, caps.tokens * holders) : strip};
 }
 
-// Of the rows of a band that see all of its keys: every rank but one that has some of these rows lacks, summed up, all
-// keys.
+// For rows of a band that see all of its keys: each rank but one with some of these rows lacks, in sum, all keys.
 int64_t of_block(const Band& band, const Caps& caps) {
   const int64_t keys = band.k1 - band.k0;
   const int64_t upto = std::min(band.q1, band.k0 + std::min(band.dmax, INF / 2) + 1);
@@ -92,7 +91,7 @@ int64_t of_block(const Band& band, const Caps& caps) {
   return std::max<int64_t>(over(std::max<int64_t>(rows, 0), per_rank) - 1, 0) * keys;
 }
 
-// Bands that join are one stair.
+// Joins bands of one stair.
 std::vector<Foreign> foreign(Matrix<const int64_t> bands, const Caps& caps) {
   std::vector<Foreign> found;
   const auto at = [&](int64_t row) {

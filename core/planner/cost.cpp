@@ -1,7 +1,7 @@
-// Times of attention tasks on the grids of a hardware: what apportion/planner/cost.py describes.
+// Times of attention tasks by the grids of a hardware: see apportion/planner/cost.py.
 //
 //   pairs   causal pairs or less         causal ── pairs ──► full
-//           one tile ──► causal grid     between the two grids           straight lines between
+//           one tile ──► causal grid     between the two grids           linear in between
 #include <algorithm>
 
 #include "bind.hpp"
@@ -20,8 +20,8 @@ int64_t causal_pairs(int64_t rows, int64_t keys) {
   return rows * keys - side * (side - 1) / 2;
 }
 
-// Grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: of each number of tiles up to its end;
-// full, causal: [5, cells], c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
+// Grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: for each number of tiles; full,
+// causal: [5, cells], c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
 struct Grids {
   Column<const int64_t> points, cell;
   Column<const double> offset;
@@ -31,7 +31,7 @@ struct Grids {
 
   double task_us(int64_t rows, int64_t keys, int64_t pairs) const {
     double time = full_us(rows, keys);
-    // one row or key is full and causal at once, and priced as the cheaper
+    // one row or key is both full and causal, and takes the lower price
     if (pairs < rows * keys || std::min(rows, keys) == 1) time = part_us(time, rows, keys, pairs);
     return std::max(time, static_cast<double>(pairs) * pair_us);
   }
@@ -46,8 +46,8 @@ struct Grids {
     return time + (whole - time) * std::clamp(above, 0.0, 1.0);
   }
 
-  // Between a band one tile wide, which every row and key of a task needs, and the causal band; and what kernels take
-  // longer for windows.
+  // Interpolates between a band one tile wide, the minimum for every row and key of a task, and the causal band; adds
+  // the extra time for windows.
   double sparse_us(double time, int64_t rows, int64_t keys, int64_t pairs, int64_t corner) const {
     const double least = std::min(std::max(full_us(rows, 1), full_us(1, keys)), time);
     const int64_t narrowest = std::max(rows, keys);
@@ -74,7 +74,7 @@ struct Grids {
   }
   int64_t tiles(int64_t rows) const { return std::min((rows + tile - 1) / tile, cell.size() - 1); }
 
-  // Rows as the kernel sees them, and these cut to the axis.
+  // Rows rounded up to tiles, and clipped to the axis.
   int64_t last() const { return points[points.size() - 1]; }
   bool is_beyond(int64_t rows, int64_t keys) const { return std::max(rows, keys) > last(); }
   int64_t seen(int64_t rows) const { return std::max((rows + tile - 1) / tile * tile, points[0]); }
@@ -91,7 +91,7 @@ void bind_cost(nb::module_& m) {
     const Grids phase{of.next<Column<const int64_t>>("points"), of.next<Column<const int64_t>>("cell"),
                       of.next<Column<const double>>("offset"), of.next<Matrix<const double>>("full"),
                       of.next<Matrix<const double>>("causal"), tile, pair_us, most_causal, window_us};
-    // a column of one number is as long as the others
+    // a column of one number is broadcast
     const Column<const int64_t> columns[] = {rows, keys, pairs, heads, kv_heads};
     int64_t count = 1;
     for (const Column<const int64_t>& column : columns)

@@ -17,12 +17,12 @@ namespace dcp {
 namespace {
 
 constexpr double GAIN = 0.01;  // an exchange shortens the longer of the two ranks' times by at least this share of it
-// What an exchange adds to what travels inside the node counts so much more than its time on one rank's links: of 0 to
-// 16, more bytes are saved with more, and little time lost up to here.
+// Bytes added inside the node by an exchange weigh this much more than its time on one rank's links: of 0 to 16, higher
+// values save more bytes, and lose little time up to here.
 constexpr double DEAR = 8.0;
 constexpr int64_t TURNS = 2;  // exchanges a block, at most
 
-// A case whose hyperedges begin with the block that they come from, the first vertices, and ranks of all vertices.
+// A case whose hyperedges begin with their source block, in the first vertices, and ranks of all vertices.
 struct Placed {
   Column<const int64_t> ptr, pins, price, rank;
   int64_t queries;  // hyperedges of queries, the first
@@ -43,7 +43,7 @@ struct Traffic {
   }
 };
 
-// What a rank sends and receives more inside its node.
+// Additional bytes that a rank sends and receives inside its node.
 struct Change {
   int64_t sent, received;
 };
@@ -75,7 +75,7 @@ class Homes {
     for (const Traffic& rank : ranks_) time_.push_back(rank.time(gbs));
   }
 
-  // What the busiest rank sends for one of another rank of its node, as long as that shortens times.
+  // Exchanges blocks of the busiest rank for blocks of another rank of its node, as long as that shortens times.
   void exchange() {
     std::vector<bool> stuck(time_.size());
     for (int64_t turn = 0; turn < TURNS * count(blocks_); ++turn) {
@@ -105,7 +105,7 @@ class Homes {
   };
 
   // A hyperedge goes from its block's home to all other ranks that it spans. Keys go once to each other node, whose
-  // ranks share what arrives.
+  // ranks share the received rows.
   void add(const Placed& given) {
     const Scratch<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
     for (int64_t edge = 0; edge < given.price.size(); ++edge) {
@@ -132,7 +132,7 @@ class Homes {
     }
   }
 
-  // Those whose exchange leaves the longer of the two ranks' times the shortest; none where none gains.
+  // The exchange with the smallest maximum of the two ranks' times; none if none gains.
   Pair best(int64_t busy) const {
     Pair best;
     double least = (1 - GAIN) * time_[busy];
@@ -158,7 +158,7 @@ class Homes {
     return best;
   }
 
-  // Of a rank, with one block for another.
+  // The change of a rank from replacing one block by another.
   Change change(int64_t gone, int64_t come, int64_t rank) const {
     const int64_t leaves = here_[gone][rank % per_node_], enters = here_[come][rank % per_node_];
     return {(blocks_[come].near - enters) - (blocks_[gone].near - leaves), leaves - enters};
@@ -192,7 +192,7 @@ class Homes {
 
 // ---- divisions
 
-// The queries, or the keys, that a cell needs: their tile, the rank that has it, and bytes, 0 where that is the cell's.
+// The query or key tile of a cell, its rank, and bytes, 0 if that is the cell's rank.
 struct Need {
   int64_t tile, source, size;
 };
@@ -227,7 +227,7 @@ class Divisions {
  private:
   int64_t missing(const Need& need, int64_t rank) const { return got_[need.tile] == rank ? 0 : need.size; }
 
-  // Adds to `spent`, by source, what the cell needs that is not there yet.
+  // Adds to `spent`, by source, the tiles of the cell that are not yet received.
   void fetch(const Cell& cell, int64_t rank, const Scratch<int64_t>& spent) {
     for (const Need& need : cell.side) {
       spent[need.source] += missing(need, rank);
@@ -235,7 +235,7 @@ class Divisions {
     }
   }
 
-  // Whether no source sends more than its share of all that it sends to the rank.
+  // True if no source sends more than its share of its total to the rank.
   bool fits(const Cell& cell, int64_t rank) const {
     const int64_t missed[2] = {missing(cell.side[0], rank), missing(cell.side[1], rank)};
     const bool same = cell.side[0].source == cell.side[1].source;

@@ -23,10 +23,10 @@ namespace distca {
 namespace {
 
 constexpr double FREE = 1e-30;       // bytes of a move that costs nothing: its E is beyond any other's
-constexpr double SURELY = 1 - 1e-9;  // what is at most so much of another E is less, however it is rounded
-constexpr int64_t BESIDE = 4;        // candidates are like the best that was found last so far before and behind it
+constexpr double SURELY = 1 - 1e-9;  // this fraction of another E is less, despite rounding
+constexpr int64_t BESIDE = 4;        // candidates within this distance of the last best one are similar to it
 constexpr int HALVINGS = 6;          // how often a share is halved until it fits the caps
-constexpr int64_t SWEEP = 32;        // the list of candidates is swept after so many servers
+constexpr int64_t SWEEP = 32;        // the list of candidates is swept after this many servers
 
 struct Choice {
   int64_t share = -1;
@@ -77,8 +77,8 @@ class Migration {
     for (int64_t rank = 0; rules.capped && rank < speeds.size(); ++rank) recount(rank, 1);
   }
 
-  // The paper's one pass, then, two-sided, with half the tolerance each and only from servers that still have more than
-  // the tolerance allows; finer cuts where nothing moves.
+  // The paper's single pass, or, two-sided, passes with half the tolerance each, only from servers above the tolerance;
+  // finer cuts if nothing moves.
   Ended run() {
     const double asked = rules_.tolerance, least = asked / (2 * real(count(servers)));
     Ended ended;
@@ -161,7 +161,7 @@ class Migration {
 
   // ---- candidates
 
-  // Those with the largest `most_e` first, which no part exceeds by much.
+  // Candidates sorted by falling `most_e`, which no part exceeds by much.
   void find_candidates() {
     candidates_.clear();
     place_.assign(shares.size(), -1);
@@ -181,9 +181,8 @@ class Migration {
     for (int64_t place = 0; place < count(candidates_); ++place) place_[candidates_[place].share] = place;
   }
 
-  // What a candidate costs at least: the keys of its last row, and rows in proportion to work less one, as they are
-  // rounded. Nothing is said of shares other than a pair's first: what servers have of these is not looked at
-  // beforehand.
+  // Lower bound of a candidate's price: the keys of its last row, and rows in proportion to work less one, because of
+  // rounding. None for shares other than a pair's first: their servers' holdings are not considered beforehand.
   void note_price(Candidate& one) const {
     const Share& share = shares[one.share];
     one.work = real(share.work);
@@ -201,7 +200,7 @@ class Migration {
     one.a_pair = a_row * real(share.rows.size()) / real(share.work);
   }
 
-  // Keeps the candidates whose server has a surplus yet.
+  // Keeps the candidates whose server still has a surplus.
   void sweep() {
     std::size_t kept = 0;
     for (const Candidate& one : candidates_) {
@@ -216,8 +215,8 @@ class Migration {
 
   // ---- the best share
 
-  // Bytes that rows of a pair cost server `to`. Of a head and its mirror image the head's rows count, as in the
-  // authors' code.
+  // Bytes of rows of a pair for server `to`. For a head and its mirror image the head's rows count, as in the authors'
+  // code.
   double price(const Pair& pair, Range rows, int64_t to) const {
     const double queries = real(holding_.missing_queries(pair, rows, to));
     const int64_t keys = holding_.missing_keys(pair, rows, to, rules_.kv_free);
@@ -225,7 +224,7 @@ class Migration {
     return std::max(FREE, counted * real(rules_.priced_q) + real(keys * rules_.kv_bytes));
   }
 
-  // E of a share for server `to`, 0 where it is no candidate.
+  // E of a share for server `to`, 0 if it is not a candidate.
   double score(int64_t i, int64_t to) const {
     const Share& share = shares[i];
     const Server& server = servers[share.at];
@@ -238,8 +237,8 @@ class Migration {
     return work / price(pairs_[share.pair], rows, to);
   }
 
-  // Of every pair of which `to` has some queries, or some keys, the first share is looked at, whose number is the
-  // pair's: others went to servers that had too little.
+  // Considers the first share, numbered like the pair, of every pair of which `to` has some queries or keys: later
+  // shares went to servers with a deficit.
   void consider_held(Choice& found, int64_t to, const std::vector<std::vector<int64_t>>& pairs_of,
                      const std::vector<int64_t>& got) const {
     Choice own;
@@ -255,9 +254,9 @@ class Migration {
     if (own.e > found.e) found = own;
   }
 
-  // The best candidate for server `to`: of pairs of which it has a side, then of others until none can be better.
-  // Passed over are those that are certainly worse than the best so far, or than one beside the best that was found
-  // last, which comes in its turn: most are.
+  // The best candidate for server `to`: first pairs of which it has a side, then others until none can be better. Skips
+  // those that are certainly worse than the best so far, or than a neighbour of the last best one, which is considered
+  // in its turn: most are.
   Choice best(int64_t to) {
     Choice found;
     consider_held(found, to, of_q_, holding_.queries());
@@ -267,7 +266,7 @@ class Migration {
       const int64_t end = std::min(near + BESIDE + 1, count(candidates_));
       for (int64_t place = std::max<int64_t>(near - BESIDE, 0); place < end; ++place) {
         const Candidate& one = candidates_[place];
-        // what is beyond `most_e` might not be come to
+        // `most_e` may exceed the attainable E
         floor = std::max(floor, std::min(score(one.share, to), one.most_e));
       }
     }
@@ -287,7 +286,7 @@ class Migration {
     return found;
   }
 
-  // As `best`, with no candidate passed over: for tests.
+  // As `best`, without skipping candidates: for tests.
   Choice best_of_all(int64_t to) const {
     Choice found;
     consider_held(found, to, of_q_, holding_.queries());
@@ -302,7 +301,7 @@ class Migration {
 
   // ---- moves
 
-  // Move rows of a share to server `to`, unless no cut is fine enough, or caps forbid all that are.
+  // Moves rows of a share to server `to`, unless no cut is fine enough, or caps forbid all such cuts.
   Given give(int64_t i, int64_t to) {
     const Share share = shares[i];
     const Server &from = servers[share.at], &taker = servers[to];
@@ -323,8 +322,8 @@ class Migration {
     return Given::CAPPED;
   }
 
-  // The share's last rows or its first that have about `work`, whichever cost fewer bytes a pair; empty where no cut is
-  // fine enough. Under caps the last, which are the fewest; of a head and its mirror image the innermost.
+  // The last or first rows of the share with about `work`, whichever cost fewer bytes per pair; empty if no cut is fine
+  // enough. Under caps the last, which are the fewest; for a head and its mirror image the innermost.
   Range part(const Share& share, double work, double spare, int64_t to) const {
     const Pair& pair = pairs_[share.pair];
     const Range rows = share.rows;
@@ -337,7 +336,7 @@ class Migration {
     return first;
   }
 
-  // Rows, the first or the last of the share or all, which have `moved` work, go to server `to`.
+  // Moves the first, the last or all rows of the share, with `moved` work, to server `to`.
   void move(int64_t i, Range rows, int64_t moved, int64_t to) {
     Share& share = shares[i];
     servers[share.at].load -= moved;
@@ -359,7 +358,7 @@ class Migration {
     tried_.push_back(-1);
   }
 
-  // What a server has, newest shares first.
+  // The holding of a server, newest shares first.
   void open(Holding& holding, int64_t server) const {
     holding.clear();
     const std::vector<int64_t>& own = servers[server].shares;
@@ -367,13 +366,13 @@ class Migration {
       if (shares[*i].at == server) holding.add(pairs_[shares[*i].pair], shares[*i].rows);
   }
 
-  // ---- bytes, where there are caps
+  // ---- bytes under caps
 
   void recount_if_capped(int64_t server, int64_t sign) {
     if (rules_.capped) recount(server, sign);
   }
 
-  // Book (sign 1), or take back (-1), the rows that the server gets and what it returns.
+  // Books (sign 1), or reverts (-1), the rows that the server receives and returns.
   void recount(int64_t server, int64_t sign) {
     open(other_, server);
     Server& own = servers[server];
@@ -396,7 +395,7 @@ class Migration {
     }
   }
 
-  // Whether the caps allow `to` to compute rows of a pair.
+  // True if the caps allow `to` to compute rows of a pair.
   bool fits(const Pair& pair, Range rows, int64_t to) {
     const int64_t queries = holding_.missing_queries(pair, rows, to);
     const int64_t keys = holding_.missing_keys(pair, rows, to, true);
@@ -415,7 +414,7 @@ class Migration {
     return fit;
   }
 
-  // Book (sign 1), or take back (-1), the keys that leave their homes for rows of a pair on `to`.
+  // Books (sign 1), or reverts (-1), the keys that leave their homes for rows of a pair on `to`.
   void leave(const Pair& pair, Range rows, int64_t to, int64_t sign) {
     const Range seen = pair.keys_of(rows);
     for (int64_t k = pair.k; k < pair.k_end; ++k)
@@ -426,11 +425,11 @@ class Migration {
   Column<const int64_t> starts_, home_, origin_;
   Rules rules_;
   bool exhaustive_;
-  Holding holding_, other_;                                  // of the server at hand; of one looked at aside
+  Holding holding_, other_;                                  // of the current server; of another one
   std::vector<std::vector<int64_t>> of_q_, of_k_, of_home_;  // pairs of query and of key blocks, blocks of ranks
   std::vector<Candidate> candidates_;
   std::vector<int64_t> place_;  // of each share among the candidates, or -1
-  std::vector<int64_t> tried_;  // of each share: the server for which it was tried in vain
+  std::vector<int64_t> tried_;  // for each share: the server for which it was tried in vain
   int64_t last_ = -1;           // the share that was the best candidate last
 };
 

@@ -1,5 +1,5 @@
-// Units of DistCA's migration: rows of one home paired with the keys of another, or with all keys that they see.
-// Their geometry, and what a server has of them.
+// Units of DistCA's migration: rows of one home paired with the keys of another, or with all keys that they see. Their
+// geometry, and the holdings of servers.
 //
 //   rows       of a pair: global tokens; of a folded one steps of a causal walk from both ends, see distca/homes.py
 //   folded     length > 0, the tokens of its sequence; one cell has [q0, q1) steps and [k0, k1) tokens
@@ -26,7 +26,7 @@ struct Range {
   }
 };
 
-// Of nothing yet.
+// The empty range.
 inline constexpr Range NOTHING{int64_t{1} << 62, 0};
 
 inline Range overlap(Range one, Range other) { return {std::max(one.low, other.low), std::min(one.high, other.high)}; }
@@ -63,7 +63,7 @@ struct Pair {
     return total;
   }
 
-  // Hull of the keys that some rows see, empty where they see none.
+  // Hull of the visible keys of some rows, empty if there are none.
   Range keys_of(Range rows) const {
     if (folded()) {
       const int64_t begin = cells[0].k0;
@@ -78,7 +78,7 @@ struct Pair {
     return {std::min(hull.low, hull.high), hull.high};
   }
 
-  // Hull of those of some rows that see a key.
+  // Hull of the rows, among some, that see a key.
   Range rows_of(Range rows) const {
     Range hull = NOTHING;
     for (const Cell& cell : cells) {
@@ -89,13 +89,13 @@ struct Pair {
   }
 };
 
-// How a share may be cut: the cut is a multiple of `grain` rows from `origin`, and the part has at most `spare` more
-// than `work`, the most of such; or without spare about as much as can be.
+// Constraint of cutting a share: the cut is a multiple of `grain` rows from `origin`, and the part has at most `spare`
+// more than `work`, the largest such; or without spare the closest.
 struct Cut {
   int64_t origin, grain;
   double work, spare;
 
-  // The row x for which [x, high) is such a part; `high` where there is none.
+  // The row x for which [x, high) is such a part; `high` if there is none.
   int64_t last(const Pair& pair, Range rows) const {
     int64_t a = rows.low, b = rows.high;
     while (a < b) {
@@ -111,7 +111,7 @@ struct Cut {
     return of(pair, {below, rows.high}) - work <= most ? below : above;
   }
 
-  // The row y for which [low, y) is such a part; `low` where there is none.
+  // The row y for which [low, y) is such a part; `low` if there is none.
   int64_t first(const Pair& pair, Range rows) const {
     int64_t a = rows.low, b = rows.high;
     while (a < b) {
@@ -131,13 +131,13 @@ struct Cut {
   static double of(const Pair& pair, Range rows) { return static_cast<double>(pair.work(rows)); }
 };
 
-// What one server got of each block: one range of its query rows and one of its key rows, which grow together.
+// Rows of each block on one server: a range of query rows and a range of key rows, which grow together.
 class Holding {
  public:
   Holding(Column<const int64_t> starts, Column<const int64_t> home)
       : starts_(starts), home_(home), q_(home.size()), k_(home.size()) {}
 
-  // Blocks of which it got any, in the order in which it did.
+  // Blocks with rows on it, in order of arrival.
   const std::vector<int64_t>& queries() const { return got_q_; }
   const std::vector<int64_t>& keys() const { return got_k_; }
   int64_t query_rows(int64_t block) const { return q_[block].size(); }
@@ -160,12 +160,12 @@ class Holding {
     }
   }
 
-  // Query rows that must come to server `to`, whose holding this is, for rows of a pair.
+  // Query rows missing on server `to`, whose holding this is, for rows of a pair.
   int64_t missing_queries(const Pair& pair, Range rows, int64_t to) const {
     return home_[pair.q] == to ? 0 : missing(pair.rows_of(rows), q_[pair.q]);
   }
 
-  // Key rows that must come; kv_free: what is there costs nothing.
+  // Missing key rows; kv_free: rows already there cost nothing.
   int64_t missing_keys(const Pair& pair, Range rows, int64_t to, bool kv_free) const {
     if (kv_free && pair.k_end == pair.k + 1 && home_[pair.k] == to) return 0;
     const Range seen = pair.keys_of(rows);
@@ -176,13 +176,13 @@ class Holding {
     return keys;
   }
 
-  // Key rows of a block that come when a range of keys is wanted.
+  // Missing key rows of a block for a range of keys.
   int64_t missing_from(int64_t block, Range keys) const {
     return missing(overlap(keys, {starts_[block], starts_[block + 1]}), k_[block]);
   }
 
  private:
-  // Rows that come when some are wanted beside others: blocks arrive as one range of rows.
+  // Missing rows to extend a range, since blocks arrive as one range of rows.
   static int64_t missing(Range wanted, Range there) {
     if (wanted.empty()) return 0;
     if (there.empty()) return wanted.size();

@@ -17,7 +17,7 @@ constexpr int MOST_EXCHANGES = 500;  // a descent ends much earlier; this is for
 constexpr int64_t MOST_PAIRS = 20'000'000;  // looks at a move or swap, for groups of thousands of sequences
 constexpr double LEAST_GAIN = 1e-12;
 
-// times: of each sequence in a group of each degree, NEVER where it must not be; sizes: of sequences.
+// times: of each sequence in a group of each degree, NEVER if forbidden; sizes: of sequences.
 struct Sequences {
   Matrix<const double> times;
   Column<const int64_t> sizes;
@@ -25,15 +25,15 @@ struct Sequences {
   int64_t count() const { return sizes.size(); }
 };
 
-// Which column of `times` each group has, and tokens that it holds at most.
+// The column of `times` of each group, and its token limit.
 struct Groups {
   Column<const int64_t> column, rooms;
 
   int64_t count() const { return column.size(); }
 };
 
-// First-fit decreasing within a time limit: each sequence in `order` goes where its rank-time is least and the fit
-// tightest, or opens a group of the degree that it needs. Returns the columns of the groups, none where not all fit.
+// First-fit decreasing within a time limit: each sequence in `order` goes to the group with the least rank-time and the
+// tightest fit, or opens a group of the degree that it needs. Returns the columns of the groups, none if not all fit.
 std::vector<int64_t> first_fit(const Sequences& of, Column<const int64_t> order, Column<const int64_t> need,
                                Column<const int64_t> degrees, Column<const int64_t> rooms, int64_t ranks, double limit,
                                Column<int64_t> group) {
@@ -72,7 +72,7 @@ std::vector<int64_t> first_fit(const Sequences& of, Column<const int64_t> order,
   return column;
 }
 
-// Each sequence, longest first, to the group that it leaves quickest. Whether all have room.
+// Assigns each sequence, longest first, to the group with the earliest end. Returns true if all have room.
 bool list_schedule(const Sequences& of, const Groups& groups, Column<int64_t> group) {
   Scratch<double> shortest(of.count()), load(groups.count());
   Scratch<int64_t> order(of.count()), left = Scratch<int64_t>::of(groups.rooms);
@@ -96,12 +96,12 @@ bool list_schedule(const Sequences& of, const Groups& groups, Column<int64_t> gr
   return true;
 }
 
-// A sequence of the slowest group, its new group, and the sequence that comes back or -1 for none; all -1: none helps.
+// A sequence of the slowest group, its new group, and the sequence moved back or -1; all -1: none helps.
 struct Exchange {
   int64_t item = -1, to = -1, other = -1;
 };
 
-// The move or swap after which the slower of its two groups is quickest, the first of equals.
+// The move or swap that minimizes the slower of its two groups, the first among equals.
 Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const int64_t> group,
                        Column<const double> time, Column<const int64_t> left, int64_t slow) {
   Exchange best;

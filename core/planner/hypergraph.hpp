@@ -17,7 +17,7 @@ struct Graph {
   Column<const std::int64_t> edges_of(std::int64_t v) const { return of.slice(of_ptr[v], of_ptr[v + 1]); }
 };
 
-// The least vertex that hangs together with each; only free vertices of one base do.
+// The least vertex of each connected component; only free vertices of one base are connected.
 template <class IsFree>
 void components(Column<const std::int64_t> ptr, Column<const std::int64_t> pins, Column<const std::int64_t> base,
                 IsFree&& is_free, Column<std::int64_t> root) {
@@ -41,7 +41,7 @@ void components(Column<const std::int64_t> ptr, Column<const std::int64_t> pins,
   for (std::int64_t v = 0; v < root.size(); ++v) root[v] = top(v);
 }
 
-// Weights of vertices that are to have parts in [base, base + span), and what each part may have at most.
+// Weights of vertices to assign to parts in [base, base + span), and the limit of each part.
 struct Movable {
   Column<const std::int64_t> base;
   Column<const bool> movable;
@@ -49,42 +49,42 @@ struct Movable {
   std::int64_t span;
 };
 
-// Gives parts to those without (-1) that are movable, and moves others of these; thorough: groups of vertices, too.
+// Assigns parts to movable vertices without one (-1), and moves others of these; thorough: also groups of vertices.
 void spread(const Graph& graph, const Movable& given, bool thorough, Column<std::int64_t> part);
-// Moves what gains, where no part is above its cap.
+// Makes improving moves, if no part is above its cap.
 void polish(const Graph& graph, const Movable& given, Column<std::int64_t> part);
 
-// Two weights of vertices, all of which have a rank, and what ranks and nodes of `per_node` may have at most. far: what
-// one more node costs beside one more rank.
+// Two weights of vertices, all with a rank, and limits of ranks and nodes of `per_node`. far: cost of one more node
+// relative to one more rank.
 struct Both {
   Column<const bool> movable;
   Column<const std::int64_t> flops, tokens, flops_cap, tokens_cap, node_flops_cap, node_tokens_cap;
   std::int64_t per_node, far;
 };
 
-// Moves homes and compute where that gains and the caps allow it.
+// Makes improving moves of homes and compute within the caps.
 void refine_together(const Graph& graph, const Both& given, Column<std::int64_t> part);
 
-// The cluster of each vertex, by its dearest hyperedge that has one; -1: none. of: that of those that are in one.
+// The cluster of each vertex, by its most expensive hyperedge with one; -1: none. of: the given clusters.
 Scratch<std::int64_t> anchors(Column<const std::int64_t> ptr, Column<const std::int64_t> pins,
                               Column<const std::int64_t> price, Column<const std::int64_t> of);
 
-// Clusters of a vertex with tokens each and those without that are tied to it, with hyperedges of several clusters.
+// Clusters of a vertex with tokens and its connected vertices without, with hyperedges of several clusters.
 struct Clusters {
   std::vector<std::int64_t> ptr{0}, pins, price, flops;
 };
 
-// of: the cluster of each vertex with tokens, -1 of others.
+// of: the cluster of each vertex with tokens, -1 for others.
 Clusters clusters(Column<const std::int64_t> ptr, Column<const std::int64_t> pins, Column<const std::int64_t> price,
                   Column<const std::int64_t> flops, Column<const std::int64_t> of, std::int64_t count);
 
-// Two weights of clusters that are to have parts in [base, base + span), and what each part may have at most.
+// Two weights of clusters to assign to parts in [base, base + span), and the limits of each part.
 struct Homeless {
   Column<const std::int64_t> flops, tokens, base, flops_cap, tokens_cap;
   std::int64_t span;
 };
 
-// Gives a part to clusters at -1, or leaves them there where none has room. rate: what flops above a cap cost.
+// Assigns parts to clusters at -1, or leaves them there without room. rate: cost of flops above a cap.
 void place(const Graph& graph, const Homeless& given, double rate, Column<std::int64_t> part);
 
 }  // namespace apportion

@@ -13,13 +13,13 @@ struct Sequences {
   Column<const int64_t> time, size;  // falling times
 };
 
-// load: what each rank has; room: tokens that it may still take.
+// load: current load; room: remaining tokens.
 struct Ranks {
   Column<const double> speed;
   Column<double> load;
   std::vector<int64_t> room;
 
-  // The one in [low, high) with room that would be done first, -1: none has room.
+  // The rank in [low, high) with room and the earliest end, -1: none has room.
   int64_t soonest(int64_t low, int64_t high, int64_t time, int64_t size) const {
     int64_t best = -1;
     double least = 0;
@@ -39,9 +39,9 @@ struct Group {
   double time = 0, tokens = 0;
 };
 
-// So many at a time as a group has ranks go to the group that has least, of time or of tokens, whichever is more: they
-// take about as long, so that its ranks stay even; of these each goes to the rank that would be done first, or if none
-// has room, to that of all.
+// Assigns batches of as many sequences as a group has ranks to the group with the least time or tokens, whichever
+// fraction is larger: they take similar time, so its ranks stay even; each goes to the rank with the earliest end,
+// among the group's or, without room, among all.
 void deal(const Sequences& sequences, std::vector<Group> groups, Ranks ranks, Column<int64_t> home) {
   int64_t all_time = 0, all_tokens = 0;
   for (const int64_t time : sequences.time) all_time += time;

@@ -11,7 +11,7 @@ using std::int64_t;
 
 namespace {
 
-// What bins hold, and a tournament of them: node n has nodes 2 n and 2 n + 1 below, its leaves are bins.
+// Loads of bins, and a tournament tree over them: node n has children 2 n and 2 n + 1, its leaves are bins.
 class Bins {
  public:
   Bins(Column<const double> speed, Column<const int64_t> caps)
@@ -33,7 +33,7 @@ class Bins {
     while (node > 1) play(node /= 2);
   }
 
-  // The least loaded bin with room, of equal ones the first; -1 where none has.
+  // The least loaded bin with room, the first among equals; -1 if none has.
   int64_t lightest(int64_t size) const {
     int64_t node = 1;
     while (node < leaves_) node = 2 * node + (nodes_[2 * node + 1].least < nodes_[2 * node].least ? 1 : 0);
@@ -59,7 +59,7 @@ class Bins {
     }
   }
 
-  // The same of some bins.
+  // The same among some bins.
   int64_t lightest_of(Column<const int64_t> some, int64_t size) const {
     int64_t best = -1;
     for (const int64_t bin : some)
@@ -88,13 +88,13 @@ class Bins {
   Scratch<Node> nodes_;
 };
 
-// Items in an order. group: of items with the same restriction, 0 where any bin will do; bins: of the groups, as CSR.
+// Items in an order. group: of items with the same restriction, 0 for none; bins: of the groups, as CSR.
 struct Items {
   Column<const int64_t> order, weights, sizes, group, group_ptr, bins;
 };
 
-// Who is near whom, `_Affinity`: the family of each item that has relatives, else -1; the zone of each bin, and the bins of
-// each zone as CSR. All empty where nobody is.
+// Families and zones, `_Affinity`: the family of each item, or -1; the zone of each bin, and the bins of each zone as
+// CSR. All empty if unused.
 struct Near {
   Column<const int64_t> family, zone, zone_ptr, bins;
 };
@@ -103,7 +103,8 @@ bool is_among(const std::vector<int64_t>& some, int64_t wanted) {
   return std::find(some.begin(), some.end(), wanted) != some.end();
 }
 
-// The lightest bin of some zones that has room and is below the limit; `lightest`, the lightest of all, where none is.
+// The lightest bin of some zones that has room and is below the limit; `lightest`, the lightest of all, if there is
+// none.
 int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& zones, int64_t lightest, double limit,
                 int64_t size) {
   if (is_among(zones, near.zone[lightest])) return lightest;

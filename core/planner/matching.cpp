@@ -20,8 +20,7 @@ struct Edge {
   int64_t other(int64_t end) const { return end == sender ? receiver : sender; }
 };
 
-// Which edge has a colour at a vertex, where that is not free, and bits of the colours that are. No word of a vertex
-// before its lowest has a bit.
+// The edge of each colour at a vertex, and bits of the free colours. Words of a vertex below its lowest have no bits.
 class Colours {
  public:
   Colours(int64_t vertices, int64_t colours)
@@ -44,13 +43,13 @@ class Colours {
     free_[vertex][colour / BITS] |= std::uint64_t{1} << (colour % BITS);
     lowest_[vertex] = std::min(lowest_[vertex], colour / BITS);
   }
-  // The first colour that is free at a vertex, which has one.
+  // The first free colour at a vertex, which has one.
   int64_t first(int64_t vertex) {
     int64_t& word = lowest_[vertex];
     while (free_[vertex][word] == 0) ++word;
     return word * BITS + std::countr_zero(free_[vertex][word]);
   }
-  // The first that is free at both, -1 where none is.
+  // The first colour free at both, or -1.
   int64_t first(int64_t one, int64_t two) const {
     const Column<std::uint64_t> left = free_[one], right = free_[two];
     for (int64_t word = std::max(lowest_[one], lowest_[two]); word < words_; ++word)
@@ -85,7 +84,7 @@ void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> 
 
 }  // namespace
 
-// Looking through all colours for one free at both ends costs less than the swaps that it saves.
+// Searching all colours for one free at both ends costs less than the swaps that it saves.
 void colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count, Column<std::int32_t> colour) {
   Scratch<Edge> edges(src.size());
   for (int64_t edge = 0; edge < src.size(); ++edge) edges[edge] = {src[edge], ranks + dst[edge]};

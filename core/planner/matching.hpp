@@ -1,4 +1,4 @@
-// Edge colouring of a bipartite multigraph: in each colour a vertex has one edge at most.
+// Edge colouring of a bipartite multigraph: a vertex has at most one edge of each colour.
 #pragma once
 
 #include "array.hpp"

@@ -10,8 +10,8 @@ using std::int64_t;
 
 namespace {
 
-// Keys of rounds that have an edge, rising; into `round` the numbers of the edges' own. first: the times of edges that
-// leave home, one after another; a relay's is `lag` behind its parent's. A key is time * levels + levels - 1 - depth.
+// Keys of rounds with an edge, ascending; stores the round numbers of edges in `round`. first: the times of edges that
+// leave home, one after another; a relay's is `lag` after its parent's. A key is time * levels + levels - 1 - depth.
 std::vector<int64_t> number_rounds(Ints parent, Column<const int64_t> depth, Ints first, int64_t levels, int64_t lag,
                                    Column<int32_t> round) {
   std::vector<int64_t> times, keys;
@@ -45,7 +45,7 @@ void bind_rounds(nb::module_& m) {
     return nb::make_tuple(handed(std::move(keys)), round.array());
   });
 
-  // The most edges of each round that one rank sends or receives.
+  // The largest number of edges in each round that one rank sends or receives.
   m.def("degrees", [](IntsIn<"src"> src, IntsIn<"dst"> dst, IntsIn<"round"> round, int64_t rounds, int64_t ranks) {
     New<int64_t> most(rounds);
     unlocked([&] {
@@ -60,8 +60,8 @@ void bind_rounds(nb::module_& m) {
     return most.array();
   });
 
-  // In which of `parts` equal ones of the rows that its ranks exchange each edge begins, from 1 on; a relay is in its
-  // parent's.
+  // The part, from 1 on, in which each edge begins, of `parts` equal parts of the rows that its ranks exchange; a relay
+  // is in its parent's.
   m.def("even_parts", [](IntsIn<"parent"> parent, IntsIn<"src"> src, IntsIn<"dst"> dst, IntsIn<"rows"> rows,
                          int64_t ranks, int64_t parts) {
     New<int64_t> part(src.size());

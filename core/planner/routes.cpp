@@ -18,7 +18,7 @@ using std::int64_t;
 
 namespace {
 
-// Where a rank is among rising ones.
+// The position of a rank among ascending ones.
 int64_t place_of(int64_t rank, Column<const int64_t> members) {
   return std::lower_bound(members.begin(), members.end(), rank) - members.begin();
 }
@@ -65,8 +65,8 @@ Grouped group(const Star& star, const Nodes& nodes) {
   return found;
 }
 
-// Groups of few are served first: where only one rank can be the gateway, others must not have used up its turn. It is
-// the one that has received the fewest rows so. proxies: whether it may be one that does not need the tile.
+// Serves small groups first: where only one rank can be the gateway, others must not have used up its turn. The gateway
+// is the rank with the fewest received rows so far. proxies: true if it need not need the tile.
 void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped& grouped) {
   std::vector<const Group*> by_size;
   for (const Group& one : grouped.groups) by_size.push_back(&one);
@@ -92,7 +92,7 @@ void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped
   }
 }
 
-// arrives: which edge each of the star is now.
+// arrives: the edge that replaces each edge of the star.
 std::vector<Edge> through_gateways(const Star& star, const Nodes& nodes, bool proxies, Column<int32_t> arrives) {
   Grouped grouped = group(star, nodes);
   choose_gateways(star, nodes, proxies, grouped);
@@ -131,14 +131,14 @@ std::vector<Edge> through_gateways(const Star& star, const Nodes& nodes, bool pr
   return found;
 }
 
-// The members of a ring are the rising ranks flat[first[ring] : first[ring + 1]].
+// The members of a ring are the ascending ranks flat[first[ring] : first[ring + 1]].
 struct Rings {
   Column<const int64_t> flat, first;
 
   Column<const int64_t> members(int64_t ring) const { return flat.slice(first[ring], first[ring + 1]); }
 };
 
-// depth: edges that the tile has travelled before.
+// depth: number of earlier edges of the tile.
 struct Hop {
   Edge edge;
   int32_t depth, ring;
@@ -231,7 +231,7 @@ void bind_routes(nb::module_& m) {
     return nb::make_tuple(columns_of(hops), arrives.array());
   });
 
-  // Where each rank stands on its ring, the rising flat[base : base + size].
+  // The position of each rank on its ring, the ascending flat[base : base + size].
   m.def("places_on_rings", [](In<int64_t, "flat"> flat, IntsIn<"base"> base, IntsIn<"size"> size, IntsIn<"rank"> rank) {
     New<int64_t> place(rank.size());
     unlocked([&] {

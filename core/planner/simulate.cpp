@@ -71,8 +71,8 @@ struct Event {
 struct Stream {
   double clock = 0;
   int64_t cursor = 0, blocked = NONE;
-  // With contention, of what it is at: the work at full speed that was left at `since`, which may be to come; when that
-  // ends as things are, NOT_YET where nothing is going on; and transfers on the wire.
+  // With contention, of the current instruction: the work at full speed left at `since`, which may be in the future;
+  // its currently expected end, NOT_YET if idle; and transfers in flight.
   double left = 0, since = 0, due = NOT_YET;
   int64_t wires = 0;
 };
@@ -142,8 +142,8 @@ class Engine {
 
   bool slows() const { return contention_ > 0; }
 
-  // Runs a rank's compute stream up to its next launch, or to a wait for a time that is not known yet; with contention
-  // up to what takes time, whose end is an event.
+  // Runs a rank's compute stream up to its next launch, or to a wait for an unknown time; with contention up to the
+  // next work, whose end is an event.
   void advance(int64_t rank) {
     Stream& stream = streams_[rank];
     const int64_t end = script_.ptr[rank + 1];
@@ -181,7 +181,7 @@ class Engine {
     }
   }
 
-  // When what the rank's compute stream is at ends, as things are.
+  // The currently expected end of the work of a rank's compute stream.
   void expect(int64_t rank) {
     Stream& stream = streams_[rank];
     const double slow = stream.wires > 0 ? 1 + contention_ : 1;
@@ -189,7 +189,7 @@ class Engine {
     events_.push({stream.due, Event::WORKED, rank});
   }
 
-  // What a compute stream was at ends, unless it ends at another time by now.
+  // Ends the work of a compute stream, unless its end has changed meanwhile.
   void worked(int64_t rank) {
     Stream& stream = streams_[rank];
     if (stream.due != now_) return;
@@ -206,7 +206,7 @@ class Engine {
     advance(rank);
   }
 
-  // A transfer comes to the wire (1) or leaves it (-1): with contention the ends of what its ranks are at move.
+  // Starts (1) or ends (-1) a transfer: with contention the ends of its ranks' work move.
   void count_wire(int64_t transfer, int64_t change) {
     if (!slows()) return;
     for (const int64_t launch : {traffic_.sender[transfer], traffic_.receiver[transfer]}) {
@@ -232,7 +232,7 @@ class Engine {
     advance(rank);
   }
 
-  // The channel takes up a launch; one without transfers is complete at once, and the next has its turn.
+  // The channel starts a launch; one without transfers is complete at once, and the next follows.
   void reach(int64_t launch) {
     for (; launch >= 0 && launches_[launch].launched; launch = script_.after[launch]) {
       times_.reached[launch] = now_;
@@ -247,7 +247,7 @@ class Engine {
     }
   }
 
-  // A launch is complete: the channel takes up the next one, where it was launched.
+  // A launch is complete: the channel starts the next one, if it was launched.
   void settle(int64_t launch) {
     launches_[launch].settled = true;
     reach(script_.after[launch]);
@@ -267,7 +267,7 @@ class Engine {
     }
   }
 
-  // Puts a transfer on the wire. Who waits for its launches goes on once their completion is known.
+  // Starts a transfer. Waiting streams continue once the completion of their launch is known.
   void start(int64_t transfer) {
     times_.start[transfer] = now_;
     ports_.occupy(transfer);
@@ -286,7 +286,7 @@ class Engine {
     }
   }
 
-  // A launch's completion is known: its rank goes on, if that is what it waits for.
+  // A launch's completion is known: its rank continues if it waits for it.
   void wake(int64_t launch) {
     const int64_t rank = script_.rank[launch];
     if (streams_[rank].blocked != launch) return;

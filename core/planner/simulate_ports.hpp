@@ -30,7 +30,7 @@ class Ports {
   // The transfer that used a free port last, NONE before the first.
   std::int64_t left_by(std::int64_t port) const { return -2 - ports_[port].user; }
   bool is_free_and_awaited(std::int64_t port) const { return is_free(port) && ports_[port].waiting > 0; }
-  // A transfer that cannot start waits; one that starts waits no longer.
+  // Adds a transfer that cannot start to the queues; a started one leaves them.
   void enqueue(std::int64_t transfer);
   void dequeue(std::int64_t transfer);
   // The first transfer in a free port's queue whose other port is free, or NONE. ready: when each was.
@@ -41,7 +41,7 @@ class Ports {
   struct Port {
     std::int64_t user = NONE;  // the transfer on the wire; of a free port -2 less the transfer that left last
     std::int64_t waiting = 0;  // transfers in its queue
-    std::int64_t place = NONE;  // where it stands in `idle_`
+    std::int64_t place = NONE;  // its position in `idle_`
     Side side = OUT;
   };
   struct Queue {
@@ -65,7 +65,7 @@ class Ports {
   Scratch<std::int64_t> pair_;           // of each transfer, which of these
   Scratch<Queue> queues_;                // of ports, then of pairs
   Scratch<std::array<Neighbours, 3>> in_queue_;  // of each transfer, by side
-  std::array<std::vector<std::int64_t>, 2> idle_;  // the free ports of each side that somebody waits for
+  std::array<std::vector<std::int64_t>, 2> idle_;  // the free ports of each side with waiting transfers
 };
 
 }  // namespace apportion

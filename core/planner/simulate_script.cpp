@@ -1,5 +1,5 @@
-// A program as the event loop of the simulator runs it: what its instructions move and compute, its launches, and its
-// transfers. What that takes is for the cost model to say, but for wires and posting.
+// Builds the script of a program for the simulator's event loop: work of its instructions, its launches, and its
+// transfers. The cost model computes durations, except for transfers and posting.
 //
 //   tables ── fusion, messages, match ──► launches, traffic     of launches and transfers
 //                                     ──► tasks, bytes          of instructions: what is priced
@@ -83,8 +83,8 @@ struct RowWork {
   Numbers moved, cast, kernels, messages, projection, projected, products;
 };
 
-// unmatched: round, sender, receiver, and how many tiles each lists, of the first that differ in these, in the order of
-// `Traffic`. unlaunched: rank and round of a wait. Both are empty of programs that can run.
+// unmatched: round, sender, receiver, and the numbers of tiles on both sides, for the first mismatch in the order of
+// `Traffic`. unlaunched: rank and round of a wait. Both are empty for programs that can run.
 struct Faults {
   Numbers unmatched, unlaunched;
 };
@@ -186,7 +186,7 @@ class Preparation {
   int64_t heads(int64_t operand) const { return heads_.of(programs_.tensor_of(operand), programs_.heads[operand]); }
   int64_t row_bytes(int64_t operand) const {
     const Tensor tensor = programs_.tensor_of(operand);
-    // backward O is what the forward gave
+    // the backward's O is the forward's result
     return heads(operand) * (is_backward_ && tensor == Tensor::O ? sizes_.result(tensor) : sizes_.wide(tensor));
   }
   int64_t sent_row_bytes(int64_t operand, bool as_result) const {
@@ -307,7 +307,7 @@ class Preparation {
     return moved;
   }
 
-  // The same of operations that leave out rows that tasks have done; starts: whether any is left.
+  // The same for operations that skip rows done by tasks; starts: true if any row is left.
   int64_t left_bytes(const Step& step, bool& starts) {
     int64_t moved = 0, left_in_all = 0;
     for (int64_t row = step.first; row < step.end; ++row) {
@@ -330,7 +330,7 @@ class Preparation {
     return moved;
   }
 
-  // How many of the rows [row, stop) of a rank are in ranges that ascend.
+  // Number of the rows [row, stop) of a rank in ascending ranges.
   static int64_t rows_within(const RowRanges& ranges, int64_t rank, int64_t row, int64_t stop) {
     const auto [low, high] = std::equal_range(ranges.of.begin(), ranges.of.end(), rank);
     const auto first = ranges.row1.begin() + (low - ranges.of.begin()), end = ranges.row1.begin() + (high - ranges.of.begin());
@@ -401,7 +401,7 @@ class Preparation {
     return {lane + programs_.space[operand], row0, row1, heads(operand)};
   }
 
-  // Rows, times heads, that are in any of the ranges, which are used up.
+  // Rows, times heads, in any of the ranges, which are consumed.
   static int64_t covered(std::vector<Range>& ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const Range& one, const Range& two) {
       return one.lane != two.lane ? one.lane < two.lane : one.row0 < two.row0;

@@ -47,11 +47,11 @@ struct Exchange {
 
 class Swaps {
  public:
-  // allowed: [items, bins], or [0, bins] where any bin will do for all.
+  // allowed: [items, bins], or [0, bins] if all items allow any.
   Swaps(std::vector<Item> items, std::vector<Bin> bins, Matrix<const bool> allowed)
       : items_(std::move(items)), bins_(std::move(bins)), allowed_(allowed) {}
 
-  // Until no bin's time is above the goal, or nothing helps.
+  // Repeats until no bin's time is above the goal, or nothing helps.
   void improve(double goal) {
     const auto steps = static_cast<std::size_t>(STEPS) * bins_.size();
     for (std::size_t step = 0; step < steps && improve_once(goal); ++step) {
@@ -95,7 +95,7 @@ class Swaps {
     target.take(place, at(place));
   }
 
-  // Lowers `least`, what the heavier of two bins takes after the best exchange, where one is better.
+  // Lowers `least`, the heavier of two bins after the best exchange, if one is better.
   void look(std::size_t heavy, std::size_t light, double& least, Exchange& best) const {
     const Bin &from = bins_[heavy], &to = bins_[light];
     Places theirs;

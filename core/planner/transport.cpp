@@ -34,7 +34,7 @@ void north_west(Column<const int64_t> surplus, int64_t width, std::vector<Flow>&
   }
 }
 
-// inter: the price of a row that leaves its node; saving: what one that stays costs less.
+// inter: the price of a row that leaves its node; saving: price reduction of a row that stays.
 struct Price {
   double inter, saving;
 
@@ -43,7 +43,7 @@ struct Price {
   }
 };
 
-// The price that all who pay more fall to once `total` of the rows are near.
+// The level to which all larger prices fall once `total` of the rows are near.
 double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
   std::vector<int64_t> falling(rows.begin(), rows.end());
   std::sort(falling.begin(), falling.end(), std::greater<>());
@@ -58,8 +58,8 @@ double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
   return (above - saved) / count;
 }
 
-// Adds `total` of the rows, times `sign`, to those that are at the near price. level: so that the largest price is
-// least; a rank pays inter * rows - saving * near, so they go to those that pay most, down to one level.
+// Adds `total` of the rows, times `sign`, to those at the near price. level: minimize the largest price; a rank pays
+// inter * rows - saving * near, so they go to the ranks that pay most, down to one level.
 void share(Column<const int64_t> rows, int64_t total, const Price& price, bool level, int64_t sign,
            Column<int64_t> near) {
   Scratch<int64_t> own(rows.size());
@@ -91,8 +91,8 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
   for (int64_t rank = 0; rank < rows.size(); ++rank) near[rank] += sign * own[rank];
 }
 
-// Of each rank's rows, those that stay in its node of `width` ranks. Those who give, or take, share the cheap part so
-// that the dearest pays least, where they are to be levelled; else the first come first.
+// The rows of each rank that stay in its node of `width` ranks. Senders, or receivers, share the cheap part to minimize
+// the largest price, if levelled; else first come first served.
 Scratch<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
                            bool level_takers) {
   Scratch<int64_t> near(surplus.size());

@@ -24,10 +24,10 @@ constexpr double WHOLE = 1e-9;  // a quotient this little above a whole number i
 
 using Order = std::vector<int64_t>;
 
-// Nodes, or the ranks of a node, which fill up.
+// Nodes, or the ranks of a node, with capacities.
 class Buckets {
  public:
-  // enforce: what is split passes no cap, where that can be.
+  // enforce: split sequences exceed no cap, if possible.
   Buckets(Column<const int64_t> caps, bool enforce)
       : caps_(caps), load_(static_cast<std::size_t>(caps.size())), enforce_(enforce) {}
 
@@ -37,8 +37,8 @@ class Buckets {
     for (int64_t bucket = 0; bucket < size(); ++bucket) load_[bucket] += share[bucket];
   }
 
-  // `tokens` spread, as caps are, over the `some` least full buckets. Enforced: over as many more as it takes for none
-  // to pass its cap; where all are too few, so that the fullest is least full.
+  // Splits `tokens` in proportion to caps over the `some` least full buckets. Enforced: over as many more as needed to
+  // exceed no cap; if all are too few, so that the fullest is least full.
   Scratch<int64_t> split(int64_t tokens, int64_t some) const {
     Order order = by_fullness();
     for (int64_t wide = std::min(some, size()); wide <= size(); ++wide) {
@@ -48,8 +48,8 @@ class Buckets {
     return levelled(tokens);
   }
 
-  // `tokens` in fragments as caps are, round-robin from bucket `turn` on. Enforced: where they fit there, else as
-  // `split` has it.
+  // `tokens` in fragments in proportion to caps, round-robin from bucket `turn` on. Enforced: if they fit there, else
+  // as `split`.
   Scratch<int64_t> by_turns(int64_t tokens, int64_t fragments, int64_t turn) const {
     Order some;
     for (int64_t nth = 0; nth < fragments; ++nth) some.push_back((turn + nth) % size());
@@ -57,8 +57,7 @@ class Buckets {
     return enforce_ && !fits(share) ? split(tokens, fragments) : std::move(share);
   }
 
-  // The least full bucket with room for one after another, which is added to its load; fewer where one has room
-  // nowhere.
+  // The least full bucket with room for each in turn, added to its load; fewer if one fits nowhere.
   template <class Sizes>
   Order whole(const Sizes& sizes, int64_t begin, int64_t end) {
     Order found;
@@ -83,7 +82,7 @@ class Buckets {
     return order;
   }
 
-  // `tokens` over some buckets as their caps are; the first of them get what is left over.
+  // `tokens` over some buckets in proportion to their caps; the first of them get the remainder.
   Scratch<int64_t> shared(int64_t tokens, const Order& some) const {
     Scratch<int64_t> share(size());
     int64_t room = 0, left = tokens;
@@ -93,14 +92,14 @@ class Buckets {
     return share;
   }
 
-  // Whether no bucket that gets a share passes its cap.
+  // True if no bucket with a share exceeds its cap.
   bool fits(const Scratch<int64_t>& share) const {
     for (int64_t bucket = 0; bucket < size(); ++bucket)
       if (share[bucket] != 0 && load_[bucket] + share[bucket] > caps_[bucket]) return false;
     return true;
   }
 
-  // `tokens` to the least full buckets, up to one level of the fullest cap, and others as theirs.
+  // `tokens` to the least full buckets, up to one level of the fullest cap, and others in proportion.
   Scratch<int64_t> levelled(int64_t tokens) const {
     const int64_t largest = *std::max_element(caps_.begin(), caps_.end());
     Scratch<int64_t> share(size());
@@ -132,7 +131,7 @@ class Buckets {
     return left < right || (left == right && one < other);
   }
 
-  // Where the least full bucket with so much room stands in the heap, -1 where none has.
+  // The heap position of the least full bucket with `tokens` room, or -1.
   int64_t with_room(int64_t tokens) const {
     const auto fits_at = [&](int64_t at) { return load_[heap_[at]] + tokens <= caps_[heap_[at]]; };
     if (fits_at(0)) return 0;
@@ -169,7 +168,7 @@ void put(std::vector<Share>& shares, int64_t sequence, int64_t first, const Scra
   buckets.add(share);
 }
 
-// What a node has: of the inter-node zone, and whole sequences, longest first.
+// The contents of a node: sequences of the inter-node zone, and whole sequences, longest first.
 struct Node {
   std::vector<Share> crossing, inside;
 };

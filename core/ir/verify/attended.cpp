@@ -28,8 +28,8 @@ bool measure(const Bands& bands, const Bands& mask, int64_t steps, Column<int64_
   return true;
 }
 
-// Pieces whose query ranges hang together form a group; inside it they are taken by k0, and each is compared with those
-// whose key range has not ended: none, where tasks tile their queries by key.
+// Pieces with connected query ranges form a group; inside it they are taken by k0, and each is compared with those
+// whose key range has not ended: none if tasks tile their queries by key.
 bool sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, std::size_t most,
            std::vector<Overlap>& found) {
   struct Piece {

@@ -45,8 +45,8 @@ struct WideBand {
   int64_t q0, q1, k0, k1, dmin, dmax;
 };
 
-// Calls keep(band of tokens, piece) of each run of queries and of keys that they see. False, and it ends, where these are
-// more than `most`.
+// Calls keep(band of tokens, piece) for each run of queries and of their visible keys. Stops and returns false beyond
+// `most` of them.
 template <class Keep>
 bool cut(Column<const Piece> pieces, const Homes& homes, int64_t most, Keep&& keep) {
   int64_t count = 0;
@@ -86,10 +86,10 @@ struct Overlap {
   int64_t first, second, pairs;
 };
 
-// Fills areas, and what of these is inside a mask, sorted by q0. False where that takes more than `steps` comparisons.
+// Fills areas, and their parts inside a mask, sorted by q0. False if that takes more than `steps` comparisons.
 bool measure(const Bands& bands, const Bands& mask, int64_t steps, Column<int64_t> areas, Column<int64_t> inside);
 
-// Fills `found` with the first pieces that share a pair, at most so many. order: of bands, by (q0, k0). False where that
+// Fills `found` with the first pieces that share a pair, up to its size. order: of bands, by (q0, k0). False if that
 // takes more than `steps` comparisons.
 bool sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, std::size_t most, std::vector<Overlap>& found);
 

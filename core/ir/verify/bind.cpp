@@ -10,7 +10,7 @@ using namespace verify;
 
 namespace {
 
-// A program, and the arrays that it is a view of.
+// A program with the arrays of its views.
 class OwnProgram : public Program {
  public:
   // arrays: as `Arrays` of judge.py.
@@ -54,7 +54,7 @@ class OwnProgram : public Program {
   Fields arrays_;
 };
 
-// int64 [8, pieces], None where they are more than `most`.
+// int64 [8, pieces]; None for more than `most`.
 nb::object cut_into_runs(Column<const Piece> pieces, const Homes& homes, int64_t most) {
   int64_t count = 0;
   if (!unlocked([&] { return cut(pieces, homes, most, [&](const WideBand&, const Piece&) { ++count; }); }))

@@ -1,4 +1,4 @@
-// Assumptions of the walk that rows hold the same tokens, checked when the ranks that they depend on were walked.
+// Assumptions of the walk that rows hold the same tokens, checked after the walk of the ranks that they depend on.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,8 @@
 
 namespace apportion::verify {
 
-// The rows of a place hold the tokens from `source` on, which come to where those from `target` on are; or, where
-// `holds_target` is false, the other way round. code: what is wrong where they are not the same.
+// The rows of a place hold the tokens from `source` on, to be stored with those from `target` on; reversed if
+// `holds_target` is false. code: the fault if they differ.
 struct Condition {
   Token source, target;
   Code code;
@@ -16,7 +16,7 @@ struct Condition {
   Place place;
   Position position = {};
 
-  // What is wrong where it does not hold.
+  // The fault if it does not hold.
   Fault fault() const {
     return {code, place, holds_target ? target : source, holds_target ? source : target, position, -1};
   }
@@ -24,13 +24,13 @@ struct Condition {
 
 class Conditions {
  public:
-  // position: where the walk is, to be told with a fault.
+  // position: of the walk, for faults.
   explicit Conditions(const Position& position) : position_(position) {}
 
   void clear() { every_.clear(); }
   const std::vector<Condition>& every() const { return every_; }
 
-  // Throws where both are known, and differ.
+  // Throws if both are known and differ.
   void require_same(Condition condition) {
     if (condition.source == condition.target) return;
     if (!is_of_tile(condition.source) && !is_of_tile(condition.target)) throw condition.fault();

@@ -49,7 +49,7 @@ struct Position {
   int64_t instruction = -1, item = 0;
 };
 
-// holds, wanted: what the rows hold and what was to be there: tokens, or head sets, or bits of heads.
+// holds, wanted: actual and required contents of the rows: tokens, or head sets, or bits of heads.
 struct Fault {
   Code code = Code::NO_FORM;
   Place place;
@@ -62,7 +62,7 @@ struct Fault {
   throw Fault{code, place, holds, wanted, {}, -1};
 }
 
-// What has no form that is followed: `explain/` finds the words for it in the tables.
+// For unsupported forms: `explain/` finds the message in the tables.
 inline void require(bool holds) {
   if (!holds) fail(Code::NO_FORM, {});
 }

@@ -1,5 +1,5 @@
-// Head sets of a plan as bits. Where heads are many, those that only occur together share a bit, and there may be several
-// words of them.
+// Head sets of a plan as bits. With many heads, those that only occur together share a bit, and several words may be
+// needed.
 #pragma once
 
 #include "array.hpp"
@@ -11,14 +11,14 @@ using std::int64_t;
 using Bits = std::uint64_t;
 
 // Two rows each, of the query and the KV side. bits: a row of each side for every word; number: of each set, equal for
-// equal sets; size: its heads. serves: [sets, sets], whether the query heads of one find their keys in the other.
+// equal sets; size: its heads. serves: [sets, sets], true if the second has all KV heads of the first's query heads.
 struct HeadSets {
   Matrix<const int64_t> bits, number, size;
   Matrix<const bool> serves;
 
   static int64_t side(Tensor tensor) { return KV_SIDE.has(tensor); }
   int64_t words() const { return bits.rows() / 2; }
-  // The heads of a set in a word; of a tensor without heads one bit, in the first.
+  // The heads of a set in a word; for tensors without heads one bit, in the first word.
   Bits bits_of(Tensor tensor, int64_t word, int64_t set) const {
     if (HEADLESS.has(tensor)) return word == 0;
     return static_cast<Bits>(bits[2 * word + side(tensor)][set]);

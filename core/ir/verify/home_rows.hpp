@@ -1,11 +1,11 @@
 // State of a rank's home rows, by range and head. They hold their own tokens or none, so no tokens are recorded.
 //
-//   HomeState   live      heads with contributions          flight    that a round is bringing
-//               cleared   with zeros, to be added to        sent      that were sent: they stay as they are
-//               values    finished or computed              results   that came as results
-//               touched   whether anything else than results, and `finish`, came to the rows
+//   HomeState   live      heads with contributions          flight    heads being received
+//               cleared   with zeros, to be added to        sent      heads already sent, now fixed
+//               values    finished or computed              results   heads received as results
+//               touched   true if anything but results, and `finish`, was applied to the rows
 //
-// A tensor has a place for every word of heads (`heads.hpp`). Tensors that a program is given are not here.
+// A tensor has a place for every word of heads (`heads.hpp`). Inputs of a program are not included.
 #pragma once
 
 #include "ir/verify/faults.hpp"
@@ -14,8 +14,9 @@
 
 namespace apportion::verify {
 
-// What happens to home rows: a partial is put or added, or zeros put; rows are received, have arrived; are finished; a
-// partial is taken, also as a result, by the projection; values are read, or sent, or set; a result is put, or received.
+// Actions on home rows: a partial is put or added, or zeros put; rows are received, have arrived; are finished; a
+// partial is taken, also as a result, by the projection; values are read, or sent, or set; a result is put, or
+// received.
 enum class Action : std::uint8_t {
   PUT,
   ADD,
@@ -50,7 +51,7 @@ class HomeRows {
   }
   Token token(int64_t row) const { return address_ + row; }
 
-  // Throws where it is not proper.
+  // Applies an action; throws if it is not allowed.
   void apply(Action action, Tensor tensor, int64_t low, int64_t high, int64_t set) {
     for (int64_t word = 0; word < heads_.words(); ++word) {
       const Bits bits = heads_.bits_of(tensor, word, set);
@@ -58,7 +59,8 @@ class HomeRows {
     }
   }
 
-  // All rows that are owed are there, finished where they must be; and rows that got results got them in all heads.
+  // Checks that all required rows are produced, and finished if necessary; and that rows with results got them in all
+  // heads.
   void end_rank(Tensor tensor, bool is_owed, bool is_finished) {
     for (int64_t word = 0; word < heads_.words(); ++word) {
       const Bits bits = heads_.bits_of(tensor, word, 0);
@@ -145,7 +147,7 @@ class HomeRows {
     }
   }
 
-  // Throws what is wrong with a node to which something is to happen.
+  // Throws the fault of a node on which an action is not allowed.
   [[noreturn]] void blame(Action action, Tensor tensor, const Node<HomeState>& node, int64_t low, int64_t high,
                           Bits bits) const {
     const Place found = rows_of(tensor, std::max<int64_t>(low, node.low), std::min<int64_t>(high, node.high));
@@ -178,7 +180,7 @@ class HomeRows {
     });
   }
 
-  // The same rows got results in the heads of a word as in those of the first.
+  // Checks that the same rows got results in the heads of a word as in those of the first.
   void compare_results(Tensor tensor, int64_t word, Bits bits) {
     Nodes<HomeState>&ours = place(tensor, 0), &theirs = place(tensor, word);
     if (!ours.is_open() && !theirs.is_open()) return;

@@ -9,7 +9,7 @@ namespace apportion::verify {
 
 namespace {
 
-// Notes of runs that meet no others make no piece.
+// Runs whose notes have no counterpart make no piece.
 constexpr int64_t NOTES_OF_PIECE = 8;
 
 struct Range {
@@ -49,7 +49,7 @@ class Judge {
   int64_t hanging() const { return static_cast<int64_t>(hanging_.size()); }
 
  private:
-  // Ranges in turn, as many at a time as there are threads. whole: all were walked before.
+  // Takes ranges in order, as many at a time as there are threads. whole: all were walked before.
   Verdict take(const std::vector<Range>& ranges, bool whole) {
     for (std::size_t first = 0; first < ranges.size(); first += walks_.size()) {
       const std::size_t end = std::min(first + walks_.size(), ranges.size());
@@ -65,7 +65,7 @@ class Judge {
     return Verdict::RIGHT;
   }
 
-  // Walks ranges at once; whether all is right so far.
+  // Walks ranges in parallel; true if no fault was found.
   bool walk(std::span<const Range> batch) {
     std::vector<std::uint8_t> right(batch.size());
     at_once(batch.size(), [&](std::size_t i) {
@@ -74,7 +74,7 @@ class Judge {
     return std::find(right.begin(), right.end(), 0) == right.end();
   }
 
-  // Settles a range that was walked, and lists what its tasks attend to. whole: all were walked.
+  // Settles a walked range, and lists the attention of its tasks. whole: all ranks were walked.
   Outcome settle(Walk& walk, bool whole) {
     const Outcome outcome = settlement_.settle(walk.conditions(), false, ranges_.size() == 1);
     if (outcome != Outcome::HOLDS) return outcome;
@@ -96,7 +96,7 @@ class Judge {
   std::deque<Walk> walks_;
 };
 
-// Of rows that hold tokens where others are wanted the first that differ, and their addresses.
+// Finds the first row whose token differs from the required one, and the addresses of both.
 void find_difference(Sends& sends, Fault& fault) {
   Place& place = fault.place;
   while (true) {
@@ -114,7 +114,7 @@ void find_difference(Sends& sends, Fault& fault) {
   }
 }
 
-// The tokens of a fault as addresses, NOWHERE where they are not known, and the rows that these are of.
+// The tokens of a fault as addresses, NOWHERE if unknown, and their rows.
 void find_addresses(Sends& sends, Fault& fault) {
   switch (fault.code) {
     case Code::READ_OTHER_HEADS:

@@ -4,9 +4,9 @@
 //   set 1   A B C D ..    ──►   set 0 ── list 0, set 1 ── list 0, set 2 ── list 1
 //   set 2   A B X ..            list 1   A B X ..
 //
-// The members of a group that splits heads attend to the same bands, and backward to those of forward. So a set *follows*
-// a list, band by band, as long as it goes on alike, and its bands are not kept again: what a plan of many tasks takes is
-// what one member has of them. A set that goes on otherwise gets a list of its own, from its first band on.
+// The members of a group that splits heads attend to the same bands, and backward to those of forward. So a set
+// *follows* a list, band by band, as long as both agree, and its bands are not stored again: a plan with many tasks
+// needs the memory of one group member. A set that deviates gets its own list, from its first band on.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class Lists {
  public:
   explicit Lists(int64_t sets) : followers_(static_cast<std::size_t>(sets)) {}
 
-  // A program of so many tasks begins: each set is expected to have what it had in the one before.
+  // Begins a program of `tasks` tasks: each set is expected to repeat its list of the previous program.
   void begin(int64_t tasks) {
     if (pieces_.empty()) pieces_.reserve(static_cast<std::size_t>(std::min(tasks, MOST_RESERVED)));
     at_begin_ = pieces().size();
@@ -37,7 +37,7 @@ class Lists {
     append(one, band);
   }
 
-  // A program ends: what a set has is a whole list.
+  // Ends a program and closes the list of each set.
   void end() {
     for (Follower& one : followers_) {
       if (one.met == 0) one.list = NONE;
@@ -49,7 +49,7 @@ class Lists {
   int64_t sets() const { return static_cast<int64_t>(followers_.size()); }
   // The list of a set, -1 for none.
   int64_t followed_by(int64_t set) const { return followers_[static_cast<std::size_t>(set)].list; }
-  // Pieces of the programs before.
+  // Number of pieces of earlier programs.
   int64_t at_begin() const { return at_begin_; }
   Column<const Piece> pieces() const { return {pieces_.data(), static_cast<int64_t>(pieces_.size())}; }
 
@@ -61,7 +61,7 @@ class Lists {
   struct List {
     Index first = NONE, last = NONE, length = 0;
   };
-  // at: the last piece of its list that the set has met; owns: it goes on there.
+  // at: the last matched piece of its list; owns: the set extends the list itself.
   struct Follower {
     Index list = NONE, at = NONE, met = 0;
     bool owns = false;
@@ -75,7 +75,7 @@ class Lists {
     return one.list != NONE ? list(one.list).first : NONE;
   }
 
-  // A set leaves the list that it followed, for a list of its own; false where that begins with the band already.
+  // A set leaves its list for one of its own; false if that begins with the band already.
   bool leave(Follower& one, const Band& band) {
     if (one.met > 0) {
       fork(one);
@@ -90,7 +90,7 @@ class Lists {
     return true;
   }
 
-  // A set gets a list of its own, of what it has met.
+  // Copies the matched pieces into a list of its own.
   void fork(Follower& one) {
     Index at = list(one.list).first;
     Follower own{new_list(), NONE, 0, true};

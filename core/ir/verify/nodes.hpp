@@ -4,8 +4,8 @@
 //            │       │       │       │
 //   nodes   [0 .. 5) [5 .. 6) [6 ..      ..) [30 .. 32)       low, high, State; after, before
 //
-// A place has one node, the default State, when it is opened; `slice` cuts nodes where a range begins and ends, `absorb`
-// joins what has become alike. Nodes are reused by the next rank.
+// A place opens with one node, the default State; `slice` cuts nodes at the ends of a range, `absorb` joins equal
+// neighbours. Nodes are reused by the next rank.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct Node : State {
 template <class State>
 class Nodes {
  public:
-  // Nothing is open; a place of so many rows. Operands end before 2^31 - 1.
+  // Closes all; sets the number of rows. Operands end before 2^31 - 1.
   void reset(int64_t rows) {
     rows_ = std::min<int64_t>(rows, std::numeric_limits<std::int32_t>::max());
     nodes_.clear();
@@ -50,10 +50,10 @@ class Nodes {
     check_index(node, static_cast<int64_t>(nodes_.size()));
     return nodes_[static_cast<std::size_t>(node)];
   }
-  // The first node of an open place, NO_NODE where it is closed.
+  // The first node of an open place, NO_NODE if it is closed.
   NodeIndex first() { return is_open() ? find(0) : NO_NODE; }
 
-  // The node that has a row of an open place.
+  // The node that contains a row of an open place.
   NodeIndex find(int64_t row) {
     NodeIndex node = index_[static_cast<std::size_t>(row >> shift_)];
     while ((*this)[node].low > row) node = (*this)[node].before;
@@ -61,7 +61,7 @@ class Nodes {
     return node;
   }
 
-  // The first of the nodes that are just the rows [low, high), cut where they have to be.
+  // The first of the nodes that cover exactly rows [low, high), cut if necessary.
   NodeIndex slice(int64_t low, int64_t high) {
     NodeIndex first = find(low);
     if ((*this)[first].low < low) first = (*this)[split(first, low)].after;
@@ -74,7 +74,7 @@ class Nodes {
     return first;
   }
 
-  // Calls visit(node) of `first` and those behind it that begin before `high`.
+  // Calls visit(node) for `first` and the following nodes that begin before `high`.
   template <class Visit>
   void each(NodeIndex first, int64_t high, Visit&& visit) {
     for (NodeIndex at = first; at != NO_NODE && (*this)[at].low < high;) {
@@ -88,7 +88,7 @@ class Nodes {
     each(first(), rows_, visit);
   }
 
-  // Joins the nodes behind a node, up to a row, to it.
+  // Joins the following nodes, up to a row, to a node.
   Node<State>& absorb(NodeIndex node, int64_t high) {
     Node<State>& kept = (*this)[node];
     if (kept.high == high) return kept;
@@ -126,7 +126,8 @@ class Nodes {
     return found;
   }
 
-  // Cuts a node at a row inside it; the left part. The smaller part is the new node: fewer rows are pointed anew.
+  // Cuts a node at a row inside it; returns the left part. The smaller part is the new node, to update fewer index
+  // entries.
   NodeIndex split(NodeIndex node, int64_t row) {
     const NodeIndex fresh = copy_of(node);
     Node<State>&old = (*this)[node], &part = (*this)[fresh];

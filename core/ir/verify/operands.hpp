@@ -1,8 +1,8 @@
-// The current rank: its operands and the state of the rows that they name.
+// The current rank: its operands and the state of their rows.
 //
 //   operand ─► gather ─► runs of tokens ─► write ─► operand        of home rows or an arena, values or partials
 //
-// What a rank holds is in `home_rows.hpp` and `work_rows.hpp`; a rank after the other uses the same memory.
+// `home_rows.hpp` and `work_rows.hpp` store the state of rows; all ranks reuse the same memory.
 #pragma once
 
 #include "ir/verify/home_rows.hpp"
@@ -19,7 +19,7 @@ class Rank {
   Rank(const Rank&) = delete;  // its parts refer to each other
   Rank& operator=(const Rank&) = delete;
 
-  // Nothing is written yet. Throws where an operand does not lie in its rows.
+  // Begins a rank, with nothing written. Throws if an operand lies outside its rows.
   void begin(int64_t rank) {
     position_ = {};
     rounds_.begin_rank();
@@ -56,7 +56,7 @@ class Rank {
 
   void apply(Action action, const Operand& x) { home_.apply(action, x.tensor, x.row, x.end(), x.heads); }
 
-  // What an operand holds: values, which stay, or partials, which at home are taken, by that action.
+  // The contents of an operand: values, which remain, or partials, which at home are taken, by that action.
   void gather(const Operand& x, bool values, Runs& runs, Action taken = Action::TAKE) {
     if (!x.is_home()) return work_.read(arena(x), values, runs);
     require(values || !is_given(x));
@@ -64,8 +64,8 @@ class Rank {
     runs.assign(1, {0, x.rows, home_.token(x.row), values ? State::VALUE : State::LIVE});
   }
 
-  // Puts runs into an operand, as partials or values, or adds them to it; cleared ones stay cleared. at_home: what happens
-  // where that is home rows; ADD adds in an arena, too.
+  // Stores runs in an operand, as partials or values, or adds them to it; cleared rows stay cleared. at_home: the
+  // action on home rows; ADD also adds in an arena.
   void write(const Operand& x, const Runs& runs, bool is_partial, Action at_home) {
     if (x.is_home()) return write_home(x, runs, at_home);
     WorkPlace place = arena(x);
@@ -80,26 +80,27 @@ class Rank {
     }
   }
 
-  // Partials in an arena are used up.
+  // Consumes partials of an arena.
   void spend(const Operand& x) {
     if (!x.is_home()) work_.spend(arena(x));
   }
 
-  // A run of an operand at home is of that home's tokens.
+  // Requires that a run of a home operand has that home's tokens.
   void require_home(const Operand& x, const Run& run, Code code) {
     const int64_t low = x.row + run.row;
     conditions_.require_same(
         {run.token, home_.token(low), code, true, {x.tensor, Space::HOME, low, low + run.rows}});
   }
 
-  // As many rows and, where y's tensor has heads, the same ones.
+  // True for as many rows and, if y's tensor has heads, the same heads.
   bool are_alike(const Operand& x, const Operand& y) const {
     if (x.rows != y.rows) return false;
     const HeadSets& heads = program_.heads;
     return HEADLESS.has(y.tensor) || heads.number_of(x.tensor, x.heads) == heads.number_of(y.tensor, y.heads);
   }
 
-  // x, with the runs `its`, holds the tokens of an operand with these runs row by row; what is cleared fits all.
+  // Requires that x, with the runs `its`, holds the tokens of an operand with these runs row by row; cleared rows match
+  // all.
   void require_same_tokens(const Runs& runs, const Runs& its, const Operand& x) {
     int64_t row = 0;
     for (std::size_t i = 0, j = 0; i < runs.size() && j < its.size();) {

@@ -1,9 +1,10 @@
 // Input of the walk: the tables of a program of all ranks, sizes of memory, head sets, and tensors by role.
 //
-// The rule `structure` has held before (apportion/ir/plan/wellformed.py), and the walk relies on it: codes of ops, tensors
-// and spaces are known; an operand that a row names is among the rank's; a head set and a peer exist; counts of a rank's
-// instructions add up to the rows of its lists; only dmin and dmax may be negative. So do sizes: judge.py refuses numbers
-// beyond 2^30 - 1, rounds numbered with wide gaps, and tasks of another phase. All else may be wrong here.
+// The rule `structure` was checked before (apportion/ir/plan/wellformed.py), and the walk relies on it: codes of ops,
+// tensors and spaces are known; an operand that a row names is among the rank's; a head set and a peer exist; counts of
+// a rank's instructions add up to the rows of its lists; only dmin and dmax may be negative. Sizes are bounded too:
+// judge.py refuses numbers beyond 2^30 - 1, rounds numbered with wide gaps, and tasks of another phase. Everything else
+// may be wrong here.
 #pragma once
 
 #include "array.hpp"
@@ -30,7 +31,7 @@ struct Transfers {
   Offsets of_rank;
 };
 
-// Of forward `sum` is O; of backward dQ, and the others are there.
+// Forward: `sum` is O; backward: dQ, and the other fields are set.
 struct Tasks {
   Ints queries, keys, sum, gradient, statistics, key_sum;
   Ints dmin, dmax, first;
@@ -48,8 +49,8 @@ struct Memory {
   Matrix<const int64_t> arena_rows, arena_heads;     // [ranks, tensors]
 };
 
-// given: tensors whose home rows hold values at the start; owed: whose home rows must all be produced; foreign: of
-// another phase.
+// given: tensors whose home rows hold values at the start; owed: tensors whose home rows must all be produced; foreign:
+// of another phase.
 struct Program {
   Operands operands;
   Instructions instructions;

@@ -3,7 +3,7 @@
 //   rounds   number ─► launched by this rank? waited for? its transfers [first, end)
 //   senders  of a node: round 7 ─► round 4 ─► none         nodes that were cut share theirs
 //
-// A round that was waited for stays so: it is unlinked where it is met.
+// Completed rounds stay completed: they are unlinked when encountered.
 #pragma once
 
 #include <utility>
@@ -19,7 +19,7 @@ using Senders = std::int32_t;
 inline constexpr Senders NO_SENDERS = -1;
 
 struct Round {
-  std::int32_t walk = -1;  // the walk of a rank that launched it last; in another one all else means nothing
+  std::int32_t walk = -1;  // the last walk that launched it; other fields are valid in that walk only
   bool is_over = false, fills_home = false;
   int64_t first = 0, end = 0;
 };
@@ -35,7 +35,7 @@ class Rounds {
     links_.clear();
   }
 
-  // Numbers rise.
+  // Numbers ascend.
   void launch(RoundNumber number, int64_t first, int64_t end) {
     require(number > last_);
     last_ = number;
@@ -52,17 +52,17 @@ class Rounds {
   void fill_home(RoundNumber number) { at(number).fills_home = true; }
   int64_t under_way() const { return under_way_; }
 
-  // Whether the rank waited for a round that it launched, or it is none.
+  // True if the rank has waited for its round, or there is none.
   bool is_over(RoundNumber number) { return number == NO_ROUND || at(number).is_over; }
 
-  // Whether a round of them is under way.
+  // True if one of these rounds is in flight.
   bool is_sending(Senders& senders) {
     Senders left = senders;
     while (left != NO_SENDERS && is_over(link(left).round)) left = link(left).next;
     while (senders != left) senders = std::exchange(link(senders).next, left);
     return senders != NO_SENDERS;
   }
-  // The same rounds, and one more.
+  // The same rounds plus one.
   Senders with(Senders senders, RoundNumber number) {
     if (is_sending(senders) && link(senders).round == number) return senders;
     links_.push_back({number, senders});

@@ -1,14 +1,14 @@
-// Every send of a program, where its receiver looks for it: of each receiver, by sender, in the sender's order.
+// Every send of a program, indexed by receiver, then sender, in the sender's order.
 //
 //   of_rank   0        3     4
 //   sends     0 0 2    1     ..         sender, round, tile, and what it carries:
 //
-//     token   of the first row, where tokens go on from there, or NOWHERE for zeros; known where it leaves home rows,
+//     token   of the first row, if tokens are consecutive, or NOWHERE for zeros; known for sends from home rows,
 //             else UNSENT until the sender is walked
-//     parcel  runs of a tile whose tokens do not go on; zeros end a run, as something of any tokens may be added to them
+//     parcel  runs of a tile with gaps; zeros end a run, since any tokens may be added to them
 //
-// Threads that walk ranges of ranks write the sends of their own ranks alone, and read what others' carry only where they
-// leave home rows. Addresses are sought, and zeros claimed, when no thread walks.
+// Threads that walk ranges of ranks write only the sends of their own ranks, and read the contents of others only for
+// sends from home rows. Addresses are resolved, and zeros claimed, when no thread walks.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace apportion::verify {
 
-// Runs of a tile: the row that each begins with and its first token, NOWHERE for zeros; and the rows of the tile.
+// Runs of a tile: first row and first token of each, NOWHERE for zeros; and the number of rows of the tile.
 class Parcel {
  public:
   struct Part {
@@ -32,13 +32,13 @@ class Parcel {
   }
   explicit Parcel(int64_t rows) : parts_{{0, NOWHERE}}, rows_(rows) {}
 
-  // What a row holds, and how many rows go on like it from there.
+  // The content of a row, and the number of rows that continue it.
   std::pair<Token, int64_t> at(int64_t row) const {
     const std::size_t i = part_of(row);
     return {further(parts_[i].token, row - parts_[i].row), end_of(i) - row};
   }
 
-  // Rows of one run of zeros hold the tokens from one on; the others of it stay zeros.
+  // Rows of one run of zeros get the tokens from one on; the rest of the run stays zeros.
   void claim(int64_t row, int64_t rows, Token token) {
     const std::size_t i = part_of(row);
     const Part zeros = parts_[i];
@@ -70,7 +70,7 @@ struct Send {
   Tensor tensor;
   bool from_home;
 
-  // A walk comes to it; what it carries stays the same in a later one, but for zeros that were claimed.
+  // Called by the walk; a later walk repeats the same content, except for claimed zeros.
   void carry(const Runs& runs) {
     if (token != UNSENT || parcel != nullptr) return;
     const auto breaks = [](const Run& run, const Run& after) { return run.next() != after.token; };
@@ -81,7 +81,7 @@ struct Send {
   }
 };
 
-// So many rows from one on that are all of tokens that go on, or all of zeros, or all unsent.
+// Rows from one on that are all of consecutive tokens, or all zeros, or all unsent.
 struct Stretch {
   Token token;
   int64_t rows;
@@ -89,14 +89,14 @@ struct Stretch {
 
 class Sends {
  public:
-  // Matches rounds and counts of ranks; `meet` says whether that went well.
+  // Matches rounds and counts of ranks; `meet` returns the outcome.
   explicit Sends(const Program& program)
       : slots_(static_cast<std::size_t>(program.transfers.send.size())),
         of_rank_(static_cast<std::size_t>(program.ranks() + 1)) {
     meet_ = rounds_agree(program) && post(program);
   }
-  // False where ranks differ in a round, one sends to itself or home rows that it has not, or there are more or fewer
-  // sends than receives.
+  // False if ranks differ in a round, one sends to itself or missing home rows, or numbers of sends and receives
+  // differ.
   bool meet() const { return meet_; }
 
   int64_t first(int64_t rank) const { return of_rank_[static_cast<std::size_t>(rank)]; }
@@ -107,8 +107,8 @@ class Sends {
   }
   Send& of_transfer(int64_t transfer) { return (*this)[slots_[static_cast<std::size_t>(transfer)]]; }
 
-  // What the first of so many rows from a token on hold: an address, NOWHERE where they were sent as zeros, UNSENT where
-  // that is not known yet.
+  // The content of the first of `rows` rows from a token on: an address, NOWHERE if sent as zeros, UNSENT if not yet
+  // known.
   Stretch find(Token token, int64_t rows) {
     const Token begin = token;
     bool is_whole = true;
@@ -128,8 +128,8 @@ class Sends {
     return {token, rows};
   }
 
-  // Has rows that were sent as zeros hold the tokens from an address on, as something of these is added to them. Partials
-  // are used once, so nobody else holds these zeros.
+  // Assigns tokens from an address on to rows sent as zeros, after tokens were added to them. Partials are used once,
+  // so no other rank has these zeros.
   void claim(Token token, int64_t rows, Token address) {
     while (true) {
       Send& send = (*this)[send_of(token)];
@@ -145,7 +145,7 @@ class Sends {
   }
 
  private:
-  // The sends on the way to an address know it then.
+  // Shortens the paths of all sends on the way to an address.
   void shorten(Token token, Token address) {
     while (is_of_tile(token)) {
       Send& send = (*this)[send_of(token)];

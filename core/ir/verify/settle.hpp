@@ -1,11 +1,11 @@
 // Settles walked ranks: resolves tokens of received rows, checks conditions, lists attention pairs.
 //
-//   conditions   rows that must hold the same tokens            ─► hold, fail, or hang on ranks that were not walked
+//   conditions   rows that must hold the same tokens            ─► hold, fail, or depend on others
 //   notes        of the queries of tasks a head set, and runs;  ─► bands of addresses: of each run of queries and each run
 //                of the keys of a task runs                        of keys that they see, one
 //
-// What is added to zeros claims them, row by row: the tokens of what is added are theirs then. As conditions that were
-// looked at before may be of these rows, all are looked at again.
+// Adding to zeros claims them, row by row: they get the added tokens. Since earlier conditions may involve these rows,
+// all are checked again.
 #pragma once
 
 #include <span>
@@ -16,7 +16,7 @@
 
 namespace apportion::verify {
 
-// Runs of the queries of the tasks that follow, or of the keys of one.
+// Runs of the queries of the following tasks, or of the keys of one.
 struct Note {
   std::int32_t task, set;  // of queries -1, and their head set; of keys the row of the task list
   std::int32_t row, rows;
@@ -35,8 +35,8 @@ class Settlement {
  public:
   explicit Settlement(Sends& sends) : sends_(sends) {}
 
-  // Whether conditions hold. claims: zeros may be claimed, as all conditions are here; else that is told. whole: no rank
-  // will be walked any more, and what is not known is let be.
+  // Checks conditions. claims: zeros may be claimed, since all conditions are present; otherwise that is reported.
+  // whole: no more ranks will be walked, and unknown tokens are ignored.
   Outcome settle(const std::vector<Condition>& conditions, bool whole, bool claims) {
     do {
       claimed_ = false;
@@ -52,7 +52,7 @@ class Settlement {
   // The condition that did not hold.
   const Condition& failing() const { return *failing_; }
 
-  // Whether all ranks were walked that notes hang on.
+  // True if all ranks that notes depend on were walked.
   bool are_known(std::span<const Note> notes) {
     for (const Note& note : notes)
       for (int64_t row = 0; row < note.rows;) {
@@ -63,8 +63,8 @@ class Settlement {
     return true;
   }
 
-  // Calls keep(band, task, head set) of each band of each task. False where rows of some are not known; those are passed
-  // over.
+  // Calls keep(band, task, head set) for each band of each task. Returns false if rows of some are unknown; those are
+  // skipped.
   template <class Keep>
   bool list(std::span<const Note> notes, const Tasks& tasks, Keep&& keep) {
     bool all_known = true, has_queries = false;
@@ -104,7 +104,7 @@ class Settlement {
     return Outcome::HOLDS;
   }
 
-  // The addresses of rows, joined where they go on. False where they are not known, or zeros.
+  // The addresses of rows, consecutive ones joined. False if they are unknown, or zeros.
   bool find_runs(std::span<const Note> notes, Runs& runs) {
     runs.clear();
     for (const Note& note : notes)
@@ -120,7 +120,7 @@ class Settlement {
     return true;
   }
 
-  // Both have their runs in the order of rows: the keys that a run of queries sees lie side by side.
+  // Both have their runs in the order of rows, so the visible keys of a run of queries are adjacent.
   template <class Keep>
   void list_task(int64_t dmin, int64_t dmax, Keep&& keep) {
     std::size_t first = 0;

@@ -1,8 +1,8 @@
-// Tokens: what rows hold, as a number that goes up by one from row to row.
+// Tokens: contents of rows, as a number that ascends by one from row to row.
 //
 //   [0, 2^40)             an address: a home row of a rank, which stands for its token
 //   (2 s + 2) 2^40 + row  the row of a tile of values that send s brings; (2 s + 3) 2^40 + row, of a partial
-//   NOWHERE               zeros, which hold no token
+//   NOWHERE               zeros, without tokens
 //   UNSENT                of a send: its rank has not been walked
 //
 // Numbers of tables are below 2^30 (FORMAT.md, section 15), so neither rows nor addresses reach 2^40.
@@ -27,16 +27,16 @@ inline Token first_of_tile(int64_t send, bool partial) { return (2 * send + 2 + 
 inline int64_t send_of(Token token) { return (token >> (TILE_SHIFT + 1)) - 1; }
 inline int64_t row_of(Token token) { return token & ((Token{1} << TILE_SHIFT) - 1); }
 
-// So many rows further.
+// The token `rows` rows further.
 inline Token further(Token token, int64_t rows) { return token == NOWHERE ? NOWHERE : token + rows; }
 
-// How little is known: 0 of an address, 1 of a tile of values, 2 of a partial, which may turn out to be zeros.
+// Degree of uncertainty: 0 for an address, 1 for a tile of values, 2 for a partial, which may be zeros.
 inline int64_t doubt(Token token) { return is_of_tile(token) ? 1 + (token >> TILE_SHIFT & 1) : 0; }
 
-// What rows of an arena are: nothing written; zeros to which may be added; a partial; values; a partial that was used
+// State of arena rows: nothing written; zeros to add to; a partial; values; a consumed partial
 enum class State : std::uint8_t { EMPTY, CLEARED, LIVE, VALUE, SPENT };
 
-// Rows of an operand, from `row` of it on, whose tokens go on from row to row.
+// Rows of an operand, from `row` on, with consecutive tokens.
 struct Run {
   std::int32_t row, rows;
   Token token;

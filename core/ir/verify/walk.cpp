@@ -95,7 +95,7 @@ void Walk::receive(const Operand& tile, int64_t peer, RoundNumber round, bool re
   require(send.sender == peer && send.round == round);
   require(send.rows == tile.rows && send.tensor == tile.tensor && send.heads == arena.heads);
   const bool is_partial = PARTIALS.has(tile.tensor);
-  // no other thread writes the sends of ranks that were walked before
+  // no other thread writes the sends of previously walked ranks
   const bool is_known = send.from_home || peer < walked_ || (first_rank_ <= peer && peer < number_);
   const Token token = is_known && is_address(send.token) ? send.token : first_of_tile(next, is_partial);
   ++next;
@@ -153,7 +153,7 @@ void Walk::attend(int64_t task) {
   note(keys_, task, -1);
 }
 
-// Rows that hold the tokens of the queries, unless the task before has said so.
+// Requires rows with the tokens of the queries, unless already checked for the previous task.
 void Walk::gather_as_queries(int64_t x, int64_t before, Tensor tensor, const Operand& queries) {
   const Operand& rows = rank_[x];
   require(rows.tensor == tensor);
@@ -248,7 +248,7 @@ void Walk::clear(int64_t row) {
   rank_.write(rows, runs_, true, Action::CLEAR);
 }
 
-// The rows of a into c: merge, add, copy, deliver.
+// Moves the rows of a into c: merge, add, copy, deliver.
 void Walk::move(Op op, int64_t row) {
   const Rowops& table = program_.rowops;
   const Operand &from = rank_[table.a[row]], &to = rank_[table.c[row]];

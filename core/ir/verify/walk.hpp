@@ -1,12 +1,12 @@
-// The walk over ranks, one after another: every instruction, and what it does to what a rank holds.
+// The walk over ranks, one after another: every instruction and its effect on the rank's rows.
 //
-//   launch          sends carry what was gathered; receives bring what their send carries, or its number
-//   wait            home rows that the round brought are there; rows it sent may be overwritten
+//   launch          sends carry gathered contents; receives get the contents of their send, or its number
+//   wait            received home rows are present; sent rows may be overwritten
 //   attend, _grad   queries and keys are noted (`settle.hpp`); partials are put or added
 //   rowops          finish, delta │ project, project_grad │ clear, and what moves rows: merge, add, copy, deliver
 //
-// It ends at the first fault. What it leaves are the sends of its ranks, conditions and notes. What a rank of another walk
-// sends from work rows is not looked at, unless all of that was walked before.
+// It ends at the first fault. Its results are the sends of its ranks, conditions and notes. Sends from work rows in
+// another walk are ignored unless that walk is complete.
 #pragma once
 
 #include <optional>
@@ -22,7 +22,7 @@ class Walk {
       : program_(program), sends_(sends), rank_(program), most_notes_(most_notes),
         next_send_(static_cast<std::size_t>(program.ranks())) {}
 
-  // Ranks [first, end); what is wrong. walked: the end of the ranks that were walked before any that is walked now.
+  // Walks ranks [first, end); returns a fault. walked: the end of the ranks that were walked before any current walk.
   std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked) {
     first_rank_ = first;
     walked_ = walked;

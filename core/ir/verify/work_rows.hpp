@@ -1,11 +1,11 @@
-// Work rows of a rank: arenas, each cut into ranges of one state, one token a row and one set of heads.
+// Work rows of a rank: arenas, each cut into ranges of one state, one token per row and one set of heads.
 //
-//   WorkState   state   what the rows are
+//   WorkState   state   contents of the rows
 //               shift   from row to token: of row r it is r + shift
 //               heads   the number of their head set, equal for equal sets
-//               filled  the round that brings them; senders: the rounds that send them
+//               filled  the round that receives them; senders: the rounds that send them
 //
-// What is added where other tokens are held is a condition (`settle.hpp`), unless both are known to differ.
+// Adding to rows with other tokens is a condition (`settle.hpp`), unless both are known to differ.
 #pragma once
 
 #include <array>
@@ -43,7 +43,7 @@ class WorkRows {
     for (int64_t tensor = 0; tensor < TENSORS; ++tensor) arenas_[static_cast<std::size_t>(tensor)].reset(rows[tensor]);
   }
 
-  // Overwrites rows, in which nothing may be needed or under way. filled: the round that brings what is there then.
+  // Overwrites rows, which must be unused and not in flight. filled: the round that receives the new contents.
   void put(const WorkPlace& place, State state, Token token, RoundNumber filled = NO_ROUND) {
     auto& nodes = opened(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);
@@ -54,7 +54,7 @@ class WorkRows {
         token == NOWHERE ? NOWHERE : token - place.low, place.heads, filled, NO_SENDERS, state};
   }
 
-  // Adds a partial, of CLEARED rows nothing, to partials.
+  // Adds a partial to partials; CLEARED rows count as empty.
   void add(const WorkPlace& place, State state, Token token) {
     auto& nodes = opened(place.tensor);
     NodeIndex at = nodes.find(place.low);
@@ -75,7 +75,7 @@ class WorkRows {
     }
   }
 
-  // Fills `runs` with what rows hold, values or else partials.
+  // Fills `runs` with the contents of rows, values or else partials.
   void read(const WorkPlace& place, bool values, Runs& runs) {
     auto& nodes = arena(place.tensor);
     if (!nodes.is_open()) fail(Code::READ_UNWRITTEN, whole(place));
@@ -96,7 +96,7 @@ class WorkRows {
     }
   }
 
-  // Partials leave, with a round or none; nothing else may be sending them.
+  // Consumes partials, by a round or not; no other round may be sending them.
   void spend(const WorkPlace& place, RoundNumber round = NO_ROUND) {
     auto& nodes = arena(place.tensor);
     const NodeIndex first = nodes.slice(place.low, place.high);
@@ -107,14 +107,14 @@ class WorkRows {
     state.senders = round == NO_ROUND ? NO_SENDERS : rounds_.with(NO_SENDERS, round);
   }
 
-  // Values are sent in a round, and stay.
+  // Marks values as sent in a round; they remain.
   void mark_sent(const WorkPlace& place, RoundNumber round) {
     auto& nodes = arena(place.tensor);
     nodes.each(nodes.find(place.low), place.high,
                [&](auto& node) { node.senders = rounds_.with(node.senders, round); });
   }
 
-  // No partial is left.
+  // Checks that no partial is left.
   void end_rank(Tensor tensor) {
     arena(tensor).each([&](auto& node) {
       if (node.state == State::LIVE)
@@ -132,10 +132,10 @@ class WorkRows {
   }
   static Place whole(const WorkPlace& place) { return {place.tensor, Space::WORK, place.low, place.high}; }
 
-  // Whether rows are neither being received nor being sent.
+  // True if rows are neither being received nor being sent.
   bool is_still(WorkState& state) { return rounds_.is_over(state.filled) && !rounds_.is_sending(state.senders); }
 
-  // A token is added where a node holds another. Of the two that is kept of which more is known.
+  // Adds a token to a node with another one; keeps the better known of the two.
   void add_tokens(Place place, Node<WorkState>& node, Token added) {
     const Token held = place.low + node.shift;
     if (held == added) return;
@@ -144,7 +144,7 @@ class WorkRows {
     conditions_.require_same({is_better ? held : added, is_better ? added : held, Code::PARTIAL_MIXED, !is_better, place});
   }
 
-  // Throws what is wrong with a node that is to be read, added to or overwritten.
+  // Throws the fault of a node that cannot be read, added to or overwritten.
   [[noreturn]] void blame(const WorkPlace& wanted, const Node<WorkState>& node, Use use) {
     const Place place{wanted.tensor, Space::WORK, std::max<int64_t>(wanted.low, node.low), std::min<int64_t>(wanted.high, node.high)};
     const Token holds = node.holds_tokens() ? place.low + node.shift : NOWHERE;

@@ -95,7 +95,8 @@ class Tiles {
     return work;
   }
 
-  // Brings what each tile adds up to where it is combined, or home as results; returns the first work rows of the sums.
+  // Returns the sums of each tile to the rank that combines them, or home as results; returns the first work rows of
+  // the sums.
   Growing<int64_t> bring_back(Tensor tensor) {
     const auto [work, arriving] = room();
     program_.transfers.expect(2 * tiles_.count());
@@ -131,7 +132,7 @@ class Tiles {
   const Batch& batch(const Tile& tile) const { return order_.batches[order_.batch[tile.index]]; }
   int64_t heads(const Tile& tile) const { return side_.heads_of(tile.group()); }
   int64_t target(const Tile& tile) const { return tile.returns_to < 0 ? tile.home : tiles_[tile.returns_to].dst; }
-  // The tile's edge, or the one that took the tile from home.
+  // The tile's edge, or the edge that took the tile from home.
   int64_t root(int64_t at) const {
     while (tiles_[at].parent >= 0) at = tiles_[at].parent;
     return at;
@@ -143,8 +144,7 @@ class Tiles {
     return rows_of(tensor, Space::WORK, work[at], tiles_[at].rows, heads(tiles_[at]));
   }
 
-  // First work rows of what tiles add up, from before their first task until it has left, and of what arrives to be
-  // added up.
+  // First work rows of the sums of tiles, from before their first task until they have left, and of arriving sums.
   std::pair<Growing<int64_t>, Growing<int64_t>> room() const {
     const bool holds = low_.holds();
     Growing<Held> held;

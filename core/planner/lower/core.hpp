@@ -1,29 +1,27 @@
-// Attention of groups of ranks between exchanges: tiles brought to where tasks run, and what these add up brought back.
+// Attention of groups of ranks between exchanges: tiles are sent to the ranks of tasks, and sums are returned.
 //
 //   forward    F0.. start | local tasks | wait F0, its tasks, start F3 | wait F1, ..
 //   backward   F0.. start | local | wait F0, its tasks, start R0, F3, wait R-1, add | ..
 //
 // F: rounds that fetch tiles: KV rows, and where queries travel Q (backward also dO and delta) rows. R: rounds that
-// return what tasks add up for rows of others, the reverse of F (on a ring: on with the tile): gradients, and where
-// queries travel the results of the forward, partial or complete. The transfers of a round overlap the tasks of the
-// rounds before it.
+// return sums for remote rows, the reverse of F (in a ring: onward with the tile): gradients, and, if queries travel,
+// the results of the forward, partial or complete. The transfers of a round overlap the tasks of earlier rounds.
 #pragma once
 
 #include "planner/lower/order.hpp"
 
 namespace apportion::lower {
 
-// The tensor that tasks add up for queries.
+// The tensor that tasks accumulate for queries.
 inline Tensor sums_of_queries(bool backward) { return backward ? Tensor::DQ : Tensor::O; }
 
 // Appends steps and rows of all groups.
 void lower_core(Program& program, const Lowering& low, bool backward, const Between& between = {});
 
-// Rows in attention order that no task opens begin at nothing.
+// Clears attention rows that no task initializes.
 void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward);
 
-// Tasks, at the step of each. fetched, summed: of the tiles of either side, first work rows, and those of what they add
-// up.
+// Tasks, at the step of each. fetched, summed: for the tiles of either side, first work rows, and those of their sums.
 struct Places {
   Growing<int64_t> fetched, summed;
 };

@@ -6,14 +6,14 @@ namespace apportion::lower {
 
 namespace {
 
-// Of a copy on its way in, with the heads of the rank that it is for.
+// Ends of an incoming copy, with the heads of its destination rank.
 Ends ends_of(const Lowering& low, const Copy& copy, Tensor tensor) {
   const int64_t heads = (KV_SIDE.has(tensor) ? low.sets.key : low.sets.query)[copy.dst];
   return {copy.src, copy.dst, rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads),
           rows_of(tensor, Space::WORK, copy.row, copy.rows, heads)};
 }
 
-// The launch that a copy which moves goes with.
+// The launch of each moving copy.
 struct Launches {
   const ExchangeSteps& steps;
   int64_t first;
@@ -72,7 +72,7 @@ void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps&
   constexpr Tensor DKV = Tensor::DKV;
   const Exchange& exchange = *low.exchange;
   if (!exchange.shared) return move(program, low, steps, DKV, Way::OUT, apart);
-  Growing<int64_t> beyond = reach_of(program, DKV, low.groups.ranks()), staged;  // of each rank; of what arrives
+  Growing<int64_t> beyond = reach_of(program, DKV, low.groups.ranks()), staged;  // for each rank; for arriving rows
   const Growing<int64_t> group = low.groups.of_ranks();
   for (int64_t rank = 0; rank < beyond.count(); ++rank) beyond[rank] = std::max(beyond[rank], low.rows[group[rank]]);
   for (int64_t rank = 0; rank < exchange.held.size(); ++rank)

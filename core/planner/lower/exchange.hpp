@@ -1,8 +1,8 @@
-// The exchange between the rows that the caller holds and those that attention is computed on.
+// The exchange between the caller's home rows and the rows of attention.
 //
 // A copy of a piece goes to every rank of the piece's group, with the heads of that rank: as a transfer, or as a copy
-// where home and rank are the same. The way back is the reverse; where several ranks of a group use one KV head, its
-// gradients are added up at home.
+// if home and rank are the same. The return is the reverse; if several ranks of a group use one KV head, its gradients
+// are summed at home.
 #pragma once
 
 #include "planner/lower/given.hpp"
@@ -12,14 +12,14 @@ namespace apportion::lower {
 
 inline constexpr int64_t CHANNEL = 0;
 
-// Steps of one way. launches: of each part of the tensors, of each round; attend: where what lies beside it is
-// computed; other: the launch of what goes by itself, -1 where all rows go at once.
+// Steps of one direction. launches: of each part of the tensors, of each round; attend: step of the concurrent
+// computation; other: the launch of separate pieces, -1 if all rows go at once.
 struct ExchangeSteps {
   Growing<int64_t> launches;
   int64_t clear, copy, attend, add, other;
 };
 
-// Appends the launch of what goes by itself, if any; returns its position, or -1.
+// Appends the launch of separate pieces, if any; returns its position, or -1.
 int64_t launch_other(Program& program, const Lowering& low, int64_t results);
 
 // Appends the steps of the way in, of so many parts of tensors, a part in rounds of its own. What goes by itself is
@@ -31,14 +31,14 @@ ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_
 
 enum class Way { IN, OUT };
 
-// Ranks between which rows go, and what they are on each.
+// Source and destination rank of rows, and their operands on each.
 struct Ends {
   int64_t src, dst;
   Operand out, into;
 };
 
-// All copies: transfers of those that move, at launch(copy, round), and at step `copy` those that stay, if that is not
-// -1. ends(number, copy): where each goes.
+// All copies: transfers of moving ones, at launch(copy, round), and at step `copy` local ones, unless that is -1.
+// ends(number, copy): source and destination of each.
 template <class Launch, class EndsOf>
 void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launch&& launch, EndsOf&& ends) {
   exchange.moved([&](int64_t number, const Copy& one, int64_t round) {
@@ -65,7 +65,7 @@ void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Ten
 // rows of attention.
 void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
 
-// Of each rank, the work rows of a tensor that rows name.
+// The work rows of a tensor named by rows, for each rank.
 Growing<int64_t> reach_of(const Program& program, Tensor tensor, int64_t ranks);
 
 }  // namespace apportion::lower

@@ -1,6 +1,6 @@
-// What lowering is given: one attention kind, placed and scheduled (`Lowering` of apportion/planner/lower/inputs.py).
+// Input of lowering: one attention kind, placed and scheduled (`Lowering` of apportion/planner/lower/inputs.py).
 //
-//   tasks, parts    in program order; what the keys of each are made of
+//   tasks, parts    in program order; key ranges of each
 //   edges           of all tiles, and when they move
 //   copies          of the exchange around attention, from home rows to the attention rows of each member of a group
 //   beside          tasks of single ranks, computed while rows of groups travel
@@ -154,19 +154,19 @@ struct Lowering {
   Column<const bool> early;     // of tasks beside: those computed while rows come in
   std::deque<Buffer> buffers;  // keep the arrays open
 
-  // Whether tasks may run after the stage of their tile.
+  // True if tasks may run after the stage of their tile.
   bool later() const { return queries_move || schedule.divided; }
   Space space() const { return exchange ? Space::WORK : Space::HOME; }
-  // Whether tiles stay for several stages of heads, so that their rows are never used for others.
+  // True if tiles stay for several stages of heads, so that their rows are never reused.
   bool holds() const { return stages && stages->hold; }
-  // Work rows that attention rows of a group take.
+  // Work rows of a group's attention rows.
   int64_t kept(int64_t group) const { return exchange ? rows[group] : 0; }
   // First key row of a task, in the attention order of the keys' home.
   int64_t key_row(const Task& task) const { return block_row[task.k] + task.k0 - block_start[task.k]; }
 };
 
 // The network between nodes: `Network` of apportion/planner/congestion.py. sent: bytes of a row and head, by tensor;
-// first: number of the first rank in the cluster; round_us: what one round more takes.
+// first: number of the first rank in the cluster; round_us: time of an additional round.
 struct Network {
   Ints sent;
   int64_t first, ranks_per_node, nics_per_node;

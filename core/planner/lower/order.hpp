@@ -16,8 +16,8 @@
 
 namespace apportion::lower {
 
-// What tiles' tasks add up goes back in batches: those of one batch came in one round, are complete after the stage of
-// one round, and go as `results` or are added up. add: of results the step of the wait.
+// Sums of tiles return in batches: tiles of one batch arrived in one round, are complete after the stage of one round,
+// and return as `results` or are added. add: for results the step of the wait.
 struct Batch {
   int64_t round, complete, channel;
   bool results;

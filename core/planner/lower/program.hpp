@@ -1,7 +1,7 @@
-// What lowering makes: one template of steps that all ranks run, and the rows of lists, each of a rank and a step.
+// Result of lowering: one template of steps for all ranks, and the rows of lists, each with a rank and a step.
 //
-// Rows of one rank and step keep the order in which they are given. They name operands by what they are; operands get
-// their numbers when tables are written.
+// Rows of one rank and step keep the order in which they are given. They contain operands by value; operands are
+// numbered when tables are written.
 #pragma once
 
 #include "growing.hpp"
@@ -13,7 +13,7 @@ namespace apportion::lower {
 using std::int32_t;
 using std::int64_t;
 
-// Work rows of one rank, or steps of all ranks, that tables cannot number.
+// Work rows of one rank, or steps of all ranks, beyond the number range of tables.
 struct Beyond {
   int64_t rows = 0, steps = 0;
 };

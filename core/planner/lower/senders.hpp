@@ -1,4 +1,4 @@
-// Rounds in which several NICs send to one, as several rounds with fewer senders each, where that is faster.
+// Splits rounds in which several NICs send to one into rounds with fewer senders each, if that is faster.
 #pragma once
 
 #include "planner/lower/given.hpp"
@@ -6,7 +6,7 @@
 
 namespace apportion::lower {
 
-// Rounds are numbered anew. Needs no GIL.
+// Renumbers rounds. Needs no GIL.
 void bound_senders(Program& program, const Lowering& low, const Network& network);
 
 }  // namespace apportion::lower

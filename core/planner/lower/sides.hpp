@@ -1,5 +1,4 @@
-// The rows of one side of a kind's tasks, queries or keys: at home, and in the tiles that bring them where they are
-// not.
+// The rows of one side of a kind's tasks, queries or keys: at home, and in tiles for remote tasks.
 #pragma once
 
 #include "planner/lower/first_writes.hpp"
@@ -17,7 +16,7 @@ struct Tile : Edge {
   int32_t group() const { return lane >> 1; }
 };
 
-// What a task has of the side: rows of a tile, or, where that is -1, at home. row: in attention order at home.
+// The rows of a task on one side: of a tile, or, for -1, at home. row: in attention order at home.
 struct Used {
   int32_t tile, group, row, rows;
 };
