@@ -185,7 +185,7 @@ def test_a_mask_is_for_plain_documents() -> None:
     batch, _ = Source(mask=masks.sliding_window(64)).batch(4096, 0)
     assert batch.area("default") < Source().batch(4096, 0)[0].area("default")
     groups = workload_from_data({"groups": [[100, [50, 60]]]})
-    with pytest.raises(ConfigError, match="masks of their own"):
+    with pytest.raises(ConfigError, match="their own masks"):
         Source(groups, masks.causal())
 
 

@@ -75,7 +75,7 @@ class UPipe(Ulysses):
         """All kinds, or none. Raises ConfigError."""
         found = super().splits(problem)
         if found and problem.picked:
-            rule = "computes heads in stages, and kinds that choose keys at run time need all heads together"
+            rule = "takes turns by heads, and kinds that choose keys at run time keep them together"
             raise ConfigError("recipe.steps.inner", self.name, rule, "use inner ulysses")
         return found
 

@@ -64,7 +64,9 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
     checks.shards(inner, shards)
     checks.placement(inner, shards, placement)
     if problem.picked and (placement.execution is not None or placement.groups is not None):
-        rule = f"computes away from home, or splits heads, but {', '.join(problem.picked)} choose keys at run time"
+        rule = (
+            f"computes away from home, or splits heads: {', '.join(problem.picked)} choose keys at run time"
+        )
         raise ConfigError("recipe.steps.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
     departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:

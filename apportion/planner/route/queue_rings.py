@@ -72,7 +72,7 @@ class QueueRings(RoutePass):
         if self.proxies == "auto" or not len(tiles):
             return ()
         used = len(np.unique(tiles % parts))
-        why = "nodes have too few ranks, or blocks are too coarse"
+        why = "nodes have no more ranks, or blocks are too coarse"
         less = Departure("recipe.schedule.queues.proxies", self.proxies, used, why)
         return (less,) if used < self.proxies else ()
 

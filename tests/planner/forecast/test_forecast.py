@@ -676,7 +676,7 @@ def test_wrong_arguments_are_refused() -> None:
         Parallelism(find_recipe("ring"), context=4)
     with pytest.raises(ConfigError, match="nothing to forecast"):
         ap.forecast([], CLUSTER, SMALL)
-    with pytest.raises(ConfigError, match="none of the parallelisms"):
+    with pytest.raises(ConfigError, match="is not one of the parallelisms"):
         one(form(), baseline="usp")
     with pytest.raises(ConfigError, match=r"training\.sharding"):
         Training.from_data({"sharding": "zero9"})

@@ -222,7 +222,7 @@ def test_what_sequences_carry_goes_along() -> None:
     [
         (None, 3, "several"),
         (["full"], 3, "each of the 2 virtual stages"),
-        (["full", "x"], 3, "name one of"),
+        (["full", "x"], 3, "use one of"),
         (None, 2, "3 micro"),
     ],
 )

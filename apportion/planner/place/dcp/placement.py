@@ -85,7 +85,7 @@ class Dcp(PlacePass):
                 "recipe.place.dcp.solver",
                 self.solver.name,
                 "greedy",
-                "the engine died or its answer was wrong",
+                "the engine died or was wrong",
             )
 
     def _balanced(
