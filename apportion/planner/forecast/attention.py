@@ -61,7 +61,7 @@ class PlannedMicrobatch:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionTimes:
     """What it takes, over all layers of the model, microseconds until the last rank is done; recurrent: the same of
     recurrent layers, forward and backward."""
 
@@ -177,13 +177,13 @@ def attend(
             }
             for (costs, cluster), beside in zip(under, around, strict=True)
         ]
-    model, found = planned.plan.request.model, list[Attended]()
+    model, found = planned.plan.request.model, list[AttentionTimes]()
     for layer, (costs, cluster) in zip(layers, under, strict=True):
         forward, backward = (
             sum(model.layers_of(kind) * us for (kind, of), us in layer.items() if of == phase)
             for phase in PHASES
         )
-        found.append(Attended(forward, backward, _recurrent_us(planned.plan, costs, cluster)))
+        found.append(AttentionTimes(forward, backward, _recurrent_us(planned.plan, costs, cluster)))
     return found
 
 

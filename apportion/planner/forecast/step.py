@@ -182,7 +182,7 @@ def step(
     return StepForecast(parts, batch.tokens, flops, pairs, whole, _memory(setting, planned), rows)
 
 
-def _last(attended: Sequence[Attended]) -> Attended:
+def _last(attended: Sequence[AttentionTimes]) -> AttentionTimes:
     """Of groups that share experts, which wait for each other in each layer."""
     forward, backward, *beside = (
         max(times)
@@ -190,7 +190,7 @@ def _last(attended: Sequence[Attended]) -> Attended:
             *((one.forward_us, one.backward_us, *one.recurrent) for one in attended), strict=True
         )
     )
-    return Attended(forward, backward, (beside[0], beside[1]))
+    return AttentionTimes(forward, backward, (beside[0], beside[1]))
 
 
 def around_us(setting: Setting, projects: bool) -> dict[str, tuple[float, float]]:
