@@ -30,7 +30,7 @@ from apportion.ir.request.workload import lognormal_lengths, read_workload
 from apportion.planner.cost import CostModel
 from apportion.planner.recipe.recipes import find_recipe
 from benchmarks import published, sensitivity
-from benchmarks.published import PUBLISHED, Published
+from benchmarks.published import PUBLISHED, PublishedSetting
 from benchmarks.sensitivity import Sensitivity
 from benchmarks.tables import ROOT, head, line, run
 
@@ -222,7 +222,7 @@ def _of_zeppelin(data: str, ranks: int) -> Case:
     return Case(name, title, zeppelin(data), ranks, 4096, 10, OF_ZEPPELIN, "ring", "a800", LLAMA_3B)
 
 
-CASES: tuple[Case | Published | Sensitivity, ...] = (
+CASES: tuple[Case | PublishedSetting | Sensitivity, ...] = (
     _shipped("code-8", "source files, causal, 8 ranks", code, 8, 5),
     _shipped("code-64", "source files, causal, 64 ranks", code, 64, 3),
     _shipped("code-256", "source files, causal, 256 ranks", code, 256, 1),
@@ -251,13 +251,13 @@ CASES: tuple[Case | Published | Sensitivity, ...] = (
 # --- measuring
 
 
-def measure(case: Case | Published | Sensitivity) -> dict[str, Any]:
+def measure(case: Case | PublishedSetting | Sensitivity) -> dict[str, Any]:
     """The rows of a case, with their setting."""
     start = time.perf_counter()
     if isinstance(case, Case):
         found = _compared(case)
     else:
-        found = published.measure(case) if isinstance(case, Published) else sensitivity.measure(case)
+        found = published.measure(case) if isinstance(case, PublishedSetting) else sensitivity.measure(case)
     print(f" {case.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return found
 

@@ -41,7 +41,7 @@ DEEPSEEK: Config = json.loads("""{"model_type": "deepseek_v3", "hidden_size": 71
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedStep:
     """A published step with its number of sequences. seconds: as published; training: besides the config, with
     ZeRO-1."""
 
@@ -57,26 +57,26 @@ class Published:
 
 
 CASES = (
-    Published(
+    PublishedStep(
         *("Qwen3-235B-A22B, DeepEP", ZOO, QWEN3, 256, 2048, Degrees(2, 8, 4, 16, 32), 19.7),
         *({"recompute": "none"}, "node"),
     ),
-    Published(
+    PublishedStep(
         *("Qwen3-235B-A22B, all-to-all", ZOO, QWEN3, 256, 2048, Degrees(2, 32, 3, 16, 8), 24.2),
         {"recompute": "none"},
     ),
-    Published(
+    PublishedStep(
         *("gpt-oss-120b", BRIDGE, GPT_OSS, 64, 512, Degrees(1, 4, 1, 2, 8), 512 * TOKENS / 64 / 5630),
         {"recompute": "selective"},
     ),
-    Published(
+    PublishedStep(
         *("DeepSeek-V3, FP8", BRIDGE, DEEPSEEK, 1024, 8192, Degrees(2, 8, 4, 16, 64)),
         *(8192 * TOKENS / 1024 / 1297, {"recompute": "none"}, "node"),
     ),
 )
 
 
-def row(case: Published) -> dict[str, Any]:
+def row(case: PublishedStep) -> dict[str, Any]:
     """The row of forecast and published figures."""
     experts = {"imbalance": 1.0, "dispatch": case.dispatch}
     training = Training.from_data({"sharding": "zero1", **case.training, "experts": experts}, case.config)

@@ -84,7 +84,7 @@ ASSUMED = (
 
 
 @dataclass(frozen=True, order=True)
-class Found:
+class SystemTime:
     """A system's time, and the name of the form that stands for it."""
 
     seconds: float
@@ -150,7 +150,7 @@ class Setting:
 # --- baselines
 
 
-def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Found]:
+def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
     """Every DP x CP that fits, with `stages` pipeline stages."""
     found, ranks, sequences = [], setting.ranks // stages, setting.sequences
     for groups in _divisors(ranks):
@@ -165,11 +165,11 @@ def megatron(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list
             continue
         if run.fits(steps):
             name = f"per-sequence, DP {groups} x CP {ranks // groups}" + f" x PP {stages}" * (stages > 1)
-            found.append(Found(seconds(steps), name))
+            found.append(SystemTime(seconds(steps), name))
     return found
 
 
-def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Found]:
+def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[SystemTime]:
     """WLB-ideal's DP x CP grids, with the fewest microbatches that fit."""
     for microbatches in _divisors(setting.sequences // stages):
         run = setting.run(drawn, Degrees(TENSOR, stages, microbatches=microbatches))
@@ -177,11 +177,11 @@ def wlb(setting: Setting, drawn: Sequence[Packed], stages: int = 1) -> list[Foun
             name, steps = run.best_grid("wlb")
         except (ApportionError, SystemExit):
             continue
-        return [Found(seconds(steps), name)]
+        return [SystemTime(seconds(steps), name)]
     return []
 
 
-def flexsp(setting: Setting, drawn: Sequence[Packed]) -> list[Found]:
+def flexsp(setting: Setting, drawn: Sequence[Packed]) -> list[SystemTime]:
     """FlexSP+ with the most tokens per rank that fit."""
     run = setting.run(drawn)
     mean = run.batches[0].tokens / setting.ranks
@@ -192,7 +192,7 @@ def flexsp(setting: Setting, drawn: Sequence[Packed]) -> list[Found]:
         except ApportionError:
             continue
         if run.fits(steps):
-            return [Found(seconds(steps), f"flexsp, at most {room:g} of the mean")]
+            return [SystemTime(seconds(steps), f"flexsp, at most {room:g} of the mean")]
     return []
 
 
@@ -205,7 +205,7 @@ def _divisors(number: int) -> list[int]:
 
 def distca(
     setting: Setting, drawn: Sequence[Packed], stages: int, hidden: bool = False, ping_pong: bool = False
-) -> list[Found]:
+) -> list[SystemTime]:
     """DistCA under pipeline ticks, with a tick's attention over the ranks of all stages, for every number of
     microbatches that fits. Other work of a tick is one microbatch's. hidden: as in `Run`; ping_pong: whether
     microbatches are halves that take turns in each tick."""
@@ -229,7 +229,7 @@ def distca(
             once = part(steps, "data_parallel") + part(steps, "optimizer")
             took = float(np.mean(attention)) + busy * table.ticks / (2 * count) + once
             name = f"distca, PP {stages}, {count} microbatches" + ", ping-pong" * ping_pong
-            found.append(Found(took, name))
+            found.append(SystemTime(took, name))
     return found
 
 

@@ -40,7 +40,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSetting:
     """A setting: `batches` batches of `ranks` x `tokens_per_rank` tokens for each of the rank counts."""
 
     name: str
@@ -104,7 +104,7 @@ _MODEL = Model(q_heads=64, kv_heads=8, head_dim=128, hidden=8192, ffn=28672, sen
 _OURS = tuple(System("", find_recipe(name), {}) for name in ("fcp", "auto"))
 
 PUBLISHED = (
-    Published(
+    PublishedSetting(
         "magi-h100",
         "MagiAttention's H100 setting",
         "h100",
@@ -125,7 +125,7 @@ PUBLISHED = (
         ),
         _MODEL,
     ),
-    Published(
+    PublishedSetting(
         "magi-b200",
         "MagiAttention's B200 setting",
         "b200",
@@ -146,7 +146,7 @@ PUBLISHED = (
 # --- measuring
 
 
-def measure(case: Published) -> dict[str, Any]:
+def measure(case: PublishedSetting) -> dict[str, Any]:
     """The rows of a setting: means over its batches of TFLOP/s per GPU, forward and backward, under each scenario."""
     return {
         "form": FORM,
@@ -162,7 +162,7 @@ def measure(case: Published) -> dict[str, Any]:
     }
 
 
-def _row(case: Published, system: System, ranks: int) -> dict[str, Any]:
+def _row(case: PublishedSetting, system: System, ranks: int) -> dict[str, Any]:
     hardware = Hardware.load(case.hardware)
     cluster, found, lost = cluster_of(ranks, None, hardware), [], []
     for seed in range(case.batches):

@@ -40,7 +40,7 @@ from apportion.ir.tensors import HEADLESS, PARTIALS, TENSOR_NAMES, Tensor
 if TYPE_CHECKING:
     from apportion.ir.bytes.codec import Plan  # loads the compiled core, which execution does not need
 
-__all__ = ["LocalLayer", "Projection", "Result", "Saved", "backward", "forward", "gather", "run", "scatter"]
+__all__ = ["Context", "LocalLayer", "Projection", "Result", "backward", "forward", "gather", "run", "scatter"]
 
 Array = NDArray[Any]
 Arrays = tuple[Floats, ...]
@@ -95,7 +95,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Saved:
+class Context:
     """State that forward saves for backward: each rank's home rows of q, k, v (or hidden states), o and lse."""
 
     layer: LocalLayer
@@ -112,7 +112,7 @@ def run(
 
 def forward(
     plan: Plan, kind: str, given: Sequence[Array], layer: LocalLayer = PLAIN
-) -> tuple[Floats, Floats, Saved]:
+) -> tuple[Floats, Floats, Context]:
     """Runs planned attention of one kind, in token order.
 
     given: q [T, Hq, D], k [T, Hk, D] and v [T, Hk, Dv]; or hidden states x [T, E] alone, for a layer that projects. Any
@@ -128,10 +128,10 @@ def forward(
     homes = _execute(plan, (kind, "forward"), layer, _scattered(plan, tensors))
     o, lse = _gathered(plan, homes, Tensor.O)
     saved = tuple({tensor: rows[tensor] for tensor in (*tensors, Tensor.O)} for rows in homes)
-    return o, lse, Saved(layer, saved)
+    return o, lse, Context(layer, saved)
 
 
-def backward(plan: Plan, kind: str, saved: Saved, do: Array) -> tuple[Floats | None, ...]:
+def backward(plan: Plan, kind: str, saved: Context, do: Array) -> tuple[Floats | None, ...]:
     """The gradients of `forward`'s inputs from its output's gradient do [T, Hq, Dv], followed by the gradient of the
     sinks [Hq], None without sinks. Raises as `forward` does. `saved` may be used again."""
     given = _scattered(plan, {Tensor.DO: (do,)})

@@ -31,7 +31,7 @@ from apportion.ir.request.sampling import Masks, Sampling, batches_of
 from apportion.planner.iteration.ticks import TickTable, tick_job, ticks_of
 from apportion.service.pack import Pack
 from apportion.service.store.folder import Folder, write_whole
-from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
+from apportion.service.workers import Completion, Refusal, WorkerDiedError, plan_pack
 
 ORIGIN = "precompute.json"  # in the folder: `ir.bytes.origin` of its plans, and their number of iterations
 AHEAD = 4  # outstanding requests per worker: the one it plans, and the next ones while packs are written
@@ -165,7 +165,7 @@ def _claim(folder: Path, work: Work) -> None:
 
 
 @dataclass
-class _Asked:
+class _PendingRequest:
     """An outstanding request, and the iterations that wait for it."""
 
     key: bytes
@@ -183,8 +183,8 @@ class _Run:
     report: Report
     there: int = 0
     planned: int = 0
-    _asked: dict[Future[Done | Refusal], _Asked] = field(default_factory=dict)
-    _by_key: dict[bytes, _Asked] = field(default_factory=dict)
+    _asked: dict[Future[Completion | Refusal], _PendingRequest] = field(default_factory=dict)
+    _by_key: dict[bytes, _PendingRequest] = field(default_factory=dict)
     _refused: dict[IterationPlace, object] = field(default_factory=dict)
 
     def __call__(self) -> None:
@@ -216,10 +216,10 @@ class _Run:
         elif self.store.path(key).is_file():
             self._add(1, 0)
         else:
-            self._by_key[key] = asked = _Asked(key, encode_request(self.work.job, batches), [place])
+            self._by_key[key] = asked = _PendingRequest(key, encode_request(self.work.job, batches), [place])
             self._submit(asked)
 
-    def _submit(self, asked: _Asked) -> None:
+    def _submit(self, asked: _PendingRequest) -> None:
         self._asked[self.executor.submit(plan_pack, asked.request)] = asked
 
     def _settle(self, most: int) -> None:
@@ -228,7 +228,7 @@ class _Run:
             for future in wait(self._asked, return_when=FIRST_COMPLETED).done:
                 self._take(future)
 
-    def _take(self, future: Future[Done | Refusal]) -> None:
+    def _take(self, future: Future[Completion | Refusal]) -> None:
         asked = self._asked.pop(future)
         try:
             outcome = future.result()

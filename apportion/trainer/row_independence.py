@@ -18,7 +18,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor
 
-from apportion.backends.torch.rehearsal import Exact, Rehearsal, close, is_here, recorded, undisturbed
+from apportion.backends.torch.rehearsal import ExactMode, Rehearsal, close, is_here, recorded, undisturbed
 from apportion.ir.errors import ConfigError
 from apportion.trainer.step.microbatch import IGNORED
 
@@ -117,7 +117,7 @@ def _check_first(model: Any, run: Run, device: torch.device) -> None:
 
 def _forward(model: Any, kwargs: dict[str, Any], held: Rehearsal) -> float:
     """The loss. Raises ConfigError for a model without a loss, or without one row of logits per row."""
-    with recorded(model, held), Exact(), catch_warnings():
+    with recorded(model, held), ExactMode(), catch_warnings():
         simplefilter("ignore")
         try:
             output = model(**kwargs)

@@ -37,7 +37,7 @@ class _Left(NamedTuple):
     """State that a forward tick saves for the backward tick of its microbatch and chunk."""
 
     x: Tensor  # with the embedding's graph on the first virtual stage
-    kept: list[backend.Kept]
+    kept: list[backend.Tape]
     y: Tensor
 
 
@@ -131,7 +131,7 @@ class _Iteration:
     def _forward(self, handle: PlanHandle, place: tuple[int, int]) -> Tensor:
         number, virtual = place
         x = self.here.pop(place) if virtual else _require("embed", self.own.embed)(self.batches[number])
-        kept: list[backend.Kept] | None = [] if self.train else None
+        kept: list[backend.Tape] | None = [] if self.train else None
         y = backend.forward_alone(handle, self.pieces[virtual // self.own.table.stages], x, kept)
         if kept is not None:
             self.left[place] = _Left(x, kept, y)

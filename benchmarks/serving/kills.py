@@ -44,7 +44,7 @@ def expected(number: int) -> tuple[bytes, ...]:
 
 
 @dataclass
-class Found:
+class Outcome:
     """Results of a case. slices: read and correct; longest_s: longest wait for one; planning_s: longest planning of one
     plan in this process; start_s: longest start of a server; kills: by victim."""
 
@@ -67,7 +67,7 @@ class Found:
         return max(1.0, self.start_s / PAUSE_S)
 
 
-def read(urls: Sequence[str], seed: int, found: Found, over: threading.Event, fresh: Iterator[int]) -> None:
+def read(urls: Sequence[str], seed: int, found: Outcome, over: threading.Event, fresh: Iterator[int]) -> None:
     """Acts as a rank: submits and fetches old and new requests, as a loader does."""
     rng = random.Random(seed)
     with closing(Client(urls, TOKEN, timeout_s=5.0)) as client:
@@ -114,7 +114,7 @@ def children(pid: int) -> list[int]:
 class Server:
     """A server on a fixed port, restarted whenever it was killed."""
 
-    def __init__(self, folder: str, stack: ExitStack, found: Found) -> None:
+    def __init__(self, folder: str, stack: ExitStack, found: Outcome) -> None:
         self.port = free_port()
         self.url, self._folder, self._found = f"http://127.0.0.1:{self.port}", folder, found
         self._stack, self.lock = stack.enter_context(ExitStack()), threading.Lock()
@@ -139,7 +139,7 @@ class Server:
 
 
 def _run(
-    urls: Sequence[str], seconds: float, kill: Callable[[random.Random], str], found: Found
+    urls: Sequence[str], seconds: float, kill: Callable[[random.Random], str], found: Outcome
 ) -> dict[str, Any]:
     """Runs a case; returns its figures."""
     over, rng = threading.Event(), random.Random(17)
@@ -165,7 +165,7 @@ def _run(
 def kills(seconds: float) -> dict[str, Any]:
     """A server with a folder."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        server = Server(folder, stack, found := Found())
+        server = Server(folder, stack, found := Outcome())
         return _run([server.url], seconds, server.kill, found)
 
 
@@ -173,7 +173,7 @@ def redis_kills(seconds: float) -> dict[str, Any]:
     """A server with Redis, which is also killed, and restarts empty."""
     with ExitStack() as stack:
         redis = Redis(stack)
-        server = Server(redis.url, stack, found := Found())
+        server = Server(redis.url, stack, found := Outcome())
 
         def kill(rng: random.Random) -> str:
             return redis.kill() if rng.random() < 0.3 else server.kill(rng)
@@ -209,7 +209,7 @@ class Redis:
 def failover(seconds: float) -> dict[str, Any]:
     """Two servers that share a folder behind nginx; one is killed, and restarted after a while."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        found = Found()
+        found = Outcome()
         servers = [Server(folder, stack, found) for _ in range(2)]
         url = stack.enter_context(nginx([server.url for server in servers], Path(folder)))
 

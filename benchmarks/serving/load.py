@@ -126,10 +126,10 @@ def _planted(folder: Path, count: int) -> None:
 
 
 def _pack() -> Pack:
-    from apportion.service.workers import Done, plan_pack
+    from apportion.service.workers import Completion, plan_pack
 
     done = plan_pack(Request(JOB, 0).data)
-    assert isinstance(done, Done)
+    assert isinstance(done, Completion)
     return Pack.decode(done.data)
 
 

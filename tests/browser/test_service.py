@@ -17,7 +17,7 @@ from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.client import Client
-from apportion.service.http.serve import Serving, serving
+from apportion.service.http.serve import Server, serving
 from tests.browser.screens import NARROW, WIDE, keep, violations
 
 JOB = Job(Cluster(1, 4), Model(8, 2, 64), Policy(find_recipe("fcp")), 8192)
@@ -27,7 +27,7 @@ UNANSWERED = "Failed to load resource"  # what a browser says of a 401, and of a
 Watch = Callable[..., Page]
 
 
-def plan(server: Serving, length: int, token: str | None = None) -> bytes:
+def plan(server: Server, length: int, token: str | None = None) -> bytes:
     """The key of a request that is planned by then."""
     batch = [Batch.from_lengths([length, 900, 12000])]
     with closing(Client(server.url, token, timeout_s=60)) as client:
@@ -38,7 +38,7 @@ def plan(server: Serving, length: int, token: str | None = None) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Serving]:
+def server() -> Iterator[Server]:
     """One without a token, which has planned a request."""
     with serving(None) as found:
         plan(found, 3000)
@@ -70,7 +70,7 @@ def watch(browser: Browser) -> Iterator[Watch]:
     assert wrong == []
 
 
-def test_it_follows_what_is_planned(server: Serving, watch: Watch) -> None:
+def test_it_follows_what_is_planned(server: Server, watch: Watch) -> None:
     page = watch(server.url)
     expect(page.locator(".lamp")).to_have_text(re.compile("^ready"))
     before = int(page.locator(".card b").first.inner_text())
@@ -88,7 +88,7 @@ def test_it_follows_what_is_planned(server: Serving, watch: Watch) -> None:
     expect(page.locator(".store")).to_contain_text(re.compile(r"Memory of the server\s*[\d.]+ MB"))
 
 
-def test_a_click_opens_the_report_and_the_keyboard_does(server: Serving, watch: Watch) -> None:
+def test_a_click_opens_the_report_and_the_keyboard_does(server: Server, watch: Watch) -> None:
     page = watch(server.url)
     button = page.locator(".plans button").last
     button.focus()
@@ -145,7 +145,7 @@ def test_a_refusal_says_why_and_a_server_that_ends_is_seen(watch: Watch) -> None
     ("size", "scheme"), [(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")]
 )
 def test_it_fits_its_window_and_is_accessible(
-    size: tuple[int, int], scheme: str, server: Serving, watch: Watch
+    size: tuple[int, int], scheme: str, server: Server, watch: Watch
 ) -> None:
     page = watch(server.url, size, color_scheme=scheme)
     page.wait_for_selector(SHOWN)

@@ -250,7 +250,7 @@ def lines(name: str, step: str) -> list[str]:
     return told
 
 
-class Elsewhere:
+class OtherProcess:
     """The output of this file in another process, started on construction, with another package folder."""
 
     def __init__(self, arguments: Sequence[str], package: Path = ROOT) -> None:
@@ -283,12 +283,12 @@ def against(base: str, as_json: bool) -> int:
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", tree, base], check=True)
         try:
             subprocess.run(["make", "-C", tree, "--silent", "core", f"PYTHON={sys.executable}"], check=True)
-            other, own = Elsewhere(["--record"], tree), record(told=True)
+            other, own = OtherProcess(["--record"], tree), record(told=True)
             found = differing(own, other.read())
             status = tell(f"{base}", len(own), found, as_json)
             for name, step in list(found.items())[:1]:
                 if step in STEPS[:-1] and not as_json:
-                    _tell_rows(base, name, step, Elsewhere(["--rows", name, step], tree).read())
+                    _tell_rows(base, name, step, OtherProcess(["--rows", name, step], tree).read())
             return status
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", tree], check=True)

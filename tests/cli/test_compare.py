@@ -217,7 +217,7 @@ def test_a_setting_with_published_figures() -> None:
         published.System("theirs", RING, {4: (100.0, 50.0)}),
         published.System("", FCP, {}),
     )
-    case = published.Published("tiny", "tiny", "h100", 1024, systems, Model(), batches=2, ranks=(4, 8))
+    case = published.PublishedSetting("tiny", "tiny", "h100", 1024, systems, Model(), batches=2, ranks=(4, 8))
     measured = comparison.measure(case)
     assert [(row["system"], row["ranks"]) for row in measured["rows"]] == [("theirs", 4), ("", 4), ("", 8)]
     row = measured["rows"][0]

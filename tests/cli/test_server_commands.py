@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from apportion import cli
-from apportion.service.http.serve import Serving, serving
+from apportion.service.http.serve import Server, serving
 from apportion.service.store import Folder
 from tests.service.requests import TOKEN, Request, client_of
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Serving]:
+def server(folder: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("APPORTION_SERVE_WORKERS", "1")
         patched.setenv("APPORTION_SERVE_PLAN_S", "100")
@@ -42,7 +42,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_a_server_makes_the_same_plan(server: Serving, said: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_server_makes_the_same_plan(server: Server, said: Callable[..., Any], tmp_path: Path) -> None:
     there, here = tmp_path / "there.plan", tmp_path / "here.plan"
     far = said(*PLAN, "--server", server.url, "-o", str(there))
     near = said(*PLAN, "-o", str(here))
@@ -53,7 +53,7 @@ def test_a_server_makes_the_same_plan(server: Serving, said: Callable[..., Any],
 
 
 def test_a_wrong_token_and_no_server_are_said(
-    server: Serving, said: Callable[..., Any], tmp_path: Path
+    server: Server, said: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("another-token-0123456\n")
     wrong = said(*PLAN, "--server", server.url, "--token-file", str(tmp_path / "token"), ends=cli.BAD_INPUT)
@@ -62,7 +62,7 @@ def test_a_wrong_token_and_no_server_are_said(
 
 
 def test_reports_of_a_server_and_of_its_folder(
-    server: Serving, folder: Path, said: Callable[..., Any], tmp_path: Path
+    server: Server, folder: Path, said: Callable[..., Any], tmp_path: Path
 ) -> None:
     request, page = Request(1), tmp_path / "r.html"
     with client_of(server.url) as client:

@@ -17,7 +17,7 @@ from apportion.backends.torch.profile.clock import Runs
 from apportion.backends.torch.profile.device import (
     ARENA_BYTES,
     LAYER_FIGURES,
-    Effort,
+    ProfileScope,
     TimedTask,
     _Arena,
     _between,
@@ -27,7 +27,7 @@ from apportion.backends.torch.profile.device import (
     profile,
 )
 from apportion.backends.torch.profile.links import Line, Links, fit, profile_links, with_links
-from apportion.backends.torch.profile.peers import Measured, Pattern, congestion, patterns
+from apportion.backends.torch.profile.peers import Pattern, PatternShares, congestion, patterns
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.request.figures import Figure
 from apportion.ir.request.hardware import MOST_CONTENTION, Hardware
@@ -37,7 +37,7 @@ from tests.ranks import jobs_profile
 from tests.ranks.rank_pool import Pool
 
 SMALL = Model(4, 2, 8, dtype="fp32", hidden=32, ffn=64)  # layers that take no time
-TINY = Effort((16, 64, 256), SMALL, sweeps=2, runs=Runs(most=3), tokens=128, vocab=64)
+TINY = ProfileScope((16, 64, 256), SMALL, sweeps=2, runs=Runs(most=3), tokens=128, vocab=64)
 SIZES = (1024, 65536, 1 << 20)
 
 
@@ -105,7 +105,7 @@ def test_progress_rises_to_its_total(measured: tuple[Hardware, list[tuple[Any, A
 
 def test_a_sweep_after_the_time_is_not_begun() -> None:
     told = []
-    effort = Effort((16, 32), SMALL, sweeps=5, seconds=0.0, runs=Runs(1, 1), tokens=128, vocab=64)
+    effort = ProfileScope((16, 32), SMALL, sweeps=5, seconds=0.0, runs=Runs(1, 1), tokens=128, vocab=64)
     profile(progress=lambda *step: told.append(step), device="cpu", effort=effort)
     assert len(told) == 2 * 4 + LAYER_FIGURES + 1
     assert told[-1] == (2 * 5 * 4 + LAYER_FIGURES, 2 * 5 * 4 + LAYER_FIGURES)
@@ -152,7 +152,7 @@ def test_more_work_takes_no_less_time() -> None:
 
 def test_tasks_are_timed_where_no_other_was() -> None:
     """Every run in other places, each after the last, through an arena that is larger than a last-level cache."""
-    effort = Effort((64, 512), Model(4, 2, 64, dtype="fp32"))
+    effort = ProfileScope((64, 512), Model(4, 2, 64, dtype="fp32"))
     arena = _Arena.of(torch.device("cpu"), effort)
     tensors = (*arena.queries, *arena.keys, *arena.rows[:1])
     assert sum(tensor.nbytes for tensor in tensors) > 0.95 * ARENA_BYTES
@@ -223,7 +223,7 @@ def test_layers_are_timed_in_the_model_s_sizes(measured: tuple[Hardware, list[tu
     assert "128 x 64 logits" in hardware.loss_gbs.source
     assert "fused" in hardware.optimizer_gbs.source
     model = Model(q_heads=8, kv_heads=4, head_dim=16, dtype="fp32", hidden=96, ffn=256)
-    effort = Effort.of(torch.device("cpu"), True, model, 77)
+    effort = ProfileScope.of(torch.device("cpu"), True, model, 77)
     layer = effort.model
     assert (layer.q_heads, layer.kv_heads, layer.head_dim, layer.hidden, layer.ffn) == (8, 4, 16, 96, 256)
     assert effort.tokens == 77
@@ -238,7 +238,7 @@ def test_windows_are_timed_beside_causal_tasks(measured: tuple[Hardware, list[tu
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_grids_reach_from_short_to_long(device: str, quick: bool) -> None:
-    effort = Effort.of(torch.device(device), quick)
+    effort = ProfileScope.of(torch.device(device), quick)
     assert effort.axis[0] <= 128
     assert effort.axis[-1] >= 2048
     assert list(effort.axis) == sorted(set(effort.axis))
@@ -307,7 +307,7 @@ def test_figures_of_peers_are_those_that_rates_were_made_of() -> None:
     incast, one_peer, crowd = 0.2, 0.6, 8
     base = 1 + incast * 7
     sweep = [
-        Measured(
+        PatternShares(
             Pattern(peers, True, balanced),
             tuple(share * base for share in ([one_peer] if peers == 1 else [1 / (1 + incast * (peers - 1))]))
             * 3,

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from apportion.backends.torch.profile.clock import Runs
-from apportion.backends.torch.profile.device import Effort, profile
+from apportion.backends.torch.profile.device import ProfileScope, profile
 from apportion.backends.torch.profile.links import Line, Links, profile_links
-from apportion.backends.torch.profile.peers import Measured, Pattern
+from apportion.backends.torch.profile.peers import Pattern, PatternShares
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.request.model import Model
 from apportion.ir.tensors import Tensor as Name
@@ -27,7 +27,7 @@ def links(
 def from_data(data: dict[str, Any]) -> Links:
     """The links of plain data."""
     lines = {name: data[name] and Line(**data[name]) for name in ("intra", "inter")}
-    sweep = [Measured(Pattern(**one["pattern"]), tuple(one["shares"])) for one in data["sweep"]]
+    sweep = [PatternShares(Pattern(**one["pattern"]), tuple(one["shares"])) for one in data["sweep"]]
     return Links(**data | lines | {"sweep": tuple(sweep)})
 
 
@@ -64,6 +64,6 @@ def lone_task(comm: Communicator) -> list[float]:
 def stage_profile(comm: Communicator) -> tuple[Any, str]:
     """The grid of a small profile of the stage engine, and its stated source."""
     model = Model(2, 1, 16, dtype="fp32", hidden=32, ffn=32)
-    effort = Effort((16, 32), model, sweeps=1, runs=Runs(1, 1), tokens=16, vocab=16)
+    effort = ProfileScope((16, 32), model, sweeps=1, runs=Runs(1, 1), tokens=16, vocab=16)
     found = profile(device="cpu", effort=effort, engine="stage")
     return found.backward.full, found.engine

@@ -15,7 +15,7 @@ from tests.ranks.jobs import handle_of
 TOP = 5
 
 
-class Projected(NamedTuple):
+class Projections(NamedTuple):
     """Projections of each row: queries, keys beside values, and the indexer's query and key."""
 
     q: torch.Tensor
@@ -24,11 +24,11 @@ class Projected(NamedTuple):
     index: torch.Tensor
 
 
-def project(x: torch.Tensor, weight: torch.Tensor) -> Projected:
-    return Projected(*(x @ weight).split([8, 16, 3, 3], dim=1))
+def project(x: torch.Tensor, weight: torch.Tensor) -> Projections:
+    return Projections(*(x @ weight).split([8, 16, 3, 3], dim=1))
 
 
-def sparse(own: Projected, kv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sparse(own: Projections, kv: torch.Tensor, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention of each query to the TOP rows of the mask with the best indexer scores. kv, index: [visible, ...];
     mask: bool [queries, visible]."""
     score = (own.asked @ index.T).masked_fill(~mask, -torch.inf)
@@ -52,7 +52,7 @@ def layer(comm: Communicator, padding: int, shard: tuple[Any, ...]) -> tuple[Any
     assert torch.equal(numbers, found.tokens)
     real = slice(handle.rows)
     assert not found.mask()[handle.rows :].any()
-    out = sparse(Projected(*(part[real] for part in own)), kv, index, found.mask()[real])
+    out = sparse(Projections(*(part[real] for part in own)), kv, index, found.mask()[real])
     out.backward(torch.from_numpy(grad))
     assert rows.grad is not None
     assert not rows.grad[handle.rows :].any()

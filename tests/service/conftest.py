@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from apportion.service.http.serve import Serving, serving
+from apportion.service.http.serve import Server, serving
 from apportion.service.workers import ProcessExecutor
 from tests.service.requests import TOKEN
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`apportion serve` with a folder and a token."""
     folder = tmp_path_factory.mktemp("served")
     with serving(folder / "plans", options=["--workers", "1"], token=TOKEN, log=folder / "log") as found:

@@ -6,18 +6,18 @@ import os
 import signal
 import time
 
-from apportion.service.workers import Done, Refusal
+from apportion.service.workers import Completion, Refusal
 
 
-def die(request: bytes) -> Done:
+def die(request: bytes) -> Completion:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def hang(request: bytes) -> Done:
+def hang(request: bytes) -> Completion:
     time.sleep(600)
     raise AssertionError
 
 
-def hog(request: bytes) -> Done | Refusal:
-    return Done(bytes(64 << 30), 0.0)
+def hog(request: bytes) -> Completion | Refusal:
+    return Completion(bytes(64 << 30), 0.0)

@@ -15,7 +15,7 @@ from apportion.ir.request.policy import Policy
 from apportion.planner.iteration.jobs import plan_job
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.pack import Pack
-from apportion.service.workers import Done, plan_pack
+from apportion.service.workers import Completion, plan_pack
 
 TOKEN = "token-of-the-tests-0123456789"
 RANKS = 4
@@ -52,7 +52,7 @@ class Request:
 
     def pack(self) -> Pack:
         done = plan_pack(self.data)
-        assert isinstance(done, Done)
+        assert isinstance(done, Completion)
         return Pack.decode(done.data, self.key)
 
     def put(self, client: httpx.Client, ahead: int = 0) -> httpx.Response:

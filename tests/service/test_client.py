@@ -22,7 +22,7 @@ from apportion.planner.iteration.jobs import plan_job
 from apportion.service.client import PLAN, Client
 from apportion.service.event_loop import event_loop
 from apportion.service.frames import ALIVE, PROBLEM_FRAME, SLICE, frame
-from apportion.service.http.serve import Serving
+from apportion.service.http.serve import Server
 from apportion.service.pack import Pack
 from apportion.service.problems import (
     BadAnswerError,
@@ -317,7 +317,7 @@ def test_certificates_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_every_call_of_a_server(
-    server: Serving, client_of: Callable[..., Client], slices: Sequence[bytes]
+    server: Server, client_of: Callable[..., Client], slices: Sequence[bytes]
 ) -> None:
     client, key, unknown = client_of(server.url, timeout_s=10.0), REQUEST.key, bytes(32)
     with pytest.raises(UnknownPlanError):
@@ -339,7 +339,7 @@ def test_every_call_of_a_server(
 
 
 def test_a_forked_process_has_connections_of_its_own(
-    server: Serving, client_of: Callable[..., Client]
+    server: Server, client_of: Callable[..., Client]
 ) -> None:
     client, key = client_of(server.url, timeout_s=10.0), REQUEST.key
     client.submit(key, REQUEST.data)

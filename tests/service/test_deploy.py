@@ -17,7 +17,7 @@ import pytest
 import trustme
 
 from apportion.service.client import Client
-from apportion.service.http.serve import Serving
+from apportion.service.http.serve import Server
 from apportion.service.problems import ServiceError
 from tests.service.requests import RANKS, TOKEN, Request, client_of
 
@@ -26,7 +26,7 @@ REQUEST = Request(3)
 
 
 @pytest.fixture(scope="module")
-def front(server: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def front(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """(URL of nginx before the server, the authority of its certificate)."""
     nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if nginx is None:
@@ -74,7 +74,7 @@ def test_clients_go_through_nginx(front: tuple[str, Path]) -> None:
         stranger.fetch(REQUEST.key, 0, 0.0)
 
 
-def test_hits_do_not_reach_the_server(front: tuple[str, Path], server: Serving) -> None:
+def test_hits_do_not_reach_the_server(front: tuple[str, Path], server: Server) -> None:
     url, ca = front
 
     def deliveries() -> float:

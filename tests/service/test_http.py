@@ -20,7 +20,7 @@ from apportion.ir.bytes.transport import expanded
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.service.frames import ALIVE, HEAD, PROBLEM_FRAME, SLICE
 from apportion.service.http.openapi import EXAMPLE
-from apportion.service.http.serve import Serving, serving
+from apportion.service.http.serve import Server, serving
 from apportion.service.http.tokens import ANYONE, Tokens
 from apportion.service.problems import KINDS
 from tests.processes import below, running
@@ -30,7 +30,7 @@ ZSTD = {"accept-encoding": "zstd"}
 
 
 @pytest.fixture(scope="module")
-def client(server: Serving) -> Iterator[httpx.Client]:
+def client(server: Server) -> Iterator[httpx.Client]:
     with client_of(server.url) as found:
         yield found
 
@@ -207,7 +207,7 @@ def test_too_many_tokens_are_refused(client: httpx.Client) -> None:
 # ---- tokens
 
 
-def test_without_the_token_nothing_is_said_but_health(server: Serving) -> None:
+def test_without_the_token_nothing_is_said_but_health(server: Server) -> None:
     with client_of(server.url, None) as client:
         for path in ("/v1/plans", "/metrics", f"/v1/plans/{'00' * 32}/ranks/0", "/v1/ranks/0/stream"):
             assert client.get(path).status_code == 401
@@ -242,7 +242,7 @@ def test_tokens_are_read_from_lines(tmp_path: Path) -> None:
 # ---- connections
 
 
-def spoken(server: Serving, data: bytes, most_s: float = 5.0) -> bytes:
+def spoken(server: Server, data: bytes, most_s: float = 5.0) -> bytes:
     """The server's output until it closes the connection."""
     parts = urlsplit(server.url)
     said, until = b"", time.monotonic() + most_s
@@ -272,13 +272,13 @@ def spoken(server: Serving, data: bytes, most_s: float = 5.0) -> bytes:
     ],
     ids=["trailers", "no-token", "large", "url", "header"],
 )
-def test_what_has_no_end_is_not_read(server: Serving, data: bytes, status: bytes) -> None:
+def test_what_has_no_end_is_not_read(server: Server, data: bytes, status: bytes) -> None:
     said = spoken(server, data)
     assert said.startswith(b"HTTP/1.1 " + status) or not said  # a reset may overtake the answer
     assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_a_token_in_a_trailer_is_none(server: Serving) -> None:
+def test_a_token_in_a_trailer_is_none(server: Server) -> None:
     head = (
         b"POST /v1/plan HTTP/1.1\r\nHost: a\r\nTrailer: authorization\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
@@ -323,7 +323,7 @@ def test_a_killed_server_leaves_no_worker_and_its_plans(tmp_path: Path) -> None:
         )
 
 
-def test_a_port_that_is_taken_is_named(server: Serving) -> None:
+def test_a_port_that_is_taken_is_named(server: Server) -> None:
     port = urlsplit(server.url).port
     with pytest.raises(ExecutionError, match="--host, --port"), serving(None, options=["--port", str(port)]):
         pass

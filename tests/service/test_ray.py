@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apportion.service.pack import Pack
-from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
+from apportion.service.workers import Completion, Refusal, WorkerDiedError, plan_pack
 from tests.service.faults import die, hang
 from tests.service.requests import Request
 
@@ -27,7 +27,7 @@ def cluster() -> Iterator[Any]:
 
 def test_plans_are_the_same_on_ray(cluster: Any) -> None:
     done = cluster.submit(plan_pack, Request(0).data).result(60.0)
-    assert isinstance(done, Done)
+    assert isinstance(done, Completion)
     assert Pack.decode(done.data).data == Request(0).pack().data
     assert isinstance(cluster.submit(plan_pack, b"nothing").result(60.0), Refusal)
 
@@ -37,4 +37,4 @@ def test_deaths_and_deadlines_cost_one_task(cluster: Any) -> None:
         cluster.submit(die, b"").result(60.0)
     with pytest.raises(TimeoutError):
         cluster.submit(hang, b"").result(60.0)
-    assert isinstance(cluster.submit(plan_pack, Request(1).data).result(60.0), Done)
+    assert isinstance(cluster.submit(plan_pack, Request(1).data).result(60.0), Completion)

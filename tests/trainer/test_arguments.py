@@ -43,7 +43,7 @@ def test_names_that_people_know_are_answered_with_the_name_here() -> None:
         with pytest.raises(ConfigError, match=f"{name} = (?s:.*){remedy}"):
             planned_attention(q, k, v, handle, **{name: value})
         planned_attention(q, k, v, handle, **{name: None})
-    with pytest.raises(TypeError, match=r"'dropout_prob'; there are kind, scale, .* window, causal"):
+    with pytest.raises(TypeError, match=r"'dropout_prob'; options are kind, scale, .* window, causal"):
         planned_attention(q, k, v, handle, dropout_prob=0.1)
 
 

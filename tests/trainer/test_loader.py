@@ -269,7 +269,7 @@ def test_other_arguments_are_checked() -> None:
         ("drop_last", "no", "must be true or false"),
         ("masks", "causal", r"must be a mask, .*; write ap\.masks\.causal\(\)"),
         ("masks", 3, "must be a mask"),
-        ("source", "nowhere", "is no folder"),
+        ("source", "nowhere", "is not a folder"),
         ("source", 3, "must be a URL, a folder or a source of plans"),
         ("device", "bogus", "is not a torch device"),
         ("sampler", 3, "must be iterable"),

@@ -21,7 +21,7 @@ from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.sampling import Sampling
 from apportion.ir.version import __version__
-from apportion.service.http.serve import Serving, serving
+from apportion.service.http.serve import Server, serving
 from apportion.service.precompute import Work, precompute
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.workers import ProcessExecutor, WorkerDiedError
@@ -38,7 +38,7 @@ FOUR = job(4, 64, microbatches=2)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("server")) as server:
         yield server
 
@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(params=["service", "folder"])
-def single(request: pytest.FixtureRequest, server: Serving, folders: dict[str, Path]) -> str | Path:
+def single(request: pytest.FixtureRequest, server: Server, folders: dict[str, Path]) -> str | Path:
     """A source of one rank's plans, as an argument of the loader."""
     return server.url if request.param == "service" else folders["single"]
 
@@ -75,7 +75,7 @@ def without_a_server() -> list[Any]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_batches_and_plans_are_the_same_whoever_plans(
-    pool: Pool, server: Serving, folders: dict[str, Path], name: str
+    pool: Pool, server: Server, folders: dict[str, Path], name: str
 ) -> None:
     sources = server.url, folders[name], "local"
     service, folder, here = (
@@ -123,7 +123,7 @@ def test_leaving_early_ends_threads_and_processes(single: str | Path) -> None:
 # --- the service
 
 
-def test_any_rank_submits_what_nobody_has(pool: Pool, server: Serving) -> None:
+def test_any_rank_submits_what_nobody_has(pool: Pool, server: Server) -> None:
     first, second = pool.run(
         jobs_loader.without_rank_0, 2, planning(job(2, 68), server.url, timeout_s=WAIT_S)
     )
@@ -146,7 +146,7 @@ def test_what_a_server_lost_is_submitted_again() -> None:
     assert [seen(batch) for batch in came] == without_a_server()
 
 
-def test_slices_of_iterations_in_a_row_come_over_a_stream(server: Serving) -> None:
+def test_slices_of_iterations_in_a_row_come_over_a_stream(server: Server) -> None:
     requests = [[Batch.from_lengths([40, 20 + i])] for i in range(4)]
     keys = [job().request_key(batches) for batches in requests]
     source = ServiceSource((server.url,))
@@ -163,7 +163,7 @@ def test_slices_of_iterations_in_a_row_come_over_a_stream(server: Serving) -> No
         assert source.fetch(keys[3], 0, WAIT_S).id
 
 
-def test_one_of_several_servers_does(server: Serving) -> None:
+def test_one_of_several_servers_does(server: Server) -> None:
     urls = ["http://127.0.0.1:9", server.url]
     assert [seen(batch) for batch in loader_of(urls)] == without_a_server()
 
@@ -210,7 +210,7 @@ def test_a_token_reaches_the_server_and_is_not_shown() -> None:
     assert "a-token-of-the-tests" not in repr(ServiceSource(("http://127.0.0.1:9",), "a-token-of-the-tests"))
 
 
-def test_evaluation_in_the_middle_of_a_pass_disturbs_nobody(server: Serving) -> None:
+def test_evaluation_in_the_middle_of_a_pass_disturbs_nobody(server: Server) -> None:
     """Also on one source, of which each pass has a copy."""
     source = ServiceSource((server.url,), timeout_s=WAIT_S)
     training = loader_of(source, shuffle=False, lookahead=2)
@@ -224,7 +224,7 @@ def test_evaluation_in_the_middle_of_a_pass_disturbs_nobody(server: Serving) -> 
     assert evaluated == [evaluated[0]] * len(whole)
 
 
-def test_groups_of_ranks_share_a_server(pool: Pool, server: Serving) -> None:
+def test_groups_of_ranks_share_a_server(pool: Pool, server: Server) -> None:
     given = planning(FOUR, server.url, shuffle=False, timeout_s=WAIT_S)
     assert pool.run(jobs_seam.groups, 8, given) == pool.run(jobs_seam.groups, 8, {"shuffle": False})
 

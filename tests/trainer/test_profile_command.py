@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from apportion import cli
-from apportion.backends.torch.profile.device import Effort
+from apportion.backends.torch.profile.device import ProfileScope
 from apportion.backends.torch.profile.links import Line, Links
 from apportion.ir.request.hardware import Hardware
 from apportion.trainer.measure import profile as profiling
 
-told: list[Effort] = []
+told: list[ProfileScope] = []
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     told.clear()
 
     def profile(
-        quick: bool, progress: Any, *, name: str, device: Any, effort: Effort, engine: str
+        quick: bool, progress: Any, *, name: str, device: Any, effort: ProfileScope, engine: str
     ) -> Hardware:
         told.append(effort)
         for done in range(3 if progress else 0):

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import components
-from apportion.backends.torch.calls import Attending
+from apportion.backends.torch.calls import AttentionCall
 from apportion.backends.torch.executor import Expansion, Gradients, Layer, Projection, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -47,7 +47,7 @@ def attending(
 ) -> AbstractContextManager[None]:
     """Opens the call of one program on all ranks. lse: whether LSE may have a gradient."""
     rule = score.scale, score.softcap, sinks is not None, lse
-    return handle.call(Attending(handle.name, kind, phase, *rule))
+    return handle.call(AttentionCall(handle.name, kind, phase, *rule))
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:

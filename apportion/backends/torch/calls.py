@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _leaving = Event()
 
 
-class Attending(NamedTuple):
+class AttentionCall(NamedTuple):
     """The facts of an attention call that all ranks must agree on. plan: prefix of its id; lse: whether LSE may have
     a gradient."""
 
@@ -107,7 +107,7 @@ class Calls:
         if self._owner == get_ident():
             return True
         raise ExecutionError(
-            f"rank {self.rank}: two threads call at once: {what}, while another one is in call {self._told()}. All "
+            f"rank {self.rank}: two threads call at once: {what}, while another one is in call {self._current()}. All "
             "ranks make the calls of a communicator in one order: call from one thread at a time, or give each a "
             "communicator of its own groups"
         )
@@ -141,11 +141,11 @@ class Calls:
 
     def _explained(self, error: RuntimeError, peers: Collection[int]) -> ExecutionError:
         if self._fault is None and (told := self._notices.failure()):
-            self._fault = ExecutionError(f"{told}. Rank {self.rank} waited in call {self._told()}")
+            self._fault = ExecutionError(f"{told}. Rank {self.rank} waited in call {self._current()}")
         if self._fault is None:
             ranks = ", ".join(map(str, sorted(peers)))
             self._fault = ExecutionError(
-                f"rank {self.rank} waited for ranks {ranks} in call {self._told()}: {error}"
+                f"rank {self.rank} waited for ranks {ranks} in call {self._current()}: {error}"
             )
         return self._fault
 
@@ -158,7 +158,7 @@ class Calls:
         if not fault and turn & (turn - 1) == 0:  # ever less often: other ranks may just be late
             fault = self._mismatch(wait.peers)
         if fault and self._wait is wait:
-            self._fault = ExecutionError(f"{fault}. Rank {self.rank} waited in call {self._told()}")
+            self._fault = ExecutionError(f"{fault}. Rank {self.rank} waited in call {self._current()}")
             _abort(wait.group, self.rank)
         return True
 
@@ -172,11 +172,11 @@ class Calls:
                 return fault
         return ""
 
-    def told(self) -> str:
+    def recent(self) -> str:
         """This rank's latest calls as text, for other ranks."""
         return json.dumps({number: str(what) for number, what in self._recent})
 
-    def met(self, told: Sequence[str]) -> ExecutionError:
+    def mismatch_error(self, told: Sequence[str]) -> ExecutionError:
         """The error that ends this call on all ranks, which resume together. told: the latest calls of each rank."""
         ranks = {
             rank: {int(n): what for n, what in json.loads(text).items()} for rank, text in enumerate(told)
@@ -185,7 +185,7 @@ class Calls:
         self._recent.clear()
         return ExecutionError(_difference(ranks) or f"ranks made different calls, more than {KEPT} calls ago")
 
-    def _told(self) -> str:
+    def _current(self) -> str:
         number, what = self._recent[-1] if self._recent else (0, "none")
         return f"{number} ({what})"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from apportion.backends.torch.executor import Loaded, LoadRequest, PlainMachine, TaskMachine, TorchMachine
+from apportion.backends.torch.executor import Executable, LoadRequest, PlainMachine, TaskMachine, TorchMachine
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.ir.errors import ConfigError
@@ -39,7 +39,7 @@ class Engine(Protocol):
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         """The reason that it cannot run plans of this header on a device; None if it can."""
 
-    def load(self, request: LoadRequest) -> Loaded:
+    def load(self, request: LoadRequest) -> Executable:
         """Builds the state that all calls of one rank's program share, padded to the envelope. Raises ConfigError if
         the envelope is too small."""
 
@@ -54,13 +54,13 @@ class TaskEngine:
     def obstacle(self, header: Header, device: torch.device) -> str | None:
         return None
 
-    def load(self, request: LoadRequest) -> Loaded:
+    def load(self, request: LoadRequest) -> Executable:
         if self.newest:
             activate_newest(request.device)
         program, hidden = request.program, request.hidden
         rounds = find_rounds(request.columns, program, hidden, early={})
         arenas = Arenas(program, rounds.staging_bytes, hidden, request.envelope)
-        return Loaded(program, rounds, arenas, arrived=frozenset())
+        return Executable(program, rounds, arenas, arrived=frozenset())
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StageEngine:
 
         return obstacle(header, device)
 
-    def load(self, request: LoadRequest) -> Loaded:
+    def load(self, request: LoadRequest) -> Executable:
         from apportion.backends.torch.stage.program import load
 
         return load(request)

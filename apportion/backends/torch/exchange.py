@@ -34,7 +34,7 @@ class Exchange:
     def __call__(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """x [n, ...] -> [rows, ...], `fill` where no row arrives; differentiable: a row's gradient is the sum over
         all its destinations. A collective."""
-        return _Exchanged.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
+        return _ExchangeFunction.apply(x, self, fill)  # type: ignore[no-untyped-call,no-any-return]
 
     def forward(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """The same without autograd."""
@@ -53,7 +53,7 @@ class Exchange:
         return total.to(grad.dtype)
 
 
-class _Exchanged(torch.autograd.Function):
+class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, fill: float) -> Tensor:
         ctx.exchange, ctx.rows = exchange, len(x)

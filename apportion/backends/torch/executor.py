@@ -94,7 +94,7 @@ class LoadRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Executable:
     """A rank's program, ready for any number of calls on one device. arrived: sums whose home rows the engine keeps
     only as results."""
 
@@ -115,7 +115,7 @@ class TorchMachine(Machine[View]):
     An engine is a subclass with the other ops.
     """
 
-    def __init__(self, loaded: Loaded, memory: Memory, layer: Layer, transport: Transport) -> None:
+    def __init__(self, loaded: Executable, memory: Memory, layer: Layer, transport: Transport) -> None:
         super().__init__(loaded.program)
         self.memory, self._layer, self._transport, self._rounds = memory, layer, transport, loaded.rounds
         self._flights: dict[int, Flight] = {}

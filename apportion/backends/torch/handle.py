@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apportion.backends.interp import Program, Segments, compile_program
 from apportion.backends.torch.engines import ENGINES, Engine, choose_engine
 from apportion.backends.torch.envelope import UNPADDED, Envelope
-from apportion.backends.torch.executor import Loaded, LoadRequest
+from apportion.backends.torch.executor import Executable, LoadRequest
 from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.transport import Communicator, Transport, different_plans
 from apportion.ir.bytes.slices import Slice
@@ -67,7 +67,7 @@ class PlanHandle:
             )
         self._programs: dict[tuple[str, str], Program] = {}
         self._engines: dict[torch.device, Engine] = {}
-        self._loaded: dict[tuple[str, str, torch.device, int], Loaded] = {}
+        self._loaded: dict[tuple[str, str, torch.device, int], Executable] = {}
         self._segments: dict[tuple[str, str], Segments] = {}
         self._agreed = False
         self.calls, self.called = 0, Counter[str]()
@@ -183,7 +183,7 @@ class PlanHandle:
             self._engines[device] = choose_engine(self.engine, self.slice.header, device)
         return self._engines[device]
 
-    def loaded(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Loaded:
+    def loaded(self, kind: str, phase: str, device: torch.device, hidden: int = 0) -> Executable:
         """A program with the state that its calls on a device share, built on first use. hidden: width of X."""
         key = kind, phase, device, hidden
         if key not in self._loaded:

@@ -32,7 +32,7 @@ from apportion.backends.torch.autograd import (
     run,
     sink_gradient,
 )
-from apportion.backends.torch.calls import Attending
+from apportion.backends.torch.calls import AttentionCall
 from apportion.backends.torch.executor import Layer, Projection, TorchMachine
 from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle
@@ -83,7 +83,7 @@ def paired(
     """Opens the call of both halves on all ranks, for one or more layers."""
     plans = " and ".join(handle.name for handle in handles)
     layers = (
-        Attending(
+        AttentionCall(
             plans, one.kind, f"ping-pong {phase}", one.score.scale, one.score.softcap, one.sinks is not None
         )
         for one in pieces
@@ -140,7 +140,7 @@ class Piece:
         return Layer(self.score, self.sinks, *((self.project, self.wanted) if projects else ()))
 
 
-class Kept(NamedTuple):
+class Tape(NamedTuple):
     """State of a half's layer between forward and backward: the leaves x and `out`, the graphs of `pre` from x to `qkv`
     (empty if the plan projects) and of `post` from (x, out) to y, and the forward program's inputs and results."""
 
@@ -173,7 +173,7 @@ def forward_turns(
     handle: PlanHandle,
     pieces: Sequence[Piece],
     hidden: list[Tensor],
-    kept: list[Kept] | None,
+    kept: list[Tape] | None,
     execute: Execute = _turns,
 ) -> Iterator[None]:
     """Runs one half's forward. hidden: one tensor, replaced layer by layer; kept: filled for backward, or None."""
@@ -191,7 +191,7 @@ def forward_turns(
             # a plan that projects may keep projected rows at home
             rows = dict(machine.memory.home)
             del rows[Name.O]
-            kept.append(Kept(x, qkv, {**rows, **given}, out, lse, y))
+            kept.append(Tape(x, qkv, {**rows, **given}, out, lse, y))
 
 
 def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[Tensor], keep: bool) -> Any:
@@ -205,7 +205,7 @@ def _traced(work: Callable[..., Any], given: Sequence[Tensor], params: Sequence[
 def backward_turns(
     handle: PlanHandle,
     pieces: Sequence[Piece],
-    kept: list[Kept],
+    kept: list[Tape],
     dhidden: list[Tensor],
     sums: BothGradients,
     execute: Execute = _turns,
@@ -224,7 +224,7 @@ def backward_turns(
         dhidden[0] = or_zeros(_total((dx, dx_before)), half.x)
 
 
-def _pull_before(machine: TorchMachine, half: Kept, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _pull_before(machine: TorchMachine, half: Tape, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Gradients of x and of the params through the work before attention."""
     if half.qkv:
         return _pull(half.qkv, machine.input_gradients(half.qkv[0].dtype), (half.x, *wanted))
@@ -259,7 +259,7 @@ def require_listed(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
             )
 
 
-def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: list[Kept] | None) -> Tensor:
+def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: list[Tape] | None) -> Tensor:
     """Runs one batch through the layers; kept: as in `forward_turns`. Backward may use another plan of the same rows,
     in `backward_alone`."""
     hidden = [x]
@@ -269,7 +269,7 @@ def forward_alone(handle: PlanHandle, pieces: Sequence[Piece], x: Tensor, kept: 
 
 
 def backward_alone(
-    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Kept], dy: Tensor
+    handle: PlanHandle, pieces: Sequence[Piece], kept: list[Tape], dy: Tensor
 ) -> tuple[Tensor, dict[Tensor, Tensor]]:
     """The gradients of the layers' input and of params. kept: the state that forward saved, emptied."""
     params = params_of(pieces)
@@ -313,7 +313,7 @@ class PairedLayers(torch.autograd.Function):
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden: list[list[Tensor]] = [[ping], [pong]]
-        kept: list[list[Kept] | None] = [[] if keep else None for _ in handles]
+        kept: list[list[Tape] | None] = [[] if keep else None for _ in handles]
         halves = zip(handles, pieces, hidden, kept, strict=True)
         with paired(handles, "forward", pieces[0]):
             take_turns(forward_turns(*half) for half in halves)

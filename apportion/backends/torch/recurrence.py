@@ -33,7 +33,7 @@ from apportion.ir.request.recurrent import EARLY_SHARE, Recurrent, widest_halo
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs of one class. runs: their numbers; rows: int64, their rows, concatenated; lengths: of each run; ends: int64
     [runs + 1]; alone: whether the rank has no other runs, so that rows are in order."""
 
@@ -45,7 +45,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Passage:
+class HeadTransfer:
     """Transfer of some runs' heads to slots, or back; slots are in order of arrival. sent: int64, the heads of runs
     for peer 0, 1, …; arrived: its inverse; to_slots, to_runs: counts per peer."""
 
@@ -159,10 +159,10 @@ def _windows(runs: Table, own: int, widest: int) -> dict[str, Tensor]:
     return {"windows": _ints(np.where(inside < own, halo, row)), "kept": _ints(kept)}
 
 
-def _group(runs: Table, numbers: Ints) -> Group:
+def _group(runs: Table, numbers: Ints) -> RunGroup:
     lengths = runs.wide("rows")[numbers]
     rows = np.repeat(runs.wide("row")[numbers], lengths) + within(lengths)
-    return Group(
+    return RunGroup(
         numbers.tolist(), _ints(rows), lengths.tolist(), _ints(offsets(lengths)), len(numbers) == len(runs)
     )
 
@@ -211,7 +211,7 @@ class _Slots:
             np.bincount(peers, minlength=self.ranks) for peers in (self.peer[order], self.slot_peer[of_slots])
         )
         to_slots, to_runs = (found.tolist() for found in counts)
-        return Passage(_ints(sent), _ints(np.argsort(sent)), to_slots, to_runs)
+        return HeadTransfer(_ints(sent), _ints(np.argsort(sent)), to_slots, to_runs)
 
     def _arrival(self, of_slots: Bools) -> Ints:
         """The position of each of these slots in order of arrival."""
@@ -326,13 +326,13 @@ def _transition_gradient(layer: Recurrent, dout: Tensor, state: Tensor) -> Tenso
     return product if layer.gate == "diagonal" else product.sum(-1)
 
 
-def _to_slots(handle: PlanHandle, what: str, *parts: tuple[Tensor, Passage]) -> list[Tensor]:
+def _to_slots(handle: PlanHandle, what: str, *parts: tuple[Tensor, HeadTransfer]) -> list[Tensor]:
     """Sends the heads of runs to their slots, for each part."""
     given = [(rows[way.sent], way.to_slots, way.to_runs) for rows, way in parts]
     return _exchanged(handle, f"{what}, to slots", given)
 
 
-def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: Passage) -> Tensor:
+def _to_runs(handle: PlanHandle, what: str, rows: Tensor, way: HeadTransfer) -> Tensor:
     """The inverse of `_to_slots`, for one part."""
     (found,) = _exchanged(handle, f"{what}, to runs", [(rows, way.to_runs, way.to_slots)])
     return found[way.arrived]

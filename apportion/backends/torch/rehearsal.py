@@ -182,7 +182,7 @@ _MEANS: Mapping[Any, Callable[..., float]] = {
 }
 
 
-class Exact(TorchDispatchMode):
+class ExactMode(TorchDispatchMode):
     """Dispatch mode in which random draws return their mean (dropout and jitter are not dependence on other rows) and
     16-bit tensors compute in 32 bits (rounding of a product depends on its number of rows, and a router's choice on the
     rounding). wide: False for weights gathered from shards, whose buffers have a fixed dtype."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.rehearsal import LOW, Exact, Rehearsal, is_here, recorded, undisturbed
+from apportion.backends.torch.rehearsal import LOW, ExactMode, Rehearsal, is_here, recorded, undisturbed
 from apportion.ir.errors import ConfigError
 
 _PART = 0.6  # share of the rows in the last run
@@ -46,7 +46,7 @@ class Part(Rehearsal):
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """A module's call that ran planned attention. given: its arguments, per-row tensors reduced to `rows`; held:
     tensors of the batch, referenced by identity and cut in place."""
 
@@ -70,7 +70,7 @@ class Call:
                 reset()
                 try:
                     run(part)
-                    with self._cut(self.rows[taken]), recorded(self.module, part), Exact(here):
+                    with self._cut(self.rows[taken]), recorded(self.module, part), ExactMode(here):
                         args, kwargs = tree_map(lambda one, at=taken: _taken(one, at), self.given)
                         part.record("its result", self.module(*args, **kwargs), decides=True)
                 except Exception as error:

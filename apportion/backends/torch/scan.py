@@ -24,7 +24,7 @@ from torch.nn.functional import conv1d, pad
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.recurrent import Kernel
 from apportion.backends.torch.memory.arrays import accumulator_dtype
-from apportion.backends.torch.recurrence import Group, RankRecurrence, fold_op, halo_op, recurrence_of
+from apportion.backends.torch.recurrence import RankRecurrence, RunGroup, fold_op, halo_op, recurrence_of
 
 
 class ScanRows(NamedTuple):
@@ -37,7 +37,7 @@ class ScanRows(NamedTuple):
     g: Tensor
     beta: Tensor | None
 
-    def of(self, group: Group) -> ScanRows:
+    def of(self, group: RunGroup) -> ScanRows:
         if group.alone and len(self.v) == len(group.rows):
             return self
         return ScanRows(*(None if x is None else x[group.rows] for x in self))  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def _transition_dims(own: RankRecurrence) -> int:
 
 
 def _run(
-    kernel: Kernel, rows: ScanRows, group: Group, scale: float, state: Tensor | None = None
+    kernel: Kernel, rows: ScanRows, group: RunGroup, scale: float, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o [rows, heads, V] of a group's rows, and the last state of each run."""
     given = {name: x[None] for name, x in rows._asdict().items() if x is not None}
@@ -128,7 +128,7 @@ def _summary(
     return out, more, u, m
 
 
-def _decay(g: Tensor, group: Group) -> Tensor:
+def _decay(g: Tensor, group: RunGroup) -> Tensor:
     """The decay from the start of its run to each row, in float64, since it is a difference of long sums."""
     total = g.double().cumsum(0)
     before = pad(total, (0, 0) * (g.dim() - 1) + (1, 0))[group.ends[:-1]]
@@ -136,7 +136,7 @@ def _decay(g: Tensor, group: Group) -> Tensor:
     return (total - before.repeat_interleave(lengths, 0, output_size=len(g))).exp()
 
 
-def _read(more: Tensor, states: Tensor, group: Group) -> Tensor:
+def _read(more: Tensor, states: Tensor, group: RunGroup) -> Tensor:
     """Applies Q' [rows, heads, K] to the state [runs, heads, K, V] of each run -> [rows, heads, V]."""
     pairs = zip(torch.split(more, group.lengths), states.to(more.dtype), strict=True)
     return torch.cat([torch.einsum("thk,hkv->thv", *pair) for pair in pairs])

@@ -105,7 +105,7 @@ _UNWATCHED: AbstractContextManager[None] = nullcontext()
 _FIRST = 63
 
 
-class Works(Flight):
+class DistributedFlight(Flight):
     """A round of torch.distributed works, with messages between this rank and `peers`."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Works(Flight):
         self._calls.wait(self._works, self._group, self._peers)
 
 
-class Alone(Flight):
+class EmptyFlight(Flight):
     """The empty round of a single rank."""
 
     def wait(self) -> None:
@@ -176,23 +176,23 @@ class Communicator(Transport):
 
     def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
         if self._calls is None or not posts:
-            return Alone()
+            return EmptyFlight()
         group, tag = self._group(channel), self._calls.tag
         ops = [
             dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group, tag)
             for send, peer, data in posts
         ]
         works, kept = dist.batch_isend_irecv(ops), [post.data for post in posts]
-        return Works(works, kept, self._calls, group, {post.peer for post in posts})
+        return DistributedFlight(works, kept, self._calls, group, {post.peer for post in posts})
 
     def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         if self._calls is None:
-            return Alone()
+            return EmptyFlight()
         if sent.device.type == "cpu":  # messages of gloo's own exchange have no tags
             return self._exchanged(channel, sent, received, sizes)
         group = self._group(channel)
         work = dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=group, async_op=True)
-        return Works([work], [sent, received], self._calls, group, range(self.ranks))
+        return DistributedFlight([work], [sent, received], self._calls, group, range(self.ranks))
 
     def _exchanged(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         """Starts an exchange message by message."""
@@ -208,8 +208,8 @@ class Communicator(Transport):
         with self.call(f"all_gather of {about}"):
             rows = self._lists(self._calls, [self._calls.history, *numbers])
             if len({row[0] for row in rows}) > 1:
-                told = self._lists(self._calls, _numbers(self._calls.told()))
-                raise self._calls.met(list(map(_text, told)))
+                told = self._lists(self._calls, _numbers(self._calls.recent()))
+                raise self._calls.mismatch_error(list(map(_text, told)))
             return [row[1:] for row in rows]
 
     def _lists(self, calls: Calls, numbers: Sequence[int]) -> list[list[int]]:
@@ -226,7 +226,7 @@ class Communicator(Transport):
         mine = torch.tensor([*numbers, *[0] * (count - len(numbers))], dtype=torch.int64, device="cpu")
         everyone, group = [torch.empty_like(mine) for _ in range(self.ranks)], self._host_group()
         work = dist.all_gather(everyone, mine, group=group, async_op=True)
-        Works([work], [mine, *everyone], calls, group, range(self.ranks)).wait()
+        DistributedFlight([work], [mine, *everyone], calls, group, range(self.ranks)).wait()
         return [row.tolist() for row in everyone]
 
     def _group(self, channel: int) -> Any:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apportion.backends.torch.handle import PlanHandle
-from apportion.backends.torch.rerun import Call, Part, Results, kept_rows
+from apportion.backends.torch.rerun import ModuleCall, Part, Results, kept_rows
 from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
@@ -36,7 +36,7 @@ class ModelTrial:
     def __init__(self) -> None:
         self.part: Part | None = None
         self.handle: Callable[[], PlanHandle | None] = lambda: None
-        self.calls = dict[nn.Module, Call]()
+        self.calls = dict[nn.Module, ModuleCall]()
         self.over = False  # the modules of this pass were tried
         self._seen, self._tried, self._met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
         self._last = 0  # the arguments of the module's last call
@@ -71,7 +71,7 @@ class ModelTrial:
             own = held()
             _check_places(module, given, handle, {*map(id, own)})
             kept = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, own)}), given)
-            self.calls[module] = Call(module, kept, handle, rows, own)
+            self.calls[module] = ModuleCall(module, kept, handle, rows, own)
             last = self._last
         if last == self._last and (call := self.calls.get(module)) is not None:
             call.results.append(tuple(one.detach()[call.rows.to(one.device)] for one in results))

@@ -23,7 +23,7 @@ from apportion.service.engine.schedule import Schedule
 from apportion.service.pack import Pack
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.store import Store, StoreError
-from apportion.service.workers import Done, Refusal, WorkerDiedError, plan_pack
+from apportion.service.workers import Completion, Refusal, WorkerDiedError, plan_pack
 from apportion.service.workers.work import Work
 
 DEATHS = 3  # worker deaths after which a request is quarantined
@@ -179,7 +179,7 @@ class Engine:
         self.metrics.queued.set(len(self._schedule))
         self.metrics.running.set(len(self._running))
 
-    def _ended(self, entry: Entry, began: float, planning: asyncio.Future[Done | Refusal]) -> None:
+    def _ended(self, entry: Entry, began: float, planning: asyncio.Future[Completion | Refusal]) -> None:
         self._running.discard(entry)
         self._schedule.ended(entry, asyncio.get_running_loop().time() - began)  # however it ended
         try:
@@ -197,7 +197,7 @@ class Engine:
             self._refuse(entry, ServiceError("failed", f"{type(error).__name__}: {error}"))
         self._dispatch()
 
-    def _take(self, entry: Entry, outcome: Done | Refusal) -> None:
+    def _take(self, entry: Entry, outcome: Completion | Refusal) -> None:
         if isinstance(outcome, Refusal):
             self._refuse(entry, ServiceError(outcome.type, outcome.detail, field=outcome.field))
             return

@@ -70,10 +70,10 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
 
 
 def _plan_routes(app: FastAPI) -> None:
-    @app.put("/v1/plans/{key}", status_code=202, openapi_extra=BODY, responses={200: {"model": Submitted}})
+    @app.put("/v1/plans/{key}", status_code=202, openapi_extra=BODY, responses={200: {"model": Submission}})
     async def submit(
         key: Key, request: Request, response: Response, ahead: Annotated[int, Query(ge=0, le=65536)] = 0
-    ) -> Submitted:
+    ) -> Submission:
         """Submits a request, to be planned once. 200 if its plan is ready. ahead: the trainer's steps until then."""
         asked, named = await _asked(request), key_of(key)
         if asked.key != named:
@@ -83,7 +83,7 @@ def _plan_routes(app: FastAPI) -> None:
         )
         if entry.state is State.READY:
             response.status_code = 200
-        return Submitted(key=key, state=entry.state)
+        return Submission(key=key, state=entry.state)
 
     @app.get("/v1/plans/{key}", responses={200: {"content": {"text/html": {}}}})
     async def state(key: Key, request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanState:
@@ -109,7 +109,7 @@ def _plan_routes(app: FastAPI) -> None:
         return Hour(minutes=minutes, tenants=tenants)
 
     @app.post("/v1/plan", openapi_extra=BODY, responses={200: {"content": {PLAN_FILE: {}, "text/html": {}}}})
-    async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> Planned:
+    async def plan(request: Request, accept: Annotated[str, Header()] = "*/*") -> PlanResponse:
         """Plans a request at once: a report; as application/vnd.apportion.plan, the plan; as text/html, a page."""
         asked = await _asked(request)
         if _prefers(accept, PLAN_FILE):
@@ -122,7 +122,7 @@ def _plan_routes(app: FastAPI) -> None:
         pack = await engine.pack(asked.key, 3600.0)
         if pack is None:
             raise ServiceError("too-long", "the plan is not ready yet: get it by its key", field="key")
-        return Planned(key=asked.key.hex(), id=pack.head.id.hex(), report=pack.report)
+        return PlanResponse(key=asked.key.hex(), id=pack.head.id.hex(), report=pack.report)
 
 
 def _other_routes(app: FastAPI) -> None:

@@ -10,7 +10,7 @@ from apportion.service.engine import State
 from apportion.service.engine.hour import Minute, Usage
 
 
-class Submitted(BaseModel):
+class Submission(BaseModel):
     """An accepted request."""
 
     key: str

@@ -133,7 +133,7 @@ def _allow_connections() -> None:
 
 
 @dataclass(frozen=True)
-class Serving:
+class Server:
     """A running server."""
 
     url: str
@@ -151,7 +151,7 @@ def serving(
     options: Sequence[str] = (),
     token: str | None = None,
     log: Path | None = None,
-) -> Iterator[Serving]:
+) -> Iterator[Server]:
     """Runs `apportion serve` on a free loopback port until the block ends. folder: its store, None for memory. options:
     more options of the command. log: file to append its log to. Raises ExecutionError if it does not start."""
     command = [sys.executable, "-m", "apportion", "serve", "--json", "--port", "0", *options]
@@ -169,7 +169,7 @@ def serving(
         said = json.loads(line)
         if "url" not in said:
             raise ExecutionError(f"the server did not start: {line.decode()}")
-        yield Serving(said["url"], process)
+        yield Server(said["url"], process)
     finally:
         process.terminate()
         try:

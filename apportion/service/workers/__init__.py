@@ -6,9 +6,9 @@ import os
 from concurrent.futures import Executor
 
 from apportion.service.workers.local import ProcessExecutor, WorkerDiedError
-from apportion.service.workers.work import Done, Refusal, plan_pack
+from apportion.service.workers.work import Completion, Refusal, plan_pack
 
-__all__ = ["Done", "ProcessExecutor", "Refusal", "WorkerDiedError", "executor_of", "plan_pack"]
+__all__ = ["Completion", "ProcessExecutor", "Refusal", "WorkerDiedError", "executor_of", "plan_pack"]
 
 
 def executor_of(

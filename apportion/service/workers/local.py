@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from apportion.ir.errors import ApportionError
 from apportion.service.workers.process import read_frame, read_outcome, write_task
-from apportion.service.workers.work import Done, Refusal
+from apportion.service.workers.work import Completion, Refusal
 
 T = TypeVar("T")
 _PROGRAM = "from apportion.service.workers.process import main; main()"
@@ -103,7 +103,7 @@ class _Worker:
             env=os.environ | one_thread | {"PYTHONPATH": path},
         )
 
-    def run(self, fn: Callable[..., Any], request: bytes, most_s: float | None) -> Done | Refusal:
+    def run(self, fn: Callable[..., Any], request: bytes, most_s: float | None) -> Completion | Refusal:
         """Runs a task. Raises TimeoutError and WorkerDiedError, after which the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

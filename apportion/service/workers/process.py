@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import msgspec
 
-from apportion.service.workers.work import Done, Refusal
+from apportion.service.workers.work import Completion, Refusal
 
 _SIZE = Struct("<I")
 _KILLED_FIRST = b"800"  # of 1000: out of memory, the system kills workers before servers and trainers
@@ -46,12 +46,12 @@ def write_task(file: IO[bytes], fn: Callable[..., Any], request: bytes) -> None:
     write_frame(file, (fn.__module__, fn.__qualname__, request))
 
 
-def read_outcome(fields: Any) -> Done | Refusal:
+def read_outcome(fields: Any) -> Completion | Refusal:
     """Decodes an outcome. Raises RuntimeError for a function that failed."""
     kind, *values = fields
     if kind == "failed":
         raise RuntimeError(values[0])
-    return Done(*values) if kind == "done" else Refusal(*values)
+    return Completion(*values) if kind == "done" else Refusal(*values)
 
 
 def _outcome(module: str, name: str, request: bytes) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ def _outcome(module: str, name: str, request: bytes) -> tuple[Any, ...]:
         found = getattr(import_module(module), name)(request)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}"
-    return ("done" if isinstance(found, Done) else "refused"), *found
+    return ("done" if isinstance(found, Completion) else "refused"), *found
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from apportion.planner.recipe.recipes import find_recipe
 from apportion.service.pack import Pack
 
 
-class Done(NamedTuple):
+class Completion(NamedTuple):
     """The result of a task. seconds: worker time."""
 
     data: bytes
@@ -36,15 +36,15 @@ class Refusal(NamedTuple):
     field: str | None = None
 
 
-Work = Callable[[bytes], Done | Refusal]
+Work = Callable[[bytes], Completion | Refusal]
 
 
 def _refusing(make: Callable[[bytes], bytes]) -> Work:
     @wraps(make)
-    def work(request: bytes) -> Done | Refusal:
+    def work(request: bytes) -> Completion | Refusal:
         began = time.perf_counter()
         try:
-            return Done(make(request), time.perf_counter() - began)
+            return Completion(make(request), time.perf_counter() - began)
         except MemoryError:
             return Refusal("memory", "planning this request takes more memory than a worker has")
         except ApportionError as error:
@@ -80,7 +80,7 @@ def plan_page(request: bytes) -> bytes:
     return ended.stdout
 
 
-def load(request: bytes = b"") -> Done | Refusal:
+def load(request: bytes = b"") -> Completion | Refusal:
     """Imports the modules that most requests need, for a worker without a request yet."""
     job = Job(Cluster(1, 2), Model(2, 1, 16), Policy(find_recipe("fcp")), 512)
     return plan_pack(encode_request(job, [Batch.from_lengths([700, 300])]))

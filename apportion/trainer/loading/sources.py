@@ -22,7 +22,7 @@ from apportion.service.pack import Pack
 from apportion.service.precompute import made_for
 from apportion.service.problems import ServiceError, UnknownPlanError, UnreachableError
 from apportion.service.store import open_store
-from apportion.service.workers import Done, ProcessExecutor, Refusal, plan_pack
+from apportion.service.workers import Completion, ProcessExecutor, Refusal, plan_pack
 
 CALL_S = 10.0  # timeout of calls other than fetches, after which callers check if they still need the answer
 
@@ -59,7 +59,7 @@ class LocalSource(Source):
 
     shared = False
     _planner: ProcessExecutor | None = field(default=None, init=False)
-    _asked: dict[bytes, Future[Done | Refusal]] = field(default_factory=dict, init=False)
+    _asked: dict[bytes, Future[Completion | Refusal]] = field(default_factory=dict, init=False)
     _lock: Lock = field(default_factory=Lock, init=False)
     _over: bool = field(default=False, init=False)
 

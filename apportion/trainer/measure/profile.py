@@ -3,7 +3,7 @@ memory and power in training; rank 0's figures are used."""
 
 from __future__ import annotations
 
-from apportion.backends.torch.profile.device import Effort, Progress, profile
+from apportion.backends.torch.profile.device import ProfileScope, Progress, profile
 from apportion.backends.torch.profile.links import profile_links, with_links
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
@@ -20,12 +20,12 @@ def run(
     tokens: int | None = None,
 ) -> Hardware | None:
     """Measures the hardware; returns it on rank 0, None on the others. Links, posting and contention are measured if
-    torchrun started several ranks, else assumed. engine: as in `profile`; model, tokens: as in `Effort.of`. Raises
-    ConfigError, ExecutionError."""
+    torchrun started several ranks, else assumed. engine: as in `profile`; model, tokens: as in `ProfileScope.of`.
+    Raises ConfigError, ExecutionError."""
     with process_group() as device:
         ranks = Communicator()
         links = profile_links() if ranks.ranks > 1 else None
-        effort = Effort.of(device, quick, model, tokens)
+        effort = ProfileScope.of(device, quick, model, tokens)
         told = progress if ranks.rank == 0 else None
         measured = profile(quick, told, name=name, device=device, effort=effort, engine=engine)
         if ranks.rank:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import apportion as ap
 from apportion.backends import numpy as executor
-from apportion.backends.numpy import Saved
+from apportion.backends.numpy import Context
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError, ConfigError
 from apportion.ir.masks import bands, specs as masks
@@ -321,7 +321,7 @@ class Pipeline:
             for rank, home in zip(self.ranks(part), self.left.pop(self.key(part)), strict=True):
                 homes[rank] = home
         do = np.concatenate([self.incoming(part) for part in made.parts])
-        dq, dk, dv, _ = executor.backward(plan, DEFAULT_KIND, Saved(self.layer, tuple(homes)), do)
+        dq, dk, dv, _ = executor.backward(plan, DEFAULT_KIND, Context(self.layer, tuple(homes)), do)
         for part in made.parts:
             rows = slice(part.start, part.start + part.tokens)
             self.dx[self.key(part)] = self.incoming(part) + pulled(dq[rows], dk[rows], dv[rows])

@@ -53,7 +53,7 @@ WINDOWS = (16, 8, 4, 2)
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProfileScope:
     """The scope of a profile: the grids' axis, the model whose heads and layers are timed, the number of sweeps, and
     the seconds after which none starts. tokens: per rank, for layers; vocab: of the head."""
 
@@ -68,17 +68,17 @@ class Effort:
     @staticmethod
     def of(
         device: torch.device, quick: bool, model: Model | None = None, tokens: int | None = None
-    ) -> Effort:
+    ) -> ProfileScope:
         """The default scope; smaller on CPUs: `quick` takes well under a minute on two cores. model, tokens: the
         heads, layers and number of tokens to measure."""
         seconds = 25.0 if quick else 300.0
         if device.type == "cuda":
             axis = _doubling(128, 8192) if quick else _halfway(128, 32768)
-            effort = Effort(axis, Model(), seconds=seconds, tokens=8192, vocab=32768)
+            effort = ProfileScope(axis, Model(), seconds=seconds, tokens=8192, vocab=32768)
         else:
             axis = _doubling(64, 2048) if quick else _halfway(32, 8192)
             small = Model(4, 2, 64, dtype="fp32", hidden=512, ffn=1408)
-            effort = Effort(axis, small, seconds=seconds)
+            effort = ProfileScope(axis, small, seconds=seconds)
         return replace(effort, model=(model or effort.model).expanded, tokens=tokens or effort.tokens)
 
 
@@ -108,7 +108,7 @@ def profile(
     *,
     name: str = "profile",
     device: torch.device | str | None = None,
-    effort: Effort | None = None,
+    effort: ProfileScope | None = None,
     engine: str = "flash",
 ) -> Hardware:
     """This machine's hardware, measured in one process.
@@ -119,7 +119,7 @@ def profile(
     unknown engine.
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    effort = effort or Effort.of(on, quick)
+    effort = effort or ProfileScope.of(on, quick)
     why_not = device_obstacle(on) if choice("engine", engine, TASKS) == "stage" else None
     if why_not is not None:
         raise ConfigError("engine", engine, why_not, "take flash")
@@ -158,14 +158,14 @@ class _Arena:
     """Tensors that tasks take slices of, as in the executor. walk: the end of the last task, where the next one begins,
     so that no task's rows are in cache."""
 
-    effort: Effort
+    effort: ProfileScope
     queries: tuple[Tensor, Tensor, Tensor]  # q, do, dq
     keys: tuple[Tensor, Tensor, Tensor, Tensor]  # k, v, dk, dv
     rows: tuple[Tensor, Tensor, Tensor]  # o, lse, delta
     walk: list[int]
 
     @staticmethod
-    def of(device: torch.device, effort: Effort) -> _Arena:
+    def of(device: torch.device, effort: ProfileScope) -> _Arena:
         model = effort.model
         dtype, h, kv = DTYPES[model.dtype], model.q_heads, model.kv_heads
         a_row = 2 * (h + kv) * model.head_dim * (dtype.itemsize + accumulator_dtype(dtype).itemsize)
@@ -318,7 +318,7 @@ def _halfway(low: int, high: int) -> tuple[int, ...]:
 # --- memory, linear layers, the machine
 
 
-def _memory_gbs(device: torch.device, effort: Effort) -> Figure:
+def _memory_gbs(device: torch.device, effort: ProfileScope) -> Figure:
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -326,7 +326,7 @@ def _memory_gbs(device: torch.device, effort: Effort) -> Figure:
     return Figure(round(2 * size / took / 1e3, 3), f"measured: copy of {size >> 20} MiB, read and written")
 
 
-def _rowop_us(device: torch.device, effort: Effort) -> Figure:
+def _rowop_us(device: torch.device, effort: ProfileScope) -> Figure:
     row = torch.zeros(effort.model.q_heads, effort.model.head_dim, device=device)
     target = torch.empty_like(row)
     took = best_us(lambda: target.copy_(row), device, effort.runs)

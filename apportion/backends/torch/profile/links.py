@@ -24,7 +24,7 @@ from torch import Tensor
 
 from apportion.backends.torch.memory.arenas import Post
 from apportion.backends.torch.profile.clock import beside_us, wall_us
-from apportion.backends.torch.profile.peers import Measured, congestion, patterns
+from apportion.backends.torch.profile.peers import PatternShares, congestion, patterns
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ExecutionError
 from apportion.ir.request.figures import Figure
@@ -57,7 +57,7 @@ class Links:
     nics: int
     post_us: float
     contention: float
-    sweep: tuple[Measured, ...] = ()
+    sweep: tuple[PatternShares, ...] = ()
     crowd: int = 0
 
 
@@ -208,7 +208,7 @@ class _LinkJob:
 
     # --- few peers
 
-    def sweep(self, between: float, nic: float) -> tuple[Measured, ...]:
+    def sweep(self, between: float, nic: float) -> tuple[PatternShares, ...]:
         """Rates by number of peers, as shares of the crowd's. between, nic: 1e9 bytes/s of the crowd per rank, and per
         NIC, all of which a single receiver can use."""
         rank, size = self.comm.rank, max(self.messages)
@@ -227,7 +227,7 @@ class _LinkJob:
             ]
             took = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
             best = between if pattern.balanced else nic
-            found.append(Measured(pattern, tuple(part * pattern.peers / us / 1e3 / best for us in took)))
+            found.append(PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / best for us in took)))
         return tuple(found)
 
     # --- posting

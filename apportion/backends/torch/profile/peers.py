@@ -43,7 +43,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PatternShares:
     """A measured pattern. shares: for each run, a receiver's rate relative to the crowd's."""
 
     pattern: Pattern
@@ -64,7 +64,7 @@ def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
     ]
 
 
-def congestion(sweep: Sequence[Measured], crowd: int, backend: str) -> dict[str, Figure]:
+def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict[str, Figure]:
     """The figures `incast`, `incast_peers`, `one_peer` of a hardware that follow from the sweep, with the range over
     runs. crowd: the number of senders per receiver in the crowds."""
     many = _by_peers(sweep, balanced=False)
@@ -85,7 +85,7 @@ def congestion(sweep: Sequence[Measured], crowd: int, backend: str) -> dict[str,
     return found
 
 
-def _by_peers(sweep: Sequence[Measured], balanced: bool) -> dict[int, tuple[float, ...]]:
+def _by_peers(sweep: Sequence[PatternShares], balanced: bool) -> dict[int, tuple[float, ...]]:
     """Peers -> shares, rail-aligned if available, as plans prefer."""
     chosen = [one for one in sweep if one.pattern.balanced == balanced and one.pattern.rails]
     return {one.pattern.peers: one.shares for one in chosen}

@@ -15,7 +15,7 @@ from torch import Tensor
 from apportion.backends.interp import Operand, Program, Step
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import Message, Rounds, tile_arrays
-from apportion.backends.torch.stage.in_place import InPlace
+from apportion.backends.torch.stage.in_place import DirectWrites
 from apportion.backends.torch.stage.rowlists import (
     SLOTS,
     Fold,
@@ -94,7 +94,7 @@ class Drafts:
         self._home = {operand.tensor for operand in program.operands[1:] if operand.is_home}
         self._columns, self._programs = Columns(program), columns
         self._complete, self._statistics = complete, find_statistics(columns)
-        self.in_place = InPlace.of(columns, program, arenas, rounds, complete)
+        self.in_place = DirectWrites.of(columns, program, arenas, rounds, complete)
         self._lists: dict[str, tuple[WorkList, list[slice]]] = {}
 
     def number(self, slot: Slot) -> int:

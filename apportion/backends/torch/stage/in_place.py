@@ -27,7 +27,7 @@ from apportion.ir.tensors import Space
 
 
 @dataclass(frozen=True)
-class Placed:
+class DirectRows:
     """Complete work rows [row, stop) of a sum, of an operand of this number, that a task writes to their destination: a
     tile of a message from its row `first` on, or, without a message, the results from that home row on."""
 
@@ -41,10 +41,10 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class InPlace:
+class DirectWrites:
     """All destinations. rows: column of the tasks' list -> the complete work rows of its sum, with destinations."""
 
-    rows: Mapping[str, list[Placed]]
+    rows: Mapping[str, list[DirectRows]]
     arenas: Arenas
 
     @staticmethod
@@ -54,7 +54,7 @@ class InPlace:
         arenas: Arenas,
         rounds: Rounds,
         complete: Mapping[str, Complete],
-    ) -> InPlace:
+    ) -> DirectWrites:
         tiles: dict[int, tuple[Message, int]] = {}
         for step in program.steps:
             if step.op == Op.LAUNCH and step.mode & RESULTS:
@@ -64,24 +64,24 @@ class InPlace:
             programs[table][name]
             for table, name in (("transfers", "operand"), ("rowops", "a"), ("rowops", "c"))
         )
-        found: dict[str, list[Placed]] = {}
+        found: dict[str, list[DirectRows]] = {}
         for column, one in complete.items():
             found[column] = listed = []
             for at, row, stop in zip(*(part.tolist() for part in one.sent), strict=True):
                 number = int(sent[at])
                 operand, (message, tile) = program.operands[number], tiles[number]
-                listed.append(Placed(row, stop, row - operand.row, number, operand, message, tile))
+                listed.append(DirectRows(row, stop, row - operand.row, number, operand, message, tile))
             for at, row, stop in zip(*(part.tolist() for part in one.delivered), strict=True):
                 number, home = int(source[at]), program.operands[int(target[at])]
                 operand = program.operands[number]
-                listed.append(Placed(row, stop, home.row + row - operand.row, number, operand))
-        return InPlace(found, arenas)
+                listed.append(DirectRows(row, stop, home.row + row - operand.row, number, operand))
+        return DirectWrites(found, arenas)
 
     def targets(self, column: str) -> Targets:
         """The destinations of the rows of one sum."""
         return Targets.of([self._target(one) for one in self.rows.get(column, ())])
 
-    def _target(self, placed: Placed) -> tuple[int, int, int, int, int, int, int]:
+    def _target(self, placed: DirectRows) -> tuple[int, int, int, int, int, int, int]:
         header, message = self.arenas.header, placed.message
         if message is None:
             return placed.row, placed.stop, 0, placed.first, header.heads_of(placed.operand.tensor), 0, 0

@@ -17,7 +17,7 @@ from apportion.backends.torch.memory.arrays import DTYPES
 from apportion.backends.torch.memory.rounds import Round
 from apportion.backends.torch.stage.drafts import Launch
 from apportion.backends.torch.stage.launcher import Launcher, default_launcher
-from apportion.backends.torch.stage.program import StageLoaded
+from apportion.backends.torch.stage.program import StageExecutable
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.transport import Transport
 from apportion.ir.plan.fusion import gaps
@@ -29,7 +29,7 @@ class StageMachine(TorchMachine):
 
     def __init__(
         self,
-        loaded: StageLoaded,
+        loaded: StageExecutable,
         memory: Memory,
         layer: Layer,
         transport: Transport,

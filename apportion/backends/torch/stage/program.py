@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from apportion.backends.torch.executor import Loaded, LoadRequest
+from apportion.backends.torch.executor import Executable, LoadRequest
 from apportion.backends.torch.memory.arenas import Arenas
 from apportion.backends.torch.memory.rounds import find_rounds
 from apportion.backends.torch.stage.drafts import Drafts, Launch
-from apportion.backends.torch.stage.in_place import Placed, written_from
+from apportion.backends.torch.stage.in_place import DirectRows, written_from
 from apportion.backends.torch.stage.rowlists import Slot
 from apportion.backends.torch.stage.variants import Variant, variant
 from apportion.ir.arrays import Ints
@@ -56,7 +56,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class StageLoaded(Loaded):
+class StageExecutable(Executable):
     """A loaded program. launches: of each step; slots: the arrays that a machine provides, by number; shares: tiles of
     all delta instructions; complete: (step, tensor, whether at home) -> ascending ranges of rows that it leaves as
     results; in_place: of a sum, the destinations of its complete work rows."""
@@ -68,7 +68,7 @@ class StageLoaded(Loaded):
     variant: Variant
     shares: int
     complete: Mapping[tuple[int, Name, bool], list[tuple[int, int]]]
-    in_place: Mapping[Name, list[Placed]]
+    in_place: Mapping[Name, list[DirectRows]]
 
     @property
     def table_numbers(self) -> int:
@@ -81,7 +81,7 @@ class StageLoaded(Loaded):
         return {capped: {kernel: made(kernel, capped) for kernel in shapes} for capped in (False, True)}
 
 
-def load(request: LoadRequest, shapes: Variant | None = None) -> StageLoaded:
+def load(request: LoadRequest, shapes: Variant | None = None) -> StageExecutable:
     """Loads a one-rank program on a device. shapes: of the kernels, by default for the header."""
     columns, program, device, rows, hidden, envelope = request
     complete = find_complete(columns)
@@ -103,4 +103,4 @@ def load(request: LoadRequest, shapes: Variant | None = None) -> StageLoaded:
     placed = {Name[column.upper()]: found for column, found in drafts.in_place.rows.items()}
     arrived = frozenset(Name[column.upper()] for column, one in complete.items() if one.all_arrive(rows))
     shared = program, rounds, arenas, arrived
-    return StageLoaded(*shared, table, launches, last, slots, chosen, shares, done, placed)
+    return StageExecutable(*shared, table, launches, last, slots, chosen, shares, done, placed)

@@ -289,7 +289,7 @@ class HeadColumns:
         return self._known[columns]
 
 
-class Spots(NamedTuple):
+class RowTiles(NamedTuple):
     """A launch of `delta` or `finish`: tiles of rows, without entries."""
 
     tiles: Ints
@@ -302,7 +302,7 @@ def spots(
     operands: Sequence[Operand],
     height: int,
     left: Callable[[Operand], list[tuple[int, int]]] = lambda own: [(own.row, own.row + own.rows)],
-) -> Spots:
+) -> RowTiles:
     """Tiles of the rows that a delta or finish writes; left: the rows still to do. Flags: whether its rows, and for
     delta the rows of dO, are work rows; then shifts to dO's and O's rows. Heads: the columns of delta, dO and O, or of
     O alone."""
@@ -320,4 +320,4 @@ def spots(
                 tiles.append((start, stop, 0, 0, flags, len(columns[0]), at, *shifts))
     table = np.zeros((len(tiles), TILE), np.int32)
     table[:, :9] = np.array(tiles, np.int32).reshape(-1, 9)
-    return Spots(table, np.array(heads.numbers, np.int32), int(table[:, 5].max(initial=0)))
+    return RowTiles(table, np.array(heads.numbers, np.int32), int(table[:, 5].max(initial=0)))

@@ -23,7 +23,7 @@ from apportion.ir.arrays import Bools, Ints, group_of, offsets, within
 _ROW_BITS = 40
 
 
-class Keyed(NamedTuple):
+class KeyedRows(NamedTuple):
     """Ranges of rows [row0, row1) by key, int64 [ranges]."""
 
     key: Ints
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
         return group_of(np.diff(self.ptr))
 
 
-_NOWHERE = Keyed(*(np.zeros(0, np.int64),) * 3)
+_NOWHERE = KeyedRows(*(np.zeros(0, np.int64),) * 3)
 
 
 def cut_tiles(
@@ -63,13 +63,13 @@ def cut_tiles(
     stop: Ints,
     first: NDArray[Any],
     height: int,
-    complete: Keyed = _NOWHERE,
-    cuts: Keyed = _NOWHERE,
-    stated: Keyed = _NOWHERE,
+    complete: KeyedRows = _NOWHERE,
+    cuts: KeyedRows = _NOWHERE,
+    stated: KeyedRows = _NOWHERE,
 ) -> Tiles:
     """Cuts the rows that tasks of the same key write into tiles of at most `height` rows. key, start, stop: int64
     [tasks], rows [start, stop); first: bool [tasks]; cuts: ranges at whose ends tiles end."""
-    begin, end = written = Keyed(key, start, stop).ends
+    begin, end = written = KeyedRows(key, start, stop).ends
     fresh_ones = np.flatnonzero(first)
     marks = (begin[fresh_ones], end[fresh_ones]), complete.ends, stated.ends
     lo, hi, (fresh, done, early) = _runs(written, marks, np.concatenate(cuts.ends))

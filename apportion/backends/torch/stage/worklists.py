@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from apportion.backends.interp import Program, kv_columns
-from apportion.backends.torch.stage.tiles import Keyed, Tiles, cut_tiles, shelves, waves
+from apportion.backends.torch.stage.tiles import KeyedRows, Tiles, cut_tiles, shelves, waves
 from apportion.ir.arrays import Ints, group_of, offsets, within
 from apportion.ir.isa import FIRST_DKV, FIRST_DQ
 from apportion.ir.plan.fusion import RowRanges
@@ -137,9 +137,9 @@ def work_list(
     rows that tasks leave as results; targets: destinations of the work rows among them; stated: home rows, by task,
     whose statistics the kernel computes."""
     tasks = _ListedTasks(programs, columns, ROLES[kernel])
-    done = Keyed(tasks.key[complete.of], complete.row0, complete.row1)
+    done = KeyedRows(tasks.key[complete.of], complete.row0, complete.row1)
     within = _to_targets(done, tasks.spaces[complete.of] & 1, targets)
-    early = Keyed(tasks.key[stated.of], stated.row0, stated.row1)
+    early = KeyedRows(tasks.key[stated.of], stated.row0, stated.row1)
     tiles = cut_tiles(tasks.key, tasks.start, tasks.stop, tasks.first, height, done, within, early)
     entries, of_tile = _entries(tasks, tiles, block)
     heads = _Heads(columns, tasks)
@@ -162,14 +162,14 @@ def work_list(
     )
 
 
-def _to_targets(done: Keyed, is_work: Ints, targets: Targets) -> Keyed:
+def _to_targets(done: KeyedRows, is_work: Ints, targets: Targets) -> KeyedRows:
     """The targets of complete work rows."""
     low = np.searchsorted(targets.row1, done.row0, "right")
     high = np.searchsorted(targets.row0, done.row1, "left")
     count = np.where(is_work == 1, high - low, 0)
     of = group_of(count)
     at = within(count) + low[of]
-    return Keyed(
+    return KeyedRows(
         done.key[of],
         np.maximum(targets.row0[at], done.row0[of]),
         np.minimum(targets.row1[at], done.row1[of]),
