@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment of its own (.venv); nothing is installed outside it.
+# Everything runs in a separate virtual environment (.venv); nothing is installed outside it.
 #
 #   make demo     train on 4 CPU processes whose plans a server streams, compare with one process
 #   make test     lint, types, import contract, and the tests but for the slow ones (at most 8 minutes on two idle cores)
@@ -10,7 +10,7 @@
 #   make docs     the documents as a site, in site/; a broken link or reference is an error
 #   make reference  the generated pages of docs/reference: commands, HTTP, environment variables
 #   make picture  the picture of a report in README and site; needs chromium
-#   make core     the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
+#   make core     build the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
 #   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
 #   make fuzz-core  libFuzzer on the core's decoder and verifier, a minute; SECONDS=3600; needs clang++
 #   make lint     the first three of these
@@ -37,7 +37,7 @@ TORCH  ?= torch==2.13.0
 
 BIN   := $(VENV)/bin
 EDITABLE := --no-build-isolation --config-settings=wheel.cmake=false --config-settings=wheel.py-api=py3 --editable
-# of an environment $(1): a checkout is found by its path alone, behind PYTHONPATH, which the build backend's finder hides
+# $(1): environment. Adds the checkout by path, after PYTHONPATH, which the build backend's finder would hide
 define path
 	@echo "$(CURDIR)" >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_editable_skbc_apportion.pth"
 endef
@@ -48,7 +48,7 @@ TRAINERS := $(VENV)-trainers
 DOCS := $(VENV)-docs
 PLAIN := $(VENV)-plain
 
-# Numbers and times must not depend on how many threads a library likes to start.
+# Results and times must not depend on the default thread counts of libraries.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -62,8 +62,8 @@ $(READY): $(VENV)/.installed $(CORE)
 	@$(MAKE) --no-print-directory core PYTHON=$(BIN)/python
 	@touch $@
 
-# Builds the core into the source tree. PYTHON has $(TOOLS), or the machine has cmake and ninja. Where there is no C++
-# compiler, that of the Python package ziglang builds it.
+# Builds the core into the source tree. PYTHON needs $(TOOLS), or the machine cmake and ninja. Without a C++ compiler it
+# uses the one of the Python package ziglang.
 core:
 	@scripts=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'); export PATH="$$scripts:$$PATH"; \
 	mkdir -p build/zig; \
@@ -101,7 +101,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# A package with a recipe of its own, which tests find by its entry point
+# A package with its own recipe, which tests find by its entry point
 plugin: $(READY)
 	@$(BIN)/pip install --quiet --no-deps --editable tests/plugin
 
@@ -111,7 +111,7 @@ test: lint plugin
 	$(TESTS) -m "not slow"
 
 test-slow: plugin $(TRAINERS)/.ready
-	$(TRAINERS)/bin/pytest tests/adapters/test_hf_configs.py  # alone: examples of Megatron keep tensors on the CPU
+	$(TRAINERS)/bin/pytest tests/adapters/test_hf_configs.py  # separately: Megatron's examples keep tensors on the CPU
 	$(TESTS) -m slow
 
 coverage: plugin

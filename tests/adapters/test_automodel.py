@@ -1,4 +1,4 @@
-"""NeMo Automodel's verbs, by its own class and dispatch; its package is installed without what its models need."""
+"""NeMo Automodel's sharder, by its own class and dispatch; installed without the dependencies of its models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers with recurrent layers under plans: logits and gradients are those of each document alone."""
+"""Models of transformers with recurrent layers under plans: logits and gradients equal each document's alone."""
 
 from __future__ import annotations
 

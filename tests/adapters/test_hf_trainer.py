@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on loaders: losses of every step, evaluation, and what comes after a kill."""
+"""Hugging Face's Trainer on loaders: losses of every step, evaluation, and resuming after a kill."""
 
 from __future__ import annotations
 

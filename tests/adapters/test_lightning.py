@@ -1,4 +1,4 @@
-"""Lightning on loaders: losses of every step, validation, and what comes after a kill."""
+"""Lightning on loaders: losses of every step, validation, and resuming after a kill."""
 
 from __future__ import annotations
 

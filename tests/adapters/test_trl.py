@@ -1,4 +1,4 @@
-"""trl's trainers on planned batches: what they log is what trl logs in one process on the same samples."""
+"""trl's trainers on planned batches: their logs equal trl's in one process on the same samples."""
 
 from __future__ import annotations
 

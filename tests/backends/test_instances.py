@@ -1,4 +1,4 @@
-"""The 31 real mask instances: each plan verifies and computes what plain attention does.
+"""The 31 real mask instances: each plan verifies and matches plain attention.
 
 Instances up to 16K tokens are compared row by row; of larger ones, windows of query rows across slice edges, whose
 gradients are complete because the gradient of the output is zero elsewhere.

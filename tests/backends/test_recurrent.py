@@ -1,4 +1,4 @@
-"""Recurrent layers of plans on numpy: what one process computes token by token, whatever ranks hold the tokens."""
+"""Recurrent layers of plans on numpy match one process token by token, for any placement of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of plans in a real browser: what they show, how they are moved, read, sorted and printed."""
+"""Pages of plans in a real browser: content, navigation, accessibility, sorting and printing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`apportion show --svg`: what is drawn is what the programs do, in XML that any viewer takes."""
+"""`apportion show --svg`: the drawing matches the programs, in XML for any viewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons: the same batches, one row a recipe, and a reason where there are no figures."""
+"""Comparisons: the same batches, one row per recipe, and a reason for missing figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that do not make the same calls, and ranks that fail in one."""
+"""Ranks that make different calls, and ranks that fail in a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention: what travels are latent rows, and nothing else changes."""
+"""Latent attention: ranks exchange latent rows, and results are unchanged."""
 
 from __future__ import annotations
 

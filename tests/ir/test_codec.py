@@ -1,4 +1,4 @@
-"""Bytes of plans and slices: what goes in comes out, alike everywhere, and nothing else is let in."""
+"""Bytes of plans and slices: round trips, equal bytes everywhere, and refusal of everything else."""
 
 from __future__ import annotations
 

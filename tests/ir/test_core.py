@@ -1,4 +1,4 @@
-"""The compiled core: which arrays its functions take, what they are called, and orders against numpy's."""
+"""The compiled core: array arguments of its functions, their names, and orders against numpy's."""
 
 from __future__ import annotations
 

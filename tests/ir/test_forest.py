@@ -1,4 +1,4 @@
-"""Folding samples: rows, positions and masks are those of the samples, nothing shared is held twice."""
+"""Folding samples: rows, positions and masks match the samples, and shared tokens occur once."""
 
 from __future__ import annotations
 

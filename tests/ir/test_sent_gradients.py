@@ -1,4 +1,4 @@
-"""Gradients that are rounded to the model's dtype on their way: how plans say so, and what follows from it."""
+"""Gradients that are rounded to the model's dtype in transit: their encoding in plans, and the effects."""
 
 from __future__ import annotations
 

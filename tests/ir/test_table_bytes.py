@@ -1,4 +1,4 @@
-"""Tables as bytes: what goes in comes out, in the narrowest width, and nothing else is let in."""
+"""Tables as bytes: round trips in the narrowest width, and refusal of everything else."""
 
 from __future__ import annotations
 

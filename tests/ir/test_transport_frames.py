@@ -1,4 +1,4 @@
-"""Frames of compressed plans: what comes back, and what is refused."""
+"""Frames of compressed plans: round trips and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name of a class means one thing, two at most: whoever reads it in another file need not look which."""
+"""A class name has at most two meanings, so that readers need not look up which class is meant."""
 
 from __future__ import annotations
 

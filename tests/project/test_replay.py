@@ -1,4 +1,4 @@
-"""Plans are what they were: ids and digests of their steps."""
+"""Plans are unchanged: ids and digests of their steps."""
 
 from __future__ import annotations
 

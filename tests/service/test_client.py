@@ -1,4 +1,4 @@
-"""The client: every call ends in time, whatever the other side does; answers are checked; tokens stay secret."""
+"""The client: every call ends in time, whatever the server does; answers are checked; tokens stay secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs: one rank's slice is read alone, and no changed byte is."""
+"""Packs: one rank's slice is read alone, and changed bytes are refused."""
 
 from __future__ import annotations
 

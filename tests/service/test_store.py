@@ -1,4 +1,4 @@
-"""Stores, a folder and a real Redis: what was put is read back or gone, never another thing."""
+"""Stores, a folder and a real Redis: a stored pack is read back or missing, never changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`apportion bench attention`: what is counted, timed, compared and said, without a GPU."""
+"""`apportion bench attention`: counts, times, comparisons and messages, without a GPU."""
 
 from __future__ import annotations
 

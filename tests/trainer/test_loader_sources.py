@@ -1,4 +1,4 @@
-"""One loader over three sources: a service, a folder of plans made before, and a process beside this one."""
+"""One loader over three sources: a service, a folder of precomputed plans, and a local process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss seam: shapes with a batch of one, weights, and what is refused."""
+"""Normalised loss: shapes with a batch of one, weights, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets in front of the loader: what masks and packed rows become, samples that are too long, streams."""
+"""Dataset wrappers for the loader: masks and packed rows, overlong samples, streams."""
 
 from __future__ import annotations
 

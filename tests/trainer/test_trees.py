@@ -1,4 +1,4 @@
-"""Losses and gradients of folded samples are those of independent ones, whoever holds which rows."""
+"""Losses and gradients of folded samples equal those of independent ones, for any placement of rows."""
 
 from __future__ import annotations
 

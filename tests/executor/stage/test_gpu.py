@@ -1,4 +1,4 @@
-"""Rows as long as those of training, in the widths of models, on a GPU; left out without --gpu."""
+"""Training-sized rows in the widths of models, on a GPU; skipped without --gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of layers and head under published methods: what is printed of them, and the page that has both."""
+"""Memory of layers and head under published methods: the published figures, and the page with both."""
 
 from __future__ import annotations
 

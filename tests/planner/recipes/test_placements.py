@@ -1,4 +1,4 @@
-"""The placements of today's trainers: who gets which tokens."""
+"""The placements of today's trainers: the tokens of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Senders that meet at a receiver, NICs with one peer, and short messages: what transfers take, by hand."""
+"""Transfer times, by hand: senders that share a receiver, NICs with one peer, and short messages."""
 
 from __future__ import annotations
 

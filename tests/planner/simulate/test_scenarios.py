@@ -1,4 +1,4 @@
-"""Scenarios: what they change, what plans take under them by hand, and what is refused."""
+"""Scenarios: their changes, plans' times under them by hand, and refusals."""
 
 from __future__ import annotations
 
