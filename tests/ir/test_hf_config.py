@@ -419,8 +419,8 @@ def test_projections_of_low_rank_are_the_config_s() -> None:
         ),
         (changed(QWEN3, model_type="qwen3_moe", num_experts=128), "^moe_intermediate_size = None"),
         (
-            changed(LLAMA, model_type="falcon_h1"),
-            "^model_type = 'falcon_h1': its layers are planned, but",
+            changed(LLAMA, model_type="bailing_hybrid"),
+            "^model_type = 'bailing_hybrid': its layers are planned, but",
         ),
     ],
 )

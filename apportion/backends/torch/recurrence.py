@@ -81,15 +81,15 @@ class RankRecurrence:
 
     name: str
     layer: Recurrent
-    whole: Group
-    first: Group
-    middle: Group
-    last: Group
+    whole: RunGroup
+    first: RunGroup
+    middle: RunGroup
+    last: RunGroup
     early: bool
     place: Tensor
-    u: Passage
-    m: Passage
-    states: Passage
+    u: HeadTransfer
+    m: HeadTransfer
+    states: HeadTransfer
     levels: list[Level]
     halo: Exchange
     windows: Tensor
@@ -200,7 +200,7 @@ class _Slots:
         slot_peer = np.repeat(folds.wide("peer"), counts)
         return _Slots(run, head, peer, slot_peer, above, above >= 0, leads, heads, ranks)
 
-    def passage(self, runs: list[int], of_slots: Bools) -> Passage:
+    def passage(self, runs: list[int], of_slots: Bools) -> HeadTransfer:
         """What travels of these runs, in this order, which have these slots."""
         place = np.full(int(self.run.max(initial=-1)) + 1, -1)
         place[runs] = np.arange(len(runs))

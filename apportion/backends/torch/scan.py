@@ -108,7 +108,7 @@ def _run(
 
 
 def _summary(
-    own: RankRecurrence, kernel: Kernel, rows: ScanRows, group: Group, scale: float
+    own: RankRecurrence, kernel: Kernel, rows: ScanRows, group: RunGroup, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of runs with a past o' [rows, heads, V], Q' [rows, heads, K], U and M."""
     layer, v = own.layer, rows.v

@@ -62,7 +62,7 @@ TrainingOption = Annotated[
     Option(
         help="How the model is trained, as a file or YAML: vocab, tied, sharding (ddp, zero1, zero2, fsdp), "
         "gradients (fp32, model), optimizer_bytes, recompute (none, selective, full), loss_tokens, "
-        "mlp_tile, offload, chunks, overlap, experts, q_rank, kv_rank, rope_dim.",
+        "mlp_tile, offload, chunks, overlap, ffns, gated, experts, q_rank, kv_rank, rope_dim.",
         metavar="T.yaml|YAML",
     ),
 ]

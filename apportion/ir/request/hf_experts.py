@@ -13,10 +13,15 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, sequence
-from apportion.ir.request.hf_fields import count, field_value, text_config
+from apportion.ir.request.hf_fields import count, field_value, layer_types, text_config
 from apportion.ir.request.hf_layers import words
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_SHARED = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 _MLA = MappingProxyType({"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim"})
 
 
@@ -27,7 +32,16 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if text["model_type"] in words("unpriced"):
         rule = "its layers are planned, but what they have besides attention is not priced"
         raise ConfigError("model_type", text["model_type"], rule, "forecast another model of its size")
-    held = {name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")}
+    held: dict[str, Any] = {
+        name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")
+    }
+    types = layer_types(text)
+    if text["model_type"] == "falcon_h1":  # both mixers of a layer before its FFN
+        held["ffns"] = len(types)
+    if text["model_type"] == "nemotron_h":  # a layer is a mixer, or an FFN
+        held |= {"ffns": sum(kind in ("mlp", "moe") for kind in types), "gated": False}
+        if "moe" not in types:
+            return {"experts": {}, **held}
     field = next((name for name in _COUNTS if text.get(name) not in (None, 0, 1)), None)
     return {"experts": {} if field is None else _experts(text, field), **held}
 
@@ -40,22 +54,26 @@ def _experts(text: Mapping[str, Any], field: str) -> dict[str, int]:
             field, text[field], rule, "plan, compare and simulate its attention, without a forecast"
         )
     width = count(text, "intermediate_size" if kind in words("wide_experts") else "moe_intermediate_size")
-    named = map(_natural, (text, text), ("shared_expert_intermediate_size", "shared_intermediate_size"))
-    shared = max(named) or width * _natural(text, "n_shared_experts")
+    shared = max(_natural(text, field) for field in _SHARED) or width * _natural(text, "n_shared_experts")
+    if text.get("moe_latent_size"):
+        rule = "rows of routed experts that are narrower than hidden states are not priced"
+        raise ConfigError("moe_latent_size", text["moe_latent_size"], rule, "forecast another model")
     nodes = _natural(text, "topk_group") if _natural(text, "n_group") > 1 else 0
-    layers = count(text, "num_hidden_layers")
     return {
         "count": count(text, field),
         "active": count(text, "num_experts_per_tok"),
         "width": width,
         "shared": shared,
-        "dense": sum(not has for has in _sparse(text, layers)),
+        "dense": sum(not has for has in _sparse(text)),
         "nodes": nodes,
     }
 
 
-def _sparse(text: Mapping[str, Any], layers: int) -> list[bool]:
-    """True for each layer with experts."""
+def _sparse(text: Mapping[str, Any]) -> list[bool]:
+    """True for each layer with an FFN that has experts."""
+    if text["model_type"] == "nemotron_h":
+        return [kind == "moe" for kind in layer_types(text) if kind in ("mlp", "moe")]
+    layers = count(text, "num_hidden_layers")
     listed = text.get("mlp_layer_types")
     if listed is not None:
         kinds = sequence("mlp_layer_types", listed)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from apportion.ir.layer_work import DISPATCHED, GATED, LOSS, adam_bytes, adam_state_bytes, row_numbers
+from apportion.ir.layer_work import DISPATCHED, GATED, LOSS, NORMS, adam_bytes, adam_state_bytes, row_numbers
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
 from apportion.planner.forecast.recurrent import (
     attention_share,
+    layer_count,
     product_parameters,
     recurrent_shares,
     row_numbers_of,
@@ -38,6 +39,11 @@ class Layers:
     spread: float = 1.0
 
     @property
+    def dense(self) -> float:
+        """Fraction of the layers with one FFN."""
+        return self.training.ffn_share(layer_count(self.model)) - self.sparse
+
+    @property
     def linear_parameters(self) -> float:
         """Parameters of one layer's products that every token uses, on one rank: all but routed experts."""
         return linear_parameters(self.model, self.training, self.sparse, self.tensor)
@@ -50,23 +56,24 @@ class Layers:
     @property
     def expert_parameters(self) -> float:
         """Parameters of routed experts on one rank."""
-        experts = self.training.experts
-        return self.sparse * experts.count / self.degree * 3 * self.model.hidden * experts.width
+        experts, matrices = self.training.experts, self.training.matrices
+        return self.sparse * experts.count / self.degree * matrices * self.model.hidden * experts.width
 
     def experts_us(self, rows: float) -> float:
         """Time of the experts for `rows` rows: products, gate, and memory traffic of dispatch and combine."""
-        m, width = self.model, self.training.experts.width
-        products = 6 * m.hidden * width / (self.hardware.linear_tflops.value * 1e6)
-        moved = m.element_bytes * (GATED * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
+        m, width, matrices = self.model, self.training.experts.width, self.training.matrices
+        products = 2 * matrices * m.hidden * width / (self.hardware.linear_tflops.value * 1e6)
+        moved = m.element_bytes * (matrices * width + DISPATCHED * m.hidden) / self._bytes_per_us("rows_gbs")
         return self.sparse * rows * (products + moved)
 
-    def ffn_numbers(self, gates: float, sparse: float) -> float:
-        """Numbers per token in FFNs on one rank: `gates` of the FFN's size, averaged with a fraction `sparse` of layers
-        with experts; dispatched rows are counted separately."""
+    def ffn_numbers(self, gates: float, dense: float, sparse: float) -> float:
+        """Numbers per token in FFNs on one rank: `gates` of the FFN's size if gated, one less if not, averaged with the
+        fractions `dense` and `sparse` of layers with an FFN and experts; dispatched rows are counted separately."""
         m, experts = self.model, self.training.experts
+        gates -= not self.training.gated
         rows = experts.active * self.spread
         routed = (gates * (experts.shared + rows * experts.width) + 2 * rows * m.hidden) / self.tensor
-        return (1 - sparse) * gates * m.ffn + sparse * routed
+        return dense * gates * m.ffn + sparse * routed
 
     @property
     def projection_parameters(self) -> float:
@@ -88,16 +95,17 @@ class Layers:
 
     def mlp_us(self, tokens: float) -> float:
         """Time of the FFN of one layer: its share of `linear_us`, and its gate's of `rows_us`."""
-        m = self.model
-        products = 6 * m.hidden * m.ffn / (self.hardware.linear_tflops.value * 1e6)
-        return tokens * (products + m.element_bytes * GATED * m.ffn / self._bytes_per_us("rows_gbs"))
+        m, numbers = self.model, self.dense * self.training.matrices * self.model.ffn
+        products = 2 * numbers * m.hidden / (self.hardware.linear_tflops.value * 1e6)
+        return tokens * (products + m.element_bytes * numbers / self._bytes_per_us("rows_gbs"))
 
     def rows_us(self, tokens: float) -> float:
         """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory; of experts those of the
         shared ones; convolutions, norms and gates of recurrent layers."""
         m, training = self.model, self.training
-        gates = training.experts.shared / self.tensor - m.ffn
-        numbers = row_numbers(m, self.tensor) + self.sparse * GATED * gates
+        ffn = self.dense * m.ffn + self.sparse * training.experts.shared / self.tensor
+        numbers = row_numbers(m, self.tensor) + training.matrices * ffn - GATED * m.ffn
+        numbers += (self.dense + self.sparse - 1) * NORMS / 2 * m.hidden / self.tensor
         low = 2 * (training.q_rank + training.kv_rank)
         heads = low + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of layers with attention alone
         numbers += low + sum(share * (row_numbers_of(kind) - heads) for share, kind in recurrent_shares(m))
@@ -137,7 +145,7 @@ class Layers:
         if self.tensor == 1:
             return 0.0
         moved = tokens * self.model.hidden * self.model.element_bytes * (self.tensor - 1) / self.tensor
-        ways = 4 - 2 * self.sparse * (not self.training.experts.shared)
+        ways = 2 + 2 * self.dense + 2 * self.sparse * (self.training.experts.shared > 0)
         return ways * (moved / (cluster.intra_gbs * 1e3) + cluster.intra_latency_us)
 
 
@@ -156,18 +164,19 @@ def attention_parameters(model: Model, training: Training) -> int:
 def linear_parameters(model: Model, training: Training, sparse: float, tensor: int = 1) -> float:
     """Parameters of one layer's products on one rank, without routed experts, averaged over layers with (a fraction
     `sparse`) and without experts."""
-    experts, dense = training.experts, 3 * model.hidden * model.ffn
-    always = model.hidden * (experts.count + 3 * experts.shared / tensor)
+    experts, ffn = training.experts, training.matrices * model.hidden * model.ffn
+    always = model.hidden * (experts.count + training.matrices * experts.shared / tensor)
+    dense = training.ffn_share(layer_count(model)) - sparse
     mixers = attention_share(model) * attention_parameters(model, training)
     mixers += sum(share * product_parameters(kind, model.hidden) for share, kind in recurrent_shares(model))
-    return mixers + (1 - sparse) * dense + sparse * always
+    return mixers + dense * ffn + sparse * always
 
 
 def whole_parameters(model: Model, training: Training, layers: int, routed: int) -> float:
     """Parameters of all layers' products, with `routed` routed experts per sparse layer: `count` for all, `active` for
     those of a token."""
-    sparse = training.experts.share(layers)
-    each = 3 * model.hidden * training.experts.width * routed
+    sparse = training.sparse_share(layers)
+    each = training.matrices * model.hidden * training.experts.width * routed
     return layers * (linear_parameters(model, training, sparse) + sparse * each)
 
 

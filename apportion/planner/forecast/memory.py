@@ -119,8 +119,17 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     if recompute == "selective":
         return row + attends * output
     states = sum(share * kept_numbers(kind) for share, kind in recurrent_shares(m)) * m.element_bytes
-    gated = 0.0 if layers.training.tiles_mlp else layers.ffn_numbers(3, layers.sparse) * m.element_bytes
-    return 4 * row + attends * (attention_row(layers) + output) + states + gated
+    gated = (
+        0.0
+        if layers.training.tiles_mlp
+        else layers.ffn_numbers(3, layers.dense, layers.sparse) * m.element_bytes
+    )
+    return (
+        2 * row * (1 + layers.dense + layers.sparse)
+        + attends * (attention_row(layers) + output)
+        + states
+        + gated
+    )
 
 
 def in_flight(stages: int, microbatches: int, virtual: int, last: bool = False) -> float:
@@ -157,7 +166,7 @@ def activations(
     stays = output_row(layers) * tokens * (projects and training.recompute != "full")
     whole = 3 * row if chunks > 1 else 5 * row + made
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden
-    fullest = max(layers.ffn_numbers(4, kind) for kind in {layers.sparse > 0, layers.sparse == 1})
+    fullest = max(layers.ffn_numbers(4, not kind, kind) for kind in {layers.sparse > 0, not layers.dense})
     gathered = 2 * m.hidden * m.element_bytes * (layers.tensor > 1)
     return Activations(
         kept=kept * min(waiting, 1) / chunks if training.offload else kept * waiting,

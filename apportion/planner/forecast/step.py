@@ -110,10 +110,10 @@ class Setting:
     @cached_property
     def layers(self) -> Layers:
         form, experts = self.parallelism, self.training.experts
-        share = experts.share(layer_count(self.model))
+        sparse = self.training.sparse_share(layer_count(self.model))
         spread = experts.spread(form.expert, self.excess)
         rank_model = form.rank_model(self.model)
-        return Layers(self.hardware, rank_model, self.training, form.tensor, share, form.expert, spread)
+        return Layers(self.hardware, rank_model, self.training, form.tensor, sparse, form.expert, spread)
 
     @cached_property
     def expert_ranks(self) -> ExpertRanks:

@@ -30,7 +30,8 @@ class Training:
     activations are in host memory (ALST); copies overlap the work of a layer. chunks: number of sequence chunks per
     layer, with inactive data on the host (FPDT); for one long causal sequence under `ulysses` or `upipe`, with full
     recomputation and offloading. overlap: True if traffic of weights and gradients overlaps the layers' work; False as
-    in Megatron-LM without its overlap options. experts: of layers with experts. kv_rank, q_rank: ranks of MLA's
+    in Megatron-LM without its overlap options. ffns: number of layers with an FFN or experts, none: all. gated: True if
+    FFNs have a gate: three matrices, else two. experts: of layers with experts. kv_rank, q_rank: ranks of MLA's
     low-rank projections, 0: none; rope_dim: numbers of K shared among heads. Raises ConfigError.
     """
 
@@ -45,6 +46,8 @@ class Training:
     offload: bool = False
     chunks: Count = 1
     overlap: bool = True
+    ffns: Count | None = None
+    gated: bool = True
     experts: Experts = NO_EXPERTS
     q_rank: Natural = 0
     kv_rank: Natural = 0
@@ -63,6 +66,23 @@ class Training:
         if self.experts.count and self.tiles_mlp:
             rule = "FFNs in tiles or chunks are not priced with experts"
             raise ConfigError("training.experts.count", self.experts.count, rule, "drop mlp_tile and chunks")
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices of an FFN."""
+        return 2 + self.gated
+
+    def ffn_share(self, layers: int) -> float:
+        """Fraction of the layers with an FFN or experts. Raises ConfigError."""
+        ffns = layers if self.ffns is None else self.ffns
+        if ffns > layers:
+            rule = f"must be at most the {layers} layers"
+            raise ConfigError("training.ffns", ffns, rule, "count layers with an FFN")
+        return ffns / layers
+
+    def sparse_share(self, layers: int) -> float:
+        """Fraction of the layers with experts. Raises ConfigError."""
+        return self.experts.share(layers if self.ffns is None else self.ffns) * self.ffn_share(layers)
 
     @property
     def tiles_mlp(self) -> bool:

@@ -20,7 +20,7 @@ from apportion.ir.version import __version__
 from apportion.service.engine import Engine, Entry, State
 from apportion.service.http.delivery import Delivery, key_of
 from apportion.service.http.guard import PROBLEM, Guard, body_of, rendered
-from apportion.service.http.models import Health, Hour, Planned, Plans, PlanState, Problem, Submitted
+from apportion.service.http.models import Health, Hour, PlanResponse, Plans, PlanState, Problem, Submission
 from apportion.service.http.openapi import BODY, DELIVERY
 from apportion.service.http.requests import PlanRequest, parse
 from apportion.service.http.tokens import Tokens

@@ -46,7 +46,7 @@ class Hour(BaseModel):
     tenants: list[Usage]
 
 
-class Planned(BaseModel):
+class PlanResponse(BaseModel):
     """A plan made at once."""
 
     key: str

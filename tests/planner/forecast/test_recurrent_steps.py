@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import apportion as ap
+from apportion.ir.errors import ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
@@ -95,6 +96,40 @@ MINIMAX = {
     "vocab_size": 200064,
     "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
 }
+NANO = {
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "vocab_size": 131072,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+}
+FALCON = {
+    "model_type": "falcon_h1",
+    "hidden_size": 5120,
+    "intermediate_size": 21504,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 72,
+    "mamba_d_ssm": 4096,
+    "mamba_n_heads": 32,
+    "mamba_d_state": 256,
+    "mamba_n_groups": 2,
+    "vocab_size": 261120,
+}
 NEXT = qwen3_next(48, model_type="qwen3_next", num_experts=512, num_experts_per_tok=10, vocab_size=151936)
 FIVE = qwen3_next(
     40, model_type="qwen3_5_moe_text", num_experts=256, num_experts_per_tok=8, vocab_size=248320
@@ -109,14 +144,16 @@ FIVE = qwen3_next(
         (KIMI | LATENT, 7, 48, 3),
         (GRANITE, 4, 32, 9),
         (MINIMAX, 10, 456, 45.9),
+        (NANO, 6, 31.6, 3.2),
+        (FALCON, 72, 33.6, 33.6),
     ],
 )
 def test_parameters_are_those_of_the_publishers(
     config: dict[str, Any], layers: int, total: float, active: float
 ) -> None:
-    """Billions, as names have them: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small,
-    MiniMax-Text-01. The gate of Qwen's attention, 8 million a layer, is left out; some count head and embedding among
-    active ones."""
+    """Billions: Qwen3-Next-80B-A3B, Qwen3.5-35B-A3B, Kimi-Linear-48B-A3B, Granite-4.0-H-Small, MiniMax-Text-01,
+    Nemotron-3-Nano-30B-A3B, Falcon-H1-34B. The gate of Qwen's attention, 8 million a layer, is left out; some count
+    head and embedding among active ones."""
     model, training = model_of(config), Training.from_data({}, config)
     experts, head = training.experts, model.hidden * training.vocab / 1e9
     assert attention_layers(model) == layers
@@ -170,6 +207,17 @@ def test_flops_and_memory_are_the_mean_layer_s() -> None:
     states = 2 * 4 * 32 * 64 / prices.CHUNK
     held = activations(layers, 4, 1000, attention_bytes=0.0)
     assert held.attention == 1000 * (3 * 2 * 512 + 2 * recurrent + states)
+
+
+def test_ffns_of_some_layers_without_a_gate_are_counted() -> None:
+    """As in Nemotron-H: four mixers, and two FFNs of two matrices."""
+    training = replace(TRAINING, ffns=2, gated=False)
+    layers = Layers(H100, SMALL, training)
+    assert layers.linear_parameters == (3 * RECURRENT + ATTENTION + 2 * 2 * 512 * 1024) / 4
+    numbers = 6 * 4 * 512 + 2 * 2 * 1024 + 2 * (8 + 2) * 64 + 3 * (2 * CHANNELS + 3 * VALUES)
+    assert layers.rows_us(1) == pytest.approx(2 * numbers / 4 / (H100.rate_gbs("rows_gbs") * 1e3))
+    with pytest.raises(ConfigError, match=r"^training.ffns = 5: must be at most the 4 layers"):
+        whole_parameters(SMALL, replace(TRAINING, ffns=5), 4, 0)
 
 
 def test_decays_of_channels_go_through_a_low_rank() -> None:
