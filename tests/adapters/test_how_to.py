@@ -66,7 +66,6 @@ def test_python_of_a_page_runs(case: str, tmp_path: Path) -> None:
     page, number, before, behind = CASES[case]
     text = (ROOT / page).read_text(encoding="utf-8")
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
-    block = block.replace('"http://127.0.0.1:8321"', '"local"')
     done = subprocess.run(
         [sys.executable, "-c", "\n".join((SETUP, before, block, behind))],
         cwd=tmp_path,
