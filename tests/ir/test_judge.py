@@ -3,13 +3,10 @@ in ranges and with threads. `python -m tests.checks.fuzz_judge` tries many more 
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +22,9 @@ from apportion.ir.verify.attended import Tasks
 from apportion.ir.verify.subject import Subject
 from apportion.ir.verify.walk import judge
 from apportion.planner.recipe.recipes import find_recipe
+from tests.checks import fuzz_judge
 from tests.support.parse import parse
 from tests.support.sparse import sparse
-
-ROOT = Path(__file__).parents[2]
 
 # rank 0 sends zeros; rank 1 adds to them, and to their halves the other way round
 ZEROS = """apportion.plan 3.0
@@ -67,18 +63,6 @@ BACKWARD = """delta dO.home[0:8) O.home[0:8) -> delta.home[0:8)
   attend_grad Q.home[0:8) KV.home[0:8) dO.home[0:8) delta.home[0:8) -> dQ.home[0:8) dKV.home[0:8) causal \
 first_dq first_dkv"""
 
-
-def load(name: str) -> ModuleType:
-    """A benchmark as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz_judge = load("fuzz_judge")
 PLANS = list(fuzz_judge.plans())
 
 

@@ -109,7 +109,7 @@ def test_the_table_has_the_rows_and_columns_that_were_measured(run: Callable[...
 def test_recipes_that_do_not_plan_or_project_are_told(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = json.loads(run(*SMALL, "--recipe", "upipe", "--json")[1])
+    record = json.loads(run(*SMALL, "--recipes", "upipe", "--json")[1])
     assert record["rows"] == []
     assert record["skipped"][0].startswith("upipe: its plans project hidden states")
 
@@ -125,7 +125,7 @@ def test_recipes_that_do_not_plan_or_project_are_told(
     ("args", "said"),
     [
         (("--engine", "fhash"), "did you mean flash?"),
-        (("--recipe", "fcq"), "recipe = 'fcq'"),
+        (("--recipes", "fcq"), "fcq"),
         (("--ranks", "8,x"), "--ranks = '8,x'"),
         (("--hardware", "h1000"), "h1000"),
         (("--repeats", "0"), "--repeats"),

@@ -465,7 +465,10 @@ def test_a_rank_that_has_other_microbatches_is_named_with_its_samples(
 @pytest.mark.parametrize("on_timeout", ["raise", "local"])
 def test_a_rank_whose_sampler_is_wrong_ends_all_with_its_error(pool: Pool, on_timeout: str) -> None:
     """Also where only its number of microbatches is too large."""
-    for other, says in (([[[0]], [[1], [3]]], "must be 1 to 1: one a microbatch"), ([[[0]], [[9]]], r"= 9")):
+    for other, says in (
+        ([[[0]], [[1], [3]]], "must be 1 to 1: one per microbatch"),
+        ([[[0]], [[9]]], r"= 9"),
+    ):
         given = planning(job(3, 66), on_timeout=on_timeout)
         results = pool.run(jobs_loader.drawn, 3, given, [[[[0]], [[1]]], other, [[[0]], [[1]]]])
         assert [found for found, _ in results] == [1] * 3

@@ -88,7 +88,7 @@ def test_a_server_and_a_folder_have_ticks(pool: Pool, tmp_path: Path) -> None:
     ("ranks", "recipe", "chunks", "says"),
     [
         (3, None, 1, r"cluster.ranks = 3: must be a multiple of the 2 stages"),
-        (2, "wlb", 1, r"recipe.pack = 'wlb': would put sequences of several ticks into one"),
+        (2, "wlb", 1, r"recipe.pack = 'wlb': would mix sequences of several ticks"),
         (2, None, 2, r"chunks = \[0, 0\]: must be 1 lists of equal length, one per chunk of a stage"),
     ],
 )

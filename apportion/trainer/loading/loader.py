@@ -84,6 +84,7 @@ class LoaderOptions(TypedDict, total=False):
     shifted: Collection[str]
     ticks: TickTable | None
     kinds: Sequence[str] | None
+    media: Media | None
 
 
 class PlannedLoader:
