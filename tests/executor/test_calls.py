@@ -17,6 +17,7 @@ from apportion.planner import api
 from tests.ranks import cases, jobs_calls
 from tests.ranks.jobs import Shard
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_rows
 
 KINDS = {"a": masks.causal(), "b": masks.sliding_window(8)}
 
@@ -45,20 +46,23 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
 
 @pytest.mark.parametrize(
     ("case", "recipe", "mine", "other"),
-    [
-        ("kinds", "ring", "forward of kind a", "forward of kind b"),
-        ("kinds", "ulysses", "forward of kind a", "forward of kind b"),
-        ("handles", "ring", "forward of kind a, plan ", "forward of kind a, plan "),
-        ("handles", "ulysses", "forward of kind a, plan ", "forward of kind a, plan "),
-        ("scale", "ring", "scale 0.25", "scale 0.5"),
-        ("softcap", "ring", "scale", "softcap 2"),
-        ("sinks", "ring", "scale", ", sinks"),
-        ("lse", "ring", "scale", ", return_lse"),
-        ("recompute", "ring", "backward of kind a", "forward of kind a"),
-        ("skipped", "ring", "forward of kind a", "backward of kind a"),
-        ("skipped_at_the_end", "ring", "forward of kind a", "all_gather of metrics"),
-        ("pair", "ring", "all_gather of segments", "forward of kind a"),
-    ],
+    sparse_rows(
+        [
+            ("kinds", "ring", "forward of kind a", "forward of kind b"),
+            ("kinds", "ulysses", "forward of kind a", "forward of kind b"),
+            ("handles", "ring", "forward of kind a, plan ", "forward of kind a, plan "),
+            ("handles", "ulysses", "forward of kind a, plan ", "forward of kind a, plan "),
+            ("scale", "ring", "scale 0.25", "scale 0.5"),
+            ("softcap", "ring", "scale", "softcap 2"),
+            ("sinks", "ring", "scale", ", sinks"),
+            ("lse", "ring", "scale", ", return_lse"),
+            ("recompute", "ring", "backward of kind a", "forward of kind a"),
+            ("skipped", "ring", "forward of kind a", "backward of kind a"),
+            ("skipped_at_the_end", "ring", "forward of kind a", "all_gather of metrics"),
+            ("pair", "ring", "all_gather of segments", "forward of kind a"),
+        ],
+        3,
+    ),
 )
 def test_another_call_ends_both_ranks_and_names_both(
     own: Pool, case: str, recipe: str, mine: str, other: str

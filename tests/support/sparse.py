@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -21,10 +22,12 @@ def sparse(values: list[Any] | range, every: int) -> list[Any]:
     return marked(values, range(0, len(values), every))
 
 
+def sparse_rows(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
+    """All of them, as parameters of as many arguments; quick ones as in `sparse`."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (at % every > 0)) for at, row in enumerate(rows)]
+
+
 def sparse_product(every: int, *axes: Any) -> list[Any]:
-    """All combinations, as parameters of as many arguments; of the quick ones every axis has each value where `every`
-    has no factor in common with the axes behind it."""
-    return [
-        pytest.param(*values, marks=[pytest.mark.slow] * (at % every > 0))
-        for at, values in enumerate(product(*axes))
-    ]
+    """All combinations, as parameters of as many arguments. Quick ones have every value of an axis if `every` has no
+    factor in common with the lengths of the axes behind it."""
+    return sparse_rows(product(*axes), every)
