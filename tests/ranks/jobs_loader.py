@@ -91,14 +91,28 @@ def drawn(comm: Communicator, given: dict[str, Any], samplers: list[Any]) -> tup
     return got, ""
 
 
+class Augmented(Recorded):
+    """Samples of a wide field whose values a rank draws by itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__([64] * 8)
+        self.draw = torch.Generator().manual_seed(rank)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": super().__getitem__(index), "image": torch.randn(64, 30, generator=self.draw)}
+
+
 def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
     """The error of a pass over equally long samples that differ between ranks, by their samplers or datasets."""
     dataset, options = Recorded([64] * 8), dict[str, Any]()
     if how == "sampler":
         options["sampler"] = [[comm.rank, comm.rank + 1]]
     else:
-        dataset.first = comm.rank
         options["shuffle"] = False
+        if how == "dataset":
+            dataset.first = comm.rank
+        else:
+            dataset = Augmented(comm.rank)
     loader = PlannedLoader(dataset, **given, communicator=comm, **options)
     try:
         return str(len(list(loader)))

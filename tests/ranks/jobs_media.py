@@ -102,9 +102,9 @@ def media(**changed: Any) -> ap.Media:
 
 def loader(comm: Communicator, images: ap.Media | None, **changed: Any) -> ap.PlannedLoader:
     model = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=2)
-    options = {"recipe": "mixed", "source": HereSource(), "communicator": comm, "media": images, **changed}
-    cluster = ap.Cluster(1, comm.ranks)
-    return ap.PlannedLoader(Samples(), cluster, model, 96 // comm.ranks, **options)
+    options = {"recipe": "mixed", "source": HereSource(), "communicator": comm, "media": images}
+    options |= {"dataset": Samples(), "tokens_per_rank": 96 // comm.ranks, **changed}
+    return ap.PlannedLoader(cluster=ap.Cluster(1, comm.ranks), model=model, **options)
 
 
 def planned(handle: Any) -> Attend:
@@ -188,14 +188,42 @@ def dense(lengths: list[int], causal: bool) -> Attend:
     return attend
 
 
-def ignoring(comm: Communicator) -> str:
-    """Why a model that is not given its images may not step."""
-    model = new_model()
+class Alike(Samples):
+    """A sample is its image: as many rows as tokens on each rank, and on ranks of different batches."""
+
+    lengths = (32, 32, 48, 16)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens, row = np.full(self.lengths[index], IMAGE), np.arange(self.lengths[index])
+        return {"input_ids": tokens, "mrope": np.stack([row] * 3, 1)}
+
+
+class AlikeImages(Alike):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"patches": np.ones((self.lengths[index], PATCH))}
+
+
+def misled(comm: Communicator, how: str) -> str:
+    """Why a model may not step that ignores its images, or whose encoder runs under another plan."""
+    model, first = new_model(), None
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    batch = next(one for one in loader(comm, media()) if one.media is not None)
-    model(batch.tokens, batch.fields["mrope"], planned(batch.handle), None).sum().backward()
+    own = media(dataset=AlikeImages(), places=[(i, 0) for i in range(4)], merge=1)
     try:
-        optimizer.step()
+        for batch in loader(comm, own, dataset=Alike(), tokens_per_rank=64 // comm.ranks, shuffle=False):
+            first = first or batch
+            under = batch.handle if how == "of the decoder" else first.media.handle
+            x = model.embed(batch.tokens)
+            if how != "ignored":
+                seen = model.see[0](model.patch(batch.media.fields["patches"]), planned(under))
+                x = x + ap.move_rows(seen, batch.feed)
+            logits = model.head(model.read[0](x, planned(batch.handle)))
+            ap.normalised_loss(logits, batch.labels, batch.valid_tokens).backward()
+            ap.sum_gradients(model, comm._base)
+            optimizer.step()
+            optimizer.zero_grad()
     except ap.ExecutionError as error:
         return str(error)
     return ""

@@ -31,8 +31,10 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, handle: Any) -> Tensor:
         q, k, v = self.qkv(hidden).view(-1, 4, 8).split((2, 1, 1), 1)
-        if self.how == "kept":
+        if self.how.startswith("kept"):
             self.handle = handle = getattr(self, "handle", handle)
+        if self.how == "kept rows":
+            return hidden + ap.gather_visible(hidden, handle).rows.mean()
         if self.how in ("plan", "kept"):
             return hidden + ap.planned_attention(q, k, v, handle, handle.kinds[0], sinks=self.sinks).flatten(
                 1
@@ -86,6 +88,7 @@ def _trained(comm: Communicator, what: str) -> str:
         "softmax": ("by hand", "plan"),
         "deaf": ("sdpa", "sdpa"),
         "kept": ("plan", "kept"),
+        "kept rows": ("plan", "kept rows"),
     }.get(what, ())
     model = Net(*how, seed=comm.rank * (what == "seeds"))
     if what == "sinks":
@@ -93,7 +96,7 @@ def _trained(comm: Communicator, what: str) -> str:
     if what == "frozen":
         model.table.weight.requires_grad_(False).add_(comm.rank)
     wrapped, averaged_over = _wrapped(model, comm, what), comm.ranks * what.endswith("averaged over") or 1
-    data = Weighted() if what == "weights" else Recorded([40, 26, 33, 33]) if what == "kept" else Recorded()
+    data = Weighted() if what == "weights" else Recorded([40, 26, 33, 33]) if "kept" in what else Recorded()
     plans = planning(job(comm.ranks, 66, microbatches=2))
     if what == "kinds":
         plans["masks"] = {"near": ap.masks.sliding_window(4), "wide": ap.masks.causal()}

@@ -484,7 +484,8 @@ def test_a_rank_whose_sampler_is_wrong_ends_all_with_its_error(pool: Pool, on_ti
             "sampler",
             "iteration 0: ranks draw different samples: 1 microbatches, samples [0, 1] of [64, 64] tokens",
         ),
-        ("dataset", "iteration 0: ranks hold parts of sample 0, whose tokens differ: "),
+        ("dataset", "iteration 0: ranks hold parts of sample 0, whose tokens, labels or fields differ: "),
+        ("field", "iteration 0: ranks hold parts of sample 0, whose tokens, labels or fields differ: "),
     ],
 )
 def test_samples_of_equal_lengths_are_the_same_on_all_ranks(pool: Pool, how: str, says: str) -> None:

@@ -71,10 +71,18 @@ def test_media_that_do_not_fit_are_refused(case: str) -> None:
         jobs_media.loader(Communicator.shared(), jobs_media.media(**of_media), **options)
 
 
-def test_a_model_that_ignores_its_images_does_not_step(pool: Pool) -> None:
-    found = pool.run(jobs_media.ignoring, 2)
+MISLED = {
+    "ignored": "a batch has media, and the model",
+    "of the decoder": "a batch has media, and the model",
+    "of the first batch": "used the plan of an earlier batch",
+}
+
+
+@pytest.mark.parametrize("how", MISLED)
+def test_a_model_that_ignores_its_images_or_their_plan_does_not_step(pool: Pool, how: str) -> None:
+    found = pool.run(jobs_media.misled, 2, how)
     assert found is not None
-    assert all("a batch has media, and the model" in one for one in found)
+    assert all(MISLED[how] in one for one in found), found
 
 
 def test_a_sampler_that_draws_otherwise_is_refused(pool: Pool) -> None:

@@ -73,7 +73,10 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ),
         ("fsdp both averaged over", r"ConfigError: model = 'FSDP2': sums gradients, but the loss is mult"),
         ("deaf", r"ExecutionError: attention used the plan 0 times"),
-        ("kept", r"ExecutionError: attention of some layers used the plan of an earlier batch"),
+        *(
+            (what, r"ExecutionError: attention of some layers used the plan of an earlier batch")
+            for what in ("kept", "kept rows")
+        ),
     ],
 )
 def test_wrong_loops_end_at_once(pool: Pool, what: str, says: str) -> None:

@@ -48,7 +48,7 @@ NOTHING = Facts(-1, 0.0, 0)
 
 
 def apart(ranks: Sequence[Facts]) -> tuple[int, dict[int, str]] | None:
-    """A sample whose tokens differ between ranks, and the checksum on each rank that has it."""
+    """A sample that differs between ranks, and the checksum on each rank that has it."""
     found = dict[int, dict[int, str]]()
     for rank, one in enumerate(ranks):
         for sample, checksum in one.shared:

@@ -123,7 +123,7 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
     watch = wiring.watch
     if batch is not None:
         watch.behind = batch
-        watch.leave(batch.handle, loss)
+        watch.leave(batch, loss)
     known = len(watch.scanned)
     for node in watch.graph(loss):
         if batch is not None and batch.handle.communicator.ranks > 1 and not batch.handle.gathered:

@@ -31,5 +31,6 @@ def gather_visible(x: Tensor | Sequence[Tensor], handle: PlanHandle, kind: str |
     tensors = (x,) if isinstance(x, Tensor) else tuple(x)
     if not tensors:
         raise ExecutionError("there is nothing to gather: give one or more tensors")
+    wiring.watch.attend(handle)
     found: Visible = gather(handle, handle.kind(kind), tensors)
     return replace(found, rows=found.rows[0]) if isinstance(x, Tensor) else found

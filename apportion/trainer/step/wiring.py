@@ -89,13 +89,14 @@ class Watch:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._used.add(handle)
 
-    def leave(self, handle: PlanHandle, loss: Tensor) -> None:
-        """A loss of the plan's batch. Raises ExecutionError where some of its layers used an earlier batch's plan."""
-        late, self._used = {*self._used} & {*self._past} - {handle}, WeakSet()
+    def leave(self, batch: Microbatch, loss: Tensor) -> None:
+        """A loss of the batch. Raises ExecutionError where some of its layers used an earlier batch's plan."""
+        own = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
+        late, self._used = {*self._used} & {*self._past} - own, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
             rule = "attention of some layers used the plan of an earlier batch than the loss is of"
             raise ExecutionError(f"{rule}: hand batch.handle on to every layer, which must not keep it")
-        self._past.add(handle)
+        self._past |= own
 
     def expect(self, handle: PlanHandle) -> None:
         """Records that the handle is about to be passed to a model."""
@@ -166,29 +167,31 @@ class Watch:
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         """Runs the checks before a step. Raises ExecutionError."""
-        if self is watch and not self._seen() and self._given:
+        if self is not watch:  # left over from an earlier loop in this process
+            return
+        if not self._seen() and self._given:
             what = "a batch was passed to a model, but no attention has used its plan: pass its handle to every layer"
             hf = "for transformers models it is the argument 'apportion' of hf.inputs(batch)"
             raise ExecutionError(f"{what}; {hf}")
         for batch in self.batches:
-            if batch.feed is not None and batch.handle.calls and not batch.handle.fed:
+            fed = batch.feed is None or (batch.handle.fed and batch.feed.encoder.calls)
+            if batch.handle.calls and not fed:
                 what = "a batch has media, and the model that its plan ran under was not given them"
-                raise ExecutionError(
-                    f"{what}: run the encoder on batch.media, and ap.move_rows(x, batch.feed)"
-                )
+                remedy = "run the encoder on batch.media, under its handle, and ap.move_rows(x, batch.feed)"
+                raise ExecutionError(f"{what}: {remedy}")
         checks, self._scaled = self._scaled, []
         if checks and (scaled := scaled_by()) != 1:
             for check in checks:
                 check(self.scale / scaled)
         self._check_models(_parameters(optimizer))
-        if self is watch and self.trial is not None:
+        if self.trial is not None:
             tried = self.trial.run(_parameters(optimizer), self._transports)
             if tried and (batch := self.under(self.trial.handle())) is not None:
                 batch.check_kinds()
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Compares ranks, after the step, since its closure may run backward. Raises ExecutionError."""
-        if self is not watch:  # left over from an earlier loop in this process
+        if self is not watch:
             return
         params = _parameters(optimizer)
         # a loss that was not checked
