@@ -75,7 +75,8 @@ def gather(handle: PlanHandle, kind: str, x: tuple[Tensor, ...]) -> Visible:
             if len(tensor) != handle.padded_rows:
                 raise ExecutionError(f"this rank holds {handle.padded_rows} rows, got {len(tensor)}")
         found: tuple[Tensor, ...] = _Gather.apply(known[kind], handle, kind, *x)  # type: ignore[no-untyped-call]
-    for node in {part.grad_fn for part in found} - {None}:
+    nodes: set[Any] = {part.grad_fn for part in found} - {None}
+    for node in nodes:
         node.metadata["handle"] = handle
     handle.calls += 1
     handle.called.setdefault(kind, 0)  # marks the kind as used; the number of calls is unknown

@@ -199,7 +199,7 @@ class _Sample:
         found = 0
         for _, own in sorted({**self.fields, TOKENS: self.tokens, LABELS: self.labels}.items()):
             kept = own.flatten()[:: 1 + own[:1].numel() // _WIDE].contiguous()
-            found = crc32(kept.view(torch.uint8).numpy(), found)
+            found = crc32(kept.view(torch.uint8).numpy().tobytes(), found)
         return found
 
 
