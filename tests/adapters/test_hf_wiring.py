@@ -209,7 +209,7 @@ def test_loops_that_forget_something_end(pool: Any, what: str, says: str) -> Non
 def test_a_module_around_an_enabled_model_is_tried_too(pool: Any) -> None:
     assert pool.run(jobs.around, 2, "rows") == ["", ""]
     for found in pool.run(jobs.around, 2, "mixed"):
-        assert re.search("'Around': .* computes a row, or is given one, from other rows", found), found
+        assert re.search("'Around': .* computes or receives rows that depend on other rows", found), found
 
 
 def test_adapters_that_begin_at_tokens_of_a_text_are_refused(model: Any) -> None:
