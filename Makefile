@@ -1,7 +1,7 @@
 # Everything runs in a separate virtual environment (.venv); nothing is installed outside it.
 #
 #   make demo     train on 4 CPU processes whose plans a server streams, compare with one process
-#   make test     lint, types, import contract, and the tests but for the slow ones (at most 8 minutes on two idle cores)
+#   make test     lint, types, import contract, and all tests but the slow ones
 #   make test-slow  the others: whole matrices, more seeds, load, Ray, schemathesis
 #   make coverage  all of these tests with branch coverage, which makes Python twice as slow
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
