@@ -216,16 +216,23 @@ class PlannedLoader:
         self._encoder: PlannedLoader | None = None
         self._leads = True  # not where it follows another loader's microbatches
         if media is not None:
-            self._media = MediaOrder(instance("media", media, Media), self._asked)
-            self._check_media()
-            options: dict[str, Any] = {"source": source, "token": token, "ca": ca, "timeout_s": timeout_s}
+            options: LoaderOptions = {"source": source, "token": token, "ca": ca, "timeout_s": timeout_s}
             options |= {"on_timeout": on_timeout, "workers": workers, "engine": engine, "device": device}
-            options |= {"recipe": media.recipe, "hardware": media.hardware, "seed": seed, "rows_multiple": 1}
-            options |= {"lengths": media.lengths, "masks": media.masks, "sampler": self._media}
-            options |= {"communicator": self._communicator, "lookahead": lookahead * self.job.microbatches}
-            job = cluster, media.model, MAX_TOKENS // cluster.ranks
-            self._encoder = PlannedLoader(MediaRows(media), *job, **options)
-            self._encoder._leads = False
+            self._follow_with(media, cluster, {**options, "seed": seed, "lookahead": lookahead})
+
+    def _follow_with(self, media: Media, cluster: Cluster, options: LoaderOptions) -> None:
+        """Makes the encoder's loader, whose microbatches follow this loader's. Raises ConfigError."""
+        self._media = MediaOrder(instance("media", media, Media), self._asked)
+        self._check_media()
+        options |= {"recipe": media.recipe, "hardware": media.hardware, "rows_multiple": 1}
+        options |= {"lengths": media.lengths, "masks": media.masks, "sampler": self._media}
+        options |= {
+            "communicator": self._communicator,
+            "lookahead": options["lookahead"] * self.job.microbatches,
+        }
+        tokens_per_rank = MAX_TOKENS // cluster.ranks
+        self._encoder = PlannedLoader(MediaRows(media), cluster, media.model, tokens_per_rank, **options)
+        self._encoder._leads = False
 
     def _check_media(self) -> None:
         """Raises ConfigError where microbatches of the encoder cannot be those of the decoder."""
