@@ -199,7 +199,7 @@ def timed_verify(plan: Plan, threads: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Source:
-    """Where batches come from: a workload, or the documented log-normal documents; plain ones under `mask` (causal).
+    """Source of batches: a workload, or the documented log-normal documents; plain ones under `mask` (causal).
     longest: most tokens of a document, None: those of the batch; overlong: what becomes of longer ones."""
 
     workload: Workload | None = None

@@ -175,7 +175,7 @@ class Comparison:
         return {name: one for name, one in found.items() if one is not None}
 
     def record(self) -> dict[str, Any]:
-        """What `apportion compare --json` prints but for where its batches are from; docs/benchmarks.md has names and
+        """Output of `apportion compare --json` without the origin of its batches; docs/benchmarks.md has names and
         units."""
         setting, hardware = self.setting, self.setting.hardware
         return {

@@ -1,4 +1,4 @@
-"""What figures were measured on, and with which versions."""
+"""Machine and software versions of a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, str | int | None]:
-    """What figures were measured on."""
+    """Processor and operating system of a measurement."""
     import os
     import platform
     import re

@@ -1,4 +1,4 @@
-"""What commands print, and how they end."""
+"""Output and exit codes of commands."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Suite:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many entries each group has."""
+        """Number of entries in each group."""
         return {name: len(entries) for name, entries in self.index.items() if name != "version"}
 
 
@@ -76,7 +76,7 @@ def _index_of(folder: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Question:
-    """What a command is asked. name: of the entry, with its group. path: the plan, or the folder of a case. expected:
+    """Question to a reader. name: of the entry, with its group. path: the plan, or the folder of a case. expected:
     the exit code; rule: what must be named."""
 
     verb: str
@@ -175,7 +175,7 @@ class Reader:
 
 
 def _exit_fault(question: Question, done: subprocess.CompletedProcess[bytes]) -> str:
-    """Where it ended in another way than it must: a signal, or another code than 0 and 1, is a crash."""
+    """Describes an invalid exit: a signal, or a code other than 0 and 1, is a crash."""
     if done.returncode == question.expected:
         return ""
     said = done.stderr.decode(errors="replace").strip()[-_SHOWN:]

@@ -50,7 +50,7 @@ class RequestOptions:
 
     @property
     def name(self) -> str:
-        """Where documents are from, in words."""
+        """Origin of the documents, in words."""
         return next(map(str, self.files.values()), "log-normal documents")
 
     @property
@@ -94,7 +94,7 @@ class RequestOptions:
         return None if self.lengths is None else read_lengths(self.lengths, self.column)
 
     def source(self, longest: int | None = None) -> Source:
-        """What batches are drawn from; plain documents under the mask of --mask, or of a config.json. longest: most
+        """Source of the batches; plain documents under the mask of --mask, or of a config.json. longest: most
         tokens of a sample. Raises ConfigError."""
         from apportion.bench import Source
         from apportion.ir.request import hf_config

@@ -205,8 +205,11 @@ def attended(expand: Expanding) -> torch.Tensor:
     ("also", "says"),
     [
         (torch.nn.Dropout(0.5), "in backward, where it runs again; leave dropout"),
-        (lambda v: v + v.mean(0), "another one on other ranks"),
-        (lambda v: v + torch.arange(len(v), dtype=v.dtype)[:, None, None], "another one on other ranks"),
+        (lambda v: v + v.mean(0), "different results on other ranks"),
+        (
+            lambda v: v + torch.arange(len(v), dtype=v.dtype)[:, None, None],
+            "different results on other ranks",
+        ),
         (torch.nn.Linear(5, 5).double(), r"shapes \[\(5,\), \(5, 5\)\].*would get no gradient"),
     ],
 )

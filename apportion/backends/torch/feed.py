@@ -26,7 +26,7 @@ from apportion.ir.verify.feeds import verify_feed
 
 
 class EncoderFeed:
-    """Which rows of an encoder's plan tokens of a decoder's plan stand for, and the way there. Equal on all ranks.
+    """Map from tokens of a decoder's plan to rows of an encoder's plan, and their transfer. Equal on all ranks.
 
     encoder, decoder: handles of plans for the same ranks. places: integers [n, 3]: first token of the decoder's batch,
     first row of the encoder's batch, tokens, each of which stands for `merge` rows; places do not overlap, and name

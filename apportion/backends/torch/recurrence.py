@@ -201,7 +201,7 @@ class _Slots:
         return _Slots(run, head, peer, slot_peer, above, above >= 0, leads, heads, ranks)
 
     def passage(self, runs: list[int], of_slots: Bools) -> HeadTransfer:
-        """What travels of these runs, in this order, which have these slots."""
+        """Builds the transfer of these runs' heads, in this order, to their slots."""
         place = np.full(int(self.run.max(initial=-1)) + 1, -1)
         place[runs] = np.arange(len(runs))
         order = np.argsort(self.peer, kind="stable")

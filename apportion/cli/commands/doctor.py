@@ -35,7 +35,7 @@ PARTS = (
 
 
 class Check(NamedTuple):
-    """What was found. remedy: a command or a sentence, empty where all is well."""
+    """Result of a check. remedy: a command or a sentence, empty where all is well."""
 
     name: str
     state: State
@@ -176,7 +176,7 @@ def _disk(folder: Path) -> Check:
 
 
 def _asked(name: str, address: str, ask: Callable[[str], str]) -> Check:
-    """What somebody says who may not be there."""
+    """Answer of a peer that may be absent."""
     from apportion.ir.errors import ApportionError
 
     shown = address.rpartition("@")[2]

@@ -111,7 +111,7 @@ def _faster(job: BenchJob, plan: Plan) -> dict[str, Any] | None:
 
 
 def _planned_by(url: str, token: str | None, ca: Path | None, job: BenchJob) -> Row:
-    """What a server makes of a request, verified here. Raises ConfigError, ServiceError, UnreachableError."""
+    """Plans a request on a server and verifies the answer here. Raises ConfigError, ServiceError, UnreachableError."""
     from time import perf_counter
 
     from apportion.bench import Row, Times, timed_verify

@@ -106,7 +106,7 @@ def _opened(folder: Path) -> Folder:
 
 
 def _fault(file: File, planner: Executor | None) -> str:
-    """What is wrong with a pack, nothing where it is whole. planner: has its request planned again, too."""
+    """Fault of a pack, empty if it is whole. planner: plans its request again and compares."""
     from apportion.ir.bytes.iteration_slice import IterationSlice
     from apportion.ir.bytes.transport import expanded
     from apportion.ir.errors import DecodeError

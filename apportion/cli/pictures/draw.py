@@ -60,7 +60,7 @@ class Colours:
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """What is drawn. coarse: how many cells and steps are drawn as one, so that the file stays small."""
+    """Scene of a picture. coarse: cells and steps drawn as one, which keeps the file small."""
 
     plan: Plan
     run: Run
@@ -245,7 +245,7 @@ def _remark(run: Run) -> str:
 
 
 def _key(top: int) -> Iterator[str]:
-    """What the fills of a timeline mean, at the right end of its title."""
+    """Legend of a timeline's fills, at the right end of its title."""
     x = LEFT + TRACK - 400
     said = (
         ("attention: the rank's colour", None),

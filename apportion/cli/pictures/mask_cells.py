@@ -1,4 +1,4 @@
-"""Who computes which part of the mask: the tasks of a plan's programs, in global tokens, gathered into cells."""
+"""Ranks that compute each part of the mask: the tasks of a plan's programs, in global tokens, gathered into cells."""
 
 from __future__ import annotations
 

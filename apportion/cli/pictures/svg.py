@@ -55,7 +55,7 @@ def lines(ends: Sequence[tuple[float, float, float, float]], stroke: str = LINE)
 
 @dataclass(frozen=True, eq=False)
 class PixelGrid:
-    """Where columns and rows begin, and the last ends: int64 [columns + 1], [rows + 1], in tenths of a pixel."""
+    """Starts of columns and rows, and the end of the last: int64 [columns + 1], [rows + 1], in tenths of a pixel."""
 
     x: Ints
     y: Ints

@@ -1,1 +1,1 @@
-"""What commands print: tables and text."""
+"""Printed output of commands: tables and text."""

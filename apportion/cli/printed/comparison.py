@@ -1,4 +1,4 @@
-"""What `apportion compare` prints: a row a recipe."""
+"""Printed output of `apportion compare`: a row per recipe."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ RECURRENT = Column(
 
 
 def comparison(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
-    """What `compare` prints of its record: a headline, the table, and why batches were refused."""
+    """Prints a comparison: a headline, the table, and reasons of refused batches."""
     return (
         lambda: _headline(record),
         lambda: comparison_table(record["rows"], wide),

@@ -1,4 +1,4 @@
-"""What `apportion forecast` prints: a table, where the time of a step goes, and what is saved, in words."""
+"""Printed output of `apportion forecast`: a table, the parts of a step, and the gain in words."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _bar(share: float, longest: float, style: str) -> Text:
 
 
 def search_table(search: Record) -> Table:
-    """What a search tried, in its order: milliseconds of a layer, or why there are none. The best is bold."""
+    """Table of a search's candidates, in order: milliseconds of a layer, or why it was refused. The best is bold."""
     rows = (
         (Text(cell, "bold" * (trial["recipe"] == search["recipe"])) for cell in cells)
         for trial in search["tried"]

@@ -1,4 +1,4 @@
-"""What `apportion recipes` and `apportion solvers` print."""
+"""Printed output of `apportion recipes` and `apportion solvers`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 
 
 def recipes_table(rows: Sequence[Record]) -> Table:
-    """What recipes there are."""
+    """Table of recipes."""
     return _catalogue(
         ("recipe", "what it does", "from", "needs"),
         [(row["name"], row["summary"], _source(row), row["needs"] or "") for row in rows],
@@ -50,7 +50,7 @@ def _source(row: Record) -> str:
 
 
 def solvers_table(rows: Sequence[Record]) -> Table:
-    """What solvers there are."""
+    """Table of solvers."""
     return _catalogue(
         ("solver", "problem", "how", "taken by", "from", "needs"),
         [

@@ -1,4 +1,4 @@
-"""What `apportion simulate` prints: timelines as bars, and the critical path in words."""
+"""Printed output of `apportion simulate`: timelines as bars, and the critical path in words."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Cluster:
             raise ConfigError("cluster.speeds", list(self.speeds), rule, "list 1.0 for a normal rank")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: ranks, links, memory, and the speed of each rank where they differ."""
+        """Notebook card: ranks, links, memory, and the speed of each rank where they differ."""
         from apportion.ir import cards
 
         rows = [

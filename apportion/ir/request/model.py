@@ -84,7 +84,7 @@ class Model:
             )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: heads, layers of each kind, sizes and dtype."""
+        """Notebook card: heads, layers of each kind, sizes and dtype."""
         from apportion.ir import cards
 
         return cards.card("Model", self.figures())

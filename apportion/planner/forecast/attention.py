@@ -62,8 +62,8 @@ class PlannedMicrobatch:
 
 @dataclass(frozen=True)
 class AttentionTimes:
-    """What it takes, over all layers of the model, microseconds until the last rank is done; recurrent: the same of
-    recurrent layers, forward and backward."""
+    """Times over all layers of the model, in microseconds until the last rank is done; recurrent: of recurrent layers,
+    forward and backward."""
 
     forward_us: float
     backward_us: float

@@ -33,7 +33,7 @@ from apportion.trainer.step.microbatch import IGNORED
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """What an encoder in front of the model reads: images, videos, sound; the loader plans it too.
+    """Inputs of an encoder in front of the model: images, videos, sound; the loader plans them too.
 
     dataset: map-style; medium i is a mapping of fields with an entry for each of its rows (patches, frames), [rows,
     ...], the same fields in all. lengths: rows of each, integers [media], by default the dataset's. model: of the
@@ -111,7 +111,7 @@ class MediaOrder:
                     yield found.tolist()
 
     def of(self, samples: Ints) -> tuple[Ints, Ints]:
-        """The media of these samples, in order, and which of the samples each is of: int64 [n] each."""
+        """Media of these samples, in order, and the index of each one's sample: int64 [n] each."""
         counts = np.diff(self._first)[samples]
         of = group_of(counts)
         return self._order[self._first[samples][of] + within(counts)], of

@@ -10,8 +10,8 @@ from apportion.trainer.step import wiring
 
 
 def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
-    """The encoder's rows that this rank's tokens stand for, in the order of these tokens, `feed.rows`; every rank calls
-    it, also one without images.
+    """Moves the encoder's rows to the tokens of this rank that stand for them, in the order of `feed.rows`; every rank
+    calls it, also one without images.
 
     x [rows, ...]: this rank's rows of the encoder, in its plan's home layout, with padding. Returns [n * merge, ...]:
     of each of the n tokens its `merge` rows, one after another, ready to be merged. Differentiable in x once:

@@ -92,14 +92,14 @@ class LatentExpansion:
         return cat((own, rotated.unsqueeze(1).expand(-1, len(heads), -1)), -1), v
 
 
-_ROWS = 64  # that a projection is tried on
+_ROWS = 64  # rows of a trial
 
 
 def check_projection(
     project: Callable[..., Sequence[Tensor]], params: Sequence[Tensor], *rows: Tensor
 ) -> None:
-    """Tries `project(*rows)`, [n, ...] each, which is run for rows of other ranks too, and again in backward. Raises
-    ConfigError where a row depends on others or on random numbers, and where `params` misses a tensor that it uses."""
+    """Tries `project(*rows)`, [n, ...] each, which also runs for rows of other ranks and again in backward. Raises
+    ConfigError if a row depends on other rows or on random numbers, or if `params` lacks a tensor that it uses."""
     count = min(len(rows[0]), _ROWS)
     fewer = arange(count, device=rows[0].device)[1:].flip(0)
     with enable_grad():
@@ -115,9 +115,12 @@ def check_projection(
         )
     for one, other in zip(whole, part, strict=True):
         if len(other) and not close(one[fewer].flatten(1), other.flatten(1), one.dtype not in LOW):
-            rule = "would be another one on other ranks and in backward, where it runs again"
+            rule = "gives different results on other ranks and in backward, which run it again"
             raise ConfigError(
-                "projection", "of other rows, or random", rule, "leave dropout and the like out of it"
+                "projection",
+                "depends on other rows or random numbers",
+                rule,
+                "remove dropout and other random or row-mixing layers",
             )
 
 

@@ -85,7 +85,7 @@ class Watch:
         self._transports = [one for one in transports if one is not None and one.ranks > 1]
 
     def attend(self, handle: PlanHandle) -> None:
-        """A layer is called under the plan; not when backward calls it again."""
+        """Records that a layer is called under the plan, except for recomputation in backward."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._used.add(handle)
 
