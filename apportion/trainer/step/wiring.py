@@ -90,7 +90,7 @@ class Watch:
             self._used.add(handle)
 
     def leave(self, batch: Microbatch, loss: Tensor) -> None:
-        """A loss of the batch. Raises ExecutionError where some of its layers used an earlier batch's plan."""
+        """Records a loss of the batch. Raises ExecutionError if some of its layers used an earlier batch's plan."""
         own = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
         late, self._used = {*self._used} & {*self._past} - own, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
