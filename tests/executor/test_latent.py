@@ -204,7 +204,7 @@ def attended(expand: Expanding) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("also", "says"),
     [
-        (torch.nn.Dropout(0.5), "in backward, where it runs again; leave dropout"),
+        (torch.nn.Dropout(0.5), "in backward, which run it again; remove dropout"),
         (lambda v: v + v.mean(0), "different results on other ranks"),
         (
             lambda v: v + torch.arange(len(v), dtype=v.dtype)[:, None, None],
