@@ -41,6 +41,14 @@ Baseline = Annotated[
         "static grid that fits and cuts next to nothing."
     ),
 ]
+GridHardware = Annotated[
+    str | None,
+    Option(
+        help="Kernel times of the static grids, where your trainer has other kernels: h100 beside --hardware "
+        "h100-stage. Default: --hardware.",
+        metavar="NAME|H.json",
+    ),
+]
 Expert = Annotated[int, Option(help="Expert-parallel degree: ranks of a stage that share experts.", min=1)]
 PingPong = Annotated[
     bool,
@@ -77,6 +85,7 @@ def forecast(
     recipes: options.RecipeNames = "all",
     grids: Grids = "ring,allgather,ulysses,usp",
     baseline: Baseline = None,
+    grid_hardware: GridHardware = None,
     tensor: Annotated[int, Option(help="Tensor-parallel degree.", min=1)] = 1,
     pipeline: Annotated[int, Option(help="Pipeline stages.", min=1)] = 1,
     virtual: options.Virtual = 1,
@@ -92,9 +101,10 @@ def forecast(
     """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and what a plan over
     all ranks saves over the static grid that you run today.
 
-    Attention is simulated, all else is closed forms; ranges hold what kernels a
-    tenth faster or slower, half of the bandwidth, four times the latency and
-    transfers that take multiprocessors would make of it, one at a time. Heads are
+    Attention is simulated, all else is closed forms. Ranges show the result if
+    kernels were 10 % faster or slower, bandwidth halved, latency four times as
+    high, or transfers took multiprocessors, one at a time on both sides; gains of
+    single steps are listed beside them. Heads are
     those of the whole model; tokens are for each rank and microbatch, on average: sequences stay whole, and none that
     is drawn is longer than a microbatch. Exit code 1 where no row is proposed.
 
@@ -103,6 +113,8 @@ def forecast(
       apportion forecast --workload examples/code_lengths.json --ranks 64
 
       apportion forecast --ranks 64 --recipes auto --grids usp --training '{sharding: zero1, recompute: full}'
+
+      apportion forecast --ranks 64 --hardware h100-stage --grid-hardware h100
 
       apportion forecast --ranks 128 --recipes auto,blend --grids none --search --microbatches 4 --json
     """
@@ -120,6 +132,7 @@ def forecast(
     chosen = [*(replace(form, ping_pong=ping_pong) for form in forms), *_grids(grids, degrees, cluster)]
     with progress("forecasting", len(chosen)) as report:
         more: dict[str, Any] = {"hardware": hardware, "baseline": baseline, "seed": request.seed}
+        more["grid_hardware"] = inputs.hardware_of(grid_hardware)
         found = engine(drawn, cluster, model, chosen, trained, progress=report, **more)
     record = found.record() | {
         "batches": len(drawn),

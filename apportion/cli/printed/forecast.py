@@ -71,9 +71,11 @@ def _headline(record: Record) -> str:
     ranks = cluster["nodes"] * cluster["ranks_per_node"]
     named = record["refused_baseline"]
     baseline = record["baseline"] or (f"{named} (refused)" if named else "none")
+    kernels, grids = (record[field]["name"] for field in ("hardware", "grid_hardware"))
+    kernels += f" (static grids: {grids})" if grids != kernels else ""
     return (
         f"{ranks} ranks, {count(record['batches'], 'step')} of {record['tokens']:,} tokens ({record['workload']}), "
-        f"hardware {record['hardware']['name']},\n{training['sharding']}, recomputation {training['recompute']}, "
+        f"hardware {kernels},\n{training['sharding']}, recomputation {training['recompute']}, "
         f"baseline {baseline}\n"
     )
 
@@ -86,7 +88,7 @@ def _table(rows: Sequence[Record], baseline: str | None) -> Table:
         "parallelism",
         *figures,
         *(["pairs\nkept"] if drops else []),
-        "steps per baseline's\n(low-high)",
+        "speed-up\n(range)",
     )
     return table(titles, (_cells(row, baseline, drops) for row in rows), ("parallelism",))
 
@@ -143,9 +145,11 @@ def _saved(record: Record) -> str:
         ", ".join(f"{name.replace('_', ' ')} {-changes[name]:+.2f} s" for name in told[:3])
         or "nothing in particular"
     )
+    steps = ", ".join(f"{one:.2f}" for one in gain["steps"])
     return (
-        f"\nfastest that fits: {best['name']}, {gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f}) steps in "
-        f"the time of one of {base['name']};\n{hours:,.0f} GPU-hours saved a week: {why}"
+        f"\nfastest that fits: {best['name']}, {gain['value']:.2f} times as fast as {base['name']} (range "
+        f"{gain['low']:.2f} to {gain['high']:.2f}; of each step: {steps});\n"
+        f"{hours:,.0f} GPU-hours saved a week: {why}"
     )
 
 

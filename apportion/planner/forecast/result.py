@@ -81,6 +81,7 @@ class Forecast:
     model: Model
     training: Training
     hardware: Hardware
+    grid_hardware: Hardware
     scenarios: tuple[Scenario, ...] = INTERVAL
     named: str | None = None
 
@@ -104,13 +105,16 @@ class Forecast:
     def _candidates(self) -> list[ForecastRow]:
         return [row for row in self.rows if self.fits(row) and row.kept >= KEPT]
 
-    def gain(self, row: ForecastRow) -> dict[str, float] | None:
-        """Speed-up of the row over the baseline: nominal, and the minimum and maximum over scenarios, each applied to
-        both."""
+    def gain(self, row: ForecastRow) -> dict[str, Any] | None:
+        """Speed-up of the row over the baseline: nominal, the minimum and maximum over scenarios, each applied to both,
+        and the nominal one of each step."""
         if self.baseline is None or not row.steps:
             return None
         ratios = [base / mine for base, mine in zip(self.baseline.seconds, row.seconds, strict=True)]
-        return {"value": ratios[0], "low": min(ratios), "high": max(ratios)}
+        steps = [
+            base.seconds / mine.seconds for base, mine in zip(self.baseline.nominal, row.nominal, strict=True)
+        ]
+        return {"value": ratios[0], "low": min(ratios), "high": max(ratios), "steps": steps}
 
     def record(self) -> dict[str, Any]:
         """Plain data: rows and inputs."""
@@ -125,6 +129,7 @@ class Forecast:
             "training": self.training.to_data(),
             "parameters": self._parameters(),
             "hardware": {"name": self.hardware.name, "digest": self.hardware.digest()},
+            "grid_hardware": {"name": self.grid_hardware.name, "digest": self.grid_hardware.digest()},
         }
 
     def _parameters(self) -> dict[str, float]:

@@ -32,6 +32,7 @@ def forecast(
     training: Training | None = None,
     *,
     hardware: Hardware | str | None = None,
+    grid_hardware: Hardware | str | None = None,
     baseline: str | None = None,
     seed: int = 0,
     progress: Progress = lambda done: None,
@@ -39,10 +40,11 @@ def forecast(
     """Forecasts training step times for each parallelism, averaged over batches, each with one step's sequences.
 
     parallelisms: default `recipe_parallelisms()` and `static_grids(cluster)`. model: the whole model, also with tensor
-    parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's. baseline:
-    name of the reference parallelism for speed-ups, by default the fastest static grid that fits. progress: called with
-    the name of each finished one. A parallelism that cannot serve a batch keeps its row, with the reason. Raises
-    ConfigError.
+    parallelism. hardware: kernel times, default the built-in H100; links, NICs and memory are the cluster's.
+    grid_hardware: kernel times of the static grids, default `hardware`: a trainer of today may have faster kernels.
+    baseline: name of the reference parallelism for speed-ups, by default the fastest static grid that fits. progress:
+    called with the name of each finished one. A parallelism that cannot serve a batch keeps its row, with the reason.
+    Raises ConfigError.
     """
     instance("cluster", cluster, Cluster)
     instance("model", model, Model)
@@ -64,23 +66,28 @@ def forecast(
             "baseline", baseline, "is not one of the parallelisms", f"use one of {'; '.join(names)}"
         )
     used = Hardware.named(hardware) or Hardware.load("h100")
+    grids = Hardware.named(grid_hardware) or used
     scenarios = INTERVAL + UNEVEN * bool(trained.experts.count)
-    varied = [(one.experts, *applied(one, used, cluster)) for one in scenarios]
-    alike: dict[Parallelism, list[int]] = {}
+    varied = [
+        [(one.experts, *applied(one, kernels, cluster)) for one in scenarios] for kernels in (used, grids)
+    ]
+    alike: dict[tuple[Parallelism, bool], list[int]] = {}
     for number, form in enumerate(chosen):
-        alike.setdefault(form.planned_as(cluster), []).append(number)
+        static = grids is not used and form.context is not None
+        alike.setdefault((form.planned_as(cluster), static), []).append(number)
     rows: dict[int, ForecastRow] = {}
-    for numbers in alike.values():
+    for (_, static), numbers in alike.items():
         shared: list[_Attention] = []
         for number in numbers:
             form = chosen[number]
             settings = [
-                Setting(form, links, model, trained, kernels, excess) for excess, kernels, links in varied
+                Setting(form, links, model, trained, kernels, excess)
+                for excess, kernels, links in varied[static]
             ]
             rows[number] = _row(settings, drawn, seed, shared)
             progress(str(form))
     found = tuple(rows[number] for number in range(len(chosen)))
-    return Forecast(found, cluster, model, trained, used, scenarios, named=baseline)
+    return Forecast(found, cluster, model, trained, used, grids, scenarios, named=baseline)
 
 
 def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:

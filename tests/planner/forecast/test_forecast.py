@@ -628,10 +628,27 @@ def test_rows_add_up_and_gains_refer_to_the_best_grid_that_fits() -> None:
     assert record["best"] in {row["name"] for row in record["rows"] if row["pairs_kept"] >= 0.98}
     best = min(static, key=lambda row: row["step_s"]["value"])
     assert record["baseline"] == best["name"]
-    assert best["gain"] == {"value": 1, "low": 1, "high": 1}
+    assert best["gain"] == {"value": 1, "low": 1, "high": 1, "steps": [1, 1]}
     for row in record["rows"]:
         assert row["gain"]["value"] == pytest.approx(best["step_s"]["value"] / row["step_s"]["value"])
+        assert min(row["gain"]["steps"]) <= row["gain"]["value"] <= max(row["gain"]["steps"])
     json.dumps(record, allow_nan=False)
+
+
+def test_static_grids_have_their_own_kernels() -> None:
+    chosen = [*recipe_parallelisms(["ulysses"]), *static_grids(CLUSTER, ["ulysses"])]
+
+    def seconds(**hardware: str) -> dict[bool, list[float]]:
+        rows = ap.forecast(BATCH, CLUSTER, SMALL, chosen, Training(vocab=1000), **hardware).rows
+        return {
+            static: [row.seconds[0] for row in rows if (row.parallelism.context is not None) == static]
+            for static in (False, True)
+        }
+
+    fast, slow, both = seconds(), seconds(hardware="h100-stage"), {"hardware": "h100-stage"}
+    mixed = seconds(**both, grid_hardware="h100")
+    assert mixed == {False: slow[False], True: fast[True]}
+    assert fast[True] < slow[True]
 
 
 def test_what_does_not_fit_is_told_and_is_no_baseline() -> None:
@@ -754,7 +771,7 @@ SIZE = ("--ranks", 8, "--tokens-per-rank", 2048, "--batches", 1)
 def test_the_command_prints_a_table_bars_and_what_is_saved(run: Call) -> None:
     code, said = run(*SIZE, "--recipes", "blend,ring", "--grids", "ring,usp")
     assert code == 0
-    assert "steps per baseline's" in said
+    assert "speed-up" in said
     assert "where the time of a step goes" in said
     assert "fastest that fits" in said
     bars = [line for line in said.splitlines() if line.startswith("blend ") and "AL" in line]
