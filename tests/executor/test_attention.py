@@ -38,7 +38,7 @@ COVER = cases.pairwise()
 BY_HAND = {path.stem: path for path in sorted((Path(__file__).parent.parent / "plans").glob("*.txt"))}
 
 
-@pytest.mark.parametrize("case", sparse(COVER, 6), ids=["-".join(map(str, case)) for case in COVER])
+@pytest.mark.parametrize("case", sparse(COVER, 12), ids=["-".join(map(str, case)) for case in COVER])
 def test_pairwise_cover(pool: Pool, case: Case) -> None:
     batch = batch_of(case.mask)
     plan = make_plan(

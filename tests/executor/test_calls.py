@@ -61,7 +61,7 @@ def shards(recipe: str, ranks: int = 2) -> list[tuple[Shard, ...]]:
             ("skipped_at_the_end", "ring", "forward of kind a", "all_gather of metrics"),
             ("pair", "ring", "all_gather of segments", "forward of kind a"),
         ],
-        3,
+        6,
     ),
 )
 def test_another_call_ends_both_ranks_and_names_both(
@@ -81,7 +81,9 @@ def test_another_call_ends_both_ranks_and_names_both(
 
 @pytest.mark.parametrize(
     ("case", "says"),
-    [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")],
+    sparse_rows(
+        [("shape", "ExecutionError: q has shape"), ("late_failure", "MemoryError: out of memory")], 2
+    ),
 )
 def test_a_rank_that_fails_ends_the_others_with_its_error(own: Pool, case: str, says: str) -> None:
     (first, seconds), (second, _) = own.run(jobs_calls.apart, 2, case, 1, each=shards("ring"))

@@ -15,6 +15,7 @@ from apportion.ir.bytes.codec import Plan
 from tests.ranks import jobs_feed
 from tests.ranks.jobs_feed import HEADS, MERGE, PATCH, WIDTH
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(HEADS, HEADS, WIDTH // HEADS, dtype="fp64", hidden=WIDTH, ffn=WIDTH, layers=1)
 #: of each sample its tokens, and (first token, tokens) of its images
@@ -85,13 +86,12 @@ def check(pool: Pool, encoder: Plan, decoder: Plan, places: NDArray[Any]) -> Non
         np.testing.assert_allclose(summed, weight.grad.numpy(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize(("recipe", "of_encoder"), [("blend", "blend"), ("mixed", "fcp"), ("fcp", "mixed")])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_two_plans_equal_one_process(
-    pool: Pool, ranks: int, recipe: str, of_encoder: str, samples: str
-) -> None:
-    check(pool, *two(samples, ranks, recipe, of_encoder))
+@pytest.mark.parametrize(
+    ("samples", "recipes", "ranks"),
+    sparse_product(7, SAMPLES, (("blend", "blend"), ("mixed", "fcp"), ("fcp", "mixed")), (2, 4)),
+)
+def test_two_plans_equal_one_process(pool: Pool, samples: str, recipes: tuple[str, str], ranks: int) -> None:
+    check(pool, *two(samples, ranks, *recipes))
 
 
 def test_ranks_without_images_and_without_patches_take_part(pool: Pool) -> None:

@@ -89,7 +89,7 @@ def pair_of_plans(batch: Batch, name: str, ranks: int, model: Model) -> list[Pla
 @pytest.mark.parametrize("ranks", sparse([2, 4], 2))
 @pytest.mark.parametrize(
     ("name", "way"),
-    sparse_product(3, ("distca", "node", "ulysses", "ring"), ("stack", "single", "checkpoint", "reentrant")),
+    sparse_product(7, ("distca", "node", "ulysses", "ring"), ("stack", "single", "checkpoint", "reentrant")),
 )
 def test_layers_with_all_their_gradients(pool: Pool, name: str, way: str, ranks: int) -> None:
     model = cases.model(2, "fp64", kv_heads=2)

@@ -23,6 +23,7 @@ from tests.ranks import jobs_recurrence
 from tests.ranks.jobs_recurrence import Layer
 from tests.ranks.rank_pool import Pool
 from tests.support.recurrence import token_by_token
+from tests.support.sparse import sparse_rows
 from tests.support.strategies import STRATEGIES
 
 CONV = 4
@@ -142,7 +143,9 @@ def layer_of(gate: str, delta: bool, heads: int, key_heads: int) -> tuple[Layer,
     return layer, {**sizes, "gate": gate, "delta": delta}
 
 
-@pytest.mark.parametrize(("recipe", "batch", "ranks", "sizes", "padding", "checkpointing"), CASES)
+@pytest.mark.parametrize(
+    ("recipe", "batch", "ranks", "sizes", "padding", "checkpointing"), sparse_rows(CASES, 3)
+)
 def test_a_layer_is_that_of_one_process(
     pool: Pool,
     recipe: str,

@@ -21,6 +21,7 @@ from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.plan.visible import Fetch, obstacle
 from tests.ranks import jobs_visible
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(q_heads=4, kv_heads=1, head_dim=8, dtype="fp64", hidden=6, ffn=8, layers=1)
 LENGTHS = [70, 33, 20, 9, 2, 1]
@@ -83,11 +84,11 @@ def gathered(mask: str, shape: tuple[int, int], recipe: str, **model: Any) -> Pl
     return ap.plan(MASKS[mask], ap.Cluster(*shape), replace(MODEL, balance=balance, **model), recipe)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("recipe", ["mixed", "blend", "fcp"])
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("mask", "recipe", "shape"), sparse_product(5, MASKS, ("mixed", "blend", "fcp"), ((1, 2), (2, 2)))
+)
 def test_run_time_attention_equals_one_process(
-    pool: Pool, shape: tuple[int, int], recipe: str, mask: str
+    pool: Pool, mask: str, recipe: str, shape: tuple[int, int]
 ) -> None:
     check(pool, gathered(mask, shape, recipe))
 

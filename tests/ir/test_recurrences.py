@@ -170,10 +170,10 @@ def test_a_plan_broken_in_one_place_is_refused_there(good: ap.Plan, case: str) -
 
 @pytest.mark.parametrize("seed", sparse(range(10), 10))
 def test_an_accepted_mutant_computes_the_same(seed: int) -> None:
-    result = fuzz_judge.fuzz(list(fuzz_judge.recurrent_plans(("fcp", "blend", "zeppelin"))), 500, seed)
+    result = fuzz_judge.fuzz(list(fuzz_judge.recurrent_plans(("fcp", "blend", "zeppelin"))), 200, seed)
     assert result.missed == []
-    assert result.accepted > 10
-    assert result.refused["recurrences"] > 100
+    assert result.accepted > 4
+    assert result.refused["recurrences"] > 40
 
 
 def test_what_differs_is_named(good: ap.Plan) -> None:

@@ -22,6 +22,7 @@ from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import cut_cells
 from tests.support.matrix import LAYERS, compare
 from tests.support.mixtures import HEADS, random_batch
+from tests.support.sparse import sparse
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def divides(recipe: Recipe, model: Model, cluster: Cluster) -> bool:
     return not (model.q_heads % groups or model.q_heads % degree or cluster.ranks % degree)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", sparse(range(60), 4))
 def test_any_execution_equals_dense_attention(seed: int) -> None:
     draw = random.Random(seed)
     ranks, layer, batch = draw.choice([1, 2, 3, 4, 6, 8]), draw.choice(HEADS), random_batch(draw)

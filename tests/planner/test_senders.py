@@ -57,7 +57,7 @@ def most_senders(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape"), sparse_product(4, [*RECIPES, UPIPE], ((4, 2, 2), (4, 2, 1), (8, 1, 1)))
+    ("recipe", "shape"), sparse_product(8, [*RECIPES, UPIPE], ((4, 2, 2), (4, 2, 1), (8, 1, 1)))
 )
 def test_the_same_numbers_from_one_sender_at_a_time(recipe: Any, shape: tuple[int, int, int]) -> None:
     cluster = Cluster(shape[0], shape[1], nics_per_node=shape[2])

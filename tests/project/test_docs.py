@@ -10,7 +10,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,13 +126,18 @@ def test_commands_of_the_documents_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert codes == dict.fromkeys(codes, 0)
 
 
+@cache
+def command_line() -> Any:
+    import typer
+
+    return typer.main.get_command(cli.app)
+
+
 @pytest.mark.parametrize("document", TEXTS)
 def test_commands_of_every_document_have_the_options_that_they_use(document: str) -> None:
     """Those of `RUN` are run; the others need clusters or hours."""
-    import typer
-
     for line in commands(document):
-        found = typer.main.get_command(cli.app)
+        found = command_line()
         for word in line.replace("[", " ").replace("]", " ").split()[1:]:
             known = {name for option in found.params for name in (*option.opts, *option.secondary_opts)}
             if word == "--":
@@ -138,7 +145,7 @@ def test_commands_of_every_document_have_the_options_that_they_use(document: str
             if word.startswith("-") and not re.fullmatch(r"-[0-9.]+", word):
                 assert word.split("=")[0] in {*known, "--help"}, (line, word)
             elif word in getattr(found, "commands", ()):
-                found = found.commands[word]  # type: ignore[attr-defined]
+                found = found.commands[word]
 
 
 @pytest.mark.parametrize("document", TEXTS)

@@ -29,7 +29,7 @@ def passes(
 
 def agreeing(comm: Communicator, given: list[dict[str, Any]]) -> tuple[list[bytes], int, str]:
     """Ids that this rank runs, its fallbacks, and the error that ends it. given: arguments of each rank's loader."""
-    mine = {"communicator": comm, "timeout_s": 2.0, "on_timeout": "local", **given[comm.rank]}
+    mine = {"communicator": comm, "timeout_s": 4.0, "on_timeout": "local", **given[comm.rank]}
     known = {**given[0], "source": HereSource()}
     list(PlannedLoader(Recorded(), communicator=comm, **known))  # warms up planning
     loader, ids = PlannedLoader(Recorded(), **mine), []

@@ -16,6 +16,7 @@ from apportion.demo import run as demo, train, workload
 from tests.processes import below, running
 
 
+@pytest.mark.slow
 def test_two_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.run(None, 2, as_json=True) == 0
     record = json.loads(capsys.readouterr().out)

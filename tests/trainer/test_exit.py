@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from apportion.service.http.serve import serving
-from tests.support.sparse import sparse
+from tests.support.sparse import sparse, sparse_rows
 
 ROOT = Path(__file__).parents[2]
 OPEN = """
@@ -31,7 +31,7 @@ def sources() -> Iterator[dict[str, str]]:
         yield {"local": "local", "service": server.url}
 
 
-@pytest.mark.parametrize(("workers", "status"), [(0, 0), (0, 3), (1, 0)])
+@pytest.mark.parametrize(("workers", "status"), sparse_rows([(0, 3), (0, 0), (1, 0)], 3))
 @pytest.mark.parametrize("name", sparse(["service", "local"], 2))
 def test_an_open_pass_leaves_no_traceback_at_exit(
     sources: dict[str, str], name: str, workers: int, status: int

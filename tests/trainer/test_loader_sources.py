@@ -31,6 +31,7 @@ from apportion.trainer.loading.sources import LocalSource, ServiceSource
 from tests.ranks import jobs_loader, jobs_seam
 from tests.ranks.loading import LENGTHS, HereSource, Recorded, job, planning, seen
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse
 
 WAIT_S = 300
 JOBS = {"plain": job(2, 66, microbatches=2), "packing": job(2, 66, microbatches=2, recipe="wlb")}
@@ -73,7 +74,7 @@ def without_a_server() -> list[Any]:
 # --- one behaviour
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", sparse(list(JOBS), 2))
 def test_batches_and_plans_are_the_same_whoever_plans(
     pool: Pool, server: Server, folders: dict[str, Path], name: str
 ) -> None:
@@ -286,6 +287,7 @@ def test_a_request_that_cannot_be_planned_is_refused() -> None:
         list(loader_of("local", recipe=replace(job().policy, token_cap=1)))
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
     """Its planner does not import it, whatever `workers`; a pass that is still held does not keep the process."""
     script = tmp_path / "train.py"

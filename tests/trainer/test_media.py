@@ -12,6 +12,7 @@ from apportion.ir.errors import ConfigError
 from tests.ranks import jobs_media
 from tests.ranks.jobs_media import IMAGES
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_product
 
 
 def steps_of(told: list[Any]) -> list[list[list[int]]]:
@@ -22,9 +23,11 @@ def steps_of(told: list[Any]) -> list[list[list[int]]]:
     return steps[:-1]
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2, "seed": 3}, {"sampler": [[1, 3], [4], [2, 0]]}])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training_equals_one_process(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    sparse_product(5, ({"microbatches": 2, "seed": 3}, {}, {"sampler": [[1, 3], [4], [2, 0]]}), (2, 4)),
+)
+def test_training_equals_one_process(pool: Pool, options: dict[str, Any], ranks: int) -> None:
     found = pool.run(jobs_media.train, ranks, options)
     assert found is not None
     steps = steps_of(found[0][0])

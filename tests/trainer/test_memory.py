@@ -14,9 +14,10 @@ from apportion.ir.errors import ConfigError
 from tests.ranks import jobs_memory
 from tests.ranks.loading import MODEL, job, planning
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 500])
+@pytest.mark.parametrize("tokens", sparse([7, 1, 500], 3))
 def test_ranks_train_the_same_model_by_tiles_and_with_checkpoints_on_the_host(
     pool: Pool, tokens: int
 ) -> None:

@@ -37,7 +37,7 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
             {"reduces": "ddp averaged over", "scaled": 1024.0},
             {"net": "autocast", "loss": "own"},
         ],
-        3,
+        7,
     ),
     ids=str,
 )
@@ -45,7 +45,7 @@ def test_right_loops_train(pool: Pool, loop: dict[str, Any]) -> None:
     assert pool.run(jobs_own_loop.trained, 2, loop) == ["", ""]
 
 
-@pytest.mark.parametrize("net", ["dropout", "kept statistics", "fsdp"])
+@pytest.mark.parametrize("net", sparse(["fsdp", "dropout", "kept statistics"], 3))
 def test_trying_a_model_changes_nothing(pool: Pool, net: str) -> None:
     found, wanted = (
         pool.run(jobs_own_loop.weights, 2, net, True),

@@ -15,6 +15,7 @@ from apportion.service.http.serve import serving
 from tests.ranks import jobs_pairs
 from tests.ranks.loading import job, planning
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_rows
 
 MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=2)
 
@@ -25,7 +26,7 @@ def given(source: Any = None, recipe: str = "distca", microbatches: int = 2) -> 
 
 @pytest.mark.parametrize(
     ("source", "recipe", "multiple"),
-    [("local", "distca", None), ("service", "wlb", 4)],
+    sparse_rows([("local", "distca", None), ("service", "wlb", 4)], 2),
     ids=["local", "a server, packed and padded"],
 )
 def test_halves_train_as_one_microbatch_after_the_other(

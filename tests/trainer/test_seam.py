@@ -24,6 +24,7 @@ from tests.ranks import jobs_seam
 from tests.ranks.jobs_seam import Broken
 from tests.ranks.loading import LENGTHS, Recorded, job, planning
 from tests.ranks.rank_pool import Pool, RankError
+from tests.support.sparse import sparse
 
 
 def loader_of(
@@ -191,7 +192,7 @@ def test_a_rank_whose_plan_is_beyond_the_envelope_ends_all(pool: Pool) -> None:
         pool.run(jobs_seam.padded, 4, given, {"envelope": ap.Envelope(rows=8)})
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", sparse([True, False], 2))
 def test_padding_under_plans_that_project(pool: Pool, sinks: bool) -> None:
     plain, padded = (pool.run(jobs_seam.padded_block, 2, multiple, sinks) for multiple in (None, 16))
     for (found, behind), (wanted, _) in zip(padded, plain, strict=True):

@@ -18,6 +18,7 @@ from apportion.service.http.serve import serving
 from tests.ranks import jobs_ticks
 from tests.ranks.loading import LENGTHS, job, planning
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_rows
 
 MODEL = Model(2, 1, 8, dtype="fp64", hidden=16, ffn=24, layers=4)
 KINDS = {"full": masks.causal(), "near": masks.sliding_window(6), "sink": masks.sink_window(2, 4)}
@@ -31,12 +32,15 @@ def given(tokens: int, ranks: int, recipe: str | None, layers: Any = 4, **option
 
 @pytest.mark.parametrize(
     ("stages", "replicas", "microbatches", "virtual", "kinds", "options"),
-    [
-        (2, 2, 4, 1, None, {"rows_multiple": 4}),
-        (2, 2, 2, 1, ["near", "sink"], {}),
-        (4, 1, 4, 1, ["full", "full", "near", "sink"], {}),
-        (2, 2, 2, 2, ["full", "near", "sink", "sink"], {}),
-    ],
+    sparse_rows(
+        [
+            (2, 2, 2, 2, ["full", "near", "sink", "sink"], {}),
+            (2, 2, 4, 1, None, {"rows_multiple": 4}),
+            (2, 2, 2, 1, ["near", "sink"], {}),
+            (4, 1, 4, 1, ["full", "full", "near", "sink"], {}),
+        ],
+        4,
+    ),
 )
 def test_ticks_train_as_no_pipeline(
     pool: Pool,

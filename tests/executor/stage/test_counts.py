@@ -50,7 +50,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", sparse(CELLS, 2), ids="-".join)
+@pytest.mark.parametrize("cell", sparse(CELLS, 4), ids="-".join)
 def test_launches_messages_and_rounds_are_those_of_the_simulator(cell: tuple[str, ...]) -> None:
     name, mask, sent = cell
     batch = Batch.from_sequences([Sequence(*each) for each in cases.BATCHES[mask]])

@@ -27,6 +27,7 @@ from apportion.planner.recipe.recipes import find_recipe, passes_of
 from apportion.planner.search.price import least_placed_us
 from apportion.planner.tasks.rows import Rows
 from tests.support.matrix import LAYERS, SEQUENCES, compare
+from tests.support.sparse import sparse_product
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=64)
 FIRST = np.array([0, 4, 8])
@@ -176,8 +177,7 @@ def test_lone_sequences_are_whole_tasks_with_all_heads() -> None:
 # ---- plans
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("name", "layer"), sparse_product(4, SEQUENCES, LAYERS))
 def test_every_mask_equals_dense_attention(name: str, layer: tuple) -> None:
     length, mask = SEQUENCES[name]
     short = [Sequence(5, masks.causal()), Sequence(length, mask), Sequence(9, masks.full())] * 2
