@@ -2,7 +2,7 @@
 
     exit 0  done, and every check passed
     exit 1  a check failed: a plan breaks a rule, two plans differ, losses differ
-    exit 2  the input is wrong: an option, a file, a request that cannot be served, a part not installed
+    exit 2  no result: wrong input, a request that cannot be served, a package not installed, no answer of a server
     exit 130  interrupted
 
 Heavy imports (numpy, torch) happen inside the commands, so that `--help` is instant.
@@ -47,7 +47,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, and every check passed; 1 a check failed; 2 the input is wrong; 130 interrupted.",
+    epilog="Exit codes: 0 done, and every check passed; 1 a check failed; 2 no result: wrong input, a missing package, "
+    "a server that does not answer; 130 interrupted.",
 )
 #: heading of the help -> its commands, in order
 GROUPS = {

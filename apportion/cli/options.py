@@ -23,12 +23,15 @@ LengthsFile = Annotated[
 ]
 Column = Annotated[
     str | None,
-    Option(help="Column of --lengths: integers, or lists that are counted. Default: length, else input_ids."),
+    Option(
+        help="Column of --lengths: integers, or lists, whose entries are counted. Default: length, else input_ids."
+    ),
 ]
 Overlong = Annotated[
     str | None,
     Option(
-        help="Documents of more tokens than a microbatch of all ranks: drop, cut or refuse. Default: drop.",
+        help="Documents of more tokens than a microbatch of all ranks: drop, cut or refuse. Default: drop; precompute: "
+        "refuse.",
         metavar="RULE",
         show_default=False,
     ),
@@ -55,7 +58,9 @@ HardwareName = Annotated[
     ),
 ]
 Ranks = Annotated[int | None, Option(help="Ranks. Default: 64.", min=1)]
-RanksPerNode = Annotated[int | None, Option(help="Default: 8, or the largest divisor below.", min=1)]
+RanksPerNode = Annotated[
+    int | None, Option(help="Ranks of a node. Default: 8, or the largest divisor of --ranks below.", min=1)
+]
 TokensPerRank = Annotated[
     int | None, Option(help=f"Tokens sampled for each rank. Default: {SAMPLED}.", min=1)
 ]
@@ -66,11 +71,7 @@ RecipeName = Annotated[
 ]
 RecipeNames = Annotated[
     str,
-    Option(
-        help="Names and recipe files, separated by commas, or all. Of a forecast: those that plan over all data and "
-        "context ranks, or none.",
-        metavar="NAME,...",
-    ),
+    Option(help="Names of recipes and recipe files, separated by commas, or all.", metavar="NAME,..."),
 ]
 Block = Annotated[
     str | None,
@@ -79,12 +80,12 @@ Block = Annotated[
 Pods = Annotated[
     str | None,
     Option(
-        help="Plan parts of the cluster by themselves, of so many ranks at most, or `auto` (1024): "
-        "every document stays inside one. For thousands of ranks."
+        help="Plan parts of at most so many ranks separately, or `auto` (1024); every document stays "
+        "in one part. For thousands of ranks."
     ),
 ]
 Threads = Annotated[
-    int, Option(help="Cores to work on, where steps can. What comes out is the same.", min=1, max=1024)
+    int, Option(help="Threads for parallel steps; the result does not change.", min=1, max=1024)
 ]
 Seed = Annotated[int, Option(help="Seed of sampling and planning.", min=0)]
 Workers = Annotated[

@@ -74,7 +74,7 @@ class RequestOptions:
         ranks, per_node = self.ranks, self.ranks_per_node
         if self.cluster is not None:
             given = {"--ranks": ranks, "--ranks-per-node": per_node}
-            inputs.refuse(given, "the cluster file says this already", "drop --cluster or")
+            inputs.refuse(given, "conflicts with --cluster", "drop --cluster or")
             cluster = Cluster.load(self.cluster)
             inputs.warn_of_mismatch(hardware, cluster)
             return cluster, model, hardware

@@ -236,7 +236,7 @@ def suggestion(key: str, allowed: Iterable[str]) -> str:
     allowed = tuple(allowed)
     close = difflib.get_close_matches(key, allowed, n=1)
     listed = ", ".join(allowed) or "none"
-    return f"did you mean {close[0]}? There is {listed}" if close else f"write one of {listed}"
+    return f"did you mean {close[0]}? Known: {listed}" if close else f"write one of {listed}"
 
 
 def text(field: str, value: str) -> str:

@@ -265,8 +265,8 @@ def test_an_unknown_recipe_is_refused_with_the_names(run: Cli, command: list[str
     batch = [] if command[0] == "recipes" else ["--batch", str(EXAMPLES / "batch.json")]
     result = run(*command, *batch)
     assert result.code == 2
-    assert "did you mean ring? There is " in result.err
-    listed = result.err.partition("There is ")[2]
+    assert "did you mean ring? Known: " in result.err
+    listed = result.err.partition("Known: ")[2]
     assert all(len(re.findall(rf"\b{name}\b", listed)) == 1 for name in entries())
 
 

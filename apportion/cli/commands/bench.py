@@ -74,7 +74,7 @@ def bench_plan(
 
 
 TokensPerRank = Annotated[int, Option(help="Tokens sampled for each rank.", min=1)]
-Engine = Annotated[str, Option(help="What computes: stage, flash, plain, or all of them.")]
+Engine = Annotated[str, Option(help="Engine: stage, flash, plain or all.")]
 
 
 @app.command("attention")
@@ -85,17 +85,17 @@ def bench_attention(
     engine: Engine = "all",
     workload: options.WorkloadFile = None,
     model: options.ModelFile = None,
-    repeats: Annotated[int, Option(help="Calls of which the best counts.", min=1)] = 30,
+    repeats: Annotated[int, Option(help="Timed calls; the best counts.", min=1)] = 30,
     hardware: options.HardwareName = None,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Time calls of planned attention, forward and backward: a row for the busiest rank of each plan.
 
-    Without a GPU: launches, messages and the host's time to come to them, with a recorder in the place of the device.
-    On a GPU plans of one rank run. Under torchrun plans of as many ranks as there are run,
-    and what messages add to them is measured. What could not be measured is said below the table. Milliseconds, of
-    the best of --repeats calls after one to warm up.
+    Without a GPU a recorder takes the place of the device: it counts launches and messages, and the host is timed. On
+    a GPU plans of one rank run. Under torchrun plans of as many ranks as the job run, and the time that messages add
+    is measured. A note below the table names figures that were not measured. Milliseconds, the best of --repeats
+    calls after a warm-up.
 
     [bold]Examples[/bold]
 

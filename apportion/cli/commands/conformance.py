@@ -31,17 +31,17 @@ def conformance(
     level: Annotated[
         str, Option(help="read, run (default: read and execute) or verify.", metavar="LEVEL")
     ] = "run",
-    only: Annotated[str, Option(help="Only entries whose names hold this.", metavar="TEXT")] = "",
+    only: Annotated[str, Option(help="Only entries whose names contain this text.", metavar="TEXT")] = "",
     tolerance: Annotated[
         float | None, Option(help="Of outputs, for readers that do not compute in float64.", min=0.0)
     ] = None,
     timeout_s: Annotated[float, Option(help="For each call of the command.", min=0.1)] = 60.0,
     as_json: options.AsJson = False,
 ) -> None:
-    """Hold a reader of plans to the conformance suite: files that say what every plan means. Exit code 1 if it fails.
+    """Test a reader of plans with the conformance suite. Exit code 1 if it fails.
 
-    The command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and `verify PLAN`; the README in the suite
-    says what it must do then.
+    The command is called with `read PLAN`, `check PLAN`, `run CASE OUTPUTS` and `verify PLAN`; the README of the suite
+    specifies each call.
 
     [bold]Examples[/bold]
 

@@ -44,17 +44,17 @@ class Check(NamedTuple):
 
 
 def doctor(
-    server: Annotated[str | None, Option(help="Ask this planning service, too.", metavar="URL")] = None,
-    redis: Annotated[str | None, Option(help="Ask this Redis, too.", metavar="URL")] = None,
-    folder: Annotated[Path, Option("--dir", help="Where plans are to be kept.", metavar="DIR")] = Path(
-        ".apportion"
-    ),
+    server: Annotated[str | None, Option(help="Also check this planning server.", metavar="URL")] = None,
+    redis: Annotated[str | None, Option(help="Also check this Redis.", metavar="URL")] = None,
+    folder: Annotated[
+        Path, Option("--dir", help="Folder for plans, whose disk is checked.", metavar="DIR")
+    ] = Path(".apportion"),
     as_json: options.AsJson = False,
 ) -> None:
-    """Look at this machine: what is installed, compiled and reachable, each with a remedy where something is missing.
+    """Check what is installed, compiled and reachable, with a remedy for what is missing.
 
-    Optional packages that are not there are no fault. Exit code 1 if something is
-    broken, or if a server or Redis that was named does not answer.
+    Missing optional packages are no fault. Exit code 1 if something is broken, or if
+    the named server or Redis does not answer.
 
     [bold]Examples[/bold]
 

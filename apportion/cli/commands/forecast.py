@@ -27,18 +27,24 @@ BATCHES = 3  # drawn where the option is not given
 WIDTH = 118
 
 
+Recipes = Annotated[
+    str,
+    Option(
+        help="Recipes that plan over all data and context ranks: names and files, separated by commas, all, or none.",
+        metavar="NAME,...",
+    ),
+]
 Grids = Annotated[
     str,
     Option(
-        help="Recipes of static DP x CP grids, at every degree; or none. Their groups each have sequences of "
-        "their own."
+        help="Recipes of static DP x CP grids, at every degree, or none. Each group has its own sequences."
     ),
 ]
 Baseline = Annotated[
     str | None,
     Option(
-        help="What gains refer to: a name of the table, such as 'usp, CP 16, balanced'. Default: the fastest "
-        "static grid that fits and cuts next to nothing."
+        help="Row that speed-ups refer to, such as 'usp, CP 16, balanced'. Default: the fastest static grid that "
+        "fits and keeps at least 98 % of the pairs."
     ),
 ]
 GridHardware = Annotated[
@@ -82,7 +88,7 @@ Batches = Annotated[
 @command
 def forecast(
     request: BatchOptions,
-    recipes: options.RecipeNames = "all",
+    recipes: Recipes = "all",
     grids: Grids = "ring,allgather,ulysses,usp",
     baseline: Baseline = None,
     grid_hardware: GridHardware = None,
@@ -101,12 +107,11 @@ def forecast(
     """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and what a plan over
     all ranks saves over the static grid that you run today.
 
-    Attention is simulated, all else is closed forms. Ranges show the result if
-    kernels were 10 % faster or slower, bandwidth halved, latency four times as
-    high, or transfers took multiprocessors, one at a time on both sides; gains of
-    single steps are listed beside them. Heads are
-    those of the whole model; tokens are for each rank and microbatch, on average: sequences stay whole, and none that
-    is drawn is longer than a microbatch. Exit code 1 where no row is proposed.
+    Attention is simulated, all else follows closed forms. Ranges show the result
+    if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,
+    four times the latency, contention and others, on both sides; gains of single
+    steps stand beside them. Heads are those of the whole model. --tokens-per-rank is the mean per microbatch: sequences stay whole, and
+    none is longer than a microbatch. Exit code 1 where no row fits.
 
     [bold]Examples[/bold]
 

@@ -22,7 +22,7 @@ def demo(
 
     A planning service is started on a free loopback port, and streams each process its part of every plan. Documents
     are as long as the package's source files, or as samples of --workload. Prints both losses, and what the plans cost
-    beside those of the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
+    compared with the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
 
     [bold]Examples[/bold]
 
@@ -39,11 +39,10 @@ def demo(
 
 
 def selftest(as_json: options.AsJson = False) -> None:
-    """Hold planned attention against plain attention on the ranks and the backend of this job.
+    """Compare planned with plain attention on the ranks and the backend of this job.
 
-    Every engine that the device has is held to it, in float32, float16 and bfloat16. Under torchrun every rank
-    takes part and rank 0 prints errors and milliseconds; without it, one rank is tested. Exit code 1 if an error is
-    too large.
+    Tests every engine of the device in float32, float16 and bfloat16. Under torchrun all ranks take part, and rank 0
+    prints errors and milliseconds; without it, one rank is tested. Exit code 1 if an error is too large.
 
     [bold]Examples[/bold]
 

@@ -36,15 +36,16 @@ def plan(
     pods: options.Pods = None,
     threads: options.Threads = 1,
     output: Output = None,
-    server: Annotated[str | None, Option(help="Have this planning server plan it.", metavar="URL")] = None,
+    server: Annotated[str | None, Option(help="Planning server to use.", metavar="URL")] = None,
     token_file: options.TokenFile = None,
     ca: options.Certificates = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Plan one batch, verify the plan, and say what it costs.
+    """Plan one batch, verify the plan, and print its figures.
 
-    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full. With --server
-    another machine plans it, and planning_ms is the time until its answer is here.
+    The batch is a file, or is drawn from a list of lengths or a workload until the ranks are full. With --server a
+    planning server plans it: an unreachable one is retried for 10 s, the plan may take 600 s, and planning_ms
+    includes the request.
 
     [bold]Examples[/bold]
 
@@ -171,7 +172,7 @@ def show(
     """Show a plan: its figures and a picture of the ranks, the program of one rank as text, or a drawing.
 
     The drawing has the mask, each part in the colour of the rank that computes it
-    (a node's, above 64 ranks), and under it what every rank does when, simulated.
+    (of its node, above 64 ranks), and below it the simulated timeline of every rank.
 
     [bold]Examples[/bold]
 

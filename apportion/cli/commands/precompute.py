@@ -27,7 +27,7 @@ LINE_S = 30.0  # a line of progress so often, where stderr is a file
 PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that never ends
 
 
-Out = Annotated[Path, Option(help="Folder of the plans; made, or gone on with.", metavar="DIR")]
+Out = Annotated[Path, Option(help="Folder of the plans, created or continued.", metavar="DIR")]
 Shuffle = Annotated[
     bool, Option("--shuffle/--no-shuffle", help="Draw the samples in a new order in each epoch.")
 ]
@@ -59,12 +59,11 @@ def precompute(
 ) -> None:
     """Plan the iterations of a training run ahead of it, verified, into a folder.
 
-    The samples of the file are drawn epoch after epoch, as a PlannedLoader with
-    the same seed draws them; source="DIR" has it read the plans. A run that was
-    stopped goes on with the same command, and a folder takes more --iterations
-    later. Servers may share the folder: equal requests have equal plans. With
-    --overlong drop or cut the loader is given ap.Samples with the same rule;
-    the default is refuse.
+    Samples are drawn epoch after epoch, as a PlannedLoader with the same seed
+    draws them; PlannedLoader(source="DIR") reads the plans. The same command
+    continues a run that was stopped, also with more --iterations. Servers may
+    share the folder: equal requests have equal plans. With --overlong drop or
+    cut give the loader ap.Samples with the same limit and rule.
 
     [bold]Examples[/bold]
 

@@ -20,23 +20,21 @@ def profile(
     quick: Annotated[bool, Option("--quick", help="A coarse grid: under a minute on two CPU cores.")] = False,
     name: Annotated[str | None, Option(help="Name in the file. Default: that of the file.")] = None,
     engine: Annotated[
-        str, Option(help="Whose attention tasks are timed: flash, or stage (on a GPU).")
+        str, Option(help="Engine whose attention tasks are timed: flash, or stage (on a GPU).")
     ] = "flash",
     model: options.ModelFile = None,
-    tokens: Annotated[
-        int | None, Option(help="Tokens that layers are timed with, as a rank has them.", min=1)
-    ] = None,
+    tokens: Annotated[int | None, Option(help="Tokens of a rank, for the timing of layers.", min=1)] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure all that plans and forecasts of this machine are priced with, and write a hardware file: attention
-    kernels, windows, memory, linear layers, row work, the loss and Adam.
+    """Measure this machine and write a hardware file, which prices plans and forecasts: attention kernels, windows,
+    memory, linear layers, row work, the loss and Adam.
 
     With --model the kernels and layers are timed in that model's sizes.
 
-    Under torchrun the links are measured too, with all ranks of a node, and all
-    between nodes, at work at once, and what messages cost to post and kernels
-    beside them: start a rank for each GPU, on two nodes. Without it these stay the
-    built-in figures, marked as assumed. Give the file as --hardware.
+    Under torchrun it also measures the links while all ranks send, the time to
+    post a message, and kernels beside messages: start one rank per GPU on two
+    nodes. Without torchrun these figures stay built in, marked as assumed. Pass
+    the file as --hardware.
 
     [bold]Examples[/bold]
 

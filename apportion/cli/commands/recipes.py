@@ -29,9 +29,9 @@ def recipes(
 ) -> None:
     """List the recipes: what each does, what it needs and where it comes from; or print one as YAML.
 
-    What is printed of one recipe is a recipe file: change it, and give the file as --recipe or in --recipes.
-    Comments in it name the parameters of its passes, their defaults and their ranges; docs/reference/recipes.md
-    explains them. Editors complete and check recipe files by the JSON Schema.
+    `apportion recipes NAME` prints a recipe file: change it and pass it as --recipe or in --recipes. Its comments
+    name the parameters of its passes with defaults and ranges; docs/reference/recipes.md explains them. Editors
+    complete and check recipe files by the JSON Schema.
 
     [bold]Examples[/bold]
 

@@ -33,8 +33,9 @@ def report(
 ) -> None:
     """Write a page about a plan: one HTML file that opens offline in any browser.
 
-    It has the figures beside their bounds, what every rank does when (simulated),
-    who computes which part of the mask, who sends to whom, and what a search tried.
+    It shows figures beside their bounds, the simulated timeline of every rank, the
+    ranks that compute each part of the mask, the traffic between ranks, and the
+    candidates of a search.
 
     [bold]Examples[/bold]
 

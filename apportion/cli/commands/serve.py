@@ -19,23 +19,28 @@ def serve(
     store: Annotated[
         str | None,
         Option(
-            help="Where plans are kept: a folder, or redis://HOST:PORT/0. Default: in memory only.",
+            help="Store of plans: a folder, or redis://HOST:PORT/0. Default: in memory only.",
             metavar="FOLDER|redis://...",
         ),
     ] = None,
     store_gb: Annotated[
         float | None,
-        Option(help="Evict the plans unused longest beyond so many GB (10^9).", min=0.001, max=1e9),
+        Option(
+            help="Above so many GB (10^9), delete the least recently used plans. Default: no limit.",
+            min=0.001,
+            max=1e9,
+        ),
     ] = None,
     store_days: Annotated[
-        float | None, Option(help="Evict plans unused for so many days.", min=0.001, max=1e5)
+        float | None,
+        Option(help="Delete plans unused for so many days. Default: no limit; Redis: 1.", min=0.001, max=1e5),
     ] = None,
     workers: options.Workers = 0,
     worker_gb: Annotated[
-        float, Option(help="Memory that each of them may use, in GB (10^9).", min=0.1, max=1e6)
+        float, Option(help="Memory limit of a worker, in GB (10^9).", min=0.1, max=1e6)
     ] = 8.0,
     plan_s: Annotated[
-        float, Option(help="Seconds that planning one request may take.", min=0.1, max=1e6)
+        float, Option(help="Time limit of planning a request, in seconds.", min=0.1, max=1e6)
     ] = 600.0,
     token_file: options.TokenFile = None,
     tenants_file: Annotated[
@@ -48,14 +53,14 @@ def serve(
     ray: options.Ray = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Plan for training jobs over HTTP, each request once, and keep the plans.
+    """Serve plans to training jobs over HTTP, each request planned once.
 
     Ranks use it with PlannedLoader(source="http://HOST:PORT"), people with a
-    browser, curl, and `apportion plan --server`. Nothing it keeps is needed to
-    be right: what is lost is planned again, byte for byte. It ends with Ctrl-C
-    or SIGTERM. Each option can be set in the environment: --store-gb as
-    APPORTION_SERVE_STORE_GB. On a network that strangers reach it belongs behind
-    a proxy with TLS (deploy/nginx.conf).
+    browser, curl, and `apportion plan --server`. Losing its data never changes a
+    result: lost plans are planned again, byte for byte. Ctrl-C or SIGTERM ends
+    it. Each option can be set in the environment: --store-gb as
+    APPORTION_SERVE_STORE_GB. On an open network put a proxy with TLS in front
+    (deploy/nginx.conf).
 
     [bold]Examples[/bold]
 

@@ -25,7 +25,7 @@ def simulate(
     ] = True,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run a plan's programs against the cost model and say how long each rank takes, and what it waits for.
+    """Run a plan's programs against the cost model: the time of each rank, and its waits.
 
     One attention call of each kind, forward and backward, on the links of the
     plan's cluster. In the timelines █ is work, ▒ work and waiting, · waiting for a

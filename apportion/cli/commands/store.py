@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from apportion.service.pack import Pack
     from apportion.service.store.folder import File, Folder
 
-app = typer.Typer(name="store", help="Look after folders of plans.", no_args_is_help=True)
+app = typer.Typer(name="store", help="Check and prune folders of plans.", no_args_is_help=True)
 
 Place = Annotated[Path, Argument(help="Folder of servers or of precompute.", metavar="FOLDER")]
 
@@ -33,7 +33,7 @@ def check(
     workers: options.Workers = 0,
     as_json: options.AsJson = False,
 ) -> None:
-    """Read every plan of a folder and say which are damaged. Exit code 1 if one is.
+    """Read every plan of a folder and list damaged ones. Exit code 1 if there are any.
 
     Servers may go on using the folder. A damaged plan may be deleted: it is planned again.
 
@@ -70,14 +70,17 @@ def check(
 def prune(
     folder: Place,
     gb: Annotated[
-        float | None, Option(help="Evict the plans unused longest beyond so many GB (10^9).", min=0, max=1e9)
+        float | None,
+        Option(help="Above so many GB (10^9), delete the least recently used plans.", min=0, max=1e9),
     ] = None,
-    days: Annotated[float | None, Option(help="Evict plans unused for so many days.", min=0, max=1e5)] = None,
+    days: Annotated[
+        float | None, Option(help="Delete plans unused for so many days.", min=0, max=1e5)
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Evict plans by age and size, as `apportion serve` does with --store-days and --store-gb.
+    """Delete plans by age and size, as `apportion serve` does with --store-days and --store-gb.
 
-    Servers may go on using the folder: what they miss is planned again.
+    Servers may go on using the folder: missing plans are planned again.
 
     [bold]Examples[/bold]
 

@@ -40,7 +40,7 @@ def headline(found: Simulation) -> str:
 
 
 def _recurrent(run: RecurrentRun) -> str:
-    times = f"{run.makespan_us / 1e3:.3f} ms, {run.ideal_us / 1e3:.3f} balanced and without communication"
+    times = f"{run.makespan_us / 1e3:.3f} ms, lower bound {run.ideal_us / 1e3:.3f}"
     parts = f"halo {run.halo_us:.0f} us, states {sum(run.states_us):.0f} us, fold {run.fold_us:.0f} us"
     longest = f"past of the busiest rank {run.summary_us.max() / 1e3:.3f} ms"
     return f"{run.kind} {run.phase}, a recurrent layer: {times} ({parts}, {longest}; {human_bytes(run.bytes)} moved)"

@@ -157,7 +157,7 @@ def from_data(data: Any, field: str = "mask", depth: int = 0) -> Mask:
     check_nesting(field, depth - 1)
     if not isinstance(data, Mapping) or len(data) != 1:
         raise ConfigError(
-            field, data, "must name one mask", f'write {{"causal": {{}}}}; there is {", ".join(SPECS)}'
+            field, data, "must name one mask", f'write {{"causal": {{}}}}; known: {", ".join(SPECS)}'
         )
     ((name, params),) = data.items()
     if not isinstance(name, str) or name not in SPECS:

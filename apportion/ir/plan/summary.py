@@ -81,14 +81,11 @@ def _search_rows(record: Record) -> list[tuple[str, str]]:
     if "search" not in record:
         return []
     held = record["search"]
-    ended = f"ended by {held['stopped']}" if held["stopped"] else "search space exhausted"
+    ended = "step budget used up" if held["stopped"] else "search space exhausted"
+    over = f"{percent(held['gap'])} above the lower bound of {held['ideal_ms']:.3f} ms"
     return [
         ("search", f"{held['recipe']['name']} is the best of {held['steps']} tried ({ended})"),
-        (
-            "gap",
-            f"{percent(held['gap'])}: {held['ms']:.3f} ms a layer, {held['ideal_ms']:.3f} ms balanced and without "
-            "communication",
-        ),
+        ("gap", f"{held['ms']:.3f} ms per layer, {over}"),
     ]
 
 

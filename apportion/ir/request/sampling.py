@@ -25,6 +25,9 @@ Masks = MaskSpec | Sequence[MaskSpec | None] | None
 
 #: what becomes of samples of more tokens than a limit
 OVERLONG = ("drop", "cut", "refuse")
+_REMEDY = (
+    'cut or drop longer samples (--overlong cut, in Python ap.Samples(dataset, limit={}, overlong="cut"))'
+)
 
 
 def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
@@ -34,7 +37,7 @@ def find_overlong(lengths: Ints, limit: int, overlong: str) -> Bools:
     if choice("overlong", overlong, OVERLONG) == "refuse" and over.any():
         first = int(over.argmax())
         held = f"sample {first} has {lengths[first]} tokens, the limit is {limit}"
-        raise CapacityError(f"{held}: cut or drop what is longer (overlong)")
+        raise CapacityError(f"{held}: {_REMEDY.format(limit)}")
     return over
 
 
@@ -64,7 +67,7 @@ class Sampling:
             longest = int(lengths.argmax())
             raise CapacityError(
                 f"sample {longest} has {lengths[longest]} tokens, a microbatch takes {self.tokens}: raise "
-                "tokens_per_rank, or cut or drop what is longer (overlong)"
+                f"tokens_per_rank, or {_REMEDY.format(self.tokens)}"
             )
 
     def epoch(self, number: int) -> list[list[Ints]]:

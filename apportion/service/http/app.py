@@ -99,7 +99,7 @@ def _plan_routes(app: FastAPI) -> None:
 
     @app.get("/v1/plans")
     async def latest(request: Request, count: Annotated[int, Query(ge=1, le=1000)] = 50) -> Plans:
-        """The latest requests, newest first."""
+        """The latest requests since the server's start, newest first; not the plans of the store."""
         return Plans(plans=[_state(entry, None) for entry in _engine(request).latest(count)])
 
     @app.get("/v1/hour")
@@ -135,9 +135,9 @@ def _other_routes(app: FastAPI) -> None:
         """Liveness of the server."""
         return Health()
 
-    @app.get("/readyz", responses={503: {"model": Health}})
-    async def ready(request: Request, response: Response) -> Health:
-        """Readiness of planner and store; degraded if plans cannot be stored."""
+    @app.get("/readyz")
+    async def ready(request: Request) -> Health:
+        """Readiness of planner and store. Status 200 also if degraded, as plans are then served from memory."""
         store = _engine(request).store
         reason = store.problem() if store is not None else None
         return Health() if reason is None else Health(status="degraded", reason=reason)

@@ -58,7 +58,8 @@ def run(settings: Settings) -> None:
     """Serves until SIGTERM or Ctrl-C. Raises ConfigError, StoreError, MissingDependencyError."""
     metrics, tokens = Metrics(), Tokens.read(settings.token, settings.tenants)
     if not tokens.tenants and settings.host not in LOOPBACK:
-        LOG.warning("%s accepts requests from anyone who can reach it: give --token-file", settings.host)
+        rule = "no token is set: anyone who can reach this port may submit"
+        LOG.warning("%s; set --token-file or --tenants-file", rule)
     store = None
     if settings.store is not None:
         store = open_store(settings.store, settings.store_bytes, settings.store_age_s)

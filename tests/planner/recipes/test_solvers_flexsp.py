@@ -135,7 +135,7 @@ def test_wrong_parameters_are_named(name: str) -> None:
 
 
 def test_an_unknown_solver_is_named() -> None:
-    with pytest.raises(ap.ConfigError, match="there is ilp"):
+    with pytest.raises(ap.ConfigError, match="known: ilp"):
         build(Step("place", "flexsp", {"solver": "nope"}))
 
 
