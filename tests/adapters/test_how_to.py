@@ -40,11 +40,25 @@ sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "nu
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
 args = TrainingArguments("outputs", use_cpu=True, report_to=[], max_steps=1, save_strategy="no", disable_tqdm=True)
 """
+SAVED = """
+import datasets
+from apportion.trainer import hf
+
+hf.enable(model)
+ranks, tokens_per_rank = 1, 256
+rows = [{"input_ids": tokens.tolist(), "text": "left out"} for tokens in dataset]
+datasets.Dataset.from_list(rows).save_to_disk("tokenized")
+"""
 #: page, number of its block, what comes before and behind it
 CASES = {
     "trainer of the README": ("README.md", 1, LLAMA, ""),
-    "own loop with transformers": ("docs/how-to/transformers.md", 0, LLAMA, "loss.backward()"),
-    "Trainer": ("docs/how-to/transformers.md", 1, LLAMA, ""),
+    "own loop with transformers": ("docs/how-to/transformers.md", 1, LLAMA, "loss.backward()"),
+    "own dataset": (
+        "docs/how-to/transformers.md",
+        2,
+        LLAMA + SAVED,
+        "assert samples.cut == 1; next(iter(train))",
+    ),
     "TorchTitan": (
         "docs/how-to/torchtitan.md",
         0,
@@ -74,3 +88,20 @@ def test_python_of_a_page_runs(case: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "launch", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")]
+)
+def test_the_program_of_the_transformers_page_prints_its_output(
+    launch: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = (ROOT / "docs/how-to/transformers.md").read_text(encoding="utf-8")
+    program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    (wanted,) = re.findall(r"<!-- output -->\n```\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, *launch, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    logged = [line for line in done.stdout.splitlines(keepends=True) if line.startswith("{'loss'")]
+    assert "".join(logged) == wanted
