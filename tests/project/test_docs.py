@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,11 @@ def test_error_texts_of_the_troubleshooting_page_are_in_the_code() -> None:
     parts = [part.strip(" :,") for text in quoted for part in text.split("…")]
     assert len(parts) > 20
     assert [part for part in parts if part not in sources] == []
+
+
+def test_the_table_of_the_cluster_file_has_every_field_and_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", TEXTS["docs/how-to/profile.md"], re.MULTILINE)
+    assert dict(rows) == {field.name: str(field.default) for field in fields(Cluster)}
 
 
 def test_every_alert_has_a_section() -> None:

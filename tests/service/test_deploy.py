@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -37,10 +38,13 @@ def front(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     certificate = authority.issue_cert("127.0.0.1")
     certificate.private_key_pem.write_to_path(folder / "apportion.key")
     certificate.cert_chain_pems[0].write_to_path(folder / "apportion.crt")
-    (folder / "apportion.tokens").write_text(f'"Bearer {TOKEN}" 1;\n')
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    text = (ROOT / "deploy/nginx.conf").read_text().replace("/etc/nginx/", f"{folder}/")
+    text = (ROOT / "deploy/nginx.conf").read_text()
+    (folder / "tenants").write_text(f"# tenants\nvision: another-token-of-20\ntext: {TOKEN}\n")
+    (command,) = re.findall(r"#   (sed .* tenants >.*) && nginx", text)
+    subprocess.run(command.replace("/etc/nginx/", ""), shell=True, cwd=folder, check=True)
+    text = text.replace("/etc/nginx/", f"{folder}/")
     text = text.replace("/var/cache/nginx/", f"{folder}/").replace("listen 443", f"listen 127.0.0.1:{port}")
     text = text.replace("127.0.0.1:8321", server.url.removeprefix("http://"))
     temporary = "".join(
@@ -94,3 +98,16 @@ def test_hits_do_not_reach_the_server(front: tuple[str, Path], server: Server) -
         assert set(bodies) == {REQUEST.slices()[2]}
         assert deliveries() == before
         assert client.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_page_and_documents_need_no_token(front: tuple[str, Path]) -> None:
+    url, ca = front
+    with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=ca)) as client:
+        for path, status in (
+            ("/", 200),
+            ("/docs", 200),
+            ("/openapi.json", 200),
+            ("/readyz", 200),
+            ("/metrics", 401),
+        ):
+            assert client.get(path).status_code == status, path
