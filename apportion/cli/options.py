@@ -41,7 +41,7 @@ MaskText = Annotated[
     str | None,
     Option(
         help="Mask of plain documents: a name, or YAML as in a batch file; {kind: mask} for a model with several "
-        "kinds. Default: causal, or what the config.json of --model says.",
+        "kinds. Default: causal, or the masks of --model's config.json.",
         metavar="MASK",
     ),
 ]
@@ -75,7 +75,7 @@ RecipeNames = Annotated[
 ]
 Block = Annotated[
     str | None,
-    Option(help="Tokens per block, or `auto`, of recipes that cut blocks. Default: what the recipe says."),
+    Option(help="Tokens per block, or `auto`, for recipes that cut blocks. Default: the recipe's."),
 ]
 Pods = Annotated[
     str | None,

@@ -104,8 +104,8 @@ def forecast(
     wide: Annotated[bool, Option("--wide", help="Show every static grid.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and what a plan over
-    all ranks saves over the static grid that you run today.
+    """Forecast a training step on your lengths and your cluster: seconds, tokens/s, MFU, memory, and the speed-up
+    of a plan over all ranks over the static grid that you run today.
 
     Attention is simulated, all else follows closed forms. Ranges show the result
     if one assumption is wrong: kernels 10 % faster or slower, half the bandwidth,

@@ -21,8 +21,8 @@ def demo(
     """Train a small transformer on 4 CPU processes under plans, and the same one in one process without.
 
     A planning service is started on a free loopback port, and streams each process its part of every plan. Documents
-    are as long as the package's source files, or as samples of --workload. Prints both losses, and what the plans cost
-    compared with the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
+    are as long as the package's source files, or as samples of --workload. Prints both losses, and figures of the plans
+    beside those of the recipes `contiguous` and `ring`. Exit code 1 if losses or plans differ.
 
     [bold]Examples[/bold]
 

@@ -27,7 +27,7 @@ def recipes(
         bool, Option("--schema", help="Print the JSON Schema of recipe files, plug-ins included.")
     ] = False,
 ) -> None:
-    """List the recipes: what each does, what it needs and where it comes from; or print one as YAML.
+    """List the recipes with purpose, requirements and origin, or print one as YAML.
 
     `apportion recipes NAME` prints a recipe file: change it and pass it as --recipe or in --recipes. Its comments
     name the parameters of its passes with defaults and ranges; docs/reference/recipes.md explains them. Editors
@@ -87,8 +87,7 @@ solvers = typer.Typer(name="solvers")
 
 @solvers.callback(invoke_without_command=True)
 def list_all(context: typer.Context, as_json: options.AsJson = False) -> None:
-    """List the solvers: which problem each solves and how, which steps take it, where it comes from, and whether it is
-    installed.
+    """List the solvers with problem, method, steps, origin, and whether they are installed.
 
     A step takes it as the parameter `solver` of its pass, by name or with limits: in a recipe file
     `place: {lpt: {solver: ilp}}`, or `place: {lpt: {solver: {ilp: {steps: 500, gap: 0.01}}}}`.

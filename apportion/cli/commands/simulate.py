@@ -21,7 +21,7 @@ def simulate(
     timelines: Annotated[int, Option(help="Timelines to draw: of the ranks that wait longest.", min=0)] = 16,
     path: Annotated[int, Option(help="Steps of the critical path to print: the longest ones.", min=0)] = 10,
     spans: Annotated[
-        bool, Option("--spans/--no-spans", help="With --json: what every rank does when.")
+        bool, Option("--spans/--no-spans", help="With --json: the intervals of every rank.")
     ] = True,
     as_json: options.AsJson = False,
 ) -> None:
