@@ -83,6 +83,8 @@ def tiled_loss(
     Other arguments and errors: as in `normalised_loss`. Differentiable once.
     """
     tokens = integer("tokens", tokens)
+    if weights is not None and weights.requires_grad:
+        raise ConfigError("weights", "a learnt tensor", "would get no gradient", "use normalised_loss")
     if hidden.dim() == 3 and len(hidden) == 1:
         hidden = hidden[0]
     if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:

@@ -244,6 +244,8 @@ def test_wrong_rows_are_refused_by_name() -> None:
         ExecutionError, match="beta is None, and this kind of the plan's model has the delta rule"
     ):
         ap.planned_scan(None, *rows_of()[:4], None, handle)
+    with pytest.raises(ConfigError, match="scale = 'a learnt tensor': is a constant"):
+        ap.planned_scan(None, *rows_of(), handle, scale=torch.ones((), requires_grad=True))
     with pytest.raises(ExecutionError, match="a batch dimension must be 1"):
         ap.planned_scan(None, *(x[None].repeat(2, *(1,) * x.dim()) for x in rows_of()), handle)
     with pytest.raises(ExecutionError, match=r"weight has shape \(7, 3\).* of kind linear are of width 4"):

@@ -32,6 +32,7 @@ from apportion.trainer.step import wiring
 from tests.ranks.loading import MODEL, Recorded, job, planning
 
 RECURRENT = Recurrent(heads=2, key_heads=1, key_dim=4, value_dim=8, conv=3)
+TABLE = torch.randn(800, 1, generator=torch.Generator().manual_seed(0))  # of positions
 KINDS = {"far": ap.masks.causal(), "near": ap.masks.sliding_window(4)}
 
 
@@ -49,6 +50,7 @@ class Own(nn.Module):
         self.norm = nn.BatchNorm1d(24)
         self.window = nn.Parameter(torch.randn(24, 3) / 2)  # of a convolution
         self.decay = nn.Linear(24, 2)
+        self.register_buffer("counts", torch.zeros(24))
         if how == "kept statistics":
             self.norm.eval()
 
@@ -58,6 +60,10 @@ class Own(nn.Module):
             hidden = hidden + self.places(torch.arange(len(tokens)) % 200)
         if self.how == "places":
             hidden = hidden + self.places(positions)
+        if self.how.startswith("table"):
+            hidden = hidden + positions
+        if self.how == "counted":
+            self.counts += hidden.detach().sum(0)
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
             if self.how == "checkpointed":
                 hidden = checkpoint(self.layer, hidden, number, layer, kind, attention, use_reentrant=False)
@@ -245,7 +251,8 @@ def _logits(model: Any, net: str, b: Any) -> Tensor:
     if net == "body":
         return model.head(Body(model)(model.table(b.tokens), attention))
     with torch.autocast("cpu", torch.bfloat16, net == "autocast"):
-        places = torch.arange(len(b.tokens)) if net == "places of rows" else b.position_ids
+        places = torch.arange(len(b.tokens)) if net in ("places of rows", "table of rows") else b.position_ids
+        places = TABLE[places] if net.startswith("table") else places
         found = model(b.tokens, places, attention)
     return found[1] if isinstance(found, tuple) else found["logits"] if isinstance(found, dict) else found
 

@@ -99,5 +99,8 @@ def test_what_cannot_be_tiled_is_refused_by_name() -> None:
         ConfigError, match=r"a tiled module's output = \(6,\): must be a tensor with the rows"
     ):
         model["mlp"](torch.zeros(2, 3))
+    labels, learnt = torch.zeros(2, dtype=torch.int64), torch.ones(2, requires_grad=True)
     with pytest.raises(ConfigError, match="hidden and head"):
-        ap.memory.tiled_loss(torch.zeros(2, 3), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64), 2)
+        ap.memory.tiled_loss(torch.zeros(2, 3), torch.zeros(5, 4), labels, 2)
+    with pytest.raises(ConfigError, match=r"weights = 'a learnt tensor'.*no gradient.*normalised_loss"):
+        ap.memory.tiled_loss(torch.zeros(2, 3), torch.zeros(5, 3), labels, 2, weights=learnt)

@@ -26,7 +26,7 @@ KINDS, MANY = ("far", "near"), ("near", "near", "near", "far")
             {"loss": "own times ranks", "reduces": "fsdp"},
             {"loss": "weights shifted"},
             {"loss": "weights of samples"},
-            *({"net": net} for net in ("places", "places in closure", "checkpointed", "functional")),
+            *({"net": net} for net in ("places", "places in closure", "table", "checkpointed", "functional")),
             {"net": "hidden states"},
             {"net": "recurrent"},
             {"net": "recurrent", "reduces": "ddp", "loss": "own times ranks"},
@@ -119,6 +119,22 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         (
             {"net": "places of rows"},
             r"ConfigError: model = 'Own': is given 0, 1, ... for this rank's rows.*position_ids",
+        ),
+        ({"net": "functional", "loss": "own"}, r"UserWarning: the loss is not one that is checked"),
+        (
+            {"net": "functional", "loss": "own", "reduces": "no"},
+            r"ExecutionError: gradients differ between ranks",
+        ),
+        (
+            {"net": "table of rows"},
+            r"ConfigError: model = 'Own': is given an argument with equal rows on ranks",
+        ),
+        *(
+            (
+                {"net": "counted", "reduces": reduces},
+                r"ExecutionError: buffers differ between ranks, 1 of \d+",
+            )
+            for reduces in ("sums", "ddp summed", "fsdp summed")
         ),
         ({"reduces": "fsdp1"}, r"ConfigError: model = 'FSDP1': averages gradients.*averaged_over=2"),
         *(

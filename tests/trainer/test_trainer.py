@@ -111,6 +111,11 @@ def test_what_planned_attention_does_not_do_is_refused_by_name() -> None:
         planned_attention(q, k[:3], v[:3], handle)
     with pytest.raises(ConfigError, match="softcap"):
         planned_attention(q, k, v, handle, softcap=0.0)
+    learnt = torch.ones((), requires_grad=True)
+    for name in ("scale", "softcap"):
+        with pytest.raises(ConfigError, match=f"{name} = 'a learnt tensor': .*no gradient.*multiply q"):
+            planned_attention(q, k, v, handle, **{name: learnt})
+    planned_attention(q, k, v, handle, scale=learnt.detach())
 
 
 def test_wrong_shapes_dtypes_kinds_and_ranks_are_errors() -> None:

@@ -48,13 +48,14 @@ class Part(Rehearsal):
 @dataclass
 class ModuleCall:
     """A module's call that ran planned attention. given: its arguments, per-row tensors reduced to `rows`; held:
-    tensors of the batch, referenced by identity and cut in place."""
+    tensors of the batch, referenced by identity and cut in place; sums: of position ids and arguments."""
 
     module: nn.Module
     given: Any
     handle: PlanHandle
     rows: Tensor
     held: Sequence[Tensor]
+    sums: list[int]
     results: list[Results] = field(default_factory=list)
 
     def check(self, run: Callable[[Part | None], None]) -> None:

@@ -14,7 +14,9 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 from weakref import WeakSet
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -27,23 +29,25 @@ from apportion.backends.torch.transport import Transport
 from apportion.ir.errors import ConfigError
 
 _ROWS, _LEAST = 64, 4  # most and fewest rows of a rerun
+_SUMS = 11  # checksums of an argument
 
 
 class ModelTrial:
     """Trial of this process' models, each once. part: the part of the running rerun, which replays attention's results.
-    handle: returns the handle of the last attention call, if alive. A later training's modules are tried too."""
+    handle: returns the handle of the last attention call, if alive. met: a module called attention in this pass. A
+    later training's modules are tried too."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
         self.handle: Callable[[], PlanHandle | None] = lambda: None
         self.calls = dict[nn.Module, ModuleCall]()
         self.over = False  # the modules of this pass were tried
-        self._seen, self._tried, self._met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
+        self._seen, self._tried, self.met = WeakSet[nn.Module](), WeakSet[nn.Module](), False
         self._last = 0  # the arguments of the module's last call
 
     def begin(self) -> None:
         """Starts a pass over a loader, possibly for another model."""
-        self.over = self._met = False
+        self.over = self.met = False
         self.calls.clear()
 
     def keep(
@@ -59,7 +63,7 @@ class ModelTrial:
         self._last = id(given[1])
         new = module not in self._seen
         self._seen.add(module)
-        self._met = True
+        self.met = True
         inner = {*module.modules()}
         fsdp = next((one for one in inner if isinstance(one, FullyShardedDataParallel)), None)
         handle.wrapper = fsdp or handle.wrapper
@@ -71,7 +75,12 @@ class ModelTrial:
             own = held()
             _check_places(module, given, handle, {*map(id, own)})
             kept = tree_map(partial(kept_rows, handle.padded_rows, rows, {*map(id, own)}), given)
-            self.calls[module] = ModuleCall(module, kept, handle, rows, own)
+            sums = _sums(handle.position_ids, 0)
+            floats = (x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point())
+            for one in floats:
+                if handle.padded_rows in one.shape and not one.requires_grad:
+                    sums += _sums(one.movedim(one.shape.index(handle.padded_rows), 0), 1)
+            self.calls[module] = ModuleCall(module, kept, handle, rows, own, sums)
             last = self._last
         if last == self._last and (call := self.calls.get(module)) is not None:
             call.results.append(tuple(one.detach()[call.rows.to(one.device)] for one in results))
@@ -83,11 +92,13 @@ class ModelTrial:
         held = {*map(id, params)}
         calls = [one for one in self.calls.values() if held & {*map(id, one.module.parameters())}]
         if not calls:
-            self.over |= self._met and not self.calls
+            self.over |= self.met and not self.calls
             return False
         least = min(len(one.rows) for one in calls)
         for transport in transports:
             least = min(map(min, transport.all_gather([least], "rows to try a model on")))
+            for call in calls:
+                _check_tables(call.module, transport.all_gather(call.sums, "arguments of a model"))
         for call in calls:
             del self.calls[call.module]
         if least < _LEAST:  # a small microbatch
@@ -119,6 +130,32 @@ def _check_places(module: nn.Module, given: Any, handle: PlanHandle, known: Coll
             rule = f"is given {found[0]}, {found[1]}, ... for this rank's rows, which have other position ids"
             remedy = "give batch.position_ids; if these are intended, set its attribute mixes_rows = True"
             raise ConfigError("model", type(module).__name__, rule, remedy)
+
+
+def _sums(table: Tensor, distinct: int) -> list[int]:
+    """Checksums of the first 4, 8, 16, … rows of a table, `_SUMS` of them; 0 for more rows than it has. distinct: 1 for
+    a table that ends before the first row that it has twice."""
+    found, seen, total = [0] * _SUMS, set[bytes](), 0
+    for number, row in enumerate(table.detach()[: 2 << _SUMS].double().cpu().numpy(), 1):
+        seen.add(row.tobytes())
+        if len(seen) < number * distinct:
+            break
+        total = crc32(row.tobytes(), total)
+        if number >= 4 and number & (number - 1) == 0:
+            found[number.bit_length() - 3] = total
+    return found
+
+
+def _check_tables(module: nn.Module, ranks: list[list[int]]) -> None:
+    """Raises ConfigError for an argument of floats with the same rows on ranks with different position ids."""
+    if getattr(module, "mixes_rows", False) or len({*map(len, ranks)}) > 1:
+        return
+    sums = np.array(ranks).reshape(len(ranks), -1, _SUMS)
+    places, tables = sums[:, :1], sums[:, 1:]
+    if ((tables[:, None] == tables) & (tables != 0) & (places[:, None] != places) & (places != 0)).any():
+        rule = "is given an argument with equal rows on ranks whose rows have different position ids"
+        remedy = "index tables by batch.position_ids; if it is intended, set its attribute mixes_rows = True"
+        raise ConfigError("model", type(module).__name__, rule, remedy)
 
 
 _CALL = nn.Module._wrapped_call_impl.__code__

@@ -17,11 +17,12 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from apportion.backends.torch.autograd import attend, attend_block, attend_latents
 from apportion.backends.torch.executor import Expansion, Projection
+from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle as PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.kernels.checks import check_kernels as check_kernels
@@ -210,7 +211,11 @@ def tried(handle: PlanHandle, run: Callable[[], tuple[Tensor, ...]], *given: Ten
     if module is not None:
         enabled = any(one in watch.models for one in module.modules())
         (watch.own if enabled else watch.meet)(module.parameters())
+        watch.modules[module] = None
         own_loss.follow(module)
+    elif handle.communicator.ranks > 1 and not (trial.met or watch.settled):  # by code outside any module
+        leaves = (getattr(node, "variable", None) for node in nodes([results[0].grad_fn]))
+        watch.meet(one for one in leaves if isinstance(one, nn.Parameter))
     return results
 
 
@@ -244,9 +249,18 @@ def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Te
 
 def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
     """Scale and softcap for heads of that width. Raises ConfigError."""
+    refuse_learnt(scale=scale, softcap=softcap)
     if softcap is not None and not softcap > 0:
         raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
     return Score(width**-0.5 if scale is None else scale, softcap)
+
+
+def refuse_learnt(**numbers: Any) -> None:
+    """Raises ConfigError for numbers that are tensors with a gradient, which would be lost."""
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            rule = "is a constant here, and would get no gradient"
+            raise ConfigError(name, "a learnt tensor", rule, "multiply q by a learnt scale; detach others")
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

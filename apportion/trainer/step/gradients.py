@@ -70,7 +70,7 @@ def _add_up(model: nn.Module, group: Any) -> None:
         return
     _refuse_sums(model, params, group)
     _refuse_changed(model, params)
-    wiring.watch.summed.add(model)
+    wiring.watch.modules[model] = None
     held = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     works = [dist.all_reduce(grad, group=group, async_op=True) for grad in _grads(params, held.tolist())]

@@ -55,9 +55,11 @@ def _look(hook: list[Any], tries: int, module: nn.Module, _: Any, output: Any) -
 
 
 def _check(
-    batch: Microbatch, rows: Tensor, wanted: Tensor, module: nn.Module, tries: int, grad: Tensor
+    batch: Microbatch, rows: Tensor, wanted: Tensor, module: nn.Module, tries: int, grad: Tensor | None
 ) -> None:
     """Raises ConfigError for a mean over a rank's own rows, for unshifted weights, and as `check_scale`."""
+    if grad is None:  # copies for accelerate's mixed precision
+        return
     own = grad.view(-1, grad.shape[-1])[rows].float()
     scales = (own * wanted).sum(1) / wanted.square().sum(1)
     if ((own - scales[:, None] * wanted).norm(dim=1) > _FITS * own.norm(dim=1)).any():

@@ -20,7 +20,7 @@ from apportion.backends.torch.scan import ScanRows, conv, scan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.fields import suggestion
 from apportion.ir.request.recurrent import Recurrent
-from apportion.trainer.step.attention import tried
+from apportion.trainer.step.attention import refuse_learnt, tried
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -56,6 +56,7 @@ def planned_scan(
     Data of other ranks comes from `torch.ops.apportion.fold`: selective activation checkpointing can save its results,
     so that recomputation does not communicate.
     """
+    refuse_learnt(scale=scale)
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
     rows = ScanRows(

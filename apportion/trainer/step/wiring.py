@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -43,14 +43,15 @@ UNKNOWN = (
 class Watch:
     """Tracks the batches, models and losses of this process.
 
-    batches: in use. models: changed by `hf.enable`. summed: models whose gradients were summed; frozen parameters of
-    both are compared too. Watches optimizers that step on parameters of a planned loss, which are found once from its
-    graph. Passed checks are repeated in each pass over a loader, and for each model. trusted: loaders of trainers'
-    adapters."""
+    batches: in use. models: changed by `hf.enable`. modules: that call attention, or whose gradients were summed; of
+    both, frozen parameters and buffers are compared too. Watches optimizers that step on parameters of a planned loss,
+    which are found once from its graph. Passed checks are repeated in each pass over a loader, and for each model.
+    trusted: loaders of trainers' adapters."""
 
     def __init__(self) -> None:
         self.batches = WeakSet[Any]()
-        self.models, self.summed, self.trusted = WeakSet[Any](), WeakSet[Any](), WeakSet[Any]()
+        self.models, self.trusted = WeakSet[Any](), WeakSet[Any]()
+        self.modules = WeakKeyDictionary[nn.Module, None]()  # in the order of their calls, as on other ranks
         self.trial: ModelTrial | None = ModelTrial()  # None if a trainer's adapter checks its models
         self.shared: PlanHandle | None = None  # a handle whose losses are shares of a sum
         self.divided: Microbatch | None = None  # of a loss that all ranks compute and divide
@@ -243,10 +244,14 @@ class Watch:
     def _compare(self, params: list[Tensor]) -> None:
         """Raises ExecutionError if values of parameters or gradients differ between ranks. A collective."""
         held = {id(one): one for one in params}
-        for model in {*self.models, *self.summed}:
+        buffers = dict[int, Tensor]()
+        for model in dict.fromkeys((*self.modules, *self.models)):
             own = {id(one): one for one in model.parameters()}
-            held |= own if own.keys() & held.keys() else {}  # frozen ones too
+            if own.keys() & held.keys():
+                held |= own  # frozen ones too
+                buffers |= {id(one): one for one in _buffers(model)}
         remedies = {"gradients": SUMS, "parameters": "give all ranks the same, before the first step"}
+        remedies["buffers"] = "what a rank takes from its own rows must be summed over ranks"
         for transport in self._transports:
             rows = transport.gather_floats([self.scale, self.divisor, self.multiple], "factors")
             for number, factors in enumerate(zip(*rows, strict=True)):
@@ -258,8 +263,9 @@ class Watch:
                 else:
                     raise ExecutionError(f"factors of losses differ between ranks, {[*factors]}: {_FACTORS}")
         for transport, (what, remedy) in product(self._transports, remedies.items()):
-            compared = [one for one in held.values() if _is_replicated(one, transport)]
-            values = [one if what == "parameters" else one.grad for one in compared]
+            among = buffers if what == "buffers" else held
+            compared = [one for one in among.values() if _is_replicated(one, transport)]
+            values = [one.grad if what == "gradients" else one for one in compared]
             rows = transport.gather_floats(_norms(values), f"norms of {what}")
             if len({*(counts := [*map(len, rows)])}) > 1:
                 raise ExecutionError(f"optimizers step on different numbers of parameters: {counts}")
@@ -279,6 +285,14 @@ watch = Watch()
 
 def _parameters(optimizer: Any) -> list[Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _buffers(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers that checkpoints contain."""
+    for module in model.modules():
+        for name, one in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield one
 
 
 def _is_replicated(param: Tensor, transport: Any) -> bool:
