@@ -174,6 +174,7 @@ def test_a_stream_goes_on_behind_the_last_batch(stop: int) -> None:
     state, second = json.loads(json.dumps(first.state_dict())), streamed()
     second.load_state_dict(state)
     assert contents(second) == whole[stop:]
+    assert contents(first) == whole  # a pass that was left begins anew
 
 
 def test_a_stream_drops_what_is_overlong_and_counts_it() -> None:

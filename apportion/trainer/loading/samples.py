@@ -191,16 +191,18 @@ class StreamedLoader:
         self._epoch = self._number = 0  # of the next buffer
         self._loader: PlannedLoader | None = None
         self._inner: Mapping[str, Any] | None = None  # loader state for the next buffer
+        self._begin: tuple[int, Mapping[str, Any] | None] = (0, None)  # both, where the next pass begins
         self.dropped = self.cut = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next pass over the stream."""
         if integer("epoch", epoch, 0) != self._epoch:
-            self._epoch, self._number, self._inner = epoch, 0, None
+            self._epoch, self._number, self._inner, self._begin = epoch, 0, None, (0, None)
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(self._epoch)
+        (self._number, self._inner), self._begin = self._begin, (0, None)
         self._loader, samples = None, self._rest()
         while read := list(islice(samples, self._size)):
             self._loader = self._planned(Samples(read, **self._samples))
@@ -243,3 +245,4 @@ class StreamedLoader:
             raise ConfigError("state.size", state["size"], rule, "give the loader the same buffer")
         self._epoch, self._number = (integer(f"state.{name}", state[name], 0) for name in _PLACE[:2])
         self._inner, self._loader = state["loader"], None
+        self._begin = self._number, self._inner
