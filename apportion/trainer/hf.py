@@ -22,7 +22,7 @@ from torch.nn.functional import one_hot
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.torch.memory.arrays import DTYPES
-from apportion.backends.torch.rehearsal import Rehearsal
+from apportion.backends.torch.rehearsal import Rehearsal, is_here
 from apportion.ir.errors import ConfigError, ExecutionError, MissingDependencyError
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hf_config import masks_of, model_of, windows_of
@@ -90,8 +90,17 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
             layer._served = base._served
             _choose(layer)
     wiring.watch.models.add(model)
-    model._rows_checked = not check or check_rows(model, _arguments)
+    model._checked = None
+    if check:
+        model._checked = check_rows(model, _arguments) and _parts(model)
     return model
+
+
+def _parts(model: Any) -> list[Any]:
+    """The loss, and classes and hooks of modules: a model that has others than when it was checked is checked again."""
+    modules = model.named_modules()
+    hooks = ((len(one._forward_pre_hooks), len(one._forward_hooks), type(one), name) for name, one in modules)
+    return [model.loss_function, *hooks]
 
 
 def _require_known(model: Any, layers: Sequence[Any], mixers: Sequence[Any]) -> None:
@@ -234,8 +243,11 @@ def loader(
     model = getattr(model, "_orig_mod", model)  # torch.compile
     model = model.module if isinstance(model, DistributedDataParallel) else model
     require_enabled(model)
-    if not getattr(model, "_rows_checked", True):
-        model._rows_checked = check_rows(model, _arguments)
+    inner = next((one for one in model.modules() if "_checked" in vars(one)), model)  # of PEFT's
+    before = getattr(inner, "_checked", None)
+    changed = before and before != _parts(inner) and is_here(inner)
+    if before is False or (changed and "forward" not in vars(inner)):  # accelerate's runs under autocast
+        inner._checked = check_rows(inner, _arguments) and _parts(inner)
     wiring.watch.meet(model.parameters())
     config = model.config.get_text_config().to_dict()
     own = next(name for name, value in DTYPES.items() if value == model.dtype)
@@ -292,6 +304,9 @@ def _check_labels(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         rule = "would omit rows from the loss"
         remedy = "leave it out, and set the labels of rows to -100"
         raise ConfigError("logits_to_keep", "a number", rule, remedy)
+    if not is_compiling() and model._checked and model.loss_function != model._checked[0]:
+        rule = "was replaced after hf.enable, which checks that it is a sum over rows"
+        raise ConfigError("loss_function", str(model.loss_function), rule, "call hf.enable(model) again")
     wanted = {} if is_compiling() else _wanted(model, handle)
     for name in ("shift_labels", "num_items_in_batch"):
         given = kwargs.get(name)

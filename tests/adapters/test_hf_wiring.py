@@ -164,6 +164,37 @@ def test_layers_that_did_not_use_the_plan_are_named(model: Any, batch: Any) -> N
         model(**given)
 
 
+def test_a_loss_that_was_replaced_is_checked_by_another_enable(model: Any, batch: Any) -> None:
+    given, own = hf.inputs(batch), model.loss_function
+    model.loss_function = lambda logits, **kwargs: logits.square().mean()
+    with pytest.raises(ConfigError, match=r"loss_function.*replaced.*hf\.enable\(model\) again"):
+        model(**given)
+    with pytest.raises(ConfigError, match="its loss is not the sum of the rows' losses"):
+        hf.enable(model)
+    model.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+    doubled = hf.enable(model)(**given).loss
+    model.loss_function = own
+    assert torch.equal(doubled, 2 * hf.enable(model)(**given).loss)
+
+
+def test_a_model_that_was_changed_is_checked_by_its_loader(model: Any) -> None:
+    hook = model.get_input_embeddings().register_forward_hook(lambda *given: given[-1] * given[-1].shape[1])
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens computes a row from other rows"):
+        jobs.loader(model, 1)
+    hook.remove()
+    jobs.loader(model, 1)
+    model.lm_head = nn.Sequential(nn.Identity(), Centred(), model.lm_head)
+    with pytest.raises(ConfigError, match=r"lm_head\.1 computes a row from other rows"):
+        jobs.loader(model, 1)
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over rows."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows - rows.mean(1, keepdim=True)
+
+
 def test_enabled_models_are_enabled_once_and_their_copies_too(model: Any, batch: Any) -> None:
     given = hf.inputs(batch)
     wanted = model(**given).loss
