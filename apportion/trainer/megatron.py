@@ -56,7 +56,6 @@ except ModuleNotFoundError as error:
 GATED = "gated_delta_net"  # Megatron's name of the variant, and the recurrent kind
 _FINALIZE = "config.finalize_model_grads_func = megatron.core.distributed.finalize_model_grads"
 _LOCAL_LOSSES = ("aux_loss", "seq_aux_loss")
-_BALANCED = "attach_and_log_load_balancing_loss"
 _ROTARY = "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"
 _POSITIONS = ("rope", "learned_absolute", "none")
 
@@ -121,8 +120,11 @@ def forward_step(
     given = (rows.tokens[None], rows.position_ids[None], None)
     handles = tuple(one.handle for one in batches)
     params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
-    before = rows.handle.calls
-    output = model(*given, labels=labels[None], packed_seq_params=params)
+    before, padding = (
+        rows.handle.calls,
+        (rows.sample_ids < 0)[None] if module.config.num_moe_experts else None,
+    )
+    output = model(*given, labels=labels[None], packed_seq_params=params, padding_mask=padding)
     require_calls(rows.handle, before, module.planned_layers, "each layer must call its core attention")
     return output, partial(loss_of, rows)
 
@@ -193,20 +195,6 @@ def _check(module: Any) -> None:
         remedy = "make the model with planned_spec(spec), of a layer or a block of layers"
         known = "core_attention", PlannedCoreAttention, remedy, (PlannedGatedDeltaNet,)
         module.planned_layers = count_planned([module], *known)
-        for router in (one for one in module.modules() if hasattr(one, _BALANCED)):
-            setattr(router, _BALANCED, partial(balanced, getattr(router, _BALANCED)))
-
-
-def balanced(
-    own: Any, hidden: Tensor, weight: float, loss: Tensor, name: str, group: Any, **given: Any
-) -> Any:
-    """Replaces a router's method `own`: this rank's contribution to the loss over all ranks, `global_aux_loss`, of the
-    whole microbatch. Megatron assumes that ranks have equal numbers of rows, and divides by the ranks."""
-    if name == "global_load_balancing_loss":
-        rows, total = given["valid_token_count"], loss.new_full((), float(given["valid_token_count"]))
-        dist.all_reduce(total, group=group)
-        loss, given["valid_token_count"] = loss * (rows * group.size() / total) ** 2, total
-    return own(hidden, weight, loss, name, group, **given)
 
 
 def _positions(batches: Sequence[PlannedBatch]) -> int:

@@ -95,6 +95,7 @@ class Case:
     )
     deaf: bool = False  # whether a layer bypasses its core attention
     folder: str = ""  # for saving and resuming a run
+    rows: int = 1  # a multiple to which ranks pad theirs
     ping_pong: bool = False
     ticks: bool = False  # whether all stages compute the attention of each tick
 
@@ -219,7 +220,7 @@ def planned_data(case: Any, config: Any, ranks: int) -> Any:
         return planned_loader(documents(), config, **told, ticks=tick_table(case.pp, case.microbatches))
     policy = Policy(find_recipe("fcp"), seed=SEED)
     job = Job(cluster, model_of(config), policy, TOKENS // cluster.ranks, case.microbatches)
-    return planned_loader(documents(), config, **planning_of(job))
+    return planned_loader(documents(), config, **planning_of(job), rows_multiple=case.rows)
 
 
 def train(comm: Communicator, own: Any, case: Any) -> Any:
