@@ -31,7 +31,13 @@ from apportion.trainer.step.microbatch import WEIGHTS
 
 try:
     import accelerate  # noqa: F401
-    from transformers import PreTrainedModel, Trainer
+    from transformers import (
+        DataCollatorForSeq2Seq,
+        DataCollatorWithPadding,
+        PreTrainedModel,
+        Trainer,
+        default_data_collator,
+    )
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         error.name or "transformers", "hf", "apportion.trainer.hf_trainer"
@@ -40,6 +46,7 @@ except ModuleNotFoundError as error:
 STATE = "planned.json"  # the loader's state in a checkpoint
 
 
+_PADS = (DataCollatorForSeq2Seq, DataCollatorWithPadding)  # collators that only pad
 #: trainers whose loss is a sum over rows divided by num_items_in_batch: (top package, class)
 _SUMS = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
 
@@ -135,12 +142,16 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         rows = "the noise depends on a rank's rows"
         shifted = "it would receive shifted labels"
         routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
+        own = self.data_collator
+        collator = getattr(own, "__name__", type(own).__name__)
+        pads = own is default_data_collator or type(own) in _PADS or type(own).__module__.startswith("trl.")
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
             ("average_tokens_across_devices", scaled, not scaled, averages, "leave it True"),
             ("neftune_noise_alpha", noise, noise, rows, "leave it out"),
             ("compute_metrics", self.compute_metrics, predicts, order, "give a plain eval_dataset"),
+            ("data_collator", collator, not pads, "rows are not collated", "give labels in the samples"),
             ("compute_loss_func", *[self.compute_loss_func] * 2, shifted, "use the model's own loss"),
             ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
             ("router_aux_loss_coef", *routed, "trl adds the router's loss of a rank's rows", "set it to 0"),
@@ -217,11 +228,11 @@ class _Numbered:
         return len(self.epochs)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._batches = iter(self.epochs)
+        batches = self._batches = iter(self.epochs)
         try:
             yield from ([number] for number in range(len(self)))
         finally:
-            del self._batches
+            batches.close()
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return inputs(next(self._batches))

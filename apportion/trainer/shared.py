@@ -8,7 +8,7 @@ what is skipped or resumed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,7 +113,7 @@ class Epochs:
         """The microbatches of an epoch."""
         return self._length
 
-    def __iter__(self) -> Iterator[PlannedBatch]:
+    def __iter__(self) -> Generator[PlannedBatch, None, None]:
         """Iterates over an epoch; closes its pass at the end, or when it is abandoned. Raises ExecutionError."""
         batches, self.valid_tokens = self._pass(), 0
         try:

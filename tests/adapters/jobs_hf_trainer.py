@@ -65,7 +65,7 @@ def train(
     """Trains; returns losses of each step, evaluation losses, gradient norms, samples of each microbatch."""
     join(comm)
     model, options = hf.enable(made(name, **changes)), dict(options)
-    common = {"shuffle": shuffle, "tokens": 60}
+    common = {"shuffle": shuffle, "tokens": 60, "dtype": "bf16" if options.get("bf16") else "fp32"}
     train_loader = Noted(hf_jobs.loader(model, comm.ranks, lengths=TRAINED, microbatches=2, **common))
     tested = {"drop_last": False, "lengths": EVALUATED, **common}
     trainer = PlannedTrainer(
@@ -140,7 +140,8 @@ def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
     data = hf_jobs.loader(model, comm.ranks, comm)
     metrics = options.pop("compute_metrics", None) and (lambda prediction: {})
     own = options.pop("compute_loss_func", None) and (lambda outputs, labels, **kwargs: outputs.loss)
-    more = {"compute_metrics": metrics, "compute_loss_func": own}
+    collator = options.pop("data_collator", None) and (lambda samples: samples)
+    more = {"compute_metrics": metrics, "compute_loss_func": own, "data_collator": collator}
     predicts = options.pop("predict", False)
     trainer = PlannedTrainer(model=model, args=arguments(folder, **options), **more)
     try:

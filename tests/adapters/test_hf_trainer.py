@@ -25,6 +25,15 @@ def test_losses_are_those_of_trainer_in_one_process(pool: Any, alone: Any, tmp_p
     assert all(other[0]["loss"] == logged["loss"] for other in others)
 
 
+def test_mixed_precision(pool: Any, alone: Any, tmp_path: Path) -> None:
+    """accelerate hands out copies of the logits in float32, behind the loss."""
+    options = {"bf16": True}
+    (logged, samples), *_ = pool.run(jobs.train, 4, tmp_path / "planned", options)
+    (wanted,) = alone.run(jobs.train_alone, 1, tmp_path / "alone", samples[: len(samples) // 2], options)
+    np.testing.assert_allclose(logged["loss"], wanted["loss"], rtol=0, atol=2e-3)
+    np.testing.assert_allclose(logged["grad_norm"], wanted["grad_norm"], rtol=2e-2)
+
+
 def test_evaluation_is_the_mean_over_tokens(pool: Any, alone: Any, tmp_path: Path) -> None:
     ((first, again), count), *_ = pool.run(jobs.evaluate, 4, tmp_path)
     (wanted,) = alone.run(jobs.mean_alone, 1)
@@ -54,6 +63,7 @@ def test_what_would_change_the_loss_is_refused(pool: Any, tmp_path: Path) -> Non
         ({"compute_metrics": True}, "compute_metrics.*plan's order"),
         ({"predict": True}, "test_dataset.*plan's order"),
         ({"compute_loss_func": True}, "compute_loss_func.*shifted labels"),
+        ({"data_collator": True}, "data_collator.*not collated.*labels in the samples"),
     ):
         (why,) = pool.run(jobs.refusing, 1, tmp_path, options)
         assert re.search(words, why)
