@@ -309,8 +309,9 @@ def test_the_schema_of_recipes_takes_what_the_planner_takes(run: Cli) -> None:
             find_recipe(recipe)
 
 
+@pytest.mark.slow
 def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
-    rows = run("solvers", "compare", "--count", "3", "--json").json["solvers"]
+    rows = run("solvers", "compare", "--count", "8", "--json").json["solvers"]
     held = {(row["kind"], row["solver"]): row for row in rows}
     for key in (
         ("partition", "ilp"),
@@ -320,6 +321,9 @@ def test_solvers_are_compared_with_the_optimum(run: Cli) -> None:
     ):
         assert held[key]["optimal"] == held[key]["solved"] == held[key]["problems"]
     assert held["partition", "lpt"]["worst"] > 1
+
+
+def test_solvers_of_one_problem_are_compared(run: Cli) -> None:
     assert "partition" in run("solvers", "compare", "--count", "2", "--problem", "partition").out
     refused = run("solvers", "compare", "--problem", "nope")
     assert refused.code == 2
