@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import apportion as ap
-from apportion.backends import recurrent
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
 from apportion.ir.request.recurrent import Recurrent
+from tests.support import recurrent_executor
 from tests.support.recurrences import Edit, changed, dense, predecessors, random_inputs, setting
 
 KINDS = {
@@ -41,7 +41,7 @@ def test_what_one_process_computes(recipe: str) -> None:
     for seed, (name, kind) in enumerate(KINDS.items()):
         given, do = random_inputs(kind, BATCH.tokens, seed)
         for found, wanted in zip(
-            recurrent.run(plan, name, given, do), dense(kind, before, given, do), strict=True
+            recurrent_executor.run(plan, name, given, do), dense(kind, before, given, do), strict=True
         ):
             assert (found is None) == (wanted is None)
             assert found is None or np.allclose(found, wanted, rtol=0, atol=1e-12)
@@ -52,16 +52,16 @@ def test_gradients_are_those_of_the_output() -> None:
     plan = plan_of("blend")
     for name, kind in KINDS.items():
         given, do = random_inputs(kind, BATCH.tokens)
-        found, step = recurrent.run(plan, name, given, do), 1e-5
+        found, step = recurrent_executor.run(plan, name, given, do), 1e-5
         way = [
             None if one is None else np.random.default_rng(n).normal(size=one.shape)
             for n, one in enumerate(given)
         ]
         ends = [
-            recurrent.run(
+            recurrent_executor.run(
                 plan,
                 name,
-                recurrent.Inputs(
+                recurrent_executor.Inputs(
                     *(
                         a if a is None or b is None else a + sign * step * b
                         for a, b in zip(given, way, strict=True)
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_output() -> None:
 def test_a_kind_that_the_plan_does_not_have() -> None:
     given, _ = random_inputs(KINDS["mamba"], BATCH.tokens)
     with pytest.raises(UnknownNameError, match="no recurrent layers"):
-        recurrent.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", given)
+        recurrent_executor.run(plan_of("blend", replace(MODEL, recurrent={})), "mamba", given)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_kind_that_the_plan_does_not_have() -> None:
 def test_ranks_that_do_not_meet(name: str, edit: Edit, words: str) -> None:
     given, _ = random_inputs(KINDS["gated_delta"], BATCH.tokens)
     with pytest.raises(ExecutionError, match=words):
-        recurrent.run(changed(plan_of("blend"), name, edit), "gated_delta", given)
+        recurrent_executor.run(changed(plan_of("blend"), name, edit), "gated_delta", given)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.backends import numpy as executor, recurrent
+from apportion.backends import numpy as executor
 from apportion.backends.numpy import Arrays, Heads
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
@@ -39,6 +39,7 @@ from apportion.ir.request.sequences import Sequence as Sample
 from apportion.ir.verify import check
 from apportion.planner import api
 from apportion.planner.recipe.recipes import find_recipe, with_block
+from tests.support import recurrent_executor
 
 RECIPES = (
     "fcp_paper",
@@ -264,14 +265,14 @@ def outputs(plan: Plan) -> list[Floats]:
 def _recurrent_outputs(plan: Plan) -> list[Floats]:
     draw, tokens, found = np.random.default_rng(0), plan.request.batch.tokens, list[Floats]()
     for name, kind in plan.header.recurrent.items():
-        given = recurrent.Inputs(
+        given = recurrent_executor.Inputs(
             draw.normal(size=(tokens, kind.conv_channels)) / 2,
             draw.uniform(0.8, 1, size=(tokens, kind.heads)),
             draw.uniform(0, 0.5, size=(tokens, kind.heads)) if kind.delta else None,
             draw.normal(size=(kind.conv_channels, kind.conv)),
         )
         do = draw.normal(size=(tokens, kind.heads, kind.value_dim))
-        found += [one for one in recurrent.run(plan, name, given, do) if one is not None]
+        found += [one for one in recurrent_executor.run(plan, name, given, do) if one is not None]
     return found
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends import numpy as executor, recurrent
+from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.errors import DecodeError
 from apportion.ir.verify import check
+from tests.support import recurrent_executor
 from tests.support.conformance_suite import Weights, tables_of
 from tests.support.moves import remap
 
@@ -108,8 +109,8 @@ def _run_recurrent(plan: Plan, name: str, inputs: _Inputs) -> list[Array]:
     shapes.append((kind.heads, kind.value_dim))
     parts = [[inputs.take(int(rows), *shape) for shape in shapes] for rows in home.rows_per_rank]
     x, decays, *beta, do = (executor.gather(home, part) for part in zip(*parts, strict=True))
-    given = recurrent.Inputs(x, decays, beta[0] if beta else None, weight)
-    *rows, dweight = recurrent.run(plan, name, given, do)
+    given = recurrent_executor.Inputs(x, decays, beta[0] if beta else None, weight)
+    *rows, dweight = recurrent_executor.run(plan, name, given, do)
     found = [] if dweight is None else [dweight]
     for rank in range(plan.header.ranks):
         found += [array[home.tokens(rank)] for array in rows if array is not None]

@@ -23,7 +23,6 @@ import numpy as np
 import apportion as ap
 from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
-from apportion.backends.recurrent import Inputs
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.bytes.slices import Slice
 from apportion.ir.isa import MOVE_COLUMNS, SPAN_COLUMNS, TABLES, VERSION, Op
@@ -35,6 +34,7 @@ from tests.support import oracle, recurrences
 from tests.support.conformance_faults import broken, malformed, newer
 from tests.support.parse import parse
 from tests.support.random_plans import random_plan
+from tests.support.recurrent_executor import Inputs
 from tests.support.strategies import STRATEGIES, steps
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends.recurrent import Inputs, Outputs
 from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.plan.tables import Recurrence, Table
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.recurrent import Recurrent
+from tests.support.recurrent_executor import Inputs, Outputs
 
 Array = NDArray[Any]
 Edit = Callable[[dict[str, Ints]], object]  # of the columns of a table, int64

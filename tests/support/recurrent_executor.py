@@ -1,10 +1,7 @@
 """Reference executor of a plan's recurrent layers, in float64 on numpy, all ranks in one process. Slow and simple;
 other executors are tested against it.
 
-    from apportion.backends import recurrent
-
-    found = recurrent.run(plan, "linear", recurrent.Inputs(x, decay, beta, weight), do)     # tensors in token order
-    found.o, found.dx, found.ddecay, found.dbeta, found.dweight
+    found = recurrent_executor.run(plan, "linear", Inputs(x, decay, beta, weight), do)      # tensors in token order
 
     x ──convolution over halo and run──► q, k, v ──U, M of runs ──folds──► incoming states──► o
 
