@@ -10,7 +10,7 @@ by the client.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from apportion.ir.errors import ApportionError
 
@@ -68,25 +68,21 @@ class ServiceError(ApportionError, RuntimeError):
         kind = KINDS.get(type, Kind(status or 500, "The request failed", "see the log of the server"))
         self.type, self.detail, self.field, self.retry_after = type, detail, field, retry_after
         self.status, self.title, self.remedy = status or kind.status, kind.title, kind.remedy
-        super().__init__(f"{self.status} {type}: {detail}; {self.remedy}")
+
+    def __str__(self) -> str:  # `args` stay those of the constructor, so that errors can be pickled
+        return f"{self.status} {self.type}: {self.detail}; {self.remedy}"
 
     @property
     def transient(self) -> bool:
         """True if the same request may succeed later."""
         return self.status in TRANSIENT
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.type, self.detail, self.field, self.status, self.retry_after)
-
 
 class BadAnswerError(ServiceError):
     """An answer that violates the protocol: from another program, or corrupted in transit."""
 
     def __init__(self, detail: str) -> None:
-        super().__init__("bad-answer", detail, status=502)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BadAnswerError, (self.detail,)
+        super().__init__("bad-answer", detail)
 
     @property
     def transient(self) -> bool:
@@ -107,12 +103,3 @@ class UnknownPlanError(ServiceError, LookupError):
     def __init__(self, key: bytes) -> None:
         super().__init__("unknown-plan", f"no request with the key {key.hex()[:16]} is known here")
         self.key = key
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return UnknownPlanError, (self.key,)
-
-
-def _rebuilt(
-    type: str, detail: str, field: str | None, status: int, retry_after: float | None
-) -> ServiceError:
-    return ServiceError(type, detail, field=field, status=status, retry_after=retry_after)

@@ -241,9 +241,7 @@ class Engine:
 
     def _know(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
-        arriving = self._arriving.pop(entry.key, None)
-        if arriving is not None:
-            arriving.set()
+        self._arrived(entry.key)
         while len(self._entries) > self._limits.known and next(iter(self._entries.values())).done.is_set():
             self._entries.popitem(last=False)
 
