@@ -26,6 +26,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+from torch.utils.checkpoint import _StopRecomputationError
 
 from apportion.ir.errors import ExecutionError
 
@@ -90,7 +91,8 @@ class Calls:
         try:
             yield
         except BaseException as error:
-            if error is not self._fault:
+            # checkpointing ends a recomputation by an exception, which the caller's backward awaits
+            if error is not self._fault and not isinstance(error, _StopRecomputationError):
                 self._notices.fail(self.number, str(what), error)
             raise
         finally:
