@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import components
 from apportion.backends.torch.calls import AttentionCall
-from apportion.backends.torch.executor import Expansion, Gradients, Layer, Projection, TorchMachine
+from apportion.backends.torch.executor import Gradients, Layer, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
 from apportion.backends.torch.memory.arenas import Memory, Parts
@@ -90,10 +90,14 @@ def require_latent(handle: PlanHandle, latent: bool) -> None:
         raise ExecutionError(f"the plan moves {moves} from rank to rank: call planned_{call}")
 
 
-def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ExecutionError if the shape, dtype or device of q, k or v does not match the plan."""
+def qkv_home(
+    handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor, *, latent: bool = False
+) -> dict[Name, Parts]:
+    """The home rows of a forward program that does not project; latent: k and v are rotated and compressed latent rows.
+    Raises ExecutionError if shape, dtype or device of one does not match the plan."""
+    require_latent(handle, latent)
     header = handle.slice.header
-    keys, values = ("k", "v") if header.latent is None else ("rotated", "compressed")
+    keys, values = ("rotated", "compressed") if latent else ("k", "v")
     k_part, v_part = components(Name.KV, header)
     wants = {
         "q": (q, (handle.padded_rows, header.q_heads, header.head_dim)),
@@ -108,6 +112,7 @@ def check_qkv(handle: PlanHandle, q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         check_shape(name, tensor, shape)
         _check_dtype(name, tensor, handle)
+    return {Name.Q: (q,), Name.KV: (k, v)}
 
 
 def _check_rows_first(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -185,30 +190,41 @@ def _require_unchanged(ctx: Any) -> None:
         raise ExecutionError("a parameter of a layer was changed in place between its forward and backward")
 
 
-class PlannedBlock(torch.autograd.Function):
-    """Autograd function from this rank's hidden states to out, for plans that project heads themselves."""
+class PlannedLayer(torch.autograd.Function):
+    """Autograd function from this rank's home rows to out, for layers whose function backward calls again: a projection
+    of hidden states, or an expansion of latent rows. names: the home tensor of each given one, which come before the
+    layer's params."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        position_ids: Tensor,
-        sinks: Tensor | None,
         handle: PlanHandle,
         kind: str,
         layer: Layer,
-        *params: Tensor,
+        names: Sequence[Name],
+        sinks: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
-        layer = replace(layer, sinks=sinks, params=())
+        given, params = tensors[: len(names)], tensors[len(names) :]
+        home = _by_name(names, given)
         with attending(handle, kind, "forward", layer.score, sinks):
-            _check_hidden(handle, hidden, position_ids)
-            machine = run(handle, kind, "forward", {Name.X: (hidden, position_ids)}, layer)
-        memory, (out, lse) = machine.memory, machine.output(hidden.dtype)
+            if Name.X in home:
+                _check_hidden(handle, *home[Name.X])
+            else:
+                qkv_home(handle, *given, latent=True)
+            machine = run(handle, kind, "forward", home, replace(layer, sinks=sinks))
+        found, (out, lse) = machine.memory.home, machine.output(given[0].dtype)
         # present only if the plan keeps projected rows at home
-        ctx.kept = tuple((name, len(memory.home[name])) for name in (Name.Q, Name.KV) if name in memory.home)
-        rows = [part for name, _ in ctx.kept for part in memory.home[name]]
-        ctx.save_for_backward(hidden, position_ids, sinks, out, lse, *rows)
-        ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
+        more = [
+            (name, part) for name in (Name.Q, Name.KV) if name not in home for part in found.get(name, ())
+        ]
+        ctx.save_for_backward(sinks, out, lse, *given, *(part for _, part in more))
+        ctx.handle, ctx.kind, ctx.layer, ctx.names = (
+            handle,
+            kind,
+            layer,
+            [*names, *(name for name, _ in more)],
+        )
         ctx.params, ctx.versions = params, _versions(params)
         return out
 
@@ -216,61 +232,28 @@ class PlannedBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         _require_unchanged(ctx)
-        hidden, position_ids, sinks, out, lse, *rows = ctx.saved_tensors
+        sinks, out, lse, *rows = ctx.saved_tensors
+        projects, dtype = ctx.names[0] == Name.X, rows[0].dtype
         wanted = tuple(param for param in ctx.params if param.requires_grad)
         layer = replace(ctx.layer, sinks=sinks, params=wanted)
-        rest = iter(rows)
-        kept: dict[Name, Parts] = {name: tuple(next(rest) for _ in range(n)) for name, n in ctx.kept}
-        home = backward_home({**kept, Name.X: (hidden, position_ids)}, out, lse, do)
-        del out, lse, kept, rows
+        home = backward_home(_by_name(ctx.names, rows), out, lse, do)
+        del out, lse, rows
         with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
             machine = prepare(ctx.handle, ctx.kind, "backward", home, layer)
             home.clear()  # so that the machine can free tensors early
             machine.run()
             machine.close()
-        dx, gradients = machine.hidden_gradient(hidden.dtype), machine.gradients
-        dparams = param_gradients(ctx.params, gradients)
-        return dx, None, sink_gradient(layer, gradients), None, None, None, *dparams
+        grads = (machine.hidden_gradient(dtype), None) if projects else machine.input_gradients(dtype)
+        dparams = param_gradients(ctx.params, machine.gradients)
+        return None, None, None, None, sink_gradient(layer, machine.gradients), *grads, *dparams
 
 
-class PlannedLatents(torch.autograd.Function):
-    """Autograd function from this rank's queries and latent rows to out; readers expand keys and values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        rotated: Tensor,
-        compressed: Tensor,
-        sinks: Tensor | None,
-        handle: PlanHandle,
-        kind: str,
-        layer: Layer,
-        *params: Tensor,
-    ) -> Tensor:
-        with attending(handle, kind, "forward", layer.score, sinks):
-            require_latent(handle, True)
-            check_qkv(handle, q, rotated, compressed)
-            home: Home = {Name.Q: (q,), Name.KV: (rotated, compressed)}
-            out, lse = run(handle, kind, "forward", home, replace(layer, sinks=sinks)).output(q.dtype)
-        ctx.save_for_backward(q, rotated, compressed, sinks, out, lse)
-        ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
-        ctx.params, ctx.versions = params, _versions(params)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        _require_unchanged(ctx)
-        q, rotated, compressed, sinks, out, lse = ctx.saved_tensors
-        wanted = tuple(param for param in ctx.params if param.requires_grad)
-        layer = replace(ctx.layer, sinks=sinks, params=wanted)
-        home = backward_home({Name.Q: (q,), Name.KV: (rotated, compressed)}, out, lse, do)
-        with attending(ctx.handle, ctx.kind, "backward", layer.score, sinks):
-            machine = run(ctx.handle, ctx.kind, "backward", home, layer)
-        grads = machine.input_gradients(q.dtype)
-        dsinks = sink_gradient(layer, machine.gradients)
-        return *grads, dsinks, None, None, None, *param_gradients(ctx.params, machine.gradients)
+def _by_name(names: Sequence[Name], parts: Sequence[Tensor]) -> dict[Name, Parts]:
+    """The parts of each home tensor. names: of each part."""
+    found: dict[Name, Parts] = {}
+    for name, part in zip(names, parts, strict=True):
+        found[name] = (*found.get(name, ()), part)
+    return found
 
 
 # --- the op
@@ -302,9 +285,7 @@ def _attend(
     score = Score(scale, softcap)
     with attending(handle, kind, "forward", score, sinks, return_lse):
         handle.check(kind, window, causal, layer)
-        require_latent(handle, False)
-        check_qkv(handle, q, k, v)
-        home: Home = {Name.Q: (q,), Name.KV: (k, v)}
+        home = qkv_home(handle, q, k, v)
         return run(handle, kind, "forward", home, Layer(score, sinks)).output(q.dtype)
 
 
@@ -400,38 +381,20 @@ def attend(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_block(
+def attend_layer(
     handle: PlanHandle,
     kind: str,
-    hidden: Tensor,
-    position_ids: Tensor,
-    project: Projection,
+    home: Home,
+    layer: Layer,
     params: tuple[Tensor, ...],
     sinks: Tensor | None,
-    score: Score,
+    window: int | None = None,
+    causal: bool | None = None,
+    name: str | None = None,
 ) -> Tensor:
-    """Computes planned attention of hidden states, differentiable in hidden, sinks and params."""
-    layer = Layer(score, project=project)
-    inputs = (hidden, position_ids, sinks, handle, kind, layer, *params)
-    return PlannedBlock.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_latents(
-    handle: PlanHandle,
-    kind: str,
-    q: Tensor,
-    rotated: Tensor,
-    compressed: Tensor,
-    expand: Expansion,
-    params: tuple[Tensor, ...],
-    sinks: Tensor | None,
-    score: Score,
-    said: tuple[int | None, bool | None, str | None],
-) -> Tensor:
-    """Computes planned attention of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank], differentiable
-    in these, sinks and params. said: the declared window, causal and layer, as `ir.masks.declared`."""
-    handle.check(kind, *said)
-    layer = Layer(score, expand=expand)
-    inputs = (q, rotated, compressed, sinks, handle, kind, layer, *params)
-    return PlannedLatents.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]
+    """Planned attention of hidden states, or of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank],
+    differentiable in these, sinks and params. window, causal, name: of the layer, as in `ir.masks.declared`."""
+    handle.check(kind, window, causal, name)
+    names, given = zip(*((own, part) for own, parts in home.items() for part in parts), strict=True)
+    inputs = (handle, kind, layer, names, sinks, *given, *params)
+    return PlannedLayer.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

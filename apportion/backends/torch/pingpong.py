@@ -26,9 +26,9 @@ from torch.nn.functional import pad
 from apportion.backends.torch.autograd import (
     Home,
     backward_home,
-    check_qkv,
     or_zeros,
     prepare,
+    qkv_home,
     run,
     sink_gradient,
 )
@@ -96,13 +96,6 @@ def agree(handles: Iterable[PlanHandle], kind: str) -> None:
     for handle in handles:
         handle.agree()
         handle.segments(kind, PHASES[0])
-
-
-def qkv_home(handle: PlanHandle, qkv: Sequence[Tensor]) -> dict[Name, Parts]:
-    """The home rows for a forward program that does not project. Raises ExecutionError for wrong shapes and dtypes."""
-    q, k, v = qkv
-    check_qkv(handle, q, k, v)
-    return {Name.Q: (q,), Name.KV: (k, v)}
 
 
 def _total(parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -182,7 +175,7 @@ def forward_turns(
     for piece in pieces:
         x, projects = hidden[0].detach().requires_grad_(keep), handle.projects(piece.kind)
         qkv: tuple[Tensor, ...] = () if projects else _traced(piece.pre, (x, positions), piece.params, keep)
-        given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, qkv)
+        given: dict[Name, Parts] = {Name.X: (x, positions)} if projects else qkv_home(handle, *qkv)
         machine = yield from execute(handle, piece.kind, "forward", given, piece.layer(projects))
         out, lse = machine.output(x.dtype if projects else qkv[0].dtype)
         y = _traced(piece.post, (x, out.requires_grad_(keep)), piece.params, keep)

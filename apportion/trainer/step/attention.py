@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from apportion.backends.torch.autograd import attend, attend_block, attend_latents
-from apportion.backends.torch.executor import Expansion, Projection
+from apportion.backends.torch.autograd import attend, attend_layer
+from apportion.backends.torch.executor import Expansion, Layer, Projection
 from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle as PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -30,6 +30,7 @@ from apportion.backends.torch.memory.arrays import accumulator_dtype
 from apportion.backends.torch.remap import find_move, remapped
 from apportion.backends.torch.transport import Communicator as Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.tensors import Tensor as Name
 from apportion.trainer.step import own_loss, wiring
 from apportion.trainer.step.projection import check_projection
 
@@ -146,12 +147,12 @@ def planned_latent_attention(
     _check_arguments(handle, window)
     name, score, held = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
-
+    home = {Name.Q: rows[:1], Name.KV: rows[1:]}
     said = window, causal, None if layer is None or is_compiling() else str(layer)
     made = _as_now(expand, q)
 
     def run() -> tuple[Tensor, ...]:
-        return (attend_latents(handle, name, *rows, made, held, sinks, score, said),)
+        return (attend_layer(handle, name, home, Layer(score, expand=made), held, sinks, *said),)
 
     found = (run() if is_compiling() else tried(handle, run, *rows))[0]
     if not (wiring.watch.settled or is_compiling()):
@@ -189,7 +190,8 @@ def planned_attention_block(
     score, held = score_of(header.head_dim, scale, softcap), tuple(params)
 
     def run() -> tuple[Tensor, ...]:
-        return (attend_block(handle, name, hidden, position_ids, project, held, sinks, score),)
+        home = {Name.X: (hidden, position_ids)}
+        return (attend_layer(handle, name, home, Layer(score, project=project), held, sinks),)
 
     (found,) = tried(handle, run, hidden)
     if not (wiring.watch.settled or is_compiling()):
