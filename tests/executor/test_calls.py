@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from apportion.backends.torch.calls import AttentionCall
+from apportion.backends.torch.autograd import attention_call
+from apportion.backends.torch.kernels.attention import Score
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.masks import specs as masks
 from apportion.ir.request.batch import Batch
@@ -102,8 +103,8 @@ def test_a_second_thread_is_refused_while_a_call_runs(pool: Pool) -> None:
 
 
 def test_a_call_says_all_that_ranks_must_agree_on() -> None:
-    call = AttentionCall("0123456789ab", "local", "forward", 0.125, 30.0, sinks=True)
-    assert str(call) == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"
+    call = attention_call("0123456789ab", "local", "forward", Score(0.125, 30.0), sinks=True)
+    assert call == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"
 
 
 AT_THE_END = """

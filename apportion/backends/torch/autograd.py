@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from apportion.backends.interp import components
-from apportion.backends.torch.calls import AttentionCall
 from apportion.backends.torch.executor import Gradients, Layer, TorchMachine
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.attention import Score
@@ -46,8 +45,15 @@ def attending(
     handle: PlanHandle, kind: str, phase: str, score: Score, sinks: Tensor | None, lse: bool = False
 ) -> AbstractContextManager[None]:
     """Opens the call of one program on all ranks. lse: whether LSE may have a gradient."""
-    rule = score.scale, score.softcap, sinks is not None, lse
-    return handle.call(AttentionCall(handle.name, kind, phase, *rule))
+    return handle.call(attention_call(handle.name, kind, phase, score, sinks is not None, lse))
+
+
+def attention_call(plan: str, kind: str, phase: str, score: Score, sinks: bool, lse: bool = False) -> str:
+    """Names an attention call by the facts that all ranks must agree on. plan: prefix of its id; lse: whether LSE may
+    have a gradient."""
+    softcap = "" if score.softcap is None else f", softcap {score.softcap:g}"
+    more = ", sinks" * sinks + ", return_lse" * lse
+    return f"{phase} of kind {kind}, plan {plan}, scale {score.scale!r}{softcap}{more}"
 
 
 def prepare(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -40,24 +40,6 @@ _log = logging.getLogger(__name__)
 _leaving = Event()
 
 
-class AttentionCall(NamedTuple):
-    """The facts of an attention call that all ranks must agree on. plan: prefix of its id; lse: whether LSE may have
-    a gradient."""
-
-    plan: str
-    kind: str
-    phase: str
-    scale: float
-    softcap: float | None
-    sinks: bool
-    lse: bool = False
-
-    def __str__(self) -> str:
-        softcap = "" if self.softcap is None else f", softcap {self.softcap:g}"
-        more = ", sinks" * self.sinks + ", return_lse" * self.lse
-        return f"{self.phase} of kind {self.kind}, plan {self.plan}, scale {self.scale!r}{softcap}{more}"
-
-
 class Wait(NamedTuple):
     """A wait of the host. group: process group of the messages; peers: their senders and receivers."""
 
@@ -73,7 +55,7 @@ class Calls:
     def __init__(self, group: Any) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.number = self.tag = self.history = 0
-        self._recent: deque[tuple[int, Hashable]] = deque(maxlen=KEPT)
+        self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self._lock, self._owner = Lock(), 0
         store = _get_process_group_store(group)
         self._notices = Notices(PrefixStore("apportion", store), self.rank)
@@ -82,8 +64,8 @@ class Calls:
         self._watched = False
 
     @contextmanager
-    def call(self, what: Hashable) -> Iterator[None]:
-        """Opens one call; `str(what)` names it, equal on all ranks. If it raises, the other ranks raise with its error.
+    def call(self, what: str) -> Iterator[None]:
+        """Opens one call; `what` names it, equal on all ranks. If it raises, the other ranks raise with its error.
         Raises ExecutionError if another thread is in a call."""
         nested = self._enter(what)
         before = self.tag
@@ -93,7 +75,7 @@ class Calls:
         except BaseException as error:
             # checkpointing ends a recomputation by an exception, which the caller's backward awaits
             if error is not self._fault and not isinstance(error, _StopRecomputationError):
-                self._notices.fail(self.number, str(what), error)
+                self._notices.fail(self.number, what, error)
             raise
         finally:
             self.tag = before
@@ -101,7 +83,7 @@ class Calls:
                 self._owner = 0
                 self._lock.release()
 
-    def _enter(self, what: Hashable) -> bool:
+    def _enter(self, what: str) -> bool:
         """Enters a call; returns True if this thread is already in one."""
         if self._lock.acquire(blocking=False):
             self._owner = get_ident()
@@ -114,12 +96,12 @@ class Calls:
             "communicator of its own groups"
         )
 
-    def _begin(self, what: Hashable) -> None:
+    def _begin(self, what: str) -> None:
         if self._notices.failed_at:
             self._notices.resume()
         self.number += 1
         self._recent.append((self.number, what))
-        name = str(what).encode()
+        name = what.encode()
         self.tag = crc32(name, self.number) % (_ENDS - 1) + 1
         self.history = crc32(name, self.history)
 
@@ -166,7 +148,7 @@ class Calls:
 
     def _mismatch(self, peers: Collection[int]) -> str:
         """The difference if a peer is in another call than this rank; this rank publishes its calls first."""
-        own = {number: str(what) for number, what in tuple(self._recent)}
+        own = dict(tuple(self._recent))
         self._notices.show(own)
         for peer in sorted(peers):
             if fault := _difference({self.rank: own, peer: self._notices.shown(peer)}):
@@ -176,7 +158,7 @@ class Calls:
 
     def recent(self) -> str:
         """This rank's latest calls as text, for other ranks."""
-        return json.dumps({number: str(what) for number, what in self._recent})
+        return json.dumps(dict(self._recent))
 
     def mismatch_error(self, told: Sequence[str]) -> ExecutionError:
         """The error that ends this call on all ranks, which resume together. told: the latest calls of each rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import count
@@ -225,7 +225,7 @@ class PlanHandle:
         if not self._agreed:
             agree([self])
 
-    def call(self, what: Hashable) -> AbstractContextManager[None]:
+    def call(self, what: str) -> AbstractContextManager[None]:
         """Opens one call under this plan, as `Transport.call`, after checking that all ranks hold it."""
         self.agree()
         return self.communicator.call(what)

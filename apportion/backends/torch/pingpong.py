@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from apportion.backends.torch.autograd import (
     Home,
+    attention_call,
     backward_home,
     or_zeros,
     prepare,
@@ -32,7 +33,6 @@ from apportion.backends.torch.autograd import (
     run,
     sink_gradient,
 )
-from apportion.backends.torch.calls import AttentionCall
 from apportion.backends.torch.executor import Layer, Projection, TorchMachine
 from apportion.backends.torch.graphs import nodes
 from apportion.backends.torch.handle import PlanHandle
@@ -82,13 +82,11 @@ def paired(
 ) -> AbstractContextManager[None]:
     """Opens the call of both halves on all ranks, for one or more layers."""
     plans = " and ".join(handle.name for handle in handles)
-    layers = (
-        AttentionCall(
-            plans, one.kind, f"ping-pong {phase}", one.score.scale, one.score.softcap, one.sinks is not None
-        )
+    calls = (
+        attention_call(plans, one.kind, f"ping-pong {phase}", one.score, one.sinks is not None)
         for one in pieces
     )
-    return handles[0].call(", then ".join(map(str, layers)))
+    return handles[0].call(", then ".join(calls))
 
 
 def agree(handles: Iterable[PlanHandle], kind: str) -> None:

@@ -10,7 +10,7 @@ launches its rounds in rising order over all channels together, so one group is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -28,10 +28,9 @@ from apportion.ir.errors import ConfigError, ExecutionError
 Sizes = tuple[list[int], list[int]]
 
 
-class Flight(ABC):
-    """A round in flight."""
+class Flight:
+    """A round in flight; the class itself is one without messages."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Waits until the round is complete: received data is available, sent data may be overwritten. On a GPU the
         current stream waits, not the host."""
@@ -64,8 +63,8 @@ class Transport(ABC):
         """The numbers of every rank, any number per rank, a collective among hosts. about: their description in errors.
         Raises ExecutionError if ranks gather different things, or made different calls before."""
 
-    def call(self, what: Hashable) -> AbstractContextManager[None]:
-        """Scope of one call's messages, which every rank enters; `str(what)` names the call, equal on all ranks. If it
+    def call(self, what: str) -> AbstractContextManager[None]:
+        """Scope of one call's messages, which every rank enters; `what` names the call, equal on all ranks. If it
         raises, the calls of the other ranks raise too. Raises ExecutionError if another thread is in a call."""
         return _UNWATCHED
 
@@ -117,13 +116,6 @@ class DistributedFlight(Flight):
         self._calls.wait(self._works, self._group, self._peers)
 
 
-class EmptyFlight(Flight):
-    """The empty round of a single rank."""
-
-    def wait(self) -> None:
-        return
-
-
 class Communicator(Transport):
     """The ranks that execute plans together: rank r of a plan is rank r of the groups.
 
@@ -171,12 +163,12 @@ class Communicator(Transport):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._started += 1
 
-    def call(self, what: Hashable) -> AbstractContextManager[None]:
+    def call(self, what: str) -> AbstractContextManager[None]:
         return _UNWATCHED if self._calls is None else self._calls.call(what)
 
     def batch(self, channel: int, posts: Sequence[Post]) -> Flight:
         if self._calls is None or not posts:
-            return EmptyFlight()
+            return Flight()
         group, tag = self._group(channel), self._calls.tag
         ops = [
             dist.P2POp(dist.isend if send else dist.irecv, data, self._global[peer], group, tag)
@@ -187,7 +179,7 @@ class Communicator(Transport):
 
     def all_to_all(self, channel: int, sent: Tensor, received: Tensor, sizes: Sizes) -> Flight:
         if self._calls is None:
-            return EmptyFlight()
+            return Flight()
         if sent.device.type == "cpu":  # messages of gloo's own exchange have no tags
             return self._exchanged(channel, sent, received, sizes)
         group = self._group(channel)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from apportion.backends.torch.transport import EmptyFlight, Flight
+from apportion.backends.torch.transport import Flight
 
 Work = Callable[[], object]
 
@@ -40,7 +40,7 @@ def best_us(work: Work, device: torch.device, runs: Runs) -> float:
 def once_us(work: Work, device: torch.device) -> float:
     """The time of one run in microseconds."""
     if device.type == "cuda":
-        return beside_us(EmptyFlight, work, device)
+        return beside_us(Flight, work, device)
     now = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     start = now()
     work()
