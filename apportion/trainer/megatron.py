@@ -28,10 +28,9 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.recurrent import Recurrent
 from apportion.planner.iteration.ticks import TickTable
-from apportion.trainer.halves import both, joined
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import LoaderOptions, PlannedLoader
-from apportion.trainer.shared import count_planned, endless as endless, kinds_of, require
+from apportion.trainer.shared import both, count_planned, endless as endless, joined, kinds_of, require
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls

@@ -1,26 +1,35 @@
-"""Shared parts of trainer adapters: attention kinds by the windows of layers, groups of ranks, passes and epochs.
+"""Shared parts of trainer adapters: attention kinds by the windows of layers, groups of ranks, passes and epochs, and
+two halves of an iteration as one microbatch of a trainer's model.
 
 Passes over shuffled samples differ in length, but Trainer and Lightning assume the first length for all. So their
 epochs continue where the previous one ended, even in the middle of a pass, and only the loader's own state determines
-what is skipped or resumed.
+what is skipped or resumed. Rows of halves are concatenated, so row-wise modules need no change, and each transformer
+layer splits them:
+
+    rows of ping, rows of pong ──embedding──► layer ──► layer ──► head, loss
+                                             └─ both: attention of one half overlaps the other's linear layers
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 
+from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.transport import Communicator
 from apportion.ir.errors import ConfigError, ExecutionError
 from apportion.ir.masks.specs import causal, sliding_window
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
+from apportion.trainer.step.pingpong import PingPongLayer, ping_pong
 
 
 def kinds_of(windows: Sequence[int], full: str, window: str) -> tuple[Any, Any]:
@@ -89,6 +98,28 @@ def communicator_of(groups: Sequence[Sequence[int]]) -> Communicator:
     shares: Any = partial(dist.new_subgroups_by_enumeration, [list(ranks) for ranks in groups])
     own, hosts = shares()[0], shares(backend="gloo")[0]
     return Communicator(own, hosts=hosts)
+
+
+def joined(batches: Sequence[PlannedBatch]) -> PlannedBatch:
+    """A microbatch unchanged, or the rows of two halves of an iteration under the first half's handle."""
+    if len(batches) == 1:
+        return batches[0]
+    names = ("tokens", "labels", "position_ids")
+    columns: Any = {name: torch.cat([getattr(one, name) for one in batches]) for name in names}
+    fields = {name: torch.cat([one.fields[name] for one in batches]) for name in batches[0].fields}
+    return replace(batches[0], **columns, fields=fields)
+
+
+def both(
+    layer: PingPongLayer, hidden: Tensor, handles: tuple[PlanHandle, ...], says: Mapping[str, Any]
+) -> Tensor:
+    """Runs hidden [rows, ...] of two halves through a layer. says: window, causal and layer, as in
+    `planned_attention`. Raises as `ping_pong`, and ConfigError for a mask that differs from the plans'."""
+    ping, pong = handles
+    for handle in handles:
+        handle.check(handle.kind(layer.kind), **says)
+    first, second = torch.split(hidden, [handle.padded_rows for handle in handles])
+    return torch.cat(ping_pong((layer,), first, second, ping, pong))
 
 
 @dataclass

@@ -23,10 +23,9 @@ from apportion.ir.fields import read_text
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.planner.iteration.ticks import TickTable, tick_table
-from apportion.trainer.halves import both, joined
 from apportion.trainer.loading.batch import PlannedBatch
 from apportion.trainer.loading.loader import PlannedLoader
-from apportion.trainer.shared import communicator_of, count_planned, endless, kinds_of, require
+from apportion.trainer.shared import both, communicator_of, count_planned, endless, joined, kinds_of, require
 from apportion.trainer.step import wiring
 from apportion.trainer.step.attention import PlanHandle, planned_attention
 from apportion.trainer.step.microbatch import require_calls
