@@ -291,13 +291,12 @@ def test_patterns_meet(shape: tuple[int, int]) -> None:
     nodes = np.arange(shape[0] * shape[1]).reshape(shape).tolist()
     found = patterns(nodes)
     assert {one.peers for one in found} == {peers for peers in (1, 2, 4, 8) if peers < shape[0]}
-    assert {one.rails for one in found} == ({True} if shape[1] == 1 else {True, False})
     for pattern in found:
         ends = [pattern.ends(nodes, rank) for rank in range(shape[0] * shape[1])]
         sent = {(rank, to) for rank, (ahead, _) in enumerate(ends) for to in ahead}
         assert sent == {(of, rank) for rank, (_, behind) in enumerate(ends) for of in behind}
         assert all(a // shape[1] != b // shape[1] for a, b in sent)
-        assert all((a % shape[1] == b % shape[1]) == pattern.rails for a, b in sent)
+        assert all(a % shape[1] == b % shape[1] for a, b in sent)
         assert max(len(behind) for _, behind in ends) == pattern.peers
     assert patterns([[0, 1], [2]]) == patterns([[0, 1]]) == []
 
@@ -308,7 +307,7 @@ def test_figures_of_peers_are_those_that_rates_were_made_of() -> None:
     base = 1 + incast * 7
     sweep = [
         PatternShares(
-            Pattern(peers, True, balanced),
+            Pattern(peers, balanced),
             tuple(share * base for share in ([one_peer] if peers == 1 else [1 / (1 + incast * (peers - 1))]))
             * 3,
         )

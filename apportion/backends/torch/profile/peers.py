@@ -3,15 +3,14 @@
     balanced       every rank sends to k ranks on the next k nodes, and receives from k on those before
     many-to-one    k ranks on k nodes send to one rank of another
 
-Each between ranks of the same local index (rail-aligned), and from one local index to the next (across rails). A rank's
-bytes are the same for every k. Rates are relative to the crowd of all ranks.
+Each between ranks of the same local index (rail-aligned), as plans prefer. A rank's bytes are the same for every k.
+Rates are relative to the crowd of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,22 +21,19 @@ PEERS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of transfers. peers: k; rails: whether rail-aligned; balanced: else many-to-one."""
+    """A pattern of transfers. peers: k; balanced: else many-to-one."""
 
     peers: int
-    rails: bool
     balanced: bool
 
     def ends(self, nodes: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
         """(to, from): the ranks that a rank sends to and receives from. nodes: the ranks of each, of equal number."""
         at = next(number for number, ranks in enumerate(nodes) if rank in ranks)
-        place, count, on_node = nodes[at].index(rank), len(nodes), len(nodes[at])
-        step = 0 if self.rails else 1
+        place, count, steps = nodes[at].index(rank), len(nodes), range(1, self.peers + 1)
         if self.balanced:
-            ahead = [nodes[(at + by) % count][(place + step) % on_node] for by in range(1, self.peers + 1)]
-            behind = [nodes[(at - by) % count][(place - step) % on_node] for by in range(1, self.peers + 1)]
+            ahead, behind = ([nodes[(at + sign * by) % count][place] for by in steps] for sign in (1, -1))
             return ahead, behind
-        senders = [nodes[by][step] for by in range(1, self.peers + 1)]
+        senders = [nodes[by][0] for by in steps]
         receiver = nodes[0][0]
         return [receiver] if rank in senders else [], senders if rank == receiver else []
 
@@ -54,14 +50,8 @@ def patterns(nodes: Sequence[Sequence[int]]) -> list[Pattern]:
     """All patterns that the ranks allow; none if nodes differ in size."""
     if len(nodes) < 2 or len({len(ranks) for ranks in nodes}) > 1:
         return []
-    rails = (True, False) if len(nodes[0]) > 1 else (True,)
-    return [
-        Pattern(peers, aligned, balanced)
-        for balanced in (True, False)
-        for aligned in rails
-        for peers in PEERS
-        if peers < len(nodes)
-    ]
+    few = [peers for peers in PEERS if peers < len(nodes)]
+    return [Pattern(peers, balanced) for balanced in (True, False) for peers in few]
 
 
 def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict[str, Figure]:
@@ -70,8 +60,10 @@ def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict
     many = _by_peers(sweep, balanced=False)
     found: dict[str, Figure] = {}
     if len([peers for peers in many if peers > 1]) > 1:
-        each = [_slope({peers: shares[run] for peers, shares in many.items()}) for run in range(_runs(many))]
-        source = f"measured: one rank receives from {_words(many)} over {backend}, a line fitted"
+        runs = zip(*many.values(), strict=False)
+        each = [_slope(dict(zip(many, shares, strict=True))) for shares in runs]
+        words = ", ".join(map(str, many))
+        source = f"measured: one rank receives from {words} over {backend}, a line fitted"
         found["incast"] = _figure(each, source, 0.0, 10.0)
         found["incast_peers"] = Figure(max(many) - 1, source)
     single = _by_peers(sweep, balanced=True).get(1)
@@ -86,13 +78,8 @@ def congestion(sweep: Sequence[PatternShares], crowd: int, backend: str) -> dict
 
 
 def _by_peers(sweep: Sequence[PatternShares], balanced: bool) -> dict[int, tuple[float, ...]]:
-    """Peers -> shares, rail-aligned if available, as plans prefer."""
-    chosen = [one for one in sweep if one.pattern.balanced == balanced and one.pattern.rails]
-    return {one.pattern.peers: one.shares for one in chosen}
-
-
-def _runs(many: dict[int, tuple[float, ...]]) -> int:
-    return min(map(len, many.values()))
+    """Peers -> shares."""
+    return {one.pattern.peers: one.shares for one in sweep if one.pattern.balanced == balanced}
 
 
 def _slope(shares: dict[int, float]) -> float:
@@ -107,7 +94,3 @@ def _figure(runs: Sequence[float], source: str, least: float, most: float) -> Fi
     inside = np.clip(runs, least, most).round(3)
     low, value, high = inside.min(), np.median(inside), inside.max()
     return Figure(float(value), source, interval=(float(low), float(high)))
-
-
-def _words(many: dict[int, Any]) -> str:
-    return ", ".join(map(str, many))
