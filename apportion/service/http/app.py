@@ -58,14 +58,11 @@ def create_app(start: Start, tokens: Tokens, metrics: Any) -> FastAPI:
         responses={kind.status: {"description": kind.title, **_PROBLEM} for kind in KINDS.values()},
     )
     app.add_middleware(Guard, tokens=tokens, metrics=metrics)
-    app.exception_handler(ServiceError)(partial(_problem, metrics))
-    app.exception_handler(HTTPException)(partial(_http_problem, metrics))
-    app.exception_handler(RequestValidationError)(partial(_invalid, metrics))
-    app.exception_handler(Exception)(partial(_failed, metrics))
+    for kind in (ServiceError, HTTPException, RequestValidationError, Exception):
+        app.exception_handler(kind)(partial(_refused, metrics))
     for add in (_plan_routes, _other_routes):
         add(app)
-    openapi = app.openapi
-    app.openapi = lambda: _with_delivery(openapi())  # type: ignore[method-assign]
+    app.openapi()["paths"] |= DELIVERY  # of the schema that FastAPI keeps
     return app
 
 
@@ -190,41 +187,31 @@ def _state(entry: Entry | None, pack: Pack | None) -> PlanState:
 # ---- problems
 
 
-async def _problem(metrics: Any, request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, ServiceError)
+async def _refused(metrics: Any, request: Request, error: Exception) -> Response:
+    problem = _problem(request, error)
     metrics.problems.labels(problem.type).inc()
     status, media, body = rendered(problem)
     headers = {} if problem.retry_after is None else {"retry-after": f"{problem.retry_after:.0f}"}
+    if problem.type == "method":
+        headers["allow"] = ", ".join(sorted(_methods(request)))
     return Response(body, status, headers, media.decode())
 
 
-async def _http_problem(metrics: Any, request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kind = "method" if error.status_code == 405 else "not-found"
-    answer = await _problem(metrics, request, ServiceError(kind, f"{request.method} {request.url.path}"))
-    if error.status_code == 405:
-        answer.headers["allow"] = ", ".join(sorted(_methods(request)))
-    return answer
+def _problem(request: Request, error: Exception) -> ServiceError:
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, HTTPException):
+        kind = "method" if error.status_code == 405 else "not-found"
+        return ServiceError(kind, f"{request.method} {request.url.path}")
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        field = str(first["loc"][-1])
+        return ServiceError("invalid", f"{field}: {first['msg']}", field=field)
+    LOG.error("%s %s", request.method, request.url.path, exc_info=error)
+    return ServiceError("failed", type(error).__name__)
 
 
 def _methods(request: Request) -> set[str]:
     """The methods of all routes with the request's path."""
     path, routes = request.url.path, (route for route in request.app.routes if isinstance(route, Route))
     return {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
-
-
-async def _invalid(metrics: Any, request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    field = str(first["loc"][-1])
-    return await _problem(metrics, request, ServiceError("invalid", f"{field}: {first['msg']}", field=field))
-
-
-async def _failed(metrics: Any, request: Request, error: Exception) -> Response:
-    LOG.error("%s %s", request.method, request.url.path, exc_info=error)
-    return await _problem(metrics, request, ServiceError("failed", type(error).__name__))
-
-
-def _with_delivery(schema: dict[str, Any]) -> dict[str, Any]:
-    schema["paths"] |= DELIVERY
-    return schema

@@ -44,14 +44,11 @@ class Guard:
         elif length and (not length.isdigit() or len(length) > 12 or int(length) > MAX_BODY):
             problem = ServiceError("too-large", f"the body has more than {MAX_BODY} bytes")
         if problem is not None:
-            await self._refuse(problem, send)
+            self._metrics.problems.labels(problem.type).inc()
+            await answer(send, *rendered(problem), ((b"connection", b"close"),))
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
-
-    async def _refuse(self, problem: ServiceError, send: Send) -> None:
-        self._metrics.problems.labels(problem.type).inc()
-        await answer(send, *rendered(problem), ((b"connection", b"close"),))
 
 
 async def answer(
