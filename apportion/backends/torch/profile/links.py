@@ -171,12 +171,10 @@ class _LinkJob:
     def crowd_gbs(self, same: bool) -> float | None:
         """1e9 bytes/s that a rank sends, and receives, with all its peers at once: the others of its node, or its
         counterparts on the other nodes. Ranks without peers wait; None if no rank has any."""
-        peers, size = self._peers(same), max(self.messages)
-        sent = self._bytes(max(len(peers), 1) * self._share(peers, size))
-        received = torch.empty_like(sent)
-        posts = self._posts(peers, sent, received, self._share(peers, size))
+        peers = self._peers(same)
+        posts, size = self._posts(peers, peers), self._share(peers)
         took = self._round_us(posts)
-        rates = [len(posts) // 2 * self._share(peers, size) / took / 1e3 if posts else 0.0]
+        rates = [len(peers) * size / took / 1e3 if posts else 0.0]
         found = self._gathered(rates)
         rates = [rate for (rate,) in found if rate > 0]
         return round(min(rates), 4) if rates else None
@@ -190,17 +188,16 @@ class _LinkJob:
             if (nodes[other] == nodes[rank], place[other] == place[rank]) == (same, not same)
         ]
 
-    def _share(self, peers: Sequence[int], size: int) -> int:
-        """The bytes for each peer, for a total of `size`."""
-        return max(size // max(len(peers), 1), 1)
+    def _share(self, peers: Sequence[int]) -> int:
+        """The bytes of a message, for a total of the largest to all peers."""
+        return max(max(self.messages) // max(len(peers), 1), 1)
 
-    def _posts(self, peers: Sequence[int], sent: Tensor, received: Tensor, size: int) -> list[Post]:
-        """A message to and from each peer, in an order common to all ranks."""
-        posts = []
-        for at, peer in enumerate(peers):
-            part = slice(at * size, (at + 1) * size)
-            posts += [Post(True, peer, sent[part]), Post(False, peer, received[part])]
-        return posts
+    def _posts(self, to: Sequence[int], of: Sequence[int], size: int | None = None) -> list[Post]:
+        """A message to and from each of these ranks, with memory of its own, in an order common to all ranks. size: of
+        each, by default its share."""
+        size = self._share(to) if size is None else size
+        sides = ((True, to), (False, of))
+        return [Post(sends, peer, self._bytes(size)) for sends, peers in sides for peer in peers]
 
     def _round_us(self, posts: Sequence[Post]) -> float:
         """The best of `runs`."""
@@ -211,20 +208,13 @@ class _LinkJob:
     def sweep(self, between: float, nic: float) -> tuple[PatternShares, ...]:
         """Rates by number of peers, as shares of the crowd's. between, nic: 1e9 bytes/s of the crowd per rank, and per
         NIC, all of which a single receiver can use."""
-        rank, size = self.comm.rank, max(self.messages)
         nodes = [
             [other for other, of in enumerate(self.nodes) if of == node] for node in sorted(set(self.nodes))
         ]
-        sent, received = self._bytes(size), self._bytes(size)
         found = []
         for pattern in patterns(nodes):
-            ends = pattern.ends(nodes, rank)
-            part = size // pattern.peers
-            posts = [
-                Post(sends, peer, memory[at * part : (at + 1) * part])
-                for sends, peers, memory in ((True, ends[0], sent), (False, ends[1], received))
-                for at, peer in enumerate(peers)
-            ]
+            part = max(self.messages) // pattern.peers
+            posts = self._posts(*pattern.ends(nodes, self.comm.rank), part)
             took = self._slowest(self._each(lambda posts=posts: self.comm.batch(0, posts).wait()))  # type: ignore[misc]
             best = between if pattern.balanced else nic
             found.append(PatternShares(pattern, tuple(part * pattern.peers / us / 1e3 / best for us in took)))
@@ -237,12 +227,8 @@ class _LinkJob:
         rounds of short sends and receives between neighbours in a ring."""
         times = []
         for count in POSTS:
-            buffer = self._bytes(2 * count * SHORT)
-            sent, received = torch.split(buffer, count * SHORT)
             right, left = ((self.comm.rank + step) % self.comm.ranks for step in (1, -1))
-            posts = [Post(True, right, part) for part in torch.split(sent, SHORT)]
-            posts += [Post(False, left, part) for part in torch.split(received, SHORT)]
-            times.append(self._round_us(posts))
+            times.append(self._round_us(self._posts([right] * count, [left] * count, SHORT)))
         slope = np.polyfit(2 * np.array(POSTS), self._slowest(times), 1)[0]
         return round(max(float(slope), 0.0), 3)
 
@@ -251,9 +237,7 @@ class _LinkJob:
     def contention(self) -> float:
         """The relative slowdown of kernels during transfers to and from all peers."""
         peers = [rank for rank in range(self.comm.ranks) if rank != self.comm.rank]
-        size = max(max(self.messages) // len(peers), 1)
-        sent, received = (self._bytes(len(peers) * size) for _ in range(2))
-        posts = self._posts(peers, sent, received, size)
+        posts = self._posts(peers, peers)
         side = CUDA_SIDE if self.comm.device.type == "cuda" else CPU_SIDE
         square = torch.ones(side, side, device=self.comm.device)
         alone = min(self._each(lambda: torch.mm(square, square)))

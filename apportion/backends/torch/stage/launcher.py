@@ -8,8 +8,8 @@ to 16 bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from triton.runtime import driver
@@ -22,13 +22,9 @@ KERNELS: Mapping[str, Any] = {
 }
 
 
-class Launcher(Protocol):
-    """Takes launches in stream order: a kernel, the number of programs, its arguments, and its compile-time
-    arguments with Triton's options."""
-
-    def __call__(
-        self, kernel: str, programs: int, args: Sequence[Any], constants: Mapping[str, Any]
-    ) -> None: ...
+#: takes launches in stream order: a kernel, the number of programs, its arguments, and its compile-time arguments with
+#: Triton's options
+Launcher = Callable[[str, int, Sequence[Any], Mapping[str, Any]], None]
 
 
 class DeviceLauncher:
