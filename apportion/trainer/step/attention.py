@@ -101,7 +101,7 @@ def planned_attention(
     _check_arguments(handle, window)
     batched = q.dim() == 4
     if batched:
-        q, k, v = _without_batch("q", q), _without_batch("k", k), _without_batch("v", v)
+        q, k, v = (without_batch(name, x, 3) for name, x in zip("qkv", (q, k, v), strict=True))
     score = score_of(q.shape[-1], scale, softcap)
     named = None if layer is None or is_compiling() else str(layer)  # avoids one graph for each layer
 
@@ -284,8 +284,9 @@ def _check_arguments(handle: object, window: object) -> None:
         raise ConfigError("window", window, "must be an integer", remedy)
 
 
-def _without_batch(name: str, tensor: Tensor) -> Tensor:
-    if tensor.dim() != 4 or tensor.shape[0] != 1:
+def without_batch(name: str, tensor: Tensor, dims: int) -> Tensor:
+    """The tensor, of `dims` dimensions, without its batch dimension of 1. Raises ExecutionError."""
+    if tensor.dim() != 1 + dims or tensor.shape[0] != 1:
         rule = "a batch dimension must be 1, with sequences concatenated"
         raise ExecutionError(f"{name} has shape {tuple(tensor.shape)}: {rule}")
     return tensor[0]

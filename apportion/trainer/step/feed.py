@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from apportion.backends.torch.feed import EncoderFeed as EncoderFeed
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ExecutionError
+from apportion.ir.fields import instance
 from apportion.trainer.step import wiring
 
 
@@ -19,8 +20,7 @@ def move_rows(x: Tensor, feed: EncoderFeed) -> Tensor:
     ConfigError, and ExecutionError for another number of rows and where ranks call differently.
     """
     wiring.watch.require_all_rows("move_rows")
-    if not isinstance(feed, EncoderFeed):
-        raise ConfigError("feed", feed, "rows are moved by a feed", "pass batch.feed")
+    instance("feed", feed, EncoderFeed, "pass batch.feed")
     if len(x) != feed.encoder.padded_rows:
         raise ExecutionError(f"this rank holds {feed.encoder.padded_rows} rows of the encoder, got {len(x)}")
     feed.decoder.fed = True

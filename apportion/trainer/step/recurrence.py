@@ -18,9 +18,9 @@ from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.kernels.recurrent import Kernel, choose_kernel
 from apportion.backends.torch.scan import ScanRows, conv, scan
 from apportion.ir.errors import ConfigError, ExecutionError, UnknownNameError
-from apportion.ir.fields import suggestion
+from apportion.ir.fields import instance, suggestion
 from apportion.ir.request.recurrent import Recurrent
-from apportion.trainer.step.attention import refuse_learnt, tried
+from apportion.trainer.step.attention import refuse_learnt, tried, without_batch
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -59,9 +59,10 @@ def planned_scan(
     refuse_learnt(scale=scale)
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
-    rows = ScanRows(
-        *(_unbatched(each, x, batched) for each, x in zip(ScanRows._fields, (q, k, v, g, beta), strict=True))
-    )
+    rows = ScanRows(q, k, v, g, beta)
+    if batched:
+        named = {each: x for each, x in rows._asdict().items() if x is not None}
+        rows = rows._replace(**{each: without_batch(each, x, x.dim() - 1) for each, x in named.items()})
     _check_rows(handle, layer, rows)
     found = kernel or choose_kernel(layer.gate, layer.delta, v.device)
     given = [x for x in rows if x is not None]
@@ -85,7 +86,7 @@ def planned_conv(
     """
     name, layer = _kind(handle, kind)
     batched = x.dim() == 3
-    rows = _unbatched("x", x, batched)
+    rows = without_batch("x", x, 2) if batched else x
     if layer.conv < 2 or weight.dim() != 2 or weight.shape[1] != layer.conv:
         wanted = f"of width {layer.conv}" if layer.conv > 1 else "none"
         rule = f"the plan's convolutions of kind {name} are {wanted}"
@@ -104,9 +105,7 @@ def _planned(handle: PlanHandle, run: Callable[[], Tensor], *given: Tensor) -> T
 
 
 def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
-    if not isinstance(handle, PlanHandle):
-        rule = "a recurrent layer runs under a plan"
-        raise ConfigError("handle", handle, rule, "pass batch.handle of this microbatch")
+    instance("handle", handle, PlanHandle, "pass batch.handle of this microbatch")
     kinds = handle.slice.header.recurrent
     if not kinds:
         remedy = "give the planned model its recurrent kinds: Model(recurrent={...})"
@@ -118,15 +117,6 @@ def _kind(handle: Any, kind: str | None) -> tuple[str, Recurrent]:
         rule = f"the plan's recurrent kinds are {', '.join(kinds)}"
         raise UnknownNameError("kind", name, rule, suggestion(name, kinds))
     return name, kinds[name]
-
-
-def _unbatched(name: str, x: Tensor | None, batched: bool) -> Tensor:
-    if x is None or not batched:
-        return x  # type: ignore[return-value]
-    if x.shape[0] != 1:
-        rule = "a batch dimension must be 1, with sequences concatenated"
-        raise ExecutionError(f"{name} has shape {tuple(x.shape)}: {rule}")
-    return x[0]
 
 
 def _check_rows(handle: PlanHandle, layer: Recurrent, rows: ScanRows) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from apportion.backends.torch.handle import PlanHandle
 from apportion.backends.torch.visible import Visible as Visible, gather
-from apportion.ir.errors import ConfigError, ExecutionError
+from apportion.ir.errors import ExecutionError
+from apportion.ir.fields import instance
 from apportion.trainer.step import wiring
 
 
@@ -26,8 +27,7 @@ def gather_visible(x: Tensor | Sequence[Tensor], handle: PlanHandle, kind: str |
     not have, ExecutionError for another number of rows, and if ranks make different calls.
     """
     wiring.watch.require_all_rows("gather_visible")
-    if not isinstance(handle, PlanHandle):
-        raise ConfigError("handle", handle, "rows are gathered under a plan", "pass batch.handle")
+    instance("handle", handle, PlanHandle, "pass batch.handle")
     tensors = (x,) if isinstance(x, Tensor) else tuple(x)
     if not tensors:
         raise ExecutionError("there is nothing to gather: give one or more tensors")
