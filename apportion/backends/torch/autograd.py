@@ -31,6 +31,8 @@ from apportion.ir.plan.messages import ALIGNMENT
 from apportion.ir.tensors import Tensor as Name
 
 Home = Mapping[Name, Parts]
+#: the declared window, causal and layer of a mask, as `ir.masks.declared`
+Said = tuple[int | None, bool | None, str | None]
 
 
 def run(handle: PlanHandle, kind: str, phase: str, home: Home, layer: Layer) -> TorchMachine:
@@ -364,23 +366,13 @@ attend_grad_op = torch.ops.apportion.attend_grad.default
 
 
 def attend(
-    handle: PlanHandle,
-    kind: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    score: Score,
-    return_lse: bool = False,
-    window: int | None = None,
-    causal: bool | None = None,
-    layer: str | None = None,
+    handle: PlanHandle, kind: str, qkv: Sequence[Tensor], layer: Layer, return_lse: bool, said: Said
 ) -> tuple[Tensor, Tensor]:
     """Planned attention and its LSE [rows, Hq] in float64, differentiable in q, k, v and sinks; eager or compiled.
 
-    LSE is differentiable with return_lse, the same on all ranks. window, causal, layer: as `ir.masks.declared`."""
-    rule = handle.number, kind, score.scale, score.softcap, return_lse
-    out, lse = attend_op(q, k, v, sinks, *rule, window, causal, layer)
+    LSE is differentiable with return_lse, the same on all ranks."""
+    rule = handle.number, kind, layer.score.scale, layer.score.softcap, return_lse
+    out, lse = attend_op(*qkv, layer.sinks, *rule, *said)
     if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.metadata["handle"] = handle  # keeps the handle alive until backward has run
     return out, lse
@@ -388,19 +380,12 @@ def attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_layer(
-    handle: PlanHandle,
-    kind: str,
-    home: Home,
-    layer: Layer,
-    params: tuple[Tensor, ...],
-    sinks: Tensor | None,
-    window: int | None = None,
-    causal: bool | None = None,
-    name: str | None = None,
+    handle: PlanHandle, kind: str, home: Home, layer: Layer, said: Said = (None, None, None)
 ) -> Tensor:
     """Planned attention of hidden states, or of q [rows, Hq, D] on latent rows [rows, 1, rope] and [rows, 1, rank],
-    differentiable in these, sinks and params. window, causal, name: of the layer, as in `ir.masks.declared`."""
-    handle.check(kind, window, causal, name)
+    differentiable in these, and in the layer's sinks and params."""
+    handle.check(kind, *said)
     names, given = zip(*((own, part) for own, parts in home.items() for part in parts), strict=True)
-    inputs = (handle, kind, layer, names, sinks, *given, *params)
+    bare = replace(layer, sinks=None, params=())
+    inputs = (handle, kind, bare, names, layer.sinks, *given, *layer.params)
     return PlannedLayer.apply(*inputs)  # type: ignore[no-untyped-call,no-any-return]

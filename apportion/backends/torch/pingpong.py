@@ -325,22 +325,6 @@ class PairedLayers(torch.autograd.Function):
         return None, None, None, grads[0][0], grads[1][0], *sums.of(ctx.params)
 
 
-def attend_pair(
-    handles: tuple[PlanHandle, PlanHandle],
-    kind: str,
-    qkv: Sequence[tuple[Tensor, Tensor, Tensor]],
-    sinks: Tensor | None,
-    score: Score,
-) -> tuple[Tensor, Tensor]:
-    """Planned attention of both halves, without other layer work, differentiable in their q, k, v and in sinks."""
-
-    def piece(given: tuple[Tensor, Tensor, Tensor]) -> Piece:
-        return Piece(lambda x, positions: given, lambda x, out: out, given, kind, score, sinks)
-
-    ping, pong = (q.new_empty(len(q), 0) for q, _, _ in qkv)
-    return run_pair(handles, ([piece(qkv[0])], [piece(qkv[1])]), ping, pong)
-
-
 def params_of(pieces: Iterable[Piece]) -> tuple[Tensor, ...]:
     """Params and sinks, each once."""
     listed = (tensor for piece in pieces for tensor in (*piece.params, piece.sinks))

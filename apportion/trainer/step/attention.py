@@ -102,11 +102,11 @@ def planned_attention(
     batched = q.dim() == 4
     if batched:
         q, k, v = (without_batch(name, x, 3) for name, x in zip("qkv", (q, k, v), strict=True))
-    score = score_of(q.shape[-1], scale, softcap)
-    named = None if layer is None or is_compiling() else str(layer)  # avoids one graph for each layer
+    called = Layer(score_of(q.shape[-1], scale, softcap), sinks)
+    said = window, causal, _named(layer)
 
     def run() -> tuple[Tensor, ...]:
-        return attend(handle, handle.kind(kind), q, k, v, sinks, score, return_lse, window, causal, named)
+        return attend(handle, handle.kind(kind), (q, k, v), called, return_lse, said)
 
     out, lse = run() if is_compiling() else tried(handle, run, q, k, v)
     out = out.unsqueeze(0) if batched else out
@@ -148,11 +148,11 @@ def planned_latent_attention(
     name, score, held = handle.kind(kind), score_of(q.shape[-1], scale, softcap), tuple(params)
     rows = q, rotated.unsqueeze(1), compressed.unsqueeze(1)
     home = {Name.Q: rows[:1], Name.KV: rows[1:]}
-    said = window, causal, None if layer is None or is_compiling() else str(layer)
+    said = window, causal, _named(layer)
     made = _as_now(expand, q)
 
     def run() -> tuple[Tensor, ...]:
-        return (attend_layer(handle, name, home, Layer(score, expand=made), held, sinks, *said),)
+        return (attend_layer(handle, name, home, Layer(score, sinks, expand=made, params=held), said),)
 
     found = (run() if is_compiling() else tried(handle, run, *rows))[0]
     if not (wiring.watch.settled or is_compiling()):
@@ -191,7 +191,7 @@ def planned_attention_block(
 
     def run() -> tuple[Tensor, ...]:
         home = {Name.X: (hidden, position_ids)}
-        return (attend_layer(handle, name, home, Layer(score, project=project), held, sinks),)
+        return (attend_layer(handle, name, home, Layer(score, sinks, project, params=held)),)
 
     (found,) = tried(handle, run, hidden)
     if not (wiring.watch.settled or is_compiling()):
@@ -263,6 +263,11 @@ def refuse_learnt(**numbers: Any) -> None:
         if isinstance(value, Tensor) and value.requires_grad:
             rule = "is a constant here, and would get no gradient"
             raise ConfigError(name, "a learnt tensor", rule, "multiply q by a learnt scale; detach others")
+
+
+def _named(layer: str | int | None) -> str | None:
+    """A layer's name in messages; None under torch.compile, which would make a graph for each layer."""
+    return None if layer is None or is_compiling() else str(layer)
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

@@ -116,7 +116,12 @@ def ping_pong_attention(
     """
     handles = _same_ranks(handle_a, handle_b)
     name, score = _kind(handles, kind), score_of(a[0].shape[-1], scale, softcap)
-    return backend.attend_pair(handles, name, (a, b), sinks, score)
+
+    def piece(given: QKV) -> backend.Piece:
+        return backend.Piece(lambda x, positions: given, lambda x, out: out, given, name, score, sinks)
+
+    ping, pong = (q.new_empty(len(q), 0) for q, _, _ in (a, b))
+    return backend.run_pair(handles, ([piece(a)], [piece(b)]), ping, pong)
 
 
 def piece_of(layer: PingPongLayer, handles: Sequence[PlanHandle]) -> backend.Piece:
