@@ -77,7 +77,11 @@ def run(settings: Settings) -> None:
         try:
             await asyncio.wait(map(asyncio.wrap_future, loading), timeout=LOADING_S)
             listening.listen(BACKLOG)  # only now: until then a load balancer sends requests elsewhere
-            _announce(settings, _url(listening))
+            url = _url(listening)
+            if settings.announce:
+                print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
+            else:
+                LOG.info("%s listens, with a page and /docs; store: %s", url, settings.store or "memory")
             yield engine
         finally:
             await engine.close()
@@ -95,14 +99,6 @@ def run(settings: Settings) -> None:
     )
     with listening, suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
-
-
-def _announce(settings: Settings, url: str) -> None:
-    """Announces the server's address."""
-    if settings.announce:
-        print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
-    else:
-        LOG.info("%s listens, with a page and /docs; store: %s", url, settings.store or "memory")
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from logging import getLogger
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from apportion.ir.bytes.iteration_slice import IterationSlice
 from apportion.ir.errors import ConfigError, DecodeError, MissingDependencyError
@@ -24,6 +25,7 @@ WAIT_S = 2.0  # timeout of a command
 GONE_S = 5.0  # back-off after no answer, so that requests do not each wait for the timeout
 AGE_S = 86400.0
 LOG = getLogger(__name__)
+T = TypeVar("T")
 
 
 class RedisStore:
@@ -45,24 +47,15 @@ class RedisStore:
 
     def get(self, key: bytes) -> Pack | None:
         data = self._call("GET", _name(key))
-        try:
-            return None if data is None else Pack.decode(data, key)
-        except DecodeError as error:
-            self._damaged(key, error)
-            return None
+        return None if data is None else self._intact(key, lambda: Pack.decode(data, key))
 
     def slice(self, key: bytes, rank: int) -> IterationSlice | None:
         def read(offset: int, size: int) -> bytes:
             found: bytes = self._call("GETRANGE", _name(key), offset, offset + size - 1)
             return found
 
-        if not self._call("EXISTS", _name(key)):
-            return None
-        try:
-            return read_slice(read, key, rank)
-        except DecodeError as error:
-            self._damaged(key, error)
-            return None
+        there = self._call("EXISTS", _name(key))
+        return self._intact(key, lambda: read_slice(read, key, rank)) if there else None
 
     def put(self, pack: Pack) -> None:
         self._call("SET", _name(pack.key), pack.data, "EX", self._age_s)
@@ -97,9 +90,14 @@ class RedisStore:
             if self._again:
                 self._again = now + GONE_S
 
-    def _damaged(self, key: bytes, error: DecodeError) -> None:
-        LOG.warning("Redis, %s: %s; it is planned again", _name(key), error)
-        self._call("DEL", _name(key))
+    def _intact(self, key: bytes, decode: Callable[[], T]) -> T | None:
+        """What is decoded; None for damaged data, which is logged and removed."""
+        try:
+            return decode()
+        except DecodeError as error:
+            LOG.warning("Redis, %s: %s; it is planned again", _name(key), error)
+            self._call("DEL", _name(key))
+            return None
 
 
 def _name(key: bytes) -> str:
