@@ -102,6 +102,10 @@ def test_a_second_thread_is_refused_while_a_call_runs(pool: Pool) -> None:
         assert after == ""
 
 
+def test_the_end_of_a_recomputation_is_not_a_failure(pool: Pool) -> None:
+    assert pool.run(jobs_calls.stopped, 2) == [[[0], [1]]] * 2
+
+
 def test_a_call_says_all_that_ranks_must_agree_on() -> None:
     call = attention_call("0123456789ab", "local", "forward", Score(0.125, 30.0), sinks=True)
     assert call == "forward of kind local, plan 0123456789ab, scale 0.125, softcap 30, sinks"

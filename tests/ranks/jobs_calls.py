@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from apportion.backends.torch import calls
 from apportion.ir.errors import ApportionError
 from apportion.trainer.step.attention import Communicator, planned_attention, planned_remap
 from apportion.trainer.step.pingpong import ping_pong_attention
@@ -144,3 +146,17 @@ def threads(comm: Communicator, shards: tuple[Shard, Shard]) -> list[str]:
         run()
     run()
     return errors
+
+
+def stopped(comm: Communicator) -> list[list[int]]:
+    """What ranks gather after a recomputation that checkpointing ends within a call; rank 0 comes late."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with comm.call("a block"):
+            return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    if comm.rank == 0:
+        time.sleep(4 * calls.LOOK_S)
+    return comm.all_gather([comm.rank], "ranks")
