@@ -20,7 +20,7 @@ from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.model import Model
 from apportion.ir.request.policy import Policy
 from apportion.planner.recipe.recipes import find_recipe
-from apportion.service.engine import Engine, Limits, Metrics, State
+from apportion.service.engine import Engine, Limits, Metrics, PlanRequest, State
 from apportion.service.pack import Pack
 from apportion.service.problems import ServiceError, UnknownPlanError
 from apportion.service.store import Folder, Store, StoreError
@@ -42,8 +42,12 @@ def run(
     return asyncio.run(main())
 
 
+def asked(request: Request) -> PlanRequest:
+    return PlanRequest(request.key, request.data, request.job.digest, RANKS)
+
+
 async def submit(engine: Engine, request: Request, ahead: int = 0) -> State:
-    entry = await engine.submit(request.key, request.data, request.job.digest, RANKS, "anyone", ahead)
+    entry = await engine.submit(asked(request), "anyone", ahead)
     return entry.state
 
 
@@ -131,9 +135,11 @@ def test_a_request_that_harms_workers_is_set_aside(work: Any, type: str) -> None
     try:
 
         async def test(engine: Engine) -> None:
-            beside = asyncio.create_task(engine.make(plan_file, b"1", Request(4).data, b"j", RANKS, "a"))
+            beside = asyncio.create_task(
+                engine.make(plan_file, PlanRequest(b"1", Request(4).data, b"j", RANKS), "a")
+            )
             with pytest.raises(ServiceError) as caught:
-                await engine.make(work, b"2", b"", b"k", RANKS, "a")
+                await engine.make(work, PlanRequest(b"2", b"", b"k", RANKS), "a")
             assert caught.value.type == type
             assert (await beside)[1:].startswith(b"\xa6format")
 
@@ -158,7 +164,7 @@ def test_the_queue_has_an_end(workers: ProcessExecutor) -> None:
 def test_a_tenant_that_fills_the_queue_leaves_others_their_share(workers: ProcessExecutor) -> None:
     async def ask(engine: Engine, number: int, tenant: str) -> None:
         request = Request(number)
-        await engine.submit(request.key, request.data, request.job.digest, RANKS, tenant)
+        await engine.submit(asked(request), tenant)
 
     async def test(engine: Engine) -> None:
         for number in range(60, 63):  # one is planned
@@ -252,7 +258,9 @@ def test_planning_goes_on_where_the_store_fails(workers: ProcessExecutor, tmp_pa
 
 
 def test_a_page_is_made_of_a_request(workers: ProcessExecutor) -> None:
-    page = run(workers, lambda engine: engine.make(plan_page, b"1", Request(60).data, b"j", RANKS, "a"))
+    page = run(
+        workers, lambda engine: engine.make(plan_page, PlanRequest(b"1", Request(60).data, b"j", RANKS), "a")
+    )
     assert page.startswith(b"<!doctype html>")
 
 

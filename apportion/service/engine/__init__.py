@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from apportion.service.engine.engine import Engine, Limits
-from apportion.service.engine.entry import Entry, State
+from apportion.service.engine.entry import Entry, PlanRequest, State
 from apportion.service.engine.metrics import Metrics
 
-__all__ = ["Engine", "Entry", "Limits", "Metrics", "State"]
+__all__ = ["Engine", "Entry", "Limits", "Metrics", "PlanRequest", "State"]

@@ -16,7 +16,7 @@ from functools import partial
 from logging import getLogger
 
 from apportion.ir.errors import DecodeError
-from apportion.service.engine.entry import Entry, State
+from apportion.service.engine.entry import Entry, PlanRequest, State
 from apportion.service.engine.hour import Minute, Usage, minutes, usage
 from apportion.service.engine.metrics import Metrics
 from apportion.service.engine.schedule import Schedule
@@ -68,16 +68,14 @@ class Engine:
 
     # ---- interface of the handlers
 
-    async def submit(
-        self, key: bytes, request: bytes, job: bytes, ranks: int, tenant: str, ahead: int = 0
-    ) -> Entry:
+    async def submit(self, asked: PlanRequest, tenant: str, ahead: int = 0) -> Entry:
         """Has a request planned once, however often it is submitted. Raises ServiceError if it is or was refused, or
         the queue is full."""
-        due = self._schedule.due(job, ahead)
-        entry = self._entries.get(key) or self._restored(await self._stored(key), job, tenant)
+        key, due = asked.key, self._schedule.due(asked.job, ahead)
+        entry = self._entries.get(key) or self._restored(await self._stored(key), asked.job, tenant)
         entry = self._entries.get(key) or entry  # another call may have added it
         if entry is None:
-            entry = self._queue(key, plan_pack, request, job, ranks, tenant, due)
+            entry = self._queue(plan_pack, asked, tenant, due)
             self._know(entry)
         entry.due = min(entry.due, due)
         if entry.problem is not None:
@@ -110,11 +108,9 @@ class Engine:
             raise entry.problem
         return self.hot(key) or (await self._stored(key) if entry.state is State.READY else None)
 
-    async def make(
-        self, work: Work, key: bytes, request: bytes, job: bytes, ranks: int, tenant: str
-    ) -> bytes:
+    async def make(self, work: Work, asked: PlanRequest, tenant: str) -> bytes:
         """A worker's result for a request, not cached. Raises ServiceError."""
-        entry = self._queue(key, work, request, job, ranks, tenant, self._schedule.due(job, 0))
+        entry = self._queue(work, asked, tenant, self._schedule.due(asked.job, 0))
         await entry.done.wait()
         if entry.problem is not None:
             raise entry.problem
@@ -149,13 +145,11 @@ class Engine:
 
     # ---- queue and workers
 
-    def _queue(
-        self, key: bytes, work: Work, request: bytes, job: bytes, ranks: int, tenant: str, due: float
-    ) -> Entry:
-        self._admit(tenant, len(request))
+    def _queue(self, work: Work, asked: PlanRequest, tenant: str, due: float) -> Entry:
+        self._admit(tenant, len(asked.data))
         now = asyncio.get_running_loop().time()
-        entry = Entry(key, work, request, job, ranks, tenant, due, now)
-        self._queued_bytes += len(request)
+        entry = Entry(asked.key, work, asked.data, asked.job, asked.ranks, tenant, due, now)
+        self._queued_bytes += len(asked.data)
         self._schedule.add(entry)
         self._dispatch()
         return entry

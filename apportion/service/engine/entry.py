@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from apportion.service.problems import ServiceError
 from apportion.service.workers.work import Work
@@ -15,6 +16,15 @@ class State(StrEnum):
     PLANNING = "planning"
     READY = "ready"
     REFUSED = "refused"
+
+
+class PlanRequest(NamedTuple):
+    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job; ranks: of it."""
+
+    key: bytes
+    data: bytes
+    job: bytes
+    ranks: int
 
 
 @dataclass(eq=False)

@@ -17,12 +17,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from apportion.ir.version import __version__
-from apportion.service.engine import Engine, Entry, State
+from apportion.service.engine import Engine, Entry, PlanRequest, State
 from apportion.service.http.delivery import Delivery, key_of
 from apportion.service.http.guard import PROBLEM, Guard, body_of, rendered
 from apportion.service.http.models import Health, Hour, PlanResponse, Plans, PlanState, Problem, Submission
 from apportion.service.http.openapi import BODY, DELIVERY
-from apportion.service.http.requests import PlanRequest, parse
+from apportion.service.http.requests import parse
 from apportion.service.http.tokens import Tokens
 from apportion.service.pack import Pack
 from apportion.service.problems import KINDS, ServiceError, UnknownPlanError
@@ -75,9 +75,7 @@ def _plan_routes(app: FastAPI) -> None:
         asked, named = await _asked(request), key_of(key)
         if asked.key != named:
             raise ServiceError("wrong-key", f"the request has the key {asked.key.hex()}", field="key")
-        entry = await _engine(request).submit(
-            asked.key, asked.data, asked.job, asked.ranks, request.state.tenant, ahead
-        )
+        entry = await _engine(request).submit(asked, request.state.tenant, ahead)
         if entry.state is State.READY:
             response.status_code = 200
         return Submission(key=key, state=entry.state)
@@ -115,7 +113,7 @@ def _plan_routes(app: FastAPI) -> None:
         if _prefers(accept, "text/html"):
             return HTMLResponse(await _made(request, plan_page, asked))  # type: ignore[return-value]
         engine = _engine(request)
-        await engine.submit(asked.key, asked.data, asked.job, asked.ranks, request.state.tenant)
+        await engine.submit(asked, request.state.tenant)
         pack = await engine.pack(asked.key, 3600.0)
         if pack is None:
             raise ServiceError("too-long", "the plan is not ready yet: get it by its key", field="key")
@@ -156,8 +154,7 @@ async def _asked(request: Request) -> PlanRequest:
 
 
 async def _made(request: Request, work: Any, asked: PlanRequest) -> bytes:
-    tenant = request.state.tenant
-    return await _engine(request).make(work, asked.key, asked.data, asked.job, asked.ranks, tenant)
+    return await _engine(request).make(work, asked, request.state.tenant)
 
 
 def _prefers(accept: str, media: str) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -16,27 +15,12 @@ from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.ir.errors import ApportionError, CapacityError, ConfigError
 from apportion.ir.request.batch import Batch
 from apportion.planner.recipe.recipes import find_recipe
+from apportion.service.engine.entry import PlanRequest
 from apportion.service.problems import ServiceError
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _LARGE = 64 << 10
 _parsing = asyncio.Lock()  # one large body at a time: parsed, it is fifty times as large
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A request in the engine's form. key: 32 bytes; data: canonical bytes; job: digest of the job."""
-
-    key: bytes
-    data: bytes
-    job: bytes
-    ranks: int
-
-    @staticmethod
-    def of(job: Job, batches: tuple[Batch, ...]) -> PlanRequest:
-        """Encodes a request. Raises ConfigError, CapacityError."""
-        job.check(batches)
-        return PlanRequest(job.request_key(batches), encode_request(job, batches), job.digest, job.ranks)
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,8 +62,14 @@ def _uncollected(read: Callable[[bytes], PlanRequest]) -> Callable[[bytes], Plan
     return reading
 
 
+def _request(job: Job, batches: tuple[Batch, ...]) -> PlanRequest:
+    """Encodes a request. Raises ConfigError, CapacityError."""
+    job.check(batches)
+    return PlanRequest(job.request_key(batches), encode_request(job, batches), job.digest, job.ranks)
+
+
 def _from_msgpack(body: bytes) -> PlanRequest:
-    return PlanRequest.of(*decode_request(body))
+    return _request(*decode_request(body))
 
 
 def _from_json(body: bytes) -> PlanRequest:
@@ -95,7 +85,7 @@ def _from_json(body: bytes) -> PlanRequest:
         start = body[:64].decode(errors="replace")
         raise ConfigError("body", start, f"is not JSON: {error}", "send an object") from None
     job = Job.from_data(_with_recipe(data.job))
-    return PlanRequest.of(job, tuple(Batch.from_data(batch) for batch in data.batches))
+    return _request(job, tuple(Batch.from_data(batch) for batch in data.batches))
 
 
 def _with_recipe(job: Any) -> Any:
