@@ -30,17 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.backends.interp import (
-    GradTask,
-    Machine,
-    Operand,
-    Program,
-    RowOp,
-    Step,
-    Task,
-    compile_program,
-    components,
-)
+from apportion.backends.interp import GradTask, Machine, Operand, Program, RowOp, Step, Task, compile_program
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ExecutionError, UnknownNameError
 from apportion.ir.isa import ALL_TO_ALL, Op
@@ -192,8 +182,9 @@ def _scattered(plan: Plan, given: Mapping[Tensor, tuple[Array, ...]]) -> list[Ho
 def _shapes(head: Header, tensor: Tensor, rows: int, heads: int, hidden: int) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a tensor, by name."""
     lead = (rows,) if tensor in HEADLESS else (rows, heads)
-    parts = components(tensor, head, hidden)
-    return {part.name: (*lead, part.width) if part.width else lead for part in parts}
+    widths = tensor.contents.widths(head.head_dim, head.v_head_dim, hidden, head.latent)
+    named = zip(tensor.contents.parts, widths, strict=True)
+    return {part.name: (*lead, width) if width else lead for part, width in named}
 
 
 def _gathered(plan: Plan, homes: Sequence[Home], tensor: Tensor) -> Arrays:

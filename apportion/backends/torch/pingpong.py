@@ -89,13 +89,6 @@ def paired(
     return handles[0].call(", then ".join(calls))
 
 
-def agree(handles: Iterable[PlanHandle], kind: str) -> None:
-    """Runs all collectives of the handles' first use before any turn. Raises ExecutionError if ranks differ."""
-    for handle in handles:
-        handle.agree()
-        handle.segments(kind, PHASES[0])
-
-
 def _total(parts: Iterable[Tensor | None]) -> Tensor | None:
     """The sum of the tensors that are not None; None if all are."""
     found = [part for part in parts if part is not None]
@@ -338,7 +331,9 @@ def run_pair(
     pong: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Runs both halves through their layers, differentiable in both hidden states, the layers' params and sinks."""
-    agree(handles, pieces[0][0].kind)
+    for handle in handles:  # all collectives of its first use, before any turn
+        handle.agree()
+        handle.segments(pieces[0][0].kind, PHASES[0])
     params = params_of([*pieces[0], *pieces[1]])
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (ping, pong, *params))
     return PairedLayers.apply(handles, pieces, keep, ping, pong, *params)  # type: ignore[no-untyped-call,no-any-return]
