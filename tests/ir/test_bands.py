@@ -85,14 +85,6 @@ def test_shift_moves_the_pairs(band: tuple[int, ...], q: int, k: int) -> None:
 
 
 @property_test
-@given(bands, bands)
-def test_common_pairs_of_two_bands(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    both = oracle(a) & oracle(b)
-    assert np.array_equal(dense(algebra.common([a], [b])), both)
-    assert algebra.intersect_area([a], [b]).tolist() == [both.sum()]
-
-
-@property_test
 @given(slices)
 def test_slices_have_their_alignment(piece: tuple[int, ...]) -> None:
     q0, q1, k0, k1, kind = piece
@@ -131,7 +123,7 @@ def test_areas_are_exact_at_16_million_tokens_and_beyond() -> None:
     assert algebra.area([[0, longest, 0, longest, 0, INF]]).tolist() == [longest * (longest + 1) // 2]
 
 
-def test_overlaps_of_many_bands_need_few_candidates() -> None:
+def test_overlaps_of_many_bands_need_few_comparisons() -> None:
     """A grid of 32,896 touching blocks and the stripes of 10,000 windows: rectangles touch, pairs do not."""
     grid = np.array(
         [(256 * i, 256 * i + 256, 256 * j, 256 * j + 256, 0, INF) for i in range(256) for j in range(i + 1)]
@@ -145,12 +137,12 @@ def test_overlaps_of_many_bands_need_few_candidates() -> None:
     assert algebra.overlaps(np.concatenate([stripes, stripes[5000:5001]])).tolist() == [[5000, 10_000]]
 
 
-def test_too_many_candidates_are_refused_with_the_numbers() -> None:
+def test_too_many_comparisons_are_refused_with_the_number() -> None:
     """Diagonal stripes of one square: every rectangle meets every other, no pair is shared."""
-    n = 9000
+    n = 20_000
     stripes = np.stack([0 * np.arange(n), n + 0 * np.arange(n), 0 * np.arange(n), n + 0 * np.arange(n)], 1)
     diagonal = np.arange(n)[:, None]
-    with pytest.raises(CapacityError, match="9000 bands have"):
+    with pytest.raises(CapacityError, match="20000 bands have"):
         algebra.overlaps(np.concatenate([stripes, diagonal, diagonal], 1))
 
 

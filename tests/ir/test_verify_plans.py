@@ -13,7 +13,7 @@ from apportion.backends import numpy as executor
 from apportion.backends.numpy import LocalLayer
 from apportion.ir.bytes import codec
 from apportion.ir.bytes.codec import Plan
-from apportion.ir.masks.bands import intersect_area, overlaps
+from apportion.ir.masks.bands import dense, overlaps
 from apportion.ir.orders import stable_order
 from apportion.ir.plan.tables import ProgramSet, Table
 from apportion.ir.verify import attended, check
@@ -158,7 +158,7 @@ def test_sweep_finds_what_the_band_algebra_finds() -> None:
         pairs_found = sorted(map(tuple, found[:, :2].tolist()))
         assert pairs_found == sorted(map(tuple, overlaps(bands).tolist()))
         for i, j, shared in found.tolist():
-            assert shared == intersect_area(bands[i : i + 1], bands[j : j + 1])[0]
+            assert shared == (dense(bands[i], 40, 40) & dense(bands[j], 40, 40)).sum()
 
 
 def test_stable_order_is_that_of_numpy() -> None:

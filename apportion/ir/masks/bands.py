@@ -14,13 +14,13 @@ Bands are rows of an int64 array [n, 6]. An unbounded diagonal is -INF or INF. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from apportion.ir.arrays import Bools, Ints, within
+from apportion._core import verify as core
+from apportion.ir.arrays import Bools, Ints
 from apportion.ir.errors import CapacityError, ConfigError, UnknownNameError
 
 INF = 2**62
@@ -32,9 +32,8 @@ FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
 SLICE_TYPES = ("FULL", "CAUSAL", "INVCAUSAL", "BICAUSAL")  # names by number
 
 _DENSE_CELLS = 2**26
-_CHUNK = 2**20  # candidate pairs per chunk: 100 MB of columns
-_CANDIDATES_PER_BAND = 256
-_FREE_CANDIDATES = 2**25
+_MOST = 2**16  # overlaps found
+_FREE_STEPS, _STEPS_PER_BAND = 2**26, 512  # comparisons of two bands
 
 
 def columns(bands: ArrayLike) -> Ints:
@@ -134,19 +133,6 @@ def diagonals(bands: ArrayLike) -> tuple[tuple[int, int], ...]:
     return tuple((low, high) for low, high in found.tolist())
 
 
-def common(a: ArrayLike, b: ArrayLike) -> Ints:
-    """[n, 6]: the pairs that band a[i] shares with band b[i], itself a band."""
-    a, b = columns(a), columns(b)
-    shared = np.minimum(a, b)
-    shared[:, 0:6:2] = np.maximum(a[:, 0:6:2], b[:, 0:6:2])
-    return shared
-
-
-def intersect_area(a: ArrayLike, b: ArrayLike) -> Ints:
-    """[n] int64: the number of pairs that band a[i] shares with band b[i]."""
-    return area(common(a, b))
-
-
 def from_slices(slices: ArrayLike) -> Ints:
     """[n, 6]: the bands of slices (q0, q1, k0, k1, type).
 
@@ -223,23 +209,20 @@ def dense(bands: ArrayLike, tokens_q: int, tokens_k: int) -> Bools:
 
 
 def overlaps(bands: ArrayLike) -> Ints:
-    """[m, 2]: index pairs i < j of bands that share a (query, key) pair, in ascending order.
+    """[m, 2]: index pairs i < j of bands that share a (query, key) pair, in ascending order; the first 2**16 found.
 
-    Candidates are the pairs whose bounding rectangles overlap, found in O(n log^2 n + candidates); exact intersection
-    decides each. Raises CapacityError for more than 2**25 + 256 n candidates.
+    Raises CapacityError for more than 2**26 + 512 n comparisons of two bands.
     """
-    b = columns(bands)
-    tight = tighten(b)
+    tight = tighten(bands)
     filled = np.flatnonzero(tight[:, 0] < tight[:, 1])
     tight = tight[filled]
-    found = [_sharing(tight, pairs) for pairs in _candidates(tight)]
-    pairs = filled[np.concatenate([np.zeros((0, 2), np.int64), *found])]
-    return np.unique(np.sort(pairs, axis=1), axis=0)
-
-
-def _sharing(bands: Ints, pairs: Ints) -> Ints:
-    """Filters index pairs [c, 2] to those that share a (query, key) pair."""
-    return pairs[intersect_area(bands[pairs[:, 0]], bands[pairs[:, 1]]) > 0]
+    order = np.lexsort((tight[:, 2], tight[:, 0]))
+    found = core.sweep(
+        np.ascontiguousarray(tight.T), order, _FREE_STEPS + _STEPS_PER_BAND * len(tight), _MOST
+    )
+    if found is None:
+        raise CapacityError(f"{len(tight)} bands have too many overlapping rectangles to decide")
+    return np.unique(filled[found[:, :2]], axis=0)
 
 
 def check_disjoint(field: str, bands: ArrayLike) -> None:
@@ -254,86 +237,6 @@ def check_disjoint(field: str, bands: ArrayLike) -> None:
             f"shares (query, key) pairs with {field}[{i}], {first}",
             "cut one of the two so that every pair is in one band only",
         )
-
-
-def _candidates(b: Ints) -> Iterator[Ints]:
-    """Chunks of index pairs [c, 2] whose rectangles overlap.
-
-    A segment tree over the query axis: each band *covers* O(log n) nodes and *passes* their ancestors. Rectangles that
-    overlap in q meet at a node which one covers and the other covers or passes; there, rectangles that also overlap in
-    k are neighbours in the order of k0.
-    """
-    if len(b) < 2:
-        return
-    node, band, covers = _tree_entries(b)
-    order = np.lexsort((b[band, 2], node))
-    node, band, covers = node[order], band[order], covers[order]
-    stride = int(b[:, 3].max()) + 1
-    start, stop = node * stride + b[band, 2], node * stride + b[band, 3]
-    every, cover = np.arange(len(node)), np.flatnonzero(covers)
-    # a covering entry pairs with later entries that start before its end; a passing entry only with covering ones
-    reach = np.searchsorted(start, stop[cover])
-    passing = np.flatnonzero(~covers)
-    low, high = np.searchsorted(cover, passing), np.searchsorted(start[cover], stop[passing])
-    _check_candidates(len(b), int((reach - cover - 1).sum() + np.maximum(high - low, 0).sum()))
-    yield from _expand(band, cover, cover + 1, reach, every)
-    yield from _expand(band, passing, low, high, cover)
-
-
-def _check_candidates(bands: int, candidates: int) -> None:
-    if candidates > _FREE_CANDIDATES + _CANDIDATES_PER_BAND * bands:
-        raise CapacityError(
-            f"{bands} bands have {candidates} pairs of overlapping rectangles, too many to decide"
-        )
-
-
-def _tree_entries(b: Ints) -> tuple[Ints, Ints, Bools]:
-    """(node, band, covers) of every entry at a node that some band covers."""
-    edges = np.unique(b[:, :2])
-    low, high = np.searchsorted(edges, b[:, 0]), np.searchsorted(edges, b[:, 1])
-    leaves = 1 << max(int(len(edges) - 1).bit_length(), 1)
-    node, band = _covered(low + leaves, high + leaves)
-    met = np.zeros(2 * leaves, np.bool_)
-    met[node] = True
-    nodes, bands, passing = [node], [band], [np.ones(len(node), np.bool_)]
-    pairs = np.unique((node >> 1) * len(b) + band)
-    while len(pairs):
-        node, band = pairs // len(b), pairs % len(b)
-        keep = met[node]
-        nodes, bands = [*nodes, node[keep]], [*bands, band[keep]]
-        passing.append(np.zeros(int(keep.sum()), np.bool_))
-        pairs = np.unique(((node >> 1) * len(b) + band)[node > 1])
-    return np.concatenate(nodes), np.concatenate(bands), np.concatenate(passing)
-
-
-def _covered(low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """(node, band): the O(log n) tree nodes that make up each leaf range [low, high)."""
-    nodes, bands, band = [], [], np.arange(len(low))
-    while len(band):
-        odd_low, odd_high = (low & 1) == 1, (high & 1) == 1
-        nodes += [low[odd_low], high[odd_high] - 1]
-        bands += [band[odd_low], band[odd_high]]
-        low, high = (low + odd_low) >> 1, high >> 1
-        keep = low < high
-        low, high, band = low[keep], high[keep], band[keep]
-    return np.concatenate(nodes), np.concatenate(bands)
-
-
-def _expand(band: Ints, rows: Ints, low: Ints, high: Ints, others: Ints) -> Iterator[Ints]:
-    """Chunks of pairs (band[rows[i]], band[others[j]]) for j in [low[i], high[i])."""
-    count = np.maximum(high - low, 0)
-    filled = np.flatnonzero(count)
-    total = np.cumsum(count[filled])
-    done = 0
-    while done < len(filled):
-        base = int(total[done - 1]) if done else 0
-        stop = max(int(np.searchsorted(total, base + _CHUNK)), done + 1)
-        part = filled[done:stop]
-        first = np.repeat(part, count[part])
-        offset = within(count[part])
-        pairs = np.column_stack([band[rows[first]], band[others[low[first] + offset]]])
-        yield pairs[pairs[:, 0] != pairs[:, 1]]
-        done = stop
 
 
 def joined(bands: Ints) -> Ints:
