@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Self, TypeVar, get_type_hints
 
 import msgspec
@@ -111,6 +111,8 @@ def _value(cls: type[Any], where: str, name: str, value: Any) -> Any:
     (hint, default), value = _hints(cls)[name], scalar(value)
     if isinstance(default, Option):
         return default.parse(where, value)
+    if is_dataclass(default):
+        return value if isinstance(value, type(default)) else read(type(default), where, value)
     try:
         return msgspec.convert(value, hint)
     except (msgspec.ValidationError, TypeError, UnicodeEncodeError):

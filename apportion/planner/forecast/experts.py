@@ -9,22 +9,21 @@ folding, expert-tensor degree 1); ranks with the same experts hold or share them
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
 from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
-from apportion.ir.fields import mapping
 from apportion.ir.request.cluster import Cluster
 from apportion.planner import options
-from apportion.planner.options import Natural, Option, Positive
+from apportion.planner.options import Natural, Positive
 
 
 @dataclass(frozen=True)
-class Experts(Option):
+class Experts:
     """count: routed experts of a layer, 0: none. active: experts per token. width: FFN size of one expert. shared:
     total FFN size of the shared experts. dense: layers with one FFN of the model's size instead.
 
@@ -73,20 +72,6 @@ class Experts(Option):
         if self.capacity is not None:
             return self.capacity
         return 1.0 if degree == 1 else 1 + (self.imbalance - 1) * excess
-
-    def parse(self, where: str, value: Any) -> Self:
-        if isinstance(value, type(self)):
-            return value
-        return options.read(type(self), where, mapping(where, value))
-
-    def describe(self) -> str:
-        return "a mapping: count, active, width, shared, dense, imbalance, capacity, dispatch, nodes"
-
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def schema(self) -> dict[str, Any]:
-        return options.schema(type(self))
 
 
 NO_EXPERTS = Experts()

@@ -13,13 +13,7 @@ from apportion.ir.layer_work import DISPATCHED, GATED, LOSS, NORMS, adam_bytes, 
 from apportion.ir.request.cluster import Cluster
 from apportion.ir.request.hardware import Hardware
 from apportion.ir.request.model import Model
-from apportion.planner.forecast.recurrent import (
-    attention_share,
-    layer_count,
-    product_parameters,
-    recurrent_shares,
-    row_numbers_of,
-)
+from apportion.planner.forecast import recurrent
 from apportion.planner.forecast.training import Training
 from apportion.planner.simulate.recurrent import token_flops
 
@@ -41,7 +35,7 @@ class Layers:
     @property
     def dense(self) -> float:
         """Fraction of the layers with one FFN."""
-        return self.training.ffn_share(layer_count(self.model)) - self.sparse
+        return self.training.ffn_share(recurrent.layer_count(self.model)) - self.sparse
 
     @property
     def linear_parameters(self) -> float:
@@ -80,7 +74,7 @@ class Layers:
         """Those of Q, K and V, which programs that `project` run themselves."""
         m = self.model
         own = attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
-        return attention_share(m) * own
+        return recurrent.attention_share(m) * own
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -89,7 +83,7 @@ class Layers:
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
         """One layer. projects: without the projections of Q, K and V. What expands latent rows is attention's."""
-        expansion = attention_share(self.model) * self.model.q_heads * self.model.expansion
+        expansion = recurrent.attention_share(self.model) * self.model.q_heads * self.model.expansion
         parameters = self.linear_parameters - projects * self.projection_parameters - expansion
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
 
@@ -108,7 +102,9 @@ class Layers:
         numbers += (self.dense + self.sparse - 1) * NORMS / 2 * m.hidden / self.tensor
         low = 2 * (training.q_rank + training.kv_rank)
         heads = low + 2 * (m.q_heads + m.kv_heads) * m.head_dim  # of layers with attention alone
-        numbers += low + sum(share * (row_numbers_of(kind) - heads) for share, kind in recurrent_shares(m))
+        numbers += low + sum(
+            share * (recurrent.row_numbers_of(kind) - heads) for share, kind in recurrent.shares(m)
+        )
         moved = tokens * m.element_bytes * numbers
         return moved / self._bytes_per_us("rows_gbs")
 
@@ -166,9 +162,11 @@ def linear_parameters(model: Model, training: Training, sparse: float, tensor: i
     `sparse`) and without experts."""
     experts, ffn = training.experts, training.matrices * model.hidden * model.ffn
     always = model.hidden * (experts.count + training.matrices * experts.shared / tensor)
-    dense = training.ffn_share(layer_count(model)) - sparse
-    mixers = attention_share(model) * attention_parameters(model, training)
-    mixers += sum(share * product_parameters(kind, model.hidden) for share, kind in recurrent_shares(model))
+    dense = training.ffn_share(recurrent.layer_count(model)) - sparse
+    mixers = recurrent.attention_share(model) * attention_parameters(model, training)
+    mixers += sum(
+        share * recurrent.product_parameters(kind, model.hidden) for share, kind in recurrent.shares(model)
+    )
     return mixers + dense * ffn + sparse * always
 
 

@@ -24,13 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from apportion.ir.layer_work import FLOAT32
+from apportion.planner.forecast import recurrent
 from apportion.planner.forecast.layers import Layers
-from apportion.planner.forecast.recurrent import (
-    attention_share,
-    kept_numbers,
-    recurrent_shares,
-    working_numbers,
-)
 from apportion.planner.forecast.training import Held, Training
 
 
@@ -115,10 +110,12 @@ def kept_bytes(layers: Layers, recompute: str) -> float:
     row, output, m = hidden_row(layers), output_row(layers), layers.model
     if recompute == "full":
         return row
-    attends = attention_share(m)
+    attends = recurrent.attention_share(m)
     if recompute == "selective":
         return row + attends * output
-    states = sum(share * kept_numbers(kind) for share, kind in recurrent_shares(m)) * m.element_bytes
+    states = (
+        sum(share * recurrent.kept_numbers(kind) for share, kind in recurrent.shares(m)) * m.element_bytes
+    )
     gated = (
         0.0
         if layers.training.tiles_mlp
@@ -161,8 +158,8 @@ def activations(
     waiting = max(count - 1, 0.0)
     tile = min(tokens, training.mlp_tile or tokens, -(-tokens // chunks))
     made, kinds = output_row(layers) + attention_row(layers) * (not projects), m.recurrent.values()
-    made = max([made, *(kept_numbers(kind) * m.element_bytes for kind in kinds)])
-    states = max((3 * row + working_numbers(kind) * m.element_bytes for kind in kinds), default=0.0)
+    made = max([made, *(recurrent.kept_numbers(kind) * m.element_bytes for kind in kinds)])
+    states = max((3 * row + recurrent.working_numbers(kind) * m.element_bytes for kind in kinds), default=0.0)
     stays = output_row(layers) * tokens * (projects and training.recompute != "full")
     whole = 3 * row if chunks > 1 else 5 * row + made
     logits = min(tokens, training.loss_tokens) * layers.vocabulary_parameters / m.hidden

@@ -29,7 +29,7 @@ def attention_share(model: Model) -> float:
     return attention_layers(model) / layer_count(model)
 
 
-def recurrent_shares(model: Model) -> list[tuple[float, Recurrent]]:
+def shares(model: Model) -> list[tuple[float, Recurrent]]:
     """(layers over all, kind) of each recurrent kind."""
     return [(kind.layers / layer_count(model), kind) for kind in model.recurrent.values()]
 
