@@ -28,6 +28,7 @@ from apportion.planner.forecast.step import around_us
 from apportion.planner.forecast.training import Training
 from apportion.planner.iteration.ticks import TickTable, plan_tick, tick_table
 from apportion.planner.pack import Wlb
+from apportion.planner.problem import Problem
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair.run import turns_us
 from benchmarks.comparison import LLAMA_8B, with_steps
@@ -242,7 +243,8 @@ def _ticks_seconds(run: Run, table: TickTable, sequences: Packed, ping_pong: boo
     halves = [microbatches]
     if ping_pong:
         policy, pack = Policy(PER_SEQUENCE), Wlb(microbatches=2)
-        packings = [pack(one, cluster, model, policy, run.hardware).microbatches for one in microbatches]
+        problems = [Problem(one, cluster, model, policy, run.hardware) for one in microbatches]
+        packings = [pack(problem).microbatches for problem in problems]
         halves = [
             [one.take(packing[half]) for one, packing in zip(microbatches, packings, strict=True)]
             for half in range(2)

@@ -16,11 +16,6 @@ import numpy as np
 
 from apportion.ir.arrays import Bools, Floats, Ints
 from apportion.ir.errors import CapacityError, ConfigError
-from apportion.ir.request.batch import Batch
-from apportion.ir.request.cluster import Cluster
-from apportion.ir.request.hardware import Hardware
-from apportion.ir.request.model import Model
-from apportion.ir.request.policy import Policy
 from apportion.ir.tensors import PHASES
 from apportion.planner.options import Count
 from apportion.planner.problem import MOST_TOKENS, Pass, Problem
@@ -44,9 +39,7 @@ class PackPass(Pass, Protocol):
     """Packs the sequences of an iteration into microbatches."""
 
     @abstractmethod
-    def __call__(
-        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
-    ) -> Packing: ...
+    def __call__(self, problem: Problem) -> Packing: ...
 
 
 @dataclass(frozen=True)
@@ -61,12 +54,10 @@ class Sequential(PackPass):
     microbatches: Count | Literal["auto"] = "auto"
     tokens_per_rank: Count | None = None
 
-    def __call__(
-        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
-    ) -> Packing:
+    def __call__(self, problem: Problem) -> Packing:
         """Raises CapacityError for a sequence longer than a microbatch, or if the sequences do not fit the
         microbatches."""
-        room = capacity(batch, cluster, policy, self.tokens_per_rank)
+        batch, room = problem.batch, capacity(problem, self.tokens_per_rank)
         if self.microbatches == "auto":
             starts = _filled(batch.starts, room)
         else:
@@ -87,13 +78,11 @@ class Balanced(PackPass):
     tokens_per_rank: Count | None = None
     solver: PartitionSolver = PartitionSolver("lpt")
 
-    def __call__(
-        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
-    ) -> Packing:
+    def __call__(self, problem: Problem) -> Packing:
         """Raises CapacityError for a sequence longer than a microbatch, or if the sequences do not fit the
         microbatches."""
-        room = capacity(batch, cluster, policy, self.tokens_per_rank)
-        pairs = row_weights(Problem(batch, cluster, model, policy), batch.starts)
+        batch, room = problem.batch, capacity(problem, self.tokens_per_rank)
+        pairs = row_weights(problem, batch.starts)
         bins = _spread(pairs, batch.lengths, self.microbatches, room, self.solver)
         return Packing(_members(bins, np.arange(len(bins))), _none())
 
@@ -120,19 +109,16 @@ class Wlb(PackPass):
     def __post_init__(self) -> None:
         object.__setattr__(self, "outlier_tokens", _levels(self.defer, self.outlier_tokens))
 
-    def __call__(
-        self, batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
-    ) -> Packing:
+    def __call__(self, problem: Problem) -> Packing:
         """Raises CapacityError for a sequence longer than a microbatch, or if the sequences do not fit the
         microbatches, and ConfigError for `defer` without a number of microbatches."""
         if self.defer and self.microbatches == "auto":  # a job sets the number after the recipe was parsed
             rule = "must be a number with defer: outliers wait until every microbatch has one"
             raise ConfigError("recipe.pack.wlb.microbatches", self.microbatches, rule, "give the number")
-        room = capacity(batch, cluster, policy, self.tokens_per_rank)
-        waits = self._waiting(batch.lengths)
+        room, lengths = capacity(problem, self.tokens_per_rank), problem.batch.lengths
+        waits = self._waiting(lengths)
         kept = np.flatnonzero(~waits)
-        weights = work(Problem(batch, cluster, model, policy, hardware))[kept]
-        bins = _spread(weights, batch.lengths[kept], self.microbatches, room, self.solver)
+        bins = _spread(work(problem)[kept], lengths[kept], self.microbatches, room, self.solver)
         return Packing(_members(bins, kept), np.flatnonzero(waits))
 
     def _waiting(self, lengths: Ints) -> Bools:
@@ -151,17 +137,18 @@ class Wlb(PackPass):
 # ---------------------------------------------------------------------------------------------- capacity and work
 
 
-def capacity(batch: Batch, cluster: Cluster, policy: Policy, tokens_per_rank: int | None) -> int:
+def capacity(problem: Problem, tokens_per_rank: int | None) -> int:
     """The most tokens of a microbatch. Raises CapacityError for a longer sequence."""
-    per_rank = [cap for cap in (policy.token_cap, tokens_per_rank) if cap is not None]
-    room = min([cap * cluster.ranks for cap in per_rank] + [MOST_TOKENS])
+    batch, ranks = problem.batch, problem.ranks
+    per_rank = [cap for cap in (problem.policy.token_cap, tokens_per_rank) if cap is not None]
+    room = min([cap * ranks for cap in per_rank] + [MOST_TOKENS])
     longest = int(batch.lengths.argmax())
     need = int(batch.lengths[longest])
     if need > room:
         raise CapacityError(
-            f"sequence {longest} has {need} tokens, a microbatch holds at most {room} ({room // cluster.ranks} on "
-            f"each of {cluster.ranks} ranks): use at least {-(-need // cluster.ranks)} tokens a rank, "
-            f"{-(-need // max(1, room // cluster.ranks))} ranks, or cut the sequence"
+            f"sequence {longest} has {need} tokens, a microbatch holds at most {room} ({room // ranks} on "
+            f"each of {ranks} ranks): use at least {-(-need // ranks)} tokens a rank, "
+            f"{-(-need // max(1, room // ranks))} ranks, or cut the sequence"
         )
     return room
 

@@ -51,10 +51,6 @@ class Problem:
     def __post_init__(self) -> None:
         for name, kind in (("batch", Batch), ("cluster", Cluster), ("model", Model), ("policy", Policy)):
             instance(name, getattr(self, name), kind)
-        if self.batch.tokens > MOST_TOKENS:
-            raise CapacityError(
-                f"a microbatch of {self.batch.tokens} tokens: at most {MOST_TOKENS} are planned at a time; use several"
-            )
 
     @property
     def ranks(self) -> int:

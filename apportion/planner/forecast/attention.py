@@ -81,21 +81,17 @@ def plan_attention(
     """Plans the microbatches, in order, of the decisive groups; also returns the pairs of all groups. batch: all
     sequences of a step. Raises ConfigError, CapacityError."""
     group, rank_model = parallelism.group(cluster), parallelism.rank_model(model)
-    policy = Policy(parallelism.recipe, seed=seed)
+    step = Problem(batch, group, rank_model, Policy(parallelism.recipe, seed=seed), hardware)
     count, packing = parallelism.groups(cluster), parallelism.packing or "order"
-    microbatches = [
-        groups_of(part, count, packing)
-        for part in _microbatches(parallelism, batch, group, rank_model, policy, hardware)
-    ]
+    microbatches = [groups_of(part, count, packing) for part in _microbatches(parallelism.steps(), step)]
     groups = list(zip(*microbatches, strict=True))
     pairs = [sum(_pairs(rank_model, own) for own in held) for held in groups]
     planned: list[list[PlannedMicrobatch]] = []
     for held in (groups[number] for number in _slowest(groups, pairs)):
         planned.append([])
         for own in held:
-            parts = _halves(own, group, rank_model, policy, hardware) if parallelism.ping_pong else [own]
-            made = (sketch(Problem(one, group, rank_model, policy, hardware)) for one in parts)
-            planned[-1].append(_planned(*made))
+            parts = _halves(replace(step, batch=own)) if parallelism.ping_pong else [own]
+            planned[-1].append(_planned(*(sketch(replace(step, batch=one)) for one in parts)))
     return planned, sum(pairs)
 
 
@@ -112,24 +108,20 @@ def _slowest(groups: Sequence[Sequence[Batch]], pairs: Sequence[int]) -> list[in
     return list(dict.fromkeys((most, *heaviest[:HEAVIEST])))
 
 
-def _halves(batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware) -> list[Batch]:
+def _halves(problem: Problem) -> list[Batch]:
     """Splits a batch into halves of even predicted time. Raises CapacityError for a single sequence."""
-    packing = Wlb(microbatches=2)(batch, cluster, model, policy, hardware)
-    return [batch.take(indexes) for indexes in packing.microbatches]
+    return [problem.batch.take(indexes) for indexes in Wlb(microbatches=2)(problem).microbatches]
 
 
-def _microbatches(
-    parallelism: Parallelism, batch: Batch, group: Cluster, model: Model, policy: Policy, hardware: Hardware
-) -> list[Batch]:
-    count = parallelism.steps()
+def _microbatches(count: int, problem: Problem) -> list[Batch]:
     if count == 1:
-        return [batch]
-    packer = replace(pack_of(policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
-    packing = packer(batch, group, model, policy, hardware)
+        return [problem.batch]
+    packer = replace(pack_of(problem.policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
+    packing = packer(problem)
     if waiting := len(packing.deferred):
         rule = f"{waiting} sequences would be deferred to a later step, and a forecast has none"
         raise ConfigError("recipe.pack.defer", True, rule, "use the recipe without defer")
-    return [batch.take(indexes) for indexes in packing.microbatches]
+    return [problem.batch.take(indexes) for indexes in packing.microbatches]
 
 
 def _planned(made: Plan, pong: Plan | None = None) -> PlannedMicrobatch:

@@ -37,7 +37,7 @@ def plan_iteration(
     iteration's batch. Raises ConfigError, CapacityError, VerifyError.
     """
     policy, hardware = api.policy_of(recipe, seed, policy), Hardware.named(hardware)
-    packing = pack(batch, cluster, model, policy, hardware)
+    packing = pack(Problem(batch, cluster, model, policy, hardware))
     report = progress or _silent
     report(0, len(packing.microbatches))
     plans = []
@@ -48,13 +48,9 @@ def plan_iteration(
     return IterationPlan(tuple(plans), packing.microbatches, packing.deferred)
 
 
-def pack(
-    batch: Batch, cluster: Cluster, model: Model, policy: Policy, hardware: Hardware | None = None
-) -> Packing:
+def pack(problem: Problem) -> Packing:
     """The sequences of each microbatch, and the deferred ones. Errors: as in `plan_iteration`."""
-    Problem(batch, cluster, model, policy, hardware)  # validates their types
-    packer = pack_of(policy.recipe) or Sequential()
-    return packer(batch, cluster, model, policy, hardware)
+    return (pack_of(problem.policy.recipe) or Sequential())(problem)
 
 
 def _silent(done: int, total: int) -> None:

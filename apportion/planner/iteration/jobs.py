@@ -50,7 +50,7 @@ def _packing(job: Job, batches: Sequence[Batch], policy: Policy) -> Packing:
     """Packs sequences into microbatches. Raises ConfigError if some would be deferred."""
     if not job.packs:
         return Packing(consecutive(len(batch.lengths) for batch in batches), np.zeros(0, np.int64))
-    packing = pack(batches[0], job.cluster, job.model, policy, job.hardware)
+    packing = pack(Problem(batches[0], job.cluster, job.model, policy, job.hardware))
     if len(packing.deferred):
         raise _deferring(f"{len(packing.deferred)} sequences")
     return packing

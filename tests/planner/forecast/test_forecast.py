@@ -44,6 +44,7 @@ from apportion.planner.forecast.step import PARTS, Setting, around_us
 from apportion.planner.forecast.training import Training
 from apportion.planner.pack import Wlb
 from apportion.planner.pipeline.feasibility import attention_bytes
+from apportion.planner.problem import Problem
 from apportion.planner.recipe.recipes import find_recipe
 from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair.run import turns_us
@@ -99,7 +100,7 @@ def test_halves_that_take_turns_add_what_the_work_around_attention_does_not_hide
     taken = replace(form("distca", tensor=2), ping_pong=True)
     training, group = Training(vocab=1000, recompute="none", sharding="ddp"), taken.stage(CLUSTER)
     model = taken.rank_model(SMALL)
-    parts = Wlb(microbatches=2)(BATCH, group, model, Policy(taken.recipe), H100).microbatches
+    parts = Wlb(microbatches=2)(Problem(BATCH, group, model, Policy(taken.recipe), H100)).microbatches
     plans = [ap.plan(BATCH.take(own), group, model, "distca", hardware=H100) for own in parts]
     around = around_us(Setting(taken, CLUSTER, SMALL, training, H100), projects=False)
     turns = turns_us(*plans, CostModel(H100, model), around)

@@ -25,7 +25,7 @@ def pack(
     packer: Any, lengths: list[int], ranks: int = 2, cap: int | None = None, mask: Any = None
 ) -> Packing:
     batch = ap.Batch.from_lengths(lengths, mask)
-    return packer(batch, ap.Cluster(1, ranks), MODEL, ap.Policy(RECIPE, token_cap=cap))
+    return packer(Problem(batch, ap.Cluster(1, ranks), MODEL, ap.Policy(RECIPE, token_cap=cap)))
 
 
 def listed(packing: Packing) -> list[list[int]]:
@@ -272,7 +272,7 @@ def test_deferring_needs_a_number_of_microbatches() -> None:
 
 def test_the_cap_of_a_microbatch() -> None:
     batch, cluster = ap.Batch.from_lengths([5]), ap.Cluster(2, 4)
-    assert capacity(batch, cluster, ap.Policy(RECIPE, token_cap=100), None) == 800
-    assert capacity(batch, cluster, ap.Policy(RECIPE, token_cap=100), 90) == 720
-    assert capacity(batch, cluster, ap.Policy(RECIPE), 90) == 720
-    assert capacity(batch, cluster, ap.Policy(RECIPE), None) == 2**31 - 1
+    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=100)), None) == 800
+    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE, token_cap=100)), 90) == 720
+    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE)), 90) == 720
+    assert capacity(Problem(batch, cluster, MODEL, ap.Policy(RECIPE)), None) == 2**31 - 1
