@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from types import MappingProxyType
+from typing import Any
 
 from apportion.ir.tensors import PARTIALS, PHASES, Tensor
 
@@ -120,6 +121,11 @@ _SUMS = (_T.DQ, _T.DKV, _T.DX)
 _NO_LIST = Rule(None, kernels=0)
 
 
+def _op(code: int, name: str, *arguments: Argument, **more: Any) -> tuple[int, Rule]:
+    """An op's code, and the rule of its list."""
+    return code, Rule(name, arguments, **more)
+
+
 class Op(IntEnum):
     """Operations, a code and a rule each. An instruction consumes `count` rows, in order, of its op's list."""
 
@@ -132,112 +138,86 @@ class Op(IntEnum):
         return op
 
     # start all sends and receives of `round` on `channel`
-    LAUNCH = 1, Rule("transfers", (Argument("operand", Use.TRAVEL, _ALL),), kernels=0)
+    LAUNCH = _op(1, "transfers", Argument("operand", Use.TRAVEL, _ALL), kernels=0)
     # complete this rank's sends and receives of `round`
     WAIT = 2, _NO_LIST
     # query rows x key rows under the band, merged into O rows by online softmax
-    ATTEND = (
+    ATTEND = _op(
         3,
-        Rule(
-            "tasks",
-            (
-                Argument("q", Use.READ, (_T.Q,)),
-                Argument("kv", Use.READ, (_T.KV,)),
-                Argument("o", Use.ADD, (_T.O,), like="q"),
-            ),
-            phases=("forward",),
-        ),
+        "tasks",
+        Argument("q", Use.READ, (_T.Q,)),
+        Argument("kv", Use.READ, (_T.KV,)),
+        Argument("o", Use.ADD, (_T.O,), like="q"),
+        phases=("forward",),
     )
     # the gradients of a task: one kernel for dQ, one for dK and dV
-    ATTEND_GRAD = (
+    ATTEND_GRAD = _op(
         4,
-        Rule(
-            "grads",
-            (
-                Argument("q", Use.READ, (_T.Q,)),
-                Argument("kv", Use.READ, (_T.KV,)),
-                Argument("do", Use.READ, (_T.DO,), like="q"),
-                Argument("delta", Use.READ, (_T.DELTA,), like="q"),
-                Argument("dq", Use.ADD, (_T.DQ,), like="q", flag=FIRST_DQ),
-                Argument("dkv", Use.ADD, (_T.DKV,), like="kv", flag=FIRST_DKV),
-            ),
-            phases=("backward",),
-            kernels=2,
-        ),
+        "grads",
+        Argument("q", Use.READ, (_T.Q,)),
+        Argument("kv", Use.READ, (_T.KV,)),
+        Argument("do", Use.READ, (_T.DO,), like="q"),
+        Argument("delta", Use.READ, (_T.DELTA,), like="q"),
+        Argument("dq", Use.ADD, (_T.DQ,), like="q", flag=FIRST_DQ),
+        Argument("dkv", Use.ADD, (_T.DKV,), like="kv", flag=FIRST_DKV),
+        phases=("backward",),
+        kernels=2,
     )
     # delta = rowsum(dO * O), LSE copied from O; once per row, because the sink gradients sum over the rows
-    DELTA = (
+    DELTA = _op(
         5,
-        Rule(
-            "rowops",
-            (
-                Argument("a", Use.READ, (_T.DO,), at_home=True),
-                Argument("b", Use.READ, (_T.O,), like="a", at_home=True),
-                Argument("c", Use.ONCE, (_T.DELTA,), like="a", at_home=True),
-            ),
-            phases=("backward",),
-        ),
+        "rowops",
+        Argument("a", Use.READ, (_T.DO,), at_home=True),
+        Argument("b", Use.READ, (_T.O,), like="a", at_home=True),
+        Argument("c", Use.ONCE, (_T.DELTA,), like="a", at_home=True),
+        phases=("backward",),
     )
     # merge a partial by log-sum-exp
-    MERGE = (
+    MERGE = _op(
         6,
-        Rule(
-            "rowops",
-            (Argument("a", Use.TAKE, (_T.O,)), Argument("c", Use.ADD, (_T.O,), like="a")),
-            phases=("forward",),
-        ),
+        "rowops",
+        Argument("a", Use.TAKE, (_T.O,)),
+        Argument("c", Use.ADD, (_T.O,), like="a"),
+        phases=("forward",),
     )
     # add a partial gradient
-    ADD = (
+    ADD = _op(
         7,
-        Rule(
-            "rowops",
-            (Argument("a", Use.TAKE, _SUMS), Argument("c", Use.ADD, _SUMS, like="a")),
-            phases=("backward",),
-        ),
+        "rowops",
+        Argument("a", Use.TAKE, _SUMS),
+        Argument("c", Use.ADD, _SUMS, like="a"),
+        phases=("backward",),
     )
-    COPY = 8, Rule("rowops", (Argument("a", Use.MOVE, _ALL), Argument("c", Use.WRITE, _ALL, like="a")))
-    CLEAR = 9, Rule("rowops", (Argument("c", Use.CLEAR, PARTIALS),))
+    COPY = _op(8, "rowops", Argument("a", Use.MOVE, _ALL), Argument("c", Use.WRITE, _ALL, like="a"))
+    CLEAR = _op(9, "rowops", Argument("c", Use.CLEAR, PARTIALS))
     # the layer's projection of X for the heads of b and c; its results are new arrays, then stored
-    PROJECT = (
+    PROJECT = _op(
         10,
-        Rule(
-            "rowops",
-            (
-                Argument("a", Use.READ, (_T.X,), passes=(0, 0)),
-                Argument("b", Use.WRITE, (_T.Q,), like="a", optional=True, passes=(2, 2)),
-                Argument("c", Use.WRITE, (_T.KV,), like="a", optional=True, passes=(2, 2)),
-            ),
-            products=1,
-        ),
+        "rowops",
+        Argument("a", Use.READ, (_T.X,), passes=(0, 0)),
+        Argument("b", Use.WRITE, (_T.Q,), like="a", optional=True, passes=(2, 2)),
+        Argument("c", Use.WRITE, (_T.KV,), like="a", optional=True, passes=(2, 2)),
+        products=1,
     )
     # gradients pushed back through the projection, which is recomputed and multiplied by twice
-    PROJECT_GRAD = (
+    PROJECT_GRAD = _op(
         11,
-        Rule(
-            "rowops",
-            (
-                Argument("a", Use.READ, (_T.X,)),
-                Argument("b", Use.TAKE, (_T.DQ,), like="a", optional=True, passes=(0, 0)),
-                Argument("c", Use.TAKE, (_T.DKV,), like="a", optional=True, passes=(0, 0)),
-                Argument("d", Use.ADD, (_T.DX,), like="a"),
-            ),
-            phases=("backward",),
-            products=3,
-        ),
+        "rowops",
+        Argument("a", Use.READ, (_T.X,)),
+        Argument("b", Use.TAKE, (_T.DQ,), like="a", optional=True, passes=(0, 0)),
+        Argument("c", Use.TAKE, (_T.DKV,), like="a", optional=True, passes=(0, 0)),
+        Argument("d", Use.ADD, (_T.DX,), like="a"),
+        phases=("backward",),
+        products=3,
     )
     # add sink logits, write the output
-    FINISH = 12, Rule("rowops", (Argument("c", Use.FINISH, (_T.O,), at_home=True),), phases=("forward",))
+    FINISH = _op(12, "rowops", Argument("c", Use.FINISH, (_T.O,), at_home=True), phases=("forward",))
     # complete rows of a sum into home rows, as results: see RESULTS
-    DELIVER = (
+    DELIVER = _op(
         13,
-        Rule(
-            "rowops",
-            (
-                Argument("a", Use.TAKE, (_T.O, _T.DQ, _T.DKV)),
-                Argument("c", Use.WRITE, (_T.O, _T.DQ, _T.DKV), like="a", at_home=True),
-            ),
-        ),
+        "rowops",
+        Argument("a", Use.TAKE, (_T.O, _T.DQ, _T.DKV)),
+        Argument("c", Use.WRITE, (_T.O, _T.DQ, _T.DKV), like="a", at_home=True),
     )
 
 

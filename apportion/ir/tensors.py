@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from apportion.ir.latent import Latent
 
@@ -54,6 +54,12 @@ class Contents:
 
 
 _NOTHING = Contents("none")
+_BACKWARD = ("backward",)
+
+
+def _tensor(code: int, name: str, side: Side | None, *parts: Part, **more: Any) -> tuple[int, Contents]:
+    """A tensor's code and contents. A sum of partial results is wide."""
+    return code, Contents(name, parts, side, **{"wide": more.get("partial", False), **more})
 
 
 class Tensor(IntEnum):
@@ -69,67 +75,37 @@ class Tensor(IntEnum):
 
     NONE = 0, _NOTHING
     # hidden states, only for `project`; with position ids, so that rows can be projected on any rank
-    X = 1, Contents("X", (Part("x", "hidden"), Part("position", integer=True)))
-    Q = 2, Contents("Q", (Part("q", "head_dim"),), "query", fetched=PHASES)
-    KV = (
-        3,
-        Contents("KV", (Part("k", "head_dim"), Part("v", "v_head_dim")), "key", fused=True, fetched=PHASES),
-    )
+    X = _tensor(1, "X", None, Part("x", "hidden"), Part("position", integer=True))
+    Q = _tensor(2, "Q", "query", Part("q", "head_dim"), fetched=PHASES)
+    KV = _tensor(3, "KV", "key", Part("k", "head_dim"), Part("v", "v_head_dim"), fused=True, fetched=PHASES)
     # normalised, and its log-sum-exp
-    O = (  # noqa: E741
-        4,
-        Contents(
-            "O",
-            (Part("o", "v_head_dim"), Part("lse")),
-            "query",
-            wide=True,
-            partial=True,
-            returned=("forward",),
-        ),
-    )
-    DX = 5, Contents("dX", (Part("dx", "hidden"),), wide=True, partial=True, phases=("backward",))
-    DQ = (
-        6,
-        Contents(
-            "dQ",
-            (Part("dq", "head_dim"),),
-            "query",
-            wide=True,
-            partial=True,
-            phases=("backward",),
-            returned=("backward",),
-        ),
-    )
-    DKV = (
+    O = _tensor(4, "O", "query", Part("o", "v_head_dim"), Part("lse"), partial=True, returned=("forward",))  # noqa: E741
+    DX = _tensor(5, "dX", None, Part("dx", "hidden"), partial=True, phases=_BACKWARD)
+    DQ = _tensor(6, "dQ", "query", Part("dq", "head_dim"), partial=True, phases=_BACKWARD, returned=_BACKWARD)
+    DKV = _tensor(
         7,
-        Contents(
-            "dKV",
-            (Part("dk", "head_dim"), Part("dv", "v_head_dim")),
-            "key",
-            wide=True,
-            partial=True,
-            fused=True,
-            phases=("backward",),
-            returned=("backward",),
-        ),
+        "dKV",
+        "key",
+        Part("dk", "head_dim"),
+        Part("dv", "v_head_dim"),
+        partial=True,
+        fused=True,
+        phases=_BACKWARD,
+        returned=_BACKWARD,
     )
     # gradient of the output
-    DO = (
-        8,
-        Contents("dO", (Part("do", "v_head_dim"),), "query", phases=("backward",), fetched=("backward",)),
-    )
+    DO = _tensor(8, "dO", "query", Part("do", "v_head_dim"), phases=_BACKWARD, fetched=_BACKWARD)
     # row statistics of the merged forward: its LSE, and rowsum(dO * O)
-    DELTA = (
+    DELTA = _tensor(
         9,
-        Contents(
-            "delta",
-            (Part("lse"), Part("delta")),
-            "query",
-            wide=True,
-            fused=True,
-            phases=("backward",),
-            fetched=("backward",),
-        ),
+        "delta",
+        "query",
+        Part("lse"),
+        Part("delta"),
+        wide=True,
+        fused=True,
+        phases=_BACKWARD,
+        fetched=_BACKWARD,
     )
 
 
