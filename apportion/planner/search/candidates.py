@@ -69,11 +69,13 @@ class Candidate:
         step = self.recipe.step("inner")
         return step is not None and bool(step.params.get("overlap"))
 
-    def with_schedule(self, **changed: int | str) -> Candidate:
-        """The candidate with other parameters of its matchings."""
-        step = self.recipe.step("schedule")
-        held = {} if step is None else step.params
-        return self.with_step("schedule", {"matchings": {**held, **changed}}, self.recipe.name, self.rounds)
+    def with_parameter(self, step: str, parameter: str, value: Any) -> Candidate:
+        """The candidate with another value of a parameter of a step that it has."""
+        held = self.recipe.step(step)
+        assert held is not None
+        return self.with_step(
+            step, {held.name: {**held.params, parameter: value}}, self.recipe.name, self.rounds
+        )
 
     def with_step(
         self, step: str, value: Mapping[str, Any] | None, name: str, rounds: int | None
@@ -251,21 +253,28 @@ def in_more_rounds(best: Candidate) -> Candidate:
 
 def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[Candidate]]:
     """Variations of one parameter each, the most often successful ones first; some equal the best itself."""
-    moves = [_longer(best), _weighed(best), _overlapped(best), _headed(best)]
+    step = best.recipe.step("inner")
+    whole = LONE if step is not None and step.params.get("lone") is not None else ()
+    moves = [
+        _varied(best, "inner", ("ulysses",), "lone", whole),
+        _varied(best, "place", ("blend", "lpt"), "weigh", ("time", "pairs")),
+        _varied(best, "inner", ("ulysses",), "overlap", (True, False)),
+        _varied(best, "place", ("blend",), "head", HEADS),
+    ]
     if best.rounds is not None:
         moves.insert(0, _in_rounds(best, MORE_ROUNDS[:3]))
-        moves.append(best.with_schedule(order=order) for order in ORDERS)
+        moves.append(_varied(best, "schedule", ("matchings",), "order", ORDERS))
     near = max(problem.reach.values()) < SPARSE
     if inner == "auto" and not near:
         moves.append(_split(best, problem))
     if best.rounds is not None:
         moves.append(_in_rounds(best, MORE_ROUNDS[3:]))
         if not best.overlapped:  # UPipe balances these in any case
-            moves.append(best.with_schedule(local=local) for local in LOCALS)
+            moves.append(_varied(best, "schedule", ("matchings",), "local", LOCALS))
         if problem.cluster.nodes > 1:
             moves.append(_rerouted(best))
-        moves.append(best.with_schedule(buffers=buffers) for buffers in MORE_BUFFERS)
-    moves.append(_resized(best))
+        moves.append(_varied(best, "schedule", ("matchings",), "buffers", MORE_BUFFERS))
+    moves.append(_varied(best, "shard", ("blocks",), "block", (8192, 4096, 2048, "auto")))
     if inner == "auto" and near:
         moves.append(_split(best, problem))
     return moves
@@ -273,12 +282,18 @@ def neighbours(best: Candidate, problem: Problem, inner: str) -> list[Iterator[C
 
 def with_solvers(best: Candidate) -> Iterator[Candidate]:
     """Variants with exact solvers, for passes that take one."""
-    place = best.recipe.step("place")
     if best.rounds is not None:
-        yield best.with_schedule(solver="flow")
-    if place is not None and place.name == "lpt":
-        value = {"lpt": {**place.params, "solver": "ilp"}}
-        yield best.with_step("place", value, best.recipe.name, best.rounds)
+        yield from _varied(best, "schedule", ("matchings",), "solver", ("flow",))
+    yield from _varied(best, "place", ("lpt",), "solver", ("ilp",))
+
+
+def _varied(
+    best: Candidate, step: str, passes: Sequence[str], parameter: str, values: Sequence[Any]
+) -> Iterator[Candidate]:
+    """Variants with other values of a parameter, if the step is one of these passes."""
+    held = best.recipe.step(step)
+    fits = held is not None and held.name in passes
+    return (best.with_parameter(step, parameter, value) for value in (values if fits else ()))
 
 
 def _in_rounds(best: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
@@ -293,24 +308,6 @@ def _rerouted(best: Candidate) -> Iterator[Candidate]:
         yield best.with_step("route", None, name, ROUNDS)
 
 
-def _longer(best: Candidate) -> Iterator[Candidate]:
-    """Variants with other sequences left whole, if some are."""
-    step = best.recipe.step("inner")
-    if step is not None and step.params.get("lone") is not None:
-        for lone in LONE:
-            value = {step.name: {**step.params, "lone": lone}}
-            yield best.with_step("inner", value, best.recipe.name, best.rounds)
-
-
-def _overlapped(best: Candidate) -> Iterator[Candidate]:
-    """Variants with the exchange overlapped, or before and after computation."""
-    step = best.recipe.step("inner")
-    if step is not None and step.name == "ulysses":
-        for overlap in (True, False):
-            value = {"ulysses": {**step.params, "overlap": overlap}}
-            yield best.with_step("inner", value, best.recipe.name, best.rounds)
-
-
 def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
     step = best.recipe.step("inner")
     held = 1 if step is None else int(step.params["degree"])
@@ -320,30 +317,3 @@ def _split(best: Candidate, problem: Problem) -> Iterator[Candidate]:
         if degree != held:
             value = None if degree == 1 else {"ulysses": {**shared, "degree": degree}}
             yield best.with_step("inner", value, f"{base}-u{degree}", best.rounds)
-
-
-def _weighed(best: Candidate) -> Iterator[Candidate]:
-    """Variants that balance time instead of pairs, or vice versa, for placements that support both."""
-    place = best.recipe.step("place")
-    if place is not None and place.name in ("blend", "lpt"):
-        for weigh in ("time", "pairs"):
-            value = {place.name: {**place.params, "weigh": weigh}}
-            yield best.with_step("place", value, best.recipe.name, best.rounds)
-
-
-def _headed(best: Candidate) -> Iterator[Candidate]:
-    """Variants with other shares of long documents, for `blend`."""
-    place = best.recipe.step("place")
-    if place is not None and place.name == "blend":
-        for head in HEADS:
-            value = {"blend": {**place.params, "head": head}}
-            yield best.with_step("place", value, best.recipe.name, best.rounds)
-
-
-def _resized(best: Candidate) -> Iterator[Candidate]:
-    """Variants with other block sizes, for recipes that cut tokens into blocks."""
-    shard = best.recipe.step("shard")
-    if shard is not None and shard.name == "blocks":
-        for block in (8192, 4096, 2048, "auto"):
-            value = {"blocks": {**shard.params, "block": block}}
-            yield best.with_step("shard", value, best.recipe.name, best.rounds)

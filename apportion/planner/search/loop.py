@@ -338,7 +338,7 @@ def _with_rounds(
     lowered = scheduling.schedule(single)
     slots = max(low.schedule.slots for low in lowered.values())
     coalesce = max(1, -(-slots // candidate.rounds))
-    named = candidate.with_schedule(coalesce=coalesce)
+    named = candidate.with_parameter("schedule", "coalesce", coalesce)
     chosen = replace(placed.passes, schedule=replace(schedule, coalesce=coalesce))
     return named, replace(placed, passes=chosen), lowered if coalesce == 1 else None
 
