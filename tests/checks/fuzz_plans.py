@@ -288,7 +288,9 @@ def change_request(rng: random.Random, sections: Sections) -> Sections:
         request = replace(
             request, model=replace(request.model, **{field: rng.choice((1, 2, 3, 8, 64, 4096))})
         )
-    facts = plain.model_facts(request.model) | {"diagonals": plain.diagonals_of(request.batch, header.kinds)}
+    facts = {name: getattr(request.model, name) for name in plain.MODEL_FACTS} | {
+        "diagonals": plain.diagonals_of(request.batch, header.kinds)
+    }
     made = codec.encode_sections(
         replace(plan, request=request, header=replace(header, **facts)), list(sections.parts)
     )

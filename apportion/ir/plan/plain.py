@@ -53,12 +53,6 @@ def request_data(request: Request) -> dict[str, Any]:
     }
 
 
-def model_facts(model: Model) -> dict[str, Any]:
-    """The header fields copied from the model."""
-    facts = {name: getattr(model, name) for name in MODEL_FACTS}
-    return facts | {"v_head_dim": model.head_dim if model.v_head_dim is None else model.v_head_dim}
-
-
 def diagonals_of(batch: Batch, kinds: Sequence[str]) -> dict[str, tuple[tuple[int, int], ...]]:
     """The diagonals that the header records of the masks; none for a kind missing from the batch."""
     return {kind: batch.diagonals(kind) if kind in batch.masks else () for kind in kinds}
@@ -88,22 +82,24 @@ def request_from_data(data: Any, strict: bool = True) -> Request:
         raise DecodeError(f"request: {error}") from None
 
 
+def facts_of(header: Header, request: Request) -> list[tuple[str, Any, Any, str]]:
+    """What ranks see in the header alone: (name, value in the header, value of the request, words for the latter)."""
+    model, diagonals = request.model, diagonals_of(request.batch, header.kinds)
+    return [
+        ("ranks", header.ranks, request.cluster.ranks, "the cluster asked for has"),
+        *[
+            (name, getattr(header, name), getattr(model, name), "the model asked for has")
+            for name in MODEL_FACTS
+        ],
+        ("diagonals", dict(header.diagonals), diagonals, "the masks asked for have"),
+    ]
+
+
 def check_facts(header: Header, request: Request) -> None:
-    """Checks that the header matches the request, since ranks see the header alone. Raises DecodeError."""
-    if header.ranks != request.cluster.ranks:
-        raise DecodeError(
-            f"header: ranks = {header.ranks}, the cluster asked for has {request.cluster.ranks}"
-        )
-    for name, asked in model_facts(request.model).items():
-        if getattr(header, name) != asked:
-            raise DecodeError(
-                f"header: {name} = {getattr(header, name)!r}, the model asked for has {asked!r}"
-            )
-    if header.diagonals != diagonals_of(request.batch, header.kinds):
-        raise DecodeError(
-            f"header: diagonals = {header.diagonals!r}, the masks asked for have "
-            f"{diagonals_of(request.batch, header.kinds)!r}"
-        )
+    """Checks that the header matches the request. Raises DecodeError."""
+    for name, ours, asked, words in facts_of(header, request):
+        if ours != asked:
+            raise DecodeError(f"header: {name} = {ours!r}, {words} {asked!r}")
 
 
 def check_pairs(pairs: Sequence[tuple[str, str]], header: Header) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from apportion.ir.errors import DecodeError
 from apportion.ir.plan import wellformed
-from apportion.ir.plan.plain import diagonals_of
+from apportion.ir.plan.plain import facts_of
+from apportion.ir.tensors import PHASES
 from apportion.ir.verify.report import Violation
 from apportion.ir.verify.subject import Subject
 
@@ -36,18 +37,12 @@ def check(subject: Subject) -> Iterator[Violation]:
 def _header(subject: Subject) -> Iterator[Violation]:
     """Checks the header against the request, since ranks read the header alone."""
     header, request = subject.plan.header, subject.plan.request
+    wanted = {(kind, phase) for kind in header.kinds for phase in PHASES}
     facts = [
-        ("ranks", header.ranks, request.cluster.ranks),
         ("kinds", tuple(header.kinds), tuple(request.batch.kinds)),
-        ("v_head_dim", header.v_head_dim, request.model.v_head_dim or request.model.head_dim),
-        *(
-            (name, getattr(header, name), getattr(request.model, name))
-            for name in ("q_heads", "kv_heads", "head_dim", "dtype", "sent_gradients", "recurrent", "latent")
-        ),
+        *[fact[:3] for fact in facts_of(header, request)],
+        ("programs", sorted(subject.plan.programs), sorted(wanted)),
     ]
-    facts.append(("diagonals", dict(header.diagonals), diagonals_of(request.batch, header.kinds)))
-    wanted = {(kind, phase) for kind in header.kinds for phase in ("forward", "backward")}
-    facts.append(("programs", sorted(subject.plan.programs), sorted(wanted)))
     for name, ours, asked in facts:
         if ours != asked:
             message = f"the plan has {name} = {ours}, the request asks for {asked}"
