@@ -13,7 +13,7 @@ namespace {
 // A program with the arrays of its views.
 class OwnProgram : public Program {
  public:
-  // arrays: as `Arrays` of judge.py.
+  // arrays: as `_prepared` of judge.py puts them together.
   OwnProgram(nb::tuple arrays, bool backward, std::uint32_t given_bits, std::uint32_t owed_bits,
              std::uint32_t foreign_bits, int64_t round_count)
       : arrays_(std::move(arrays)) {

@@ -12,7 +12,6 @@ for all ranks at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +38,7 @@ class ZerosError(Exception):
     """A task adds to rows that another rank sent as zeros, so ranges of ranks cannot be settled one by one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sets:
+class Sets(NamedTuple):
     """The head sets of a plan, for tensors of the query and the KV side.
 
     bits: int64 [2 * words, sets], a bit for each group of heads, both sides of each word in turn; number: int64 [2,
@@ -93,29 +91,6 @@ _IS_OF_PHASE = {
 }
 
 
-class Arrays(NamedTuple):
-    """Inputs of the walk, in its order: each list and the first row of each rank."""
-
-    operands: Ints
-    operand_ptr: Ints
-    instructions: Ints
-    instruction_ptr: Ints
-    transfers: Ints
-    transfer_ptr: Ints
-    tasks: Ints
-    task_ptr: Ints
-    rowops: Ints
-    rowop_ptr: Ints
-    home_rows: Ints
-    first_address: Ints
-    arena_rows: Ints
-    arena_heads: Ints
-    bits: Ints
-    number: Ints
-    size: Ints
-    serves: Bools
-
-
 def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> core.Program | None:
     """The core's program; None if it has tasks or instructions of another phase. Raises CapacityError if it is too
     large."""
@@ -130,23 +105,9 @@ def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tenso
     rounds = int(tables[1]["round"].max(initial=0)) + 1
     if rounds > 8 * len(tables[1]) + 1024:
         raise CapacityError(f"its rounds are numbered up to {rounds - 1}, with gaps too wide to verify")
-    lists = [(table.values, np.ascontiguousarray(table.ptr, np.int64)) for table in tables]
+    lists = [part for table in tables for part in (table.values, np.ascontiguousarray(table.ptr, np.int64))]
     foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
-    arrays = Arrays(
-        *lists[0],
-        *lists[1],
-        *lists[2],
-        *lists[3],
-        *lists[4],
-        homes.rows,
-        homes.first,
-        program.arena_rows,
-        program.arena_heads,
-        sets.bits,
-        sets.number,
-        sets.size,
-        sets.serves,
-    )
+    arrays = (*lists, homes.rows, homes.first, program.arena_rows, program.arena_heads, *sets)
     bits = _bits_of(given), _bits_of(program.owed), _bits_of(foreign)
     return core.Program(arrays, program.phase == "backward", *bits, rounds)
 
