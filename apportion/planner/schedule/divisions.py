@@ -11,7 +11,7 @@ from apportion.ir.arrays import Ints
 from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
 from apportion.planner.route.routes import Routes, depths
-from apportion.planner.schedule.rounds import Schedule, SchedulePass, degrees
+from apportion.planner.schedule.rounds import Schedule, SchedulePass, in_turn
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,8 @@ class Divisions(SchedulePass):
             )
         depth = depths(edges.parent)
         levels = 1 + int(depth.max(initial=0))
-        keys, round_ = np.unique(division.astype(np.int64) * levels + depth, return_inverse=True)
-        return Schedule(
-            routed,
-            round_.astype(np.int32),
-            np.arange(len(keys)),
-            np.zeros(len(keys), np.int64),
-            degrees(edges, round_, np.arange(len(keys)), ranks),
-            self.buffers,
-            division=keys // levels,
-        )
+        turn = division.astype(np.int64) * levels + depth
+        return in_turn(routed, turn, ranks, self.buffers, division=np.unique(turn) // levels)
 
     def _even(self, routed: Routes, ranks: int) -> Ints:
         """int64 [edges]: divisions from 1 on for placements without divisions; a relay has its parent's."""

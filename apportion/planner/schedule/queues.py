@@ -11,7 +11,7 @@ from apportion.ir.errors import ConfigError
 from apportion.planner.options import Count
 from apportion.planner.route.queue_rings import QueueRings, QueueRoutes
 from apportion.planner.route.routes import Routes
-from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, degrees
+from apportion.planner.schedule.rounds import Local, Schedule, SchedulePass, in_turn
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class Queues(SchedulePass):
                 "recipe.steps.schedule", "queues", "needs tiles on rings", "leave the route out"
             )
         span = 1 + int(routed.depth.max(initial=0))
-        keys, round_ = np.unique(routed.queue * span + routed.depth, return_inverse=True)
-        slots = degrees(routed.edges, round_, np.arange(len(keys)), ranks)
-        when, channel = np.arange(len(keys)), np.zeros(len(keys), np.int64)
-        own = np.searchsorted(keys, [0, span, 2 * span])[routed.held] if self.local == "last" else None
-        return Schedule(routed, round_.astype(np.int32), when, channel, slots, 2, self.local, own=own)
+        turn = routed.queue * span + routed.depth
+        first = np.searchsorted(np.unique(turn), [0, span, 2 * span])
+        own = first[routed.held] if self.local == "last" else None
+        return in_turn(routed, turn, ranks, 2, self.local, own=own)

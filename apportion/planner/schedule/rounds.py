@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -205,6 +205,17 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     return int(core.degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
 
 
+def in_turn(
+    routed: Routes, turn: Ints, ranks: int, buffers: int, local: Local = "first", **more: Any
+) -> Schedule:
+    """One round for each distinct number in `turn`, int64 [edges], in their order, on one channel. more: as in
+    `Schedule`."""
+    turns, round_ = np.unique(turn, return_inverse=True)
+    every, channel = np.arange(len(turns)), np.zeros(len(turns), np.int64)
+    slots = degrees(routed.edges, round_, every, ranks)
+    return Schedule(routed, round_.astype(np.int32), every, channel, slots, buffers, local, **more)
+
+
 @dataclass(frozen=True)
 class Ring(SchedulePass):
     """Ring attention (Liu et al., 2023): in each of N - 1 rounds every rank forwards the tile of the previous round.
@@ -233,25 +244,19 @@ class Ring(SchedulePass):
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         if isinstance(routed, WindowRoutes):
             return _in_windows(routed, ranks)
-        edges, ring = routed.edges, routed.ring
-        if ring is None:
+        if routed.ring is None:
             raise ConfigError("recipe.steps.schedule", "ring", "needs tiles on rings", "leave the route out")
-        time = _hops(edges.parent) + (_turns(ring) if self.turns else 0)
-        when, round_ = np.unique(time, return_inverse=True)
-        slots = degrees(edges, round_, np.arange(len(when)), ranks)
-        channel = np.zeros(len(when), np.int64)
-        return Schedule(routed, round_.astype(np.int32), np.arange(len(when)), channel, slots, buffers=2)
+        turns = _turns(routed.ring) if self.turns else 0
+        return in_turn(routed, _hops(routed.edges.parent) + turns, ranks, 2)
 
 
 def _in_windows(routed: WindowRoutes, ranks: int) -> Schedule:
     """One round per hop; hops between windows are separate, on their own channel, started as soon as the tile has
     arrived."""
-    edges = routed.edges
-    keys, round_ = np.unique(2 * routed.hop + routed.between, return_inverse=True)
-    slots = degrees(edges, round_, np.arange(len(keys)), ranks)
+    turn = 2 * routed.hop + routed.between
+    made = in_turn(routed, turn, ranks, 2, back=routed.back.astype(np.int64))
     # only dependencies of tiles delay a round: no rank has more than one of either kind in flight
-    when, back = np.zeros(len(keys), np.int64), routed.back.astype(np.int64)
-    return Schedule(routed, round_.astype(np.int32), when, keys & 1, slots, buffers=2, back=back)
+    return replace(made, when=np.zeros_like(made.when), channel=np.unique(turn) & 1)
 
 
 def _hops(parent: Ints) -> Ints:
@@ -286,8 +291,6 @@ class Gather(SchedulePass):
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         depth = depths(routed.edges.parent)
         # each rank starts with its next neighbour, so that no rank is everybody's first target
-        routed = routed.take(np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth)))
-        levels, round_ = np.unique(depths(routed.edges.parent), return_inverse=True)
-        slots = degrees(routed.edges, round_, np.arange(len(levels)), ranks)
-        channel, when = np.zeros(len(levels), np.int64), np.arange(len(levels))
-        return Schedule(routed, round_.astype(np.int32), when, channel, slots, len(levels), self.local)
+        order = np.lexsort(((routed.edges.dst - routed.edges.src) % ranks, depth))
+        levels = int(depth.max(initial=-1)) + 1
+        return in_turn(routed.take(order), depth[order], ranks, levels, self.local)
