@@ -52,24 +52,14 @@ class UPipe(Ulysses):
     hold: bool = False
 
     def __post_init__(self) -> None:
-        if self.overlap:
-            raise ConfigError(
-                self._field("overlap"), True, "rows of whole stages are exchanged", "use ahead: 1"
-            )
-        if self.lone is not None:
-            raise ConfigError(
-                self._field("lone"),
-                self.lone,
-                "all sequences are computed in stages of heads",
-                "use inner ulysses",
-            )
-        if self.kinds != "all":
-            raise ConfigError(
-                self._field("kinds"),
-                self.kinds,
-                "all kinds are computed in stages of heads",
-                "use inner ulysses",
-            )
+        use = "use inner ulysses"
+        for name, default, rule, remedy in (
+            ("overlap", False, "rows of whole stages are exchanged", "use ahead: 1"),
+            ("lone", None, "all sequences are computed in stages of heads", use),
+            ("kinds", "all", "all kinds are computed in stages of heads", use),
+        ):
+            if getattr(self, name) != default:
+                raise ConfigError(self._field(name), getattr(self, name), rule, remedy)
 
     def splits(self, problem: Problem) -> frozenset[str]:
         """All kinds, or none. Raises ConfigError."""

@@ -9,7 +9,7 @@ task runs; results may leave once their last task has run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,11 +25,13 @@ def overlapped(low: Lowering) -> Lowering:
         return low
     pieces = low.exchange.pieces
     first = _base(low)[pieces.group] + pieces.row
-    ranges = _StageRanges.of(low)
-    cuts = np.unique(np.concatenate([first, *(end for pair in ranges.all for end in pair)]))
-    leaving = covered(cuts, ranges.sent)
-    late, early = ~(covered(cuts, ranges.first) | leaving), ~(covered(cuts, ranges.tail) | leaving)
-    early_keys = ~(covered(cuts, ranges.tail_keys) | covered(cuts, ranges.sent_keys))
+    head, tail = low.stage == 0, low.stage == low.schedule.stages - 1
+    queries, keys = (_of_queries(low, head), _of_queries(low, tail)), _of_keys(low, tail)
+    sent, sent_keys = _of_edges(low, "query"), _of_edges(low, "key")
+    ends = (end for pair in (*queries, sent, keys, sent_keys) for end in pair)
+    cuts = np.unique(np.concatenate([first, *ends]))
+    late, early = (~(covered(cuts, own) | covered(cuts, sent)) for own in queries)
+    early_keys = ~(covered(cuts, keys) | covered(cuts, sent_keys))
     fresh = np.append(True, np.diff(4 * late + 2 * early + early_keys) != 0) | np.isin(cuts, first)
     fresh &= cuts < first[-1] + pieces.rows[-1]
     end = int(first[-1] + pieces.rows[-1])
@@ -45,33 +47,6 @@ Range = tuple[Ints, Ints]
 def _base(low: Lowering) -> Ints:
     """int64 [groups]: offset of each group's rows."""
     return np.cumsum(low.rows.per_rank) - low.rows.per_rank
-
-
-@dataclass(frozen=True)
-class _StageRanges:
-    """Row ranges by stage: query rows of tasks of the first and of the last stage; key rows likewise; and rows sent to
-    other groups, whose results and gradients return at the end."""
-
-    first: Range
-    tail: Range
-    sent: Range
-    tail_keys: Range
-    sent_keys: Range
-
-    @property
-    def all(self) -> tuple[Range, ...]:
-        return self.first, self.tail, self.sent, self.tail_keys, self.sent_keys
-
-    @staticmethod
-    def of(low: Lowering) -> _StageRanges:
-        first, tail = low.stage == 0, low.stage == low.schedule.stages - 1
-        return _StageRanges(
-            _of_queries(low, first),
-            _of_queries(low, tail),
-            _of_edges(low, "query"),
-            _of_keys(low, tail),
-            _of_edges(low, "key"),
-        )
 
 
 def _of_queries(low: Lowering, some: Bools) -> Range:

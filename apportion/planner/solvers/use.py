@@ -16,19 +16,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from apportion.ir.errors import ConfigError
 from apportion.planner import options
-from apportion.planner.solvers.contracts import (
-    Colouring,
-    ColouringProblem,
-    Grouping,
-    GroupingProblem,
-    HypergraphProblem,
-    Partition,
-    PartitionProblem,
-    Sides,
-    Solver,
-    Transport,
-    TransportProblem,
-)
+from apportion.planner.solvers import contracts
 from apportion.planner.solvers.registry import Entry, find_solver, list_solvers
 from apportion.planner.solvers.status import Budget
 
@@ -53,7 +41,7 @@ class SolverOption(options.Option, Generic[P, R]):
         return found
 
     @cached_property
-    def _solver(self) -> Solver[P, R]:
+    def _solver(self) -> contracts.Solver[P, R]:
         return self.entry.load()
 
     @cached_property
@@ -116,31 +104,31 @@ class SolverOption(options.Option, Generic[P, R]):
 _LIMITS = [field.name for field in fields(Budget)]
 
 
-class PartitionSolver(SolverOption[PartitionProblem, Partition]):
+class PartitionSolver(SolverOption[contracts.PartitionProblem, contracts.Partition]):
     """Solver of items into bins."""
 
     kind = "partition"
 
 
-class ColouringSolver(SolverOption[ColouringProblem, Colouring]):
+class ColouringSolver(SolverOption[contracts.ColouringProblem, contracts.Colouring]):
     """Solver of edges into matchings."""
 
     kind = "colouring"
 
 
-class TransportSolver(SolverOption[TransportProblem, Transport]):
+class TransportSolver(SolverOption[contracts.TransportProblem, contracts.Transport]):
     """Solver of row moves from ranks with a surplus to ranks with a deficit."""
 
     kind = "transport"
 
 
-class GroupingSolver(SolverOption[GroupingProblem, Grouping]):
+class GroupingSolver(SolverOption[contracts.GroupingProblem, contracts.Grouping]):
     """Solver of groups of ranks, and sequences to groups."""
 
     kind = "grouping"
 
 
-class HypergraphSolver(SolverOption[HypergraphProblem, Sides]):
+class HypergraphSolver(SolverOption[contracts.HypergraphProblem, contracts.Sides]):
     """Solver of vertices with two weights to ranks."""
 
     kind = "hypergraph"
