@@ -275,11 +275,9 @@ def test_recipe_keeps_its_steps_in_order(tmp_path: Path) -> None:
     assert Recipe.load(tmp_path / "r.yaml").to_data()["steps"] == {"place": {"lpt": {}}, "reshuffle": False}
 
 
-def test_policy_data(tmp_path: Path) -> None:
+def test_policy_data() -> None:
     policy = Policy(Recipe("fcp", FCP), token_cap=4096, tolerance=0.05, seed=7)
     assert Policy.from_data(json.loads(json.dumps(policy.to_data()))) == policy
-    (tmp_path / "p.json").write_text(json.dumps(policy.to_data()))
-    assert Policy.load(tmp_path / "p.json") == policy
     assert valid("policy", policy.to_data())
     assert valid("recipe", policy.recipe.to_data())
 

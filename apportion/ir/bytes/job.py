@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -14,7 +13,7 @@ from msgspec import Meta
 from apportion.ir.bytes import wire
 from apportion.ir.bytes.sequences import MAX_MICROBATCHES
 from apportion.ir.errors import CapacityError, ConfigError, DecodeError
-from apportion.ir.fields import integer, keep, load
+from apportion.ir.fields import integer, keep
 from apportion.ir.hashing import digest
 from apportion.ir.isa import VERSION
 from apportion.ir.masks.bands import MAX_TOKENS
@@ -76,11 +75,6 @@ class Job:
     def to_data(self) -> dict[str, Any]:
         """Plain data with every field."""
         return to_data(self)
-
-    @staticmethod
-    def load(path: str | Path) -> Job:
-        """Loads a job from a JSON or YAML file. Raises ConfigError."""
-        return Job.from_data(load(path))
 
     @cached_property
     def digest(self) -> bytes:
@@ -163,15 +157,8 @@ _decode_data = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 def encode_request(job: Job, batches: Sequence[Batch]) -> bytes:
     """Encodes the request for an iteration's plan: equal requests give equal bytes."""
-    return _encode(wire.encode_section(job.to_data()), _sections(batches))
-
-
-def _sections(batches: Sequence[Batch]) -> list[bytes]:
-    return [wire.encode_section(batch.to_data()) for batch in batches]
-
-
-def _encode(job: bytes, batches: list[bytes]) -> bytes:
-    return wire.encode_struct(_RequestWire(FORMAT, VERSION, job, batches))
+    sections = [wire.encode_section(batch.to_data()) for batch in batches]
+    return wire.encode_struct(_RequestWire(FORMAT, VERSION, wire.encode_section(job.to_data()), sections))
 
 
 def decode_request(data: bytes) -> tuple[Job, tuple[Batch, ...]]:

@@ -115,11 +115,6 @@ class Policy:
         """Plain data with every field."""
         return to_data(self)
 
-    @staticmethod
-    def load(path: str | Path) -> Policy:
-        """Loads a policy from a JSON or YAML file."""
-        return Policy.from_data(load(path))
-
 
 def _steps(steps: Any) -> tuple[Step, ...]:
     if isinstance(steps, tuple) and all(isinstance(item, Step) for item in steps):

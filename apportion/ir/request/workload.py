@@ -40,6 +40,10 @@ LONGEST = 524_288  # tokens of a log-normal document, at most
 _DRAWS = 1024  # random numbers per chunk
 
 
+#: reads a row of a field: its tokens, and the mask of a structured sample
+Reader = Callable[[str, Any], tuple[int, Mask | None]]
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """Samples: lengths int64 [n], and each sample's mask; None is a plain document, which may be cut."""
@@ -80,12 +84,17 @@ def read_lengths(path: str | Path, column: str | None = None) -> Workload:
 def workload_from_data(data: Any) -> Workload:
     """Builds samples from the plain data of a workload file; keys other than the sample key describe the file."""
     data = mapping("workload", data)
-    keys = [key for key in _READERS if key in data]
+    keys = [key for key in ("lengths", "rows", *_READERS) if key in data]
     if len(keys) != 1:
         rule = "must have one key that holds samples"
-        raise ConfigError("workload", sorted(data)[:16], rule, f"write one of {', '.join(_READERS)}")
-    samples = _filled(f"workload.{keys[0]}", sequence(f"workload.{keys[0]}", data[keys[0]]))
-    return _READERS[keys[0]](data, samples)
+        known = ", ".join(("lengths", "rows", *_READERS))
+        raise ConfigError("workload", sorted(data)[:16], rule, f"write one of {known}")
+    (key,) = keys
+    where = f"workload.{key}"
+    samples = _filled(where, sequence(where, data[key]))
+    if key in _READERS:
+        return _structured(where, samples, _READERS[key])
+    return _plain(samples, where) if key == "lengths" else _of_rows(data, samples)
 
 
 def sample(
@@ -179,17 +188,14 @@ def _plain(lengths: Any, field: str = "lengths") -> Workload:
     return Workload(held, (None,) * len(held))
 
 
-def _structured(specs: list[tuple[int, Mask | None]]) -> Workload:
-    return Workload(np.array([length for length, _ in specs], np.int64), tuple(spec for _, spec in specs))
+def _structured(field: str, samples: Any, read: Reader) -> Workload:
+    found = [read(f"{field}[{i}]", row) for i, row in enumerate(samples)]
+    return Workload(np.array([length for length, _ in found], np.int64), tuple(spec for _, spec in found))
 
 
-def _read_lengths(data: Mapping[str, Any], samples: Any) -> Workload:
-    return _plain(samples, "workload.lengths")
-
-
-def _read_rows(data: Mapping[str, Any], samples: Any) -> Workload:
+def _of_rows(data: Mapping[str, Any], samples: Any) -> Workload:
     if isinstance(samples[0], list) and len(samples[0]) == 3 and isinstance(samples[0][1], list):
-        return _structured([_image_row(f"workload.rows[{i}]", row) for i, row in enumerate(samples)])
+        return _structured("workload.rows", samples, _image_row)
     column = _token_column(data.get("format"))
     values = []
     for i, row in enumerate(samples):
@@ -222,19 +228,8 @@ def _image_row(field: str, row: Any) -> tuple[int, Mask | None]:
     return _total(field, int(edges[-1]) - text // 2 + text + output), spec if spec.spans else None
 
 
-def _read_sums(key: str) -> Callable[[Mapping[str, Any], Any], Workload]:
-    def read(data: Mapping[str, Any], samples: Any) -> Workload:
-        return _plain([_sum(f"workload.{key}[{i}]", row) for i, row in enumerate(samples)], f"workload.{key}")
-
-    return read
-
-
-def _sum(field: str, row: Any) -> int:
-    return int(integers(field, row, 0, MAX_TOKENS).sum())
-
-
-def _read_groups(data: Mapping[str, Any], samples: Any) -> Workload:
-    return _structured([_group(f"workload.groups[{i}]", row) for i, row in enumerate(samples)])
+def _sum(field: str, row: Any) -> tuple[int, Mask | None]:
+    return integer(field, int(integers(field, row, 0, MAX_TOKENS).sum()), 1, MAX_TOKENS), None
 
 
 def _group(field: str, row: Any) -> tuple[int, Mask | None]:
@@ -244,10 +239,6 @@ def _group(field: str, row: Any) -> tuple[int, Mask | None]:
     answers = [answer for answer in integers(f"{field} answers", row[1], 0, MAX_TOKENS).tolist() if answer]
     spec = masks.shared_question(prompt, answers) if answers else None
     return _total(field, prompt + sum(answers)), spec
-
-
-def _read_trees(data: Mapping[str, Any], samples: Any) -> Workload:
-    return _structured([_tree(f"workload.trees[{i}]", row) for i, row in enumerate(samples)])
 
 
 def _tree(field: str, row: Any) -> tuple[int, Mask | None]:
@@ -279,13 +270,6 @@ def _filled(field: str, samples: Any) -> Any:
     return samples
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any], Any], Workload]] = MappingProxyType(
-    {
-        "lengths": _read_lengths,
-        "rows": _read_rows,
-        "pairs": _read_sums("pairs"),
-        "groups": _read_groups,
-        "trees": _read_trees,
-        "turns": _read_sums("turns"),
-    }
+_READERS: Mapping[str, Reader] = MappingProxyType(
+    {"pairs": _sum, "groups": _group, "trees": _tree, "turns": _sum}
 )
