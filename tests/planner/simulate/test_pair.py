@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import ConfigError, VerifyError
 from apportion.ir.isa import Op
-from apportion.ir.masks import specs as masks
 from apportion.ir.masks.windows import Causal, SlidingWindow
 from apportion.ir.plan.segments import Cuts, agreed_cuts, own_cuts, segment_ends
 from apportion.ir.request.batch import Batch
@@ -272,7 +270,6 @@ def test_the_undivided_microbatch_is_the_one_to_beat() -> None:
         assert run.whole.makespan_us >= alone.makespan_us
         assert run.whole.makespan_us <= alone.makespan_us + (half.before + half.after).max() * (1 + 1e-9)
     assert found.whole_gain == pytest.approx(found.ms("whole") / found.ms("turns") - 1)
-    assert set(found.to_data()["ms"]) == {*pair_result.WAYS, "whole"}
     assert simulate_pair(ping, pong, layers=1).whole_gain is None
 
 
@@ -307,24 +304,10 @@ def test_contention_slows_all_ways_but_that_without_transfers() -> None:
 # --- data and errors
 
 
-def test_data_is_plain_and_adds_up() -> None:
-    kinds = {"global": masks.causal(), "local": masks.sliding_window(5)}
-    found = simulate_pair(*halves_of("contiguous", kinds=kinds), layers=3)
-    data = json.loads(json.dumps(found.to_data()))
-    assert (
-        [(run["kind"], run["phase"]) for run in data["runs"]]
-        == list(found.runs)
-        == list(map(tuple, found.runs))
-    )
-    for way in pair_result.WAYS:
-        total = sum(run["makespan_us"][way] for run in data["runs"])
-        assert data["ms"][way] == pytest.approx(total / 1e3, rel=1e-3)
-    assert data["gain"] == pytest.approx(found.ms("single") / found.ms() - 1)
-
-
 def test_equal_arguments_give_equal_times() -> None:
     plans = halves_of("node")
-    assert simulate_pair(*plans).to_data() == simulate_pair(*plans).to_data()
+    one, other = (simulate_pair(*plans) for _ in range(2))
+    assert [one.ms(way) for way in pair_result.WAYS] == [other.ms(way) for way in pair_result.WAYS]
 
 
 def test_halves_of_other_ranks_are_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from apportion.ir.arrays import Floats
 from apportion.ir.bytes.codec import Plan
@@ -62,24 +62,6 @@ class PairRun:
         added = self.single.makespan_us - self.signal.makespan_us
         return (self.single.makespan_us - self.turns.makespan_us) / added if added > 0 else 1.0
 
-    def to_data(self) -> dict[str, Any]:
-        """Plain data."""
-        ways = self.ways
-        return {
-            "kind": self.kind,
-            "phase": self.phase,
-            "layers": self.layers,
-            "busy_us": round(float(self.busy_us.max(initial=0.0)), 3),
-            "makespan_us": {name: round(way.makespan_us, 3) for name, way in ways.items()},
-            "exposed_us": {
-                name: round(float(way.exposed_us.max(initial=0.0)), 3) for name, way in ways.items()
-            },
-            "gain": self.gain,
-            "serial_gain": self.serial_gain,
-            "whole_gain": self.whole_gain,
-            "hidden": self.hidden,
-        }
-
 
 @dataclass(frozen=True, eq=False)
 class Pair:
@@ -112,19 +94,6 @@ class Pair:
     @property
     def _ways(self) -> tuple[str, ...]:
         return tuple(next(iter(self.runs.values())).ways)
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain data: the figures above, and those of every run."""
-        return {
-            "recipes": [plan.header.recipe for plan in (self.ping, self.pong)],
-            "ranks": self.ping.header.ranks,
-            "hardware": self.hardware,
-            "ms": {way: round(self.ms(way), 6) for way in self._ways},
-            "gain": self.gain,
-            "serial_gain": self.serial_gain,
-            "whole_gain": self.whole_gain,
-            "runs": [run.to_data() for run in self.runs.values()],
-        }
 
 
 def _gain(other: float, turns: float) -> float:
