@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.ir.arrays import Ints, group_of
+from apportion.ir.arrays import Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
 from apportion.ir.plan import summary
@@ -139,10 +139,9 @@ def _memory(plan: Plan) -> Ints:
     most, model = np.zeros(plan.header.ranks, np.int64), plan.request.model
     for programs in plan.programs.values():
         arenas = programs["arenas"]
-        rank = group_of(np.diff(arenas.ptr).astype(np.int64))
         held = zip(*(arenas.wide(name).tolist() for name in ("tensor", "rows", "heads")), strict=True)
         sizes = [rows * model.row_bytes(Tensor(tensor), heads) for tensor, rows, heads in held]
-        most = np.maximum(most, np.bincount(rank, sizes, plan.header.ranks).astype(np.int64))
+        most = np.maximum(most, np.bincount(arenas.rank_of_row(), sizes, plan.header.ranks).astype(np.int64))
     return most
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,23 +18,12 @@ MOST_TRANSFERS = 600_000
 NOBODY = -1
 
 
-@dataclass(frozen=True, eq=False)
-class _MergedTransfers:
-    """Merged transfers. number: int64 [transfers], the row shown for each transfer."""
-
-    columns: dict[str, Any]
-    number: Ints
-
-
 def run_data(run: Run, per_node: int) -> dict[str, Any]:
     """One kind and phase: activities of compute streams, transfers, the critical path."""
     transfers = _transfers(run)
-    folded = len(run.traffic.bytes) > MOST_TRANSFERS
-    shown = (
-        _fold(transfers, per_node)
-        if folded
-        else _MergedTransfers(transfers, np.arange(len(transfers["bytes"])))
-    )
+    number: Ints = np.arange(len(transfers["bytes"]))  # of the row shown for each transfer
+    if folded := len(run.traffic.bytes) > MOST_TRANSFERS:
+        transfers, number = _fold(transfers, per_node)
     return {
         "kind": run.kind,
         "phase": run.phase,
@@ -43,8 +31,8 @@ def run_data(run: Run, per_node: int) -> dict[str, Any]:
         "ideal_us": run.ideal_us,
         "efficiency": run.efficiency,
         "folded": folded,
-        "work": pack(_work(run, shown.number)),
-        "transfers": pack(shown.columns),
+        "work": pack(_work(run, number)),
+        "transfers": pack(transfers),
         "path": [step.to_data() for step in run.critical_path()],
         "names": {str(code): name for code, name in WORK_NAMES.items()},
         "tensors": {str(int(code)): name for code, name in TENSOR_NAMES.items()},
@@ -87,7 +75,7 @@ def _transfers(run: Run) -> dict[str, Any]:
     }
 
 
-def _fold(held: dict[str, Any], per_node: int) -> _MergedTransfers:
+def _fold(held: dict[str, Any], per_node: int) -> tuple[dict[str, Any], Ints]:
     """Merges transfers between two nodes in a round, from the first start to the last end."""
     source, target = held["source"] // per_node * per_node, held["target"] // per_node * per_node
     keys = np.stack([held["round"], source, target, held["tensor"]])
@@ -109,4 +97,4 @@ def _fold(held: dict[str, Any], per_node: int) -> _MergedTransfers:
         "end": end,
         "cause": np.full(count, NOBODY),
     }
-    return _MergedTransfers(columns, number)
+    return columns, number

@@ -147,7 +147,7 @@ def _mask(scene: _Scene) -> Iterator[str]:
     fills = {rank: scene.colours.of(rank) for rank in np.unique(found[found != svg.NOBODY]).tolist()}
     yield svg.rect(LEFT, TOP, MASK, MASK, "#f6f8fa")
     at = 10 * MASK * axis.edges // axis.tokens
-    yield svg.raster(found, fills, svg.PixelGrid(10 * LEFT + at, 10 * TOP + at))
+    yield svg.raster(found, fills, 10 * LEFT + at, 10 * TOP + at)
     yield from _sequences(axis)
     middle = TOP + MASK / 2
     yield svg.text(LEFT + MASK / 2, TOP + MASK + 40, "keys (tokens)", 12, "middle")
@@ -272,8 +272,8 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
     fills = {0: scene.colours.of(rank), 1: _FILLS[OTHER], 2: _FILLS[WAITING]}
     x = 10 * LEFT + np.arange(scene.steps + 1) * 10 * TRACK // scene.steps
     y = [round(10 * (top + part * high)) for part in (0, 0.72, 0.77, 1)]
-    yield svg.raster(doing[None, :], fills, svg.PixelGrid(x, np.array(y[:2])))
-    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, svg.PixelGrid(x, np.array(y[2:])))
+    yield svg.raster(doing[None, :], fills, x, np.array(y[:2]))
+    yield svg.raster(moving[None, :], {0: _FILLS[EVEN], 1: _FILLS[ODD]}, x, np.array(y[2:]))
 
 
 def _most(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:

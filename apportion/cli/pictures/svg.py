@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -53,20 +52,13 @@ def lines(ends: Sequence[tuple[float, float, float, float]], stroke: str = LINE)
     return f'<path d="{path}" fill="none" stroke="{stroke}"/>'
 
 
-@dataclass(frozen=True, eq=False)
-class PixelGrid:
-    """Starts of columns and rows, and the end of the last: int64 [columns + 1], [rows + 1], in tenths of a pixel."""
-
-    x: Ints
-    y: Ints
-
-
-def raster(owners: Ints, fills: dict[int, str], grid: PixelGrid) -> str:
-    """Cells [rows, columns] as one path a fill; owners without a fill stay empty.
+def raster(owners: Ints, fills: dict[int, str], across: Ints, down: Ints) -> str:
+    """Cells [rows, columns] as one path a fill; owners without a fill stay empty. across, down: starts of columns and
+    rows, and the end of the last: int64 [columns + 1], [rows + 1], in tenths of a pixel.
 
     Neighbours of one owner in a row are one rectangle, and equal rectangles of neighbouring rows too.
     """
-    x, y = grid.x.tolist(), grid.y.tolist()
+    x, y = across.tolist(), down.tolist()
     paths: dict[int, list[str]] = {owner: [] for owner in fills}
     for owner, row, high, start, wide in _boxes(owners):
         if owner in paths:
