@@ -80,12 +80,11 @@ def check_header(header: Header) -> None:
         raise DecodeError(
             f"header: q_heads = {header.q_heads} is not a multiple of kv_heads = {header.kv_heads}"
         )
-    if header.dtype not in DTYPE_NAMES:
-        raise DecodeError(f"header: dtype = {header.dtype[:40]!r}, known are {', '.join(DTYPE_NAMES)}")
-    if header.sent_gradients not in SENT_GRADIENTS:
-        raise DecodeError(
-            f"header: sent_gradients = {header.sent_gradients[:40]!r}, known are {', '.join(SENT_GRADIENTS)}"
-        )
+    for name, known in (("dtype", DTYPE_NAMES), ("sent_gradients", SENT_GRADIENTS)):
+        if getattr(header, name) not in known:
+            raise DecodeError(
+                f"header: {name} = {getattr(header, name)[:40]!r}, known are {', '.join(known)}"
+            )
     if header.sent_gradients == "model" and header.dtype not in HALF_NAMES:
         halves = " and ".join(HALF_NAMES)
         raise DecodeError(f"header: sent_gradients = 'model' is for {halves}, and dtype = {header.dtype!r}")

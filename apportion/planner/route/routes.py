@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from apportion._core import routes as core
-from apportion.ir.arrays import Ints
+from apportion.ir.arrays import Ints, changes
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.cluster import Cluster
 from apportion.planner.problem import Departure, Pass
@@ -77,9 +77,8 @@ def join(edges: Edges, whole: bool) -> Routes:
         return Routes(tiles.take(first), group.astype(np.int32))
     order = np.lexsort((edges.row, edges.lane, edges.dst, edges.home))
     by = edges.take(order)
-    fresh = np.ones(len(order), bool)
-    fresh[1:] = (by.home[1:] != by.home[:-1]) | (by.dst[1:] != by.dst[:-1])
-    fresh[1:] |= (by.row[1:] != by.row[:-1] + by.rows[:-1]) | (by.lane[1:] != by.lane[:-1])
+    before = by.row - np.cumsum(by.rows) + by.rows  # changes where rows are not adjacent
+    fresh = changes(by.home, by.dst, by.lane, before)
     first = np.flatnonzero(fresh)
     rows = np.add.reduceat(by.rows, first) if len(first) else by.rows
     joined = replace(by.take(first), tile=np.arange(len(first), dtype=np.int32), rows=rows)

@@ -14,13 +14,12 @@ solution ends INFEASIBLE; inconsistent arrays raise ConfigError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import ConfigError
@@ -52,11 +51,10 @@ class PartitionProblem:
             same_length("caps", self.caps, "zones", self.zones)
         if np.ndim(self.caps) != 1 or not len(self.caps):
             raise ConfigError("caps", self.caps, "must have one cap per bin", "write np.full(bins, cap)")
-        if self.speeds is not None and len(self.speeds) != self.bins:
-            raise ConfigError("speeds", len(self.speeds), f"must be {self.bins}, one per bin", "leave it out")
-        if self.allowed is not None and len(self.allowed) != len(self.weights):
-            rule = f"must be {len(self.weights)}, one an item"
-            raise ConfigError("allowed", len(self.allowed), rule, "give None where any bin will do")
+        if self.speeds is not None:
+            same_length("speeds", self.speeds, "caps", self.caps)
+        if self.allowed is not None:
+            same_length("allowed", self.allowed, "weights", self.weights)
         if any(bins is not None and not len(bins) for bins in self.allowed or ()):
             raise ConfigError("allowed", (), "leaves an item no bin", "give None where any bin will do")
 
@@ -314,7 +312,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 
-def same_length(name: str, one: NDArray[Any], other_name: str, other: NDArray[Any]) -> None:
+def same_length(name: str, one: Sized, other_name: str, other: Sized) -> None:
     """Raises ConfigError if two columns differ in length."""
     if len(one) != len(other):
         rule = f"must have as many entries as {other_name} ({len(other)})"

@@ -81,7 +81,7 @@ def mix_for(problem: GroupingProblem, limit: float, nodes: int) -> ProgramAnswer
     model += pulp.LpAffineExpression([(n, float(d)) for n, d in zip(count, problem.degrees, strict=True)])
     model += model.objective <= problem.ranks
     for k in range(len(kinds.whole)):
-        model += _sum(chosen, [(k, c) for c in range(len(count)) if (k, c) in chosen]) == 1
+        model += _places(chosen, k, len(count)) == 1
     for c, variable in enumerate(count):
         for shares in _shares(problem, kinds, np.flatnonzero(fits[:, c]), c, limit):
             held = [(chosen[int(k), c], float(shares[k])) for k in np.flatnonzero(shares)]
@@ -147,22 +147,15 @@ def _dual_feasible(share: Floats) -> Iterator[Floats]:
         yield np.floor((multiple + 1) * share) / multiple
 
 
-def _sum(
-    chosen: dict[tuple[int, int], pulp.LpVariable], keys: list[tuple[int, int]]
-) -> pulp.LpAffineExpression:
-    return pulp.LpAffineExpression([(chosen[key], 1.0) for key in keys])
+def _places(chosen: dict[tuple[int, int], pulp.LpVariable], k: int, columns: int) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression([(chosen[k, c], 1.0) for c in range(columns) if (k, c) in chosen])
 
 
 # ---- the whole problem
 
 
 def slots(
-    problem: GroupingProblem,
-    counts: Ints,
-    start: Mix | None,
-    bound: float,
-    nodes: int,
-    gap: float,
+    problem: GroupingProblem, counts: Ints, start: Mix | None, bound: float, nodes: int, gap: float
 ) -> tuple[Mix | None, SolverRun]:
     """The best mix with at most `counts` groups of each degree (int64 [degrees]), and the solver's run; bounds are
     times. The start must have such counts; the answer is never worse."""
@@ -173,7 +166,7 @@ def slots(
     x, y, time = _slot_variables(model, problem, column, worst, bound / unit)
     model += time
     for k in range(len(problem.times)):
-        model += _sum(x, [(k, g) for g in range(len(column)) if (k, g) in x]) == 1
+        model += _places(x, k, len(column)) == 1
     for g, c in enumerate(column):
         items = [k for k in range(len(problem.times)) if (k, g) in x]
         spent = [(x[k, g], float(problem.times[k, c] / unit)) for k in items]
@@ -182,10 +175,8 @@ def slots(
         model += pulp.LpAffineExpression([*held, (y[g], -1.0)]) <= 0
         if g and column[g - 1] == c:
             model += y[g] <= y[g - 1]
-    model += (
-        pulp.LpAffineExpression([(y[g], float(problem.degrees[c])) for g, c in enumerate(column)])
-        <= problem.ranks
-    )
+    ranks = [(y[g], float(problem.degrees[c])) for g, c in enumerate(column)]
+    model += pulp.LpAffineExpression(ranks) <= problem.ranks
     if start is not None:
         _start_from(start, column, x, y, time, unit)
     run = solve_model(model, nodes, gap)

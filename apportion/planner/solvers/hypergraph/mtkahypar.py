@@ -13,13 +13,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from io import BytesIO
 
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, offsets
-from apportion.ir.errors import MissingDependencyError
 from apportion.planner.solvers.contracts import HypergraphProblem, Sides
 from apportion.planner.solvers.hypergraph import mtkahypar_child
 from apportion.planner.solvers.hypergraph.coarse import merge
@@ -41,9 +39,7 @@ _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
 
 
 def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
-    """Solves by the engine. Raises MissingDependencyError."""
-    if find_spec("mtkahypar") is None:
-        raise MissingDependencyError("mtkahypar", "solvers", "solver mtkahypar")
+    """Solves by the engine."""
     return partition(problem, _spread, _homes)
 
 
