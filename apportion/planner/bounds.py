@@ -28,7 +28,7 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.isa import MAX_RANKS
 from apportion.ir.request.batch import Batch
 from apportion.ir.request.model import Model
-from apportion.ir.tensors import FETCHED, PHASES, RETURNED, TRAVELLING
+from apportion.ir.tensors import PHASES, TRAVELLING
 
 #: below this share of the batch's tokens, a bound gives no meaningful ratio
 LEAST_SHARE = 0.01
@@ -100,36 +100,6 @@ def kv_bytes(
     small = tokens < LEAST_SHARE * batch.tokens
     void = f"the bound is below {LEAST_SHARE:.0%} of the tokens" if small else None
     return Bound("kv_bytes", float(tokens * per_token), value, void)
-
-
-def remote_pairs_bytes(
-    model: Model, remote: Iterable[tuple[str, Ints]], value: float | None, heads_split: bool = False
-) -> Bound:
-    """Bounds the bytes for pairs computed with neither query nor key at home. A rank that fetches q query rows and k
-    key rows covers at most q * k of them, so w pairs cost at least 2 sqrt(w * KV * (Q + O)) bytes, with O as a result.
-
-    remote: (phase, int64 [ranks] remote pairs of each rank) per attention call. value: the bytes of this plan for the
-    rows of these pairs. heads_split: True if tasks have part of the heads, which voids the bound: a pair then needs
-    part of its rows.
-    """
-    least = sum(float(remote_bytes(model, phase, pairs).sum()) for phase, pairs in remote)
-    if heads_split:
-        return Bound("remote_pairs_bytes", None, value, "tasks split heads: nothing is proven")
-    void = None if least else "no task has both its queries and its keys away from home"
-    return Bound("remote_pairs_bytes", least, value, void)
-
-
-def remote_bytes(model: Model, phase: str, pairs: Ints) -> Floats:
-    """float64, shaped like `pairs`: least bytes that a rank must move for that many pairs with remote query and key."""
-    keys = sum(model.sent_bytes(tensor) for tensor in TRAVELLING["key", phase])
-    queries = sum(model.sent_bytes(tensor) for tensor in FETCHED["query", phase])
-    for tensor in RETURNED["query", phase]:  # a result if the rank computes the whole row
-        queries += min(model.sent_bytes(tensor), model.q_heads * model.sent_result_bytes(tensor))
-    least: Floats = 2.0 * np.sqrt(pairs.astype(np.float64) * keys * queries)
-    return least
-
-
-# ---------------------------------------------------------------------------------------------- foreign KV
 
 
 def foreign_kv_tokens(batch: Batch, kind: str, token_cap: int, load_cap: int) -> int:

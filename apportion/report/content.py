@@ -23,7 +23,6 @@ _BOUNDS = {
     "makespan": ("pairs of the busiest rank", "pairs"),
     "slots": ("slots", "count"),
     "kv_bytes": ("bytes of KV, queries at home", "bytes"),
-    "remote_pairs_bytes": ("bytes for pairs away from home", "bytes"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -17,8 +17,6 @@ from apportion.planner.bounds import (
     foreign_tokens,
     kv_bytes,
     makespan,
-    remote_bytes,
-    remote_pairs_bytes,
     slots,
 )
 from apportion.planner.recipe.recipes import entries
@@ -153,54 +151,6 @@ def test_kinds_that_share_a_layout_add_up() -> None:
             }
             bound = sum(foreign_kv_tokens(batch, kind, token_cap, caps[kind]) for kind in batch.kinds)
             assert bound <= sum(one.foreign[place] for one in searched)
-
-
-# ---------------------------------------------------------------------------------------------- remote pairs
-
-
-def cheapest_cover(pairs: int, key_bytes: int, query_bytes: int) -> int:
-    """Bytes of the cheapest q x k rows that hold so many pairs."""
-    return min(q * query_bytes + -(-pairs // q) * key_bytes for q in range(1, pairs + 1))
-
-
-@given(
-    st.integers(1, 400), st.sampled_from(["forward", "backward"]), st.sampled_from(["bf16", "fp32", "fp64"])
-)
-def test_remote_pairs_need_rows_and_columns(pairs: int, phase: str, dtype: str) -> None:
-    model = ap.Model(
-        q_heads=4, kv_heads=2, head_dim=8, v_head_dim=4, dtype=dtype, hidden=32, ffn=64, layers=1
-    )
-    keys = model.row_bytes(Tensor.KV) + (model.row_bytes(Tensor.DKV) if phase == "backward" else 0)
-    names = (Tensor.Q, Tensor.O) if phase == "forward" else (Tensor.Q, Tensor.DO, Tensor.DELTA, Tensor.DQ)
-    queries = sum(map(model.row_bytes, names))
-    bound = float(remote_bytes(model, phase, np.array([pairs]))[0])
-    assert bound <= cheapest_cover(pairs, keys, queries) * (1 + 1e-12)
-
-
-def test_remote_pairs_over_all_sets_of_pairs() -> None:
-    """Every set of w of the pairs of a 3 x 3 square: the rows and columns that it touches cost no less."""
-    cells = list(product(range(3), range(3)))
-    model = MODEL
-    keys, queries = model.row_bytes(Tensor.KV), model.row_bytes(Tensor.Q) + model.row_bytes(Tensor.O)
-    for count in range(1, 10):
-        bound = float(remote_bytes(model, "forward", np.array([count]))[0])
-        least = min(
-            len({q for q, _ in chosen}) * queries + len({k for _, k in chosen}) * keys
-            for chosen in combinations(cells, count)
-        )
-        assert bound <= least
-
-
-def test_remote_pairs_add_up_over_ranks_and_calls() -> None:
-    pairs = np.array([0, 16, 9])
-    found = remote_pairs_bytes(MODEL, [("forward", pairs), ("backward", pairs)], 1e9)
-    assert found.bound == pytest.approx(
-        sum(remote_bytes(MODEL, phase, pairs).sum() for phase in ("forward", "backward"))
-    )
-    assert found.gap == pytest.approx(1e9 / found.bound)
-    assert remote_pairs_bytes(MODEL, [("forward", np.zeros(3, np.int64))], 0.0).gap is None
-    split = remote_pairs_bytes(MODEL, [("forward", pairs)], 1.0, heads_split=True)
-    assert (split.bound, split.void) == (None, "tasks split heads: nothing is proven")
 
 
 # ---------------------------------------------------------------------------------------------- makespan and slots

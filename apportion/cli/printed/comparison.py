@@ -68,7 +68,6 @@ COLUMNS = (
     Column("largest\npart", lambda row: human_bytes(row["plan_bytes"]["largest_rank"]), wide=True),
     Column("makespan\n/ bound", lambda row: _gap(row, "makespan"), wide=True),
     Column("KV bytes\n/ bound", lambda row: _gap(row, "kv_bytes"), wide=True),
-    Column("remote pairs\n/ bound", lambda row: _gap(row, "remote_pairs_bytes"), wide=True),
     Column("slots\n/ bound", lambda row: _gap(row, "slots"), wide=True),
 )
 

@@ -95,7 +95,6 @@ def build_report(
                 makespan,
                 bounds.slots([item.max_degree for item in traffic], [item.slots for item in traffic]),
                 _kv_bound(problem, lowered, pairs, fullest, traffic),
-                bounds.remote_pairs_bytes(problem.model, [], None, heads_split=low.groups.split),
             )
         },
         "plan_bytes": {"largest_rank": max(sizes), "total": sum(sizes)},
