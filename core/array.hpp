@@ -74,6 +74,7 @@ class Matrix {
 
   std::int64_t rows() const { return rows_; }
   std::int64_t columns() const { return columns_; }
+  T* data() const { return data_; }
   Column<T> operator[](std::int64_t row) const {
     check_index(row, rows_);
     return {data_ + row * stride_, columns_};
@@ -133,6 +134,16 @@ class IntRows {
   const void* data_ = nullptr;
   bool narrow_ = false;
   std::int64_t rows_ = 0, columns_ = 0, stride_ = 0;
+};
+
+// A table: rows of all ranks, those of a rank side by side, as columns. ptr: where each rank's rows begin, and the end.
+struct Table {
+  static constexpr std::size_t FIELDS = 2;
+  Column<const std::int64_t> ptr;
+  IntRows columns;
+
+  std::int64_t ranks() const { return ptr.size() - 1; }
+  std::int64_t size() const { return columns.columns(); }
 };
 
 // Untrusted bytes end early.

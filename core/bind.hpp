@@ -1,39 +1,188 @@
-// The areas of the extension: each is a submodule, and a function of the file that has its loops.
+// Functions of the extension, from loops: def(m, "sums(rows, ptr)", sums).
+//
+//   argument   Column, Matrix, Ints, IntRows      an array
+//              a struct with FIELDS many members  a tuple of what its members are made of
+//              a type with `Given`                that
+//              std::vector                        a sequence
+//   result     Array, Array2, Growing of numbers  an array
+//              Growing of structs of integers     an array, a column of the struct in each row
+//              std::tuple, pair, array            a tuple; of a struct, what its `fields` returns
+//              std::optional                      None
+//
+// Arrays stay open during the call. A loop runs without the GIL.
 #pragma once
 
+#include <nanobind/ndarray.h>
+
+#include <array>
+#include <bit>
+#include <deque>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
 #include "numpy.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
-void bind_blend(nb::module_& m);
-void bind_blocks(nb::module_& m);
-void bind_bounds(nb::module_& m);
-void bind_cost(nb::module_& m);
-void bind_dcp(nb::module_& m);
-void bind_distca(nb::module_& m);
-void bind_fusion(nb::module_& m);
-void bind_lone(nb::module_& m);
-void bind_grouping(nb::module_& m);
-void bind_hypergraph(nb::module_& m);
-void bind_lower(nb::module_& m);
-void bind_lpt(nb::module_& m);
-void bind_matching(nb::module_& m);
-void bind_messages(nb::module_& m);
-void bind_programs(nb::module_& m);
-void bind_script(nb::module_& m);
-void bind_simulate(nb::module_& m);
-void bind_rounds(nb::module_& m);
-void bind_routes(nb::module_& m);
-void bind_sorting(nb::module_& m);
-void bind_stages(nb::module_& m);
-void bind_sums(nb::module_& m);
-void bind_swap(nb::module_& m);
-void bind_tables(nb::module_& m);
-void bind_tasks(nb::module_& m);
-void bind_totals(nb::module_& m);
-void bind_transport(nb::module_& m);
-void bind_verify(nb::module_& m);
-void bind_zeppelin(nb::module_& m);
-void bind_zigzag(nb::module_& m);
+// A submodule, whose stub is apportion/_core/NAME.pyi: bind adds what it has.
+struct Area {
+  Area(const char* area_name, void (*area_bind)(nb::module_&)) : name(area_name), bind(area_bind) {
+    all().push_back(*this);
+  }
+  static std::vector<Area>& all() {
+    static std::vector<Area> areas;
+    return areas;
+  }
+  const char* name;
+  void (*bind)(nb::module_&);
+};
+
+// "name(first, second)"
+struct Signature {
+  explicit Signature(const char* text);
+  std::string name;
+  std::vector<std::string> arguments;
+};
+
+// Runs a loop without the GIL. The loop uses views only, no Python objects, results included.
+template <class Loop>
+auto unlocked(Loop&& loop) {
+  nb::gil_scoped_release released;
+  return loop();
+}
+
+template <class T>
+concept View = requires(T& view, Buffer& buffer, nb::handle given) { open_view(view, buffer, given, ""); };
+
+template <class T>
+inline constexpr bool IS_SEQUENCE = false;
+template <class T>
+inline constexpr bool IS_SEQUENCE<std::vector<T>> = true;
+
+// True for arguments that are made here, as opposed to by nanobind.
+template <class T>
+inline constexpr bool IS_OPENED =
+    View<T> || IS_SEQUENCE<T> || requires { T::FIELDS; } || requires { typename T::Given; };
+
+template <class T>
+using Passed = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, nb::handle, T>;
+template <class T>
+using Taken = std::conditional_t<IS_OPENED<std::remove_cvref_t<T>>, std::remove_cvref_t<T>, T>;
+
+// Makes arguments of loops, and keeps their arrays open. name: of the argument, for errors.
+class Opener {
+ public:
+  template <class T, class Given>
+  decltype(auto) take(Given& given, const char* name) {
+    if constexpr (IS_OPENED<T>)
+      return open<T>(given, name);
+    else
+      return (given);
+  }
+  template <class T>
+  T open(nb::handle given, const char* name) {
+    if constexpr (View<T>) {
+      T view;
+      open_view(view, buffers_.emplace_back(), given, name);
+      return view;
+    } else if constexpr (IS_SEQUENCE<T>) {
+      T found;
+      for (const nb::handle one : given) found.push_back(open<typename T::value_type>(one, name));
+      return found;
+    } else if constexpr (requires { T::FIELDS; }) {
+      const auto fields = nb::cast<nb::tuple>(given);
+      if (fields.size() != T::FIELDS) throw nb::type_error(name);
+      return [&]<std::size_t... at>(std::index_sequence<at...>) {
+        return T{Field{*this, fields[at], name}...};
+      }(std::make_index_sequence<T::FIELDS>());
+    } else if constexpr (requires { typename T::Given; }) {
+      return T(open<typename T::Given>(given, name));
+    } else {
+      return nb::cast<T>(given);
+    }
+  }
+
+ private:
+  struct Field {
+    Opener& opener;
+    nb::handle given;
+    const char* name;
+    template <class T>
+    operator T() const {
+      return opener.open<T>(given, name);
+    }
+  };
+  std::deque<Buffer> buffers_;
+};
+
+// An array over the memory of what is kept.
+template <class Kept, class... Size>
+nb::object array_over(Kept&& memory, Size... size) {
+  using Memory = std::remove_cvref_t<Kept>;
+  auto* kept = new Memory(std::forward<Kept>(memory));
+  nb::capsule owner(kept, [](void* given) noexcept { delete static_cast<Memory*>(given); });
+  using Number = typename Memory::value_type;
+  return nb::cast(nb::ndarray<nb::numpy, Number, nb::ndim<sizeof...(Size)>>(kept->data(), {std::size_t(size)...}, owner));
+}
+
+// Columns of structs of int32, or of int64.
+template <class Row, class Number = std::conditional_t<alignof(Row) == 8, std::int64_t, std::int32_t>>
+Array2<Number> columns_of(const Growing<Row>& rows) {
+  constexpr std::size_t width = sizeof(Row) / sizeof(Number);
+  Array2<Number> columns(width, rows.count());
+  for (std::int64_t at = 0; at < rows.count(); ++at) {
+    const auto numbers = std::bit_cast<std::array<Number, width>>(rows[at]);
+    for (std::size_t column = 0; column < width; ++column) columns[static_cast<std::int64_t>(column)][at] = numbers[column];
+  }
+  return columns;
+}
+
+template <class T>
+nb::object returned(T&& found) {
+  using Found = std::remove_cvref_t<T>;
+  if constexpr (requires { found.fields(); }) {
+    return returned(found.fields());
+  } else if constexpr (requires { typename Found::value_type; found.has_value(); }) {
+    return found ? returned(std::move(*found)) : nb::none();
+  } else if constexpr (requires { std::tuple_size<Found>::value; }) {
+    return std::apply([](auto&... each) -> nb::object { return nb::make_tuple(returned(std::move(each))...); }, found);
+  } else if constexpr (requires { found.columns(); }) {
+    const auto rows = found.rows(), columns = found.columns();
+    return array_over(std::move(found), rows, columns);
+  } else if constexpr (requires { found.data(); }) {
+    if constexpr (std::is_class_v<typename Found::value_type>)
+      return returned(unlocked([&] { return columns_of(found); }));
+    else {
+      const auto size = found.size();
+      return array_over(std::move(found), size);
+    }
+  } else {
+    return nb::cast(std::move(found));
+  }
+}
+
+// signature: as in the stub. Arguments that are not made here are nanobind's.
+template <class Result, class... Given>
+void define(nb::module_& m, const char* text, Result (*loop)(Given...)) {
+  const Signature signature(text);
+  m.def(signature.name.c_str(), [loop, signature](Passed<Given>... given) {
+    Opener opener;
+    auto name = signature.arguments.begin();
+    std::tuple<Taken<Given>...> own{opener.take<Taken<Given>>(given, (name++)->c_str())...};
+    if constexpr (std::is_void_v<Result>) {
+      unlocked([&] { std::apply(loop, own); });
+      return nb::none();
+    } else {
+      return returned(unlocked([&] { return std::apply(loop, own); }));
+    }
+  });
+}
+template <class Loop>
+void def(nb::module_& m, const char* signature, Loop loop) {
+  define(m, signature, +loop);
+}
 
 }  // namespace apportion

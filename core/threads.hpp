@@ -2,9 +2,7 @@
 #pragma once
 
 #include <cstddef>
-#include <exception>
-#include <system_error>
-#include <thread>
+#include <future>
 #include <vector>
 
 namespace apportion {
@@ -13,27 +11,11 @@ namespace apportion {
 // be created, the calling thread does its work.
 template <class One>
 void at_once(std::size_t count, One&& one) {
-  std::vector<std::exception_ptr> errors(count);
-  const auto caught = [&](std::size_t i) {
-    try {
-      one(i);
-    } catch (...) {
-      errors[i] = std::current_exception();
-    }
-  };
-  std::vector<std::thread> threads;
-  threads.reserve(count);
-  for (std::size_t i = 1; i < count; ++i) {
-    try {
-      threads.emplace_back(caught, i);
-    } catch (const std::system_error&) {
-      caught(i);
-    }
-  }
-  if (count > 0) caught(0);
-  for (std::thread& thread : threads) thread.join();
-  for (const std::exception_ptr& error : errors)
-    if (error) std::rethrow_exception(error);
+  std::vector<std::future<void>> others;
+  for (std::size_t i = 1; i < count; ++i)
+    others.push_back(std::async(std::launch::async | std::launch::deferred, [&one, i] { one(i); }));
+  if (count > 0) one(0);
+  for (std::future<void>& other : others) other.get();
 }
 
 }  // namespace apportion

@@ -2,10 +2,7 @@ from apportion.ir.arrays import Floats, Ints
 
 def mix(
     documents: Ints,
-    at: Ints,
-    value: Ints,
-    slope: Ints,
-    below: Ints,
+    rows: tuple[Ints, Ints, Ints, Ints],
     tokens: Ints,
     speeds: Floats,
     wanted: Floats,

@@ -8,8 +8,7 @@ def exchange(
     tokens: Ints,
     caps: Ints,
     per_node: int,
-    within: float,
-    between: float,
+    gbs: tuple[float, ...],
     /,
 ) -> tuple[Ints, Floats]: ...
 def divide(
@@ -18,10 +17,7 @@ def divide(
     rank: Ints,
     home: Ints,
     lengths: Ints,
-    groups: int,
-    key_sets: int,
-    q_bytes: int,
-    k_bytes: int,
+    tiles: tuple[int, int, int, int],
     divisions: int,
     /,
 ) -> Ints: ...

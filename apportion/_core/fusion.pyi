@@ -2,4 +2,6 @@ from apportion.ir.arrays import Ints
 
 Ranges = tuple[Ints, Ints, Ints]
 
-def fuse(programs: tuple[Ints, ...], /) -> tuple[list[tuple[Ranges, ...]], Ranges, Ranges]: ...
+def fuse(
+    programs: tuple[tuple[Ints, Ints], ...], /
+) -> tuple[tuple[tuple[Ranges, ...], ...], Ranges, Ranges]: ...

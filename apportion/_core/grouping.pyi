@@ -1,24 +1,18 @@
 from apportion.ir.arrays import Floats, Ints
 
+#: times, sizes
+Sequences = tuple[Floats, Ints]
+#: column, rooms
+Groups = tuple[Ints, Ints]
+
 def first_fit(
-    times: Floats,
-    sizes: Ints,
-    order: Ints,
-    need: Ints,
-    degrees: Ints,
-    rooms: Ints,
-    ranks: int,
-    limit: float,
-    /,
+    sequences: Sequences, order: Ints, need: Ints, degrees: Ints, rooms: Ints, ranks: int, limit: float, /
 ) -> tuple[Ints, Ints]: ...
-def list_schedule(times: Floats, sizes: Ints, column: Ints, rooms: Ints, /) -> Ints | None: ...
-def descend(times: Floats, sizes: Ints, column: Ints, rooms: Ints, group: Ints, time: Floats, /) -> None: ...
+def list_schedule(sequences: Sequences, groups: Groups, /) -> Ints | None: ...
+def descend(sequences: Sequences, groups: Groups, group: Ints, time: Floats, /) -> None: ...
 def anneal(
-    times: Floats,
-    sizes: Ints,
-    moved: Ints,
-    to: Ints,
-    bar: Floats,
+    sequences: Sequences,
+    steps: tuple[Ints, Ints, Floats],
     goal: float,
     above: float,
     load: Floats,

@@ -2,6 +2,4 @@ from typing import Any
 
 from apportion.ir.arrays import Ints
 
-def group(
-    programs: tuple[Ints, ...], memory: tuple[Any, ...], alignment: int, /
-) -> tuple[Ints, Ints, Ints]: ...
+def group(programs: tuple[tuple[Ints, Ints], ...], sizes: tuple[Any, ...], /) -> tuple[Ints, Ints, Ints]: ...

@@ -1,17 +1,13 @@
 from typing import Any
 
-from apportion.ir.arrays import Floats, Ints
+from apportion.ir.arrays import Ints
 
 def prepare(
-    programs: tuple[Ints, ...],
-    memory: tuple[Any, ...],
-    alignment: int,
-    sizes: Ints,
+    programs: tuple[tuple[Ints, Ints], ...],
+    sizes: tuple[Any, ...],
+    bytes: Ints,
     ops: tuple[Ints, ...],
-    ranks_per_node: int,
-    nics_per_node: int,
-    rate: Floats,
-    latency_us: Floats,
+    links: tuple[Any, ...],
     post_us: float,
     home_rows: Ints,
     is_backward: bool,

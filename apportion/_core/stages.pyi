@@ -6,10 +6,8 @@ def fill(
     edge: Ints,
     work: Ints,
     ranks: int,
-    share: Floats,
+    filling: tuple[Floats, Ints, int],
     order: Ints,
-    visit: Ints,
-    apart: int,
     /,
 ) -> None: ...
 def cut(tasks: tuple[Ints, ...], parts: Ints, tails: Ints, /) -> Ints: ...

@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from enum import Enum
 
 from apportion.ir.arrays import Bools, Ints
 
@@ -12,21 +11,8 @@ def encode(tables: list[tuple[Ints, Ints]], first: int, end: int, /) -> list[byt
 def decode(
     parts: Sequence[bytes], columns: Sequence[int], narrow: Sequence[bool], /
 ) -> list[tuple[Ints, Ints]]: ...
-
-class Flaw(Enum):
-    RANGE = 0
-    SECOND_ARENA = 1
-    OPERAND_ZERO = 2
-    EMPTY_OPERAND = 3
-    FOREIGN_HEADS = 4
-    UNKNOWN_OPERAND = 5
-    STRAY_FIELD = 6
-    WAIT_WITH_ROWS = 7
-    COUNT = 8
-    SUM = 9
-
-#: flaw, table, row, column, rows that are consumed
-Refusal = tuple[Flaw, int, int, int, int]
-
-def out_of_range(ptr: Ints, values: Ints, ranges: Ints, /) -> Refusal | None: ...
-def refusal(tables: list[tuple[Ints, Ints]], ranges: Ints, foreign: Bools, /) -> Refusal | None: ...
+def out_of_range(table: tuple[Ints, Ints], ranges: Ints, /) -> tuple[str, int, int, int, int] | None: ...
+def refusal(
+    tables: list[tuple[Ints, Ints]], ranges: Ints, foreign: Bools, /
+) -> tuple[str, int, int, int, int] | None:
+    """The broken rule, table, row, column, and the rows that are consumed."""

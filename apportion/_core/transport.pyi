@@ -1,5 +1,5 @@
 from apportion.ir.arrays import Ints
 
 def two_level(
-    surplus: Ints, width: int, intra: float, inter: float, level_givers: bool, level_takers: bool, /
-) -> tuple[Ints, Ints, Ints]: ...
+    surplus: Ints, width: int, price: tuple[float, float], level_givers: bool, level_takers: bool, /
+) -> Ints: ...

@@ -63,12 +63,14 @@ def bands_us(costs: Attention, model: Model, phase: str, bands: Ints) -> Floats:
     return times
 
 
-class _Grids(NamedTuple):
-    """The grids of one phase, as the core reads them.
+class _PhaseCost(NamedTuple):
+    """Costs of one phase, at the hardware's heads and head dim, as the core reads them.
 
-    points: int64 [points], the axis. cell: int64 and offset: float64, for each number of tiles up to the axis' end: its
-    cell between two points, and the row offset in that cell. full, causal: float64 [5, cells], of each cell, row-major:
-    time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner.
+    points: int64 [points], the grid's axis. cell: int64 and offset: float64, for each number of tiles up to the axis'
+    end: its cell between two points, and the row offset in that cell. full, causal: float64 [5, cells], of each cell,
+    row-major: time = c0 + c1 x + c2 y + c3 x y + c4 min(x, y), x and y from its corner. pair_us: the least time per
+    pair of any grid point (saturated throughput). most_causal: largest ratio of causal to full times, at least 1.
+    window_us: extra time per query row cut by dmax.
     """
 
     points: Ints
@@ -76,14 +78,6 @@ class _Grids(NamedTuple):
     offset: Floats
     full: Floats
     causal: Floats
-
-
-class _PhaseCost(NamedTuple):
-    """Costs of one phase, at the hardware's heads and head dim. pair_us: the least time per pair of any grid point
-    (saturated throughput). most_causal: largest ratio of causal to full times, at least 1. window_us: extra time per
-    query row cut by dmax."""
-
-    grids: _Grids
     tile: int
     pair_us: float
     most_causal: float
@@ -99,8 +93,8 @@ class _PhaseCost(NamedTuple):
         corners = causal_pairs(points[:, None], points[None, :])
         best = min((full / (points[:, None] * points[None, :])).min(), (causal / corners).min())
         patches = _patches(points, full, False), _patches(points, causal, True)
-        grids = _Grids(points, cell, (rows - points[cell]).astype(np.float64), *patches)
-        return _PhaseCost(grids, tile, float(best), max(1.0, float((causal / full).max())), grid.window_us)
+        grids = points, cell, (rows - points[cell]).astype(np.float64), *patches
+        return _PhaseCost(*grids, tile, float(best), max(1.0, float((causal / full).max())), grid.window_us)
 
 
 def _patches(points: Ints, times: Floats, split: bool) -> Floats:
@@ -135,8 +129,8 @@ class CostModel:
         """
         keys = kv_heads if self.model.latent is None else q_heads
         sizes = (q_rows, kv_rows, pairs, q_heads, keys)
-        columns = (np.ascontiguousarray(size, np.int64) for size in sizes)
-        return core.task_us(*self._phase(phase), self._scale(phase), *self._row_us(phase), *columns)
+        columns = [np.ascontiguousarray(size, np.int64) for size in sizes]
+        return core.task_us(self._phase(phase), self._scale(phase), *self._row_us(phase), columns)
 
     def expansion_us(self, phase: str, rows: Count, heads: Count) -> Floats:
         """float64 [n]: time to expand the latent rows of an instruction. rows: of one head each; heads: heads whose

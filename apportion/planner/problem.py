@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from apportion._core import sums as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.errors import CapacityError
 from apportion.ir.fields import instance
@@ -268,4 +267,6 @@ class PlacePass(Pass, Protocol):
 
 def exact_sums(index: Ints, values: Ints, size: int) -> Ints:
     """int64 [size]: exact sums of int32 or int64 `values` by `index`, without float64 rounding."""
-    return core.exact_sums(np.ascontiguousarray(index), np.ascontiguousarray(values), size)
+    found = np.zeros(size, np.int64)
+    np.add.at(found, index.astype(np.int64, copy=False), values.astype(np.int64, copy=False))
+    return found

@@ -72,13 +72,16 @@ class Input {
   bool is_backward() const { return (flags_ & 1) != 0; }
   bool is_together() const { return (flags_ & 2) != 0; }
   bool projects() const { return (flags_ & 4) != 0; }
-  verify::Offsets offsets(std::size_t table) const { return {ptr_[table].data(), ranks_ + 1}; }
-  IntRows rows(std::size_t table) const {
-    const int64_t count = ptr_[table].back();
-    return {values_[table].data(), false, COLUMNS[table], count, count};
+  std::vector<Table> tables() const {
+    std::vector<Table> found;
+    for (std::size_t table = 0; table < COLUMNS.size(); ++table) {
+      const int64_t count = ptr_[table].back();
+      found.push_back({{ptr_[table].data(), ranks_ + 1}, {values_[table].data(), false, COLUMNS[table], count, count}});
+    }
+    return found;
   }
-  verify::Offsets home_rows() const { return {home_rows_.data(), ranks_}; }
-  verify::Offsets first_address() const { return {first_address_.data(), ranks_}; }
+  Column<const int64_t> home_rows() const { return {home_rows_.data(), ranks_}; }
+  Column<const int64_t> first_address() const { return {first_address_.data(), ranks_}; }
 
  private:
   int64_t ranks_;
@@ -88,89 +91,68 @@ class Input {
 };
 
 bool is_wellformed(const Input& input) {
-  ProgramTables program{{},
-                        {RANGES.data(), static_cast<int64_t>(RANGES.size()) / 2, 2, 2},
-                        {HEADS.foreign, 3}};
-  for (std::size_t table = 0; table < COLUMNS.size(); ++table)
-    program.tables.push_back({input.offsets(table), input.rows(table)});
-  if (refusal(program)) return false;
-  const IntRows transfers = input.rows(3);
-  for (int64_t row = 0; row < transfers.columns(); ++row)
-    if (transfers[1][row] >= input.ranks()) return false;
+  const std::vector<Table> tables = input.tables();
+  if (refusal(tables, {RANGES.data(), static_cast<int64_t>(RANGES.size()) / 2, 2, 2}, {HEADS.foreign, 3})) return false;
+  const Ints peers = tables[3].columns[1];
+  for (int64_t row = 0; row < peers.size(); ++row)
+    if (peers[row] >= input.ranks()) return false;
   return true;
 }
 
 // As `_prepared` of apportion/ir/verify/walk/judge.py: excludes programs that are too large or of the other phase.
-bool is_followed(const Input& input, int64_t rounds) {
+bool is_followed(const Input& input, const std::vector<Table>& tables, int64_t rounds) {
   for (const std::size_t table : {1, 2, 3, input.is_backward() ? 5 : 4, 6}) {
-    const IntRows rows = input.rows(table);
+    const IntRows& rows = tables[table].columns;
     for (int64_t column = 0; column < rows.rows(); ++column)
       for (int64_t row = 0; row < rows.columns(); ++row)
         if (std::abs(rows[column][row]) > FARTHEST) return false;
   }
-  const Ints op = input.rows(2)[0];
+  const Ints op = tables[2].columns[0];
   for (int64_t row = 0; row < op.size(); ++row) {
     const Op own = static_cast<Op>(op[row]);
     if (input.is_backward() ? own == Op::ATTEND || own == Op::PROJECT || own == Op::FINISH
                             : own == Op::ATTEND_GRAD || own == Op::DELTA || own == Op::PROJECT_GRAD)
       return false;
   }
-  return rounds <= 8 * op.size() + 1025 && input.rows(input.is_backward() ? 4 : 5).columns() == 0;
+  return rounds <= 8 * op.size() + 1025 && tables[input.is_backward() ? 4 : 5].size() == 0;
 }
 
 // Rows or heads of each rank's arenas, [ranks, tensors].
-std::vector<int64_t> arenas(const Input& input, int64_t column) {
-  std::vector<int64_t> found(static_cast<std::size_t>(input.ranks() * TENSORS));
-  const IntRows rows = input.rows(0);
+Array2<int64_t> arenas(const Input& input, const Table& table, int64_t column) {
+  Array2<int64_t> found(input.ranks(), TENSORS);
   for (int64_t rank = 0; rank < input.ranks(); ++rank)
-    for (int64_t row = input.offsets(0)[rank]; row < input.offsets(0)[rank + 1]; ++row)
-      found[static_cast<std::size_t>(rank * TENSORS + rows[0][row])] = rows[column][row];
+    for (int64_t row = table.ptr[rank]; row < table.ptr[rank + 1]; ++row)
+      found[rank][table.columns[0][row]] = table.columns[column][row];
   return found;
 }
 
 void verify_program(const Input& input) {
+  const std::vector<Table> tables = input.tables();
+  const Programs programs(tables);
   int64_t rounds = 1;
-  const IntRows instructions = input.rows(2), transfers = input.rows(3), rowops = input.rows(6);
-  for (int64_t row = 0; row < instructions.columns(); ++row) rounds = std::max(rounds, instructions[1][row] + 1);
-  if (!is_followed(input, rounds)) return;
-  const std::vector<int64_t> arena_rows = arenas(input, 1), arena_heads = arenas(input, 2);
-  const auto matrix = [&](const std::vector<int64_t>& of) {
-    return Matrix<const int64_t>(of.data(), input.ranks(), TENSORS, TENSORS);
+  for (int64_t row = 0; row < programs.round.size(); ++row) rounds = std::max(rounds, programs.round[row] + 1);
+  if (!is_followed(input, tables, rounds)) return;
+  const Array2<int64_t> arena_rows = arenas(input, tables[0], 1), arena_heads = arenas(input, tables[0], 2);
+  const auto view = [](const Array2<int64_t>& of) {
+    return Matrix<const int64_t>(of.data(), of.rows(), of.columns(), of.columns());
   };
-  verify::Program program;
-  program.operands = {input.rows(1), input.offsets(1)};
-  program.instructions = {instructions[0], instructions[1], instructions[2], instructions[3], instructions[4],
-                          input.offsets(2)};
-  program.transfers = {transfers[0], transfers[1], transfers[2], input.offsets(3)};
-  const IntRows tasks = input.rows(input.is_backward() ? 5 : 4);
-  program.tasks = input.is_backward()
-                      ? verify::Tasks{tasks[0], tasks[1], tasks[4], tasks[2], tasks[3], tasks[5], tasks[6], tasks[7],
-                                      tasks[8], input.offsets(5)}
-                      : verify::Tasks{tasks[0], tasks[1], tasks[2], {}, {}, {}, tasks[3], tasks[4], tasks[5],
-                                      input.offsets(4)};
-  program.rowops = {rowops[0], rowops[1], rowops[2], rowops[3], rowops[4], input.offsets(6)};
-  program.memory = {input.home_rows(), input.first_address(), matrix(arena_rows), matrix(arena_heads)};
-  program.heads = HEADS.sets();
   const Tensors inputs = input.projects() ? Tensors::of(Tensor::X) : Tensors::of(Tensor::Q, Tensor::KV);
   const Tensors gradients = input.projects() ? Tensors::of(Tensor::DX) : Tensors::of(Tensor::DQ, Tensor::DKV);
   const Tensors of_backward = Tensors::of(Tensor::DX, Tensor::DQ, Tensor::DKV, Tensor::DO, Tensor::DELTA);
-  program.is_backward = input.is_backward();
-  program.given = program.is_backward ? Tensors(inputs.bits() | Tensors::of(Tensor::O, Tensor::DO).bits()) : inputs;
-  program.owed = program.is_backward ? Tensors(gradients.bits() | Tensors::of(Tensor::DELTA).bits())
-                                     : Tensors::of(Tensor::O);
-  program.foreign = program.is_backward ? Tensors(0) : of_backward;
-  program.rounds = rounds;
+  const bool backward = input.is_backward();
+  const verify::Program program(
+      programs, {input.home_rows(), input.first_address(), view(arena_rows), view(arena_heads)}, HEADS.sets(),
+      backward ? Tensors(inputs.bits() | Tensors::of(Tensor::O, Tensor::DO).bits()) : inputs,
+      backward ? Tensors(gradients.bits() | Tensors::of(Tensor::DELTA).bits()) : Tensors::of(Tensor::O),
+      backward ? Tensors(0) : of_backward, backward, rounds);
 
   constexpr int64_t MOST_PIECES = 1 << 12;
   verify::Lists lists(3);
-  lists.begin(tasks.columns());
+  lists.begin(program.task_list.size());
   const verify::Judged judged = judge(program, lists, input.is_together(), {1, 64, MOST_PIECES});
-  if (judged.verdict == verify::Verdict::RIGHT) lists.end();
-  try {
-    const verify::Trace trace = verify::trace(program, MOST_PIECES);
-    if (judged.verdict == verify::Verdict::RIGHT && !trace.faults.empty()) std::abort();
-  } catch (const verify::TooMany&) {
-  }
+  if (judged.verdict != verify::Verdict::RIGHT) return void(verify::trace(program, MOST_PIECES));
+  lists.end();
+  if (const auto trace = verify::trace(program, MOST_PIECES); trace && !trace->faults.empty()) std::abort();
 }
 
 }  // namespace

@@ -14,7 +14,6 @@
 
 #include "bind.hpp"
 #include "ir/sorting.hpp"
-#include "growing.hpp"
 
 namespace apportion {
 
@@ -78,7 +77,7 @@ class RankFusion {
       keys_.push_back(key + programs_.rows[at]);
     }
     order_.resize(keys_.size());
-    stable_order({keys_.data(), keys_.count()}, {order_.data(), order_.count()});
+    stable_order(keys_, order_);
     spans_.fill(count, {});
     parts_.clear();
     int64_t last = NONE;
@@ -172,9 +171,7 @@ class RankFusion {
     for (Part& part : parts_) {
       if (!part.written || part.spoiled) part.first = NONE;
       if (part.is_home) continue;
-      const auto sum = std::find_if(SUMS.begin(), SUMS.end(), [&](const Sum& one) {
-        return one.tensor == part.tensor;
-      });
+      const auto sum = std::ranges::find(SUMS, part.tensor, &Sum::tensor);
       const bool alike = (sum->tensors.bits() & ~alike_.bits()) == 0;
       if (part.times != 1 || part.taken <= part.last || !alike) part.last = NONE;
     }
@@ -275,8 +272,6 @@ class RankFusion {
   Growing<Part> parts_;
 };
 
-nb::tuple arrays_in(RowRanges& ranges) { return arrays_of(ranges.of, ranges.row0, ranges.row1); }
-
 }  // namespace
 
 Fusion fuse(const Programs& programs) {
@@ -286,17 +281,6 @@ Fusion fuse(const Programs& programs) {
   return found;
 }
 
-void bind_fusion(nb::module_& m) {
-  m.def("fuse", [](nb::tuple arrays) {
-    Fields fields(arrays);
-    const Programs programs = programs_of(fields);
-    Fusion found = unlocked([&] { return fuse(programs); });
-    nb::list sums;
-    for (Complete& one : found.sums)
-      sums.append(nb::make_tuple(arrays_in(one.tasks), arrays_in(one.home), arrays_in(one.arrived), arrays_in(one.sent),
-                                 arrays_in(one.delivered)));
-    return nb::make_tuple(sums, arrays_in(found.tasks), arrays_in(found.rowops));
-  });
-}
+static const Area area("fusion", [](nb::module_& m) { def(m, "fuse(arrays)", fuse); });
 
 }  // namespace apportion

@@ -10,8 +10,9 @@ namespace apportion {
 
 // Ranges [row0, row1) of rows of numbered items.
 struct RowRanges {
-  std::vector<std::int64_t> of, row0, row1;
+  Growing<std::int64_t> of, row0, row1;
 
+  auto fields() { return moved(of, row0, row1); }
   std::size_t size() const { return of.size(); }
   void add(std::int64_t one, std::int64_t begin, std::int64_t end) {
     of.push_back(one);
@@ -40,12 +41,16 @@ inline const std::array<Sum, 3> SUMS{{
 // list.
 struct Complete {
   RowRanges tasks, home, arrived, sent, delivered;
+
+  auto fields() { return moved(tasks, home, arrived, sent, delivered); }
 };
 
 // sums: in the order of SUMS. tasks, rowops: as `Statistics` of fusion.py.
 struct Fusion {
   std::array<Complete, 3> sums;
   RowRanges tasks, rowops;
+
+  auto fields() { return moved(sums, tasks, rowops); }
 };
 
 Fusion fuse(const Programs& programs);

@@ -35,6 +35,7 @@ inline constexpr std::int64_t TENSORS = 10;
 // A set of tensors: a bit for each.
 class Tensors {
  public:
+  using Given = std::uint32_t;
   template <class... Some>
   static constexpr Tensors of(Some... some) {
     return Tensors((0U | ... | (1U << static_cast<unsigned>(some))));

@@ -13,11 +13,11 @@ namespace {
 class Operands {
  public:
   Operands(const Programs& programs, const RowSizes& sizes)
-      : programs_(programs), sizes_(sizes), arena_heads_(static_cast<std::size_t>(programs.ranks() * TENSORS)) {
-    const ProgramTable& arenas = programs.arenas;
+      : programs_(programs), sizes_(sizes), arena_heads_(programs.ranks(), TENSORS) {
+    const Table& arenas = programs.arenas;
     for (int64_t rank = 0; rank < programs.ranks(); ++rank)
       for (int64_t at = arenas.ptr[rank]; at < arenas.ptr[rank + 1]; ++at)
-        arena_heads(rank, arenas.columns[0][at]) = arenas.columns[2][at];
+        arena_heads_[rank][arenas.columns[0][at]] = arenas.columns[2][at];
   }
 
   // True if an operand has all columns of one array, whose numbers travel unchanged.
@@ -25,7 +25,7 @@ class Operands {
     const Tensor tensor = programs_.tensor_of(at);
     const int64_t number = programs_.tensor[at], set = programs_.heads[at];
     if (!sizes_.one_array[2 * number + programs_.space[at]]) return false;
-    if (!programs_.is_home(at)) return HEADLESS.has(tensor) || sizes_.heads.of(tensor, set) == arena_heads(rank, number);
+    if (!programs_.is_home(at)) return HEADLESS.has(tensor) || sizes_.heads.of(tensor, set) == arena_heads_[rank][number];
     return sizes_.ordered[set] && sizes_.heads.of(tensor, set) == sizes_.heads.of(tensor, 0);
   }
 
@@ -38,20 +38,12 @@ class Operands {
   }
 
  private:
-  int64_t& arena_heads(int64_t rank, int64_t tensor) {
-    return arena_heads_[static_cast<std::size_t>(rank * TENSORS + tensor)];
-  }
   const Programs& programs_;
   const RowSizes& sizes_;
-  std::vector<int64_t> arena_heads_;
+  Array2<int64_t> arena_heads_;
 };
 
 }  // namespace
-
-RowSizes row_sizes(Fields& arrays, int64_t alignment) {
-  return {{arrays.next<Matrix<const int64_t>>("heads")}, arrays.next<Column<const bool>>("ordered"),
-          arrays.next<Column<const int64_t>>("number_bytes"), arrays.next<Column<const bool>>("one_array"), alignment};
-}
 
 // Forms one message per peer and direction of each launch.
 MessageGroups group(const Programs& programs, const RowSizes& sizes) {
@@ -61,40 +53,33 @@ MessageGroups group(const Programs& programs, const RowSizes& sizes) {
   };
   int64_t peers = 0;
   for (int64_t tile = 0; tile < programs.peer.size(); ++tile) peers = std::max(peers, programs.peer[tile] + 1);
-  std::vector<Newest> newest(static_cast<std::size_t>(2 * peers));
-  MessageGroups found;
-  found.of.resize(static_cast<std::size_t>(programs.peer.size()));
+  const Array<Newest> newest(2 * peers);
+  MessageGroups found{Array<int32_t>(programs.peer.size()), {}, {}};
   programs.each_step([&](const Step& step) {
     if (step.list != TRANSFERS) return;
     // an all-to-all is one buffer; results are rounded for transfer
     const bool swapped = (programs.mode[step.at] & (ALL_TO_ALL | RESULTS)) != 0;
-    const auto begin = static_cast<int64_t>(found.first.size());
+    const auto begin = found.first.count();
     for (int64_t tile = step.first; tile < step.end; ++tile) {
-      Newest& last = newest[static_cast<std::size_t>(2 * programs.peer[tile] + programs.send[tile])];
+      Newest& last = newest[2 * programs.peer[tile] + programs.send[tile]];
       const int64_t at = programs.operands.ptr[step.rank] + programs.operand[tile];
       const bool starts = last.message < begin;
       if (starts) {
-        last.message = static_cast<int64_t>(found.first.size());
+        last.message = found.first.count();
         found.first.push_back(static_cast<int32_t>(tile));
         found.staged.push_back(swapped);
       }
-      std::uint8_t& staged = found.staged[static_cast<std::size_t>(last.message)];
+      std::uint8_t& staged = found.staged[last.message];
       if (!staged) staged = !(operands.is_whole(step.rank, at) && (starts || operands.follows(last.operand, at)));
       last.operand = at;
-      found.of[static_cast<std::size_t>(tile)] = static_cast<int32_t>(last.message);
+      found.of[tile] = static_cast<int32_t>(last.message);
     }
   });
   return found;
 }
 
-void bind_messages(nb::module_& m) {
-  m.def("group", [](nb::tuple arrays, nb::tuple sizes, int64_t alignment) {
-    Fields of_programs(arrays), of_sizes(sizes);
-    const Programs programs = programs_of(of_programs);
-    const RowSizes where = row_sizes(of_sizes, alignment);
-    MessageGroups found = unlocked([&] { return group(programs, where); });
-    return arrays_of(found.of, found.first, found.staged);
-  });
-}
+static const Area area("messages", [](nb::module_& m) {
+  def(m, "group(arrays, sizes)", group);
+});
 
 }  // namespace apportion

@@ -9,6 +9,7 @@ namespace apportion {
 
 // Row sizes of operands: `RowSizes` of messages.py.
 struct RowSizes {
+  static constexpr std::size_t FIELDS = 5;
   HeadCounts heads;
   Column<const bool> ordered;               // of none and head sets: whether its heads are 0, 1, ..., as home rows have them
   Column<const std::int64_t> number_bytes;  // of a row of one head of a tensor
@@ -16,12 +17,13 @@ struct RowSizes {
   std::int64_t alignment;
 };
 
-RowSizes row_sizes(Fields& arrays, std::int64_t alignment);
-
 // `MessageGroups` of messages.py.
 struct MessageGroups {
-  std::vector<std::int32_t> of, first;
-  std::vector<std::uint8_t> staged;
+  Array<std::int32_t> of;
+  Growing<std::int32_t> first;
+  Growing<std::uint8_t> staged;
+
+  auto fields() { return moved(of, first, staged); }
 };
 
 MessageGroups group(const Programs& programs, const RowSizes& sizes);

@@ -28,11 +28,10 @@ struct End {
 template <class Index>
 class Queues {
  public:
-  Queues(Column<End<Index>> ends, int64_t ranks)
-      : ends_(ends), first_(static_cast<std::size_t>(ranks), NONE), last_(first_) {}
+  Queues(Column<End<Index>> ends, int64_t ranks) : ends_(ends), first_(ranks, NONE), last_(ranks) {}
 
   void append(int64_t item) {
-    const auto queue = at(ends_[item].peer >> 1);
+    const auto queue = ends_[item].peer >> 1;
     if (first_[queue] < 0)
       first_[queue] = item;
     else
@@ -40,17 +39,13 @@ class Queues {
     last_[queue] = item;
     ends_[item].after = NONE;
   }
-  int64_t first(int64_t rank) const { return first_[at(rank)]; }
-  void drop_first(int64_t rank) { first_[at(rank)] = ends_[first_[at(rank)]].after; }
-  void clear(int64_t rank) { first_[at(rank)] = NONE; }
+  int64_t first(int64_t rank) const { return first_[rank]; }
+  void drop_first(int64_t rank) { first_[rank] = ends_[first_[rank]].after; }
+  void clear(int64_t rank) { first_[rank] = NONE; }
 
  private:
-  std::size_t at(int64_t rank) const {
-    check_index(rank, static_cast<int64_t>(first_.size()));
-    return static_cast<std::size_t>(rank);
-  }
   Column<End<Index>> ends_;
-  std::vector<int64_t> first_, last_;
+  Array<int64_t> first_, last_;
 };
 
 // The launches of all ranks, by round and then by rank.
@@ -70,8 +65,7 @@ template <class Index>
 void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64_t> mate, Column<bool> agreed) {
   const int64_t ranks = programs.ranks();
   const Column<const int64_t> ptr = programs.lists[TRANSFERS].ptr;
-  std::vector<End<Index>> storage(static_cast<std::size_t>(mate.size()));
-  const Column<End<Index>> ends(storage.data(), mate.size());
+  const Array<End<Index>> ends(mate.size());
   for (int64_t rank = 0; rank < ranks; ++rank)
     for (int64_t t = ptr[rank]; t < ptr[rank + 1]; ++t) {
       const int64_t moved = tile.size() == 0 ? 0 : tile[programs.operands.ptr[rank] + programs.operand[t]];
@@ -109,38 +103,28 @@ void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64
 
 }  // namespace
 
-Programs programs_of(Fields& arrays) {
-  Programs found;
-  for (ProgramTable* one : {&found.arenas, &found.operands, &found.instructions, &found.lists[TRANSFERS],
-                            &found.lists[TASKS], &found.lists[GRADS], &found.lists[ROWOPS]})
-    *one = {arrays.next<Column<const int64_t>>("ptr"), arrays.next<IntRows>("values")};
-  const auto name = [](const ProgramTable& rows, std::initializer_list<Ints*> columns) {
+Programs::Programs(const Given& tables) {
+  int64_t next = 0;
+  for (Table* one : {&arenas, &operands, &instructions, &lists[TRANSFERS], &lists[TASKS], &lists[GRADS], &lists[ROWOPS]})
+    *one = tables.at(static_cast<std::size_t>(next++));
+  const auto name = [](const Table& rows, std::initializer_list<Ints*> columns) {
     int64_t i = 0;
     for (Ints* column : columns) *column = rows.columns[i++];
   };
-  name(found.operands, {&found.tensor, &found.space, &found.row, &found.rows, &found.col, &found.heads});
-  name(found.instructions, {&found.op, &found.round, &found.channel, &found.mode, &found.count});
-  name(found.lists[TRANSFERS], {&found.send, &found.peer, &found.operand});
-  return found;
+  name(operands, {&tensor, &space, &row, &rows, &col, &heads});
+  name(instructions, {&op, &round, &channel, &mode, &count});
+  name(lists[TRANSFERS], {&send, &peer, &operand});
 }
 
-void match(const Programs& programs, Column<const int64_t> tile, Column<int64_t> mate, Column<bool> agreed) {
-  std::fill(mate.begin(), mate.end(), NONE);
-  std::fill(agreed.begin(), agreed.end(), false);
+std::pair<Array<int64_t>, Array<bool>> match(const Programs& programs, Column<const int64_t> tile) {
+  Array<int64_t> mate(programs.send.size(), NONE);
+  Array<bool> agreed(mate.size());
   const auto most = std::max(mate.size(), tile.size() == 0 ? 0 : *std::max_element(tile.begin(), tile.end()));
   most < int64_t{1} << 31 ? match_as<std::int32_t>(programs, tile, mate, agreed)
                           : match_as<int64_t>(programs, tile, mate, agreed);
+  return {std::move(mate), std::move(agreed)};
 }
 
-void bind_programs(nb::module_& m) {
-  m.def("match", [](nb::tuple arrays, In<int64_t, "tile"> tile) {
-    Fields fields(arrays);
-    const Programs programs = programs_of(fields);
-    New<int64_t> mate(programs.send.size());
-    New<bool> agreed(programs.send.size());
-    unlocked([&] { match(programs, tile, mate, agreed); });
-    return nb::make_tuple(mate.array(), agreed.array());
-  });
-}
+static const Area area("programs", [](nb::module_& m) { def(m, "match(arrays, tile)", match); });
 
 }  // namespace apportion

@@ -1,19 +1,13 @@
 // Programs of one or more ranks: the tables of apportion/ir/isa.py, rank after rank, and walks over their instructions.
 #pragma once
 
+#include <vector>
+
 #include "array.hpp"
 #include "ir/isa.hpp"
+#include "owned.hpp"
 
 namespace apportion {
-
-class Fields;
-
-struct ProgramTable {
-  Column<const std::int64_t> ptr;  // where each rank's rows begin, and the end
-  IntRows columns;
-
-  std::int64_t size() const { return columns.columns(); }
-};
 
 enum List { TRANSFERS, TASKS, GRADS, ROWOPS, NO_LIST };
 
@@ -42,14 +36,17 @@ struct Step {
 };
 
 struct Programs {
-  ProgramTable arenas, operands, instructions;
-  ProgramTable lists[NO_LIST];
+  using Given = std::vector<Table>;  // of isa.TABLES, in their order
+  explicit Programs(const Given& tables);
+
+  Table arenas, operands, instructions;
+  Table lists[NO_LIST];
   // columns of operands, of instructions, and of transfers
   Ints tensor, space, row, rows, col, heads;
   Ints op, round, channel, mode, count;
   Ints send, peer, operand;
 
-  std::int64_t ranks() const { return instructions.ptr.size() - 1; }
+  std::int64_t ranks() const { return instructions.ranks(); }
   Tensor tensor_of(std::int64_t operand_at) const { return static_cast<Tensor>(tensor[operand_at]); }
   bool is_home(std::int64_t operand_at) const { return space[operand_at] == static_cast<std::int64_t>(Space::HOME); }
   bool is_whole(std::int64_t operand_at) const { return heads[operand_at] == 0; }
@@ -80,18 +77,17 @@ inline constexpr struct {
 
 // The heads of operands. sizes: [2, none and head sets], how many of the query and of the KV side.
 struct HeadCounts {
-  Matrix<const std::int64_t> sizes;
+  using Given = Matrix<const std::int64_t>;
+  explicit HeadCounts(const Given& of_sets) : sizes(of_sets) {}
+  Given sizes;
 
   std::int64_t of(Tensor tensor, std::int64_t set) const {
     return HEADLESS.has(tensor) ? 1 : sizes[KV_SIDE.has(tensor)][set];
   }
 };
 
-// arrays: of each table of isa.TABLES its ptr and its columns.
-Programs programs_of(Fields& arrays);
-
 // Pairs the k-th send i -> j of each round with the k-th receive of j from i. tile: of each operand, or of none. mate:
 // the matching transfer of each, or -1; agreed: whether their operands have equal tiles.
-void match(const Programs& programs, Column<const std::int64_t> tile, Column<std::int64_t> mate, Column<bool> agreed);
+std::pair<Array<std::int64_t>, Array<bool>> match(const Programs& programs, Column<const std::int64_t> tile);
 
 }  // namespace apportion

@@ -55,34 +55,30 @@ void stable_order(Column<const std::int64_t> keys, Column<std::int64_t> order) {
   for (std::int64_t i = 0; i < keys.size(); ++i) order[i] = items[static_cast<std::size_t>(i)].index;
 }
 
-// The distinct keys, ascending; and the rank of each key among them, in `number`.
-static std::vector<std::int64_t> ranked(Column<const std::int64_t> keys, Column<std::int64_t> number) {
-  std::vector<std::int64_t> found, storage(static_cast<std::size_t>(keys.size()));
-  const Column<std::int64_t> order(storage.data(), keys.size());
+// The distinct keys, ascending; and the rank of each key among them.
+static std::pair<Growing<std::int64_t>, Array<std::int64_t>> ranked(Column<const std::int64_t> keys) {
+  Growing<std::int64_t> found;
+  Array<std::int64_t> order(keys.size()), number(keys.size());
   stable_order(keys, order);
   for (const std::int64_t at : order) {
     if (found.empty() || found.back() != keys[at]) found.push_back(keys[at]);
-    number[at] = static_cast<std::int64_t>(found.size()) - 1;
+    number[at] = found.count() - 1;
   }
-  return found;
+  return {std::move(found), std::move(number)};
 }
 
-void bind_sorting(nb::module_& m) {
-  m.def("stable_order", [](In<std::int64_t, "keys"> keys) {
-    New<std::int64_t> order(keys.size());
-    unlocked([&] { stable_order(keys, order); });
-    return order.array();
+static const Area area("sorting", [](nb::module_& m) {
+  def(m, "stable_order(keys)", +[](Column<const std::int64_t> keys) {
+    Array<std::int64_t> order(keys.size());
+    stable_order(keys, order);
+    return order;
   });
-  m.def("counting_order", [](IntsIn<"keys"> keys, std::int64_t size) {
-    New<std::int32_t> order(keys.size());
-    unlocked([&] { keys.visit([&](auto own) { counting_order<decltype(own), std::int32_t>(own, size, order); }); });
-    return order.array();
+  def(m, "counting_order(keys, size)", +[](Ints keys, std::int64_t size) {
+    Array<std::int32_t> order(keys.size());
+    keys.visit([&](auto own) { counting_order<decltype(own), std::int32_t>(own, size, order); });
+    return order;
   });
-  m.def("ranked", [](In<std::int64_t, "keys"> keys) {
-    New<std::int64_t> number(keys.size());
-    std::vector<std::int64_t> found = unlocked([&] { return ranked(keys, number); });
-    return nb::make_tuple(handed(std::move(found)), number.array());
-  });
-}
+  def(m, "ranked(keys)", ranked);
+});
 
 }  // namespace apportion

@@ -6,15 +6,14 @@
 #include <numeric>
 #include <vector>
 
-#include "array.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
 // The stable order of keys in [0, size), in `order`: counting sort.
 template <class Keys, class Index>
 void counting_order(const Keys& keys, std::int64_t size, Column<Index> order) {
-  std::vector<std::int64_t> storage(static_cast<std::size_t>(size) + 1);
-  const Column<std::int64_t> place(storage.data(), size + 1);
+  const Array<std::int64_t> place(size + 1);
   for (std::int64_t i = 0; i < keys.size(); ++i) ++place[keys[i] + 1];
   for (std::int64_t value = 0; value < size; ++value) place[value + 1] += place[value];
   for (std::int64_t i = 0; i < keys.size(); ++i) order[place[keys[i]]++] = static_cast<Index>(i);

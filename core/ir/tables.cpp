@@ -50,13 +50,13 @@ static uint8_t* put_column(Column<const Number> own, int width, uint8_t* out) {
   return out + width * own.size();
 }
 
-int64_t measure_part(const std::vector<RankedRows>& tables, int64_t rank, std::vector<uint8_t>& widths) {
+int64_t measure_part(const std::vector<Table>& tables, int64_t rank, std::vector<uint8_t>& widths) {
   int64_t size = 0;
-  for (const RankedRows& table : tables) {
+  for (const Table& table : tables) {
     const int64_t first = table.ptr[rank], end = table.ptr[rank + 1];
     size += 4;
-    for (int64_t column = 0; end > first && column < table.values.rows(); ++column) {
-      const int width = width_of(table.values[column].visit([&](auto own) { return bits_of(own.slice(first, end)); }));
+    for (int64_t column = 0; end > first && column < table.columns.rows(); ++column) {
+      const int width = width_of(table.columns[column].visit([&](auto own) { return bits_of(own.slice(first, end)); }));
       widths.push_back(static_cast<uint8_t>(width));
       size += 1 + width * (end - first);
     }
@@ -64,13 +64,13 @@ int64_t measure_part(const std::vector<RankedRows>& tables, int64_t rank, std::v
   return size;
 }
 
-const uint8_t* encode_part(const std::vector<RankedRows>& tables, int64_t rank, const uint8_t* widths, uint8_t* out) {
-  for (const RankedRows& table : tables) {
+const uint8_t* encode_part(const std::vector<Table>& tables, int64_t rank, const uint8_t* widths, uint8_t* out) {
+  for (const Table& table : tables) {
     const int64_t first = table.ptr[rank], end = table.ptr[rank + 1];
     for (int place = 0; place < 4; ++place) *out++ = static_cast<uint8_t>((end - first) >> (8 * place));
-    for (int64_t column = 0; end > first && column < table.values.rows(); ++column) {
+    for (int64_t column = 0; end > first && column < table.columns.rows(); ++column) {
       const int width = *widths++;
-      out = table.values[column].visit([&](auto own) { return put_column(own.slice(first, end), width, out); });
+      out = table.columns[column].visit([&](auto own) { return put_column(own.slice(first, end), width, out); });
     }
   }
   return widths;

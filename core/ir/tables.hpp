@@ -17,16 +17,11 @@ inline constexpr std::int64_t MAX_ROWS = std::int64_t{1} << 24;  // of a rank in
 inline constexpr std::int64_t NARROW = std::int64_t{1} << 30;    // bound of numbers that are kept as int32
 inline constexpr std::int64_t FAR = std::int64_t{1} << 62;       // bound of all numbers
 
-struct RankedRows {
-  Column<const std::int64_t> ptr;
-  IntRows values;
-};
-
 // The size of a rank's part of these tables; appends the widths of its columns. Numbers are within [-2**48, 2**48].
-std::int64_t measure_part(const std::vector<RankedRows>& tables, std::int64_t rank, std::vector<std::uint8_t>& widths);
+std::int64_t measure_part(const std::vector<Table>& tables, std::int64_t rank, std::vector<std::uint8_t>& widths);
 
 // Writes a rank's part; returns the widths that the next rank begins with.
-const std::uint8_t* encode_part(const std::vector<RankedRows>& tables, std::int64_t rank, const std::uint8_t* widths,
+const std::uint8_t* encode_part(const std::vector<Table>& tables, std::int64_t rank, const std::uint8_t* widths,
                                 std::uint8_t* out);
 
 // A malformed part. column: -1 for the table as a whole.

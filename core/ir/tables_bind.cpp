@@ -1,4 +1,4 @@
-#include <memory>
+#include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
 #include "ir/tables.hpp"
@@ -10,19 +10,9 @@ using std::int64_t;
 
 namespace {
 
-// (ptr, values) of each table; `fields` keeps them open.
-std::vector<RankedRows> views_of(nb::list tables, std::vector<Fields>& fields) {
-  std::vector<RankedRows> views;
-  for (const nb::handle pair : tables) {
-    Fields& own = fields.emplace_back(nb::cast<nb::tuple>(pair));
-    views.push_back({own.next<Column<const int64_t>>("ptr"), own.next<IntRows>("values")});
-  }
-  return views;
-}
-
 std::vector<nb::bytes> encode(nb::list tables, int64_t first, int64_t end) {
-  std::vector<Fields> fields;
-  const std::vector<RankedRows> views = views_of(tables, fields);
+  Opener opener;
+  const auto views = opener.open<std::vector<Table>>(tables, "tables");
   std::vector<std::uint8_t> widths;
   std::vector<int64_t> sizes;
   unlocked([&] {
@@ -60,10 +50,10 @@ bool fill(const std::vector<std::vector<Found>>& found, std::size_t table, int64
 nb::object values_of(const std::vector<std::vector<Found>>& found, std::size_t table, int64_t columns, int64_t rows,
                      bool narrow) {
   if (narrow) {
-    New2<std::int32_t> values(columns, rows);
+    New<Matrix<std::int32_t>> values(columns, rows);
     if (fill<std::int32_t>(found, table, NARROW, values)) return values.array();
   }
-  New2<int64_t> values(columns, rows);
+  New<Matrix<int64_t>> values(columns, rows);
   fill<int64_t>(found, table, FAR, values);
   return values.array();
 }
@@ -79,7 +69,7 @@ nb::list decode(std::vector<nb::bytes> parts, std::vector<int64_t> columns, std:
   });
   nb::list tables;
   for (std::size_t table = 0; table < columns.size(); ++table) {
-    New<int64_t> ptr(static_cast<int64_t>(parts.size()) + 1);
+    New<Column<int64_t>> ptr(static_cast<int64_t>(parts.size()) + 1);
     ptr[0] = 0;
     for (int64_t rank = 0; rank + 1 < ptr.size(); ++rank)
       ptr[rank + 1] = ptr[rank] + found[static_cast<std::size_t>(rank)][table].rows;
@@ -99,43 +89,19 @@ void translate(const std::exception_ptr& thrown, void* type) {
   }
 }
 
-nb::object as_tuple(const Refused& found) {
-  if (!found) return nb::none();
-  return nb::make_tuple(found->flaw, found->table, found->row, found->column, found->consumed);
-}
-
-void bind_flaws(nb::module_& m) {
-  nb::enum_<Flaw>(m, "Flaw")
-      .value("RANGE", Flaw::RANGE)
-      .value("SECOND_ARENA", Flaw::SECOND_ARENA)
-      .value("OPERAND_ZERO", Flaw::OPERAND_ZERO)
-      .value("EMPTY_OPERAND", Flaw::EMPTY_OPERAND)
-      .value("FOREIGN_HEADS", Flaw::FOREIGN_HEADS)
-      .value("UNKNOWN_OPERAND", Flaw::UNKNOWN_OPERAND)
-      .value("STRAY_FIELD", Flaw::STRAY_FIELD)
-      .value("WAIT_WITH_ROWS", Flaw::WAIT_WITH_ROWS)
-      .value("COUNT", Flaw::COUNT)
-      .value("SUM", Flaw::SUM);
-  m.def("out_of_range", [](In<int64_t, "ptr"> ptr, IntsIn2<"values"> values, In2<int64_t, "ranges"> ranges) {
-    return as_tuple(unlocked([&] { return out_of_range({ptr, values}, 0, ranges, 0); }));
-  });
-  m.def("refusal", [](nb::list tables, In2<int64_t, "ranges"> ranges, In<bool, "foreign"> foreign) {
-    std::vector<Fields> fields;
-    const ProgramTables program{views_of(tables, fields), ranges, foreign};
-    return as_tuple(unlocked([&] { return refusal(program); }));
-  });
-}
-
 }  // namespace
 
-void bind_tables(nb::module_& m) {
+static const Area area("tables", [](nb::module_& m) {
   PyObject* malformed = PyErr_NewException("apportion._core.tables.Malformed", PyExc_ValueError, nullptr);
   m.attr("Malformed") = nb::steal(malformed);
   nb::register_exception_translator(translate, malformed);
   m.attr("MAX_ROWS") = MAX_ROWS;
   m.def("encode", &encode);
   m.def("decode", &decode);
-  bind_flaws(m);
-}
+  def(m, "out_of_range(table, ranges)", +[](const Table& table, Matrix<const int64_t> ranges) {
+    return out_of_range(table, 0, ranges, 0);
+  });
+  def(m, "refusal(tables, ranges, foreign)", refusal);
+});
 
 }  // namespace apportion

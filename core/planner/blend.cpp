@@ -35,6 +35,7 @@ constexpr int64_t EXCHANGES = 8;   // per rank, at most
 
 // Pairs up to any row: `Profile` of apportion/ir/masks/profile.py.
 struct Profile {
+  static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> at, value, slope, below;
 
   int64_t upto(int64_t row) const {
@@ -58,7 +59,7 @@ struct Document {
 
 class Walk {
  public:
-  std::vector<Piece> pieces;
+  Growing<Piece> pieces;
 
   // widest: pairs that one rank can compute.
   Walk(Column<const int64_t> documents, const Profile& rows, double widest, double head)
@@ -293,7 +294,7 @@ class Walk {
 // Exchanges of rows, which add at most two pieces each.
 class Repair {
  public:
-  Repair(const Profile& rows, std::vector<Piece>& pieces, Column<const double> wanted) : rows_(rows), pieces_(pieces) {
+  Repair(const Profile& rows, Growing<Piece>& pieces, Column<const double> wanted) : rows_(rows), pieces_(pieces) {
     for (const double pairs : wanted) {
       over_.push_back(-pairs);
       scale_.push_back(std::max(pairs, 1.0));
@@ -382,28 +383,24 @@ class Repair {
   }
 
   Profile rows_;
-  std::vector<Piece>& pieces_;
+  Growing<Piece>& pieces_;
   std::vector<double> over_, scale_;  // pairs beyond those wanted; what they are measured by
 };
+
+Growing<Piece> mix(Column<const int64_t> documents, const Profile& rows, Column<const int64_t> tokens,
+                   Column<const double> speeds, Column<const double> wanted, double widest, double head,
+                   double tolerance) {
+  Walk walk(documents, rows, widest, head);
+  walk.run(tokens, speeds);
+  Repair(rows, walk.pieces, wanted).run(tolerance, documents.size() - 1 + SPARE * tokens.size());
+  return std::move(walk.pieces);
+}
 
 }  // namespace
 }  // namespace blend
 
-void bind_blend(nb::module_& m) {
-  using namespace blend;
-  m.def("mix",
-        [](In<int64_t, "documents"> documents, In<int64_t, "at"> at, In<int64_t, "value"> value,
-           In<int64_t, "slope"> slope, In<int64_t, "below"> below, In<int64_t, "tokens"> tokens,
-           In<double, "speeds"> speeds, In<double, "wanted"> wanted, double widest, double head, double tolerance) {
-          const Profile rows{at, value, slope, below};
-          const std::vector<Piece> pieces = unlocked([&] {
-            Walk walk(documents, rows, widest, head);
-            walk.run(tokens, speeds);
-            Repair(rows, walk.pieces, wanted).run(tolerance, documents.size() - 1 + SPARE * tokens.size());
-            return std::move(walk.pieces);
-          });
-          return as_columns(pieces, &Piece::low, &Piece::high, &Piece::rank);
-        });
-}
+static const Area area("blend", [](nb::module_& m) {
+  def(m, "mix(documents, rows, tokens, speeds, wanted, widest, head, tolerance)", blend::mix);
+});
 
 }  // namespace apportion

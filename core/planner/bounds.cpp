@@ -127,11 +127,11 @@ int64_t most_apart(std::vector<Foreign> ranges) {
 }  // namespace
 }  // namespace bounds
 
-void bind_bounds(nb::module_& m) {
-  using namespace bounds;
-  m.def("foreign_tokens", [](In2<int64_t, "bands"> bands, int64_t token_cap, int64_t load_cap, int64_t ranks) {
-    return unlocked([&] { return most_apart(foreign(bands, {token_cap, load_cap, ranks})); });
-  });
-}
+static const Area area("bounds", [](nb::module_& m) {
+  def(m, "foreign_tokens(bands, token_cap, load_cap, ranks)",
+      +[](Matrix<const int64_t> bands, int64_t token_cap, int64_t load_cap, int64_t ranks) {
+        return bounds::most_apart(bounds::foreign(bands, {token_cap, load_cap, ranks}));
+      });
+});
 
 }  // namespace apportion

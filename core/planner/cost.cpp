@@ -23,6 +23,7 @@ int64_t causal_pairs(int64_t rows, int64_t keys) {
 // Grids of a phase: `PhaseCost` of cost.py. points: rows of the axis; cell, offset: for each number of tiles; full,
 // causal: [5, cells], c0 + c1 x + c2 y + c3 x y + c4 min(x, y).
 struct Grids {
+  static constexpr std::size_t FIELDS = 9;
   Column<const int64_t> points, cell;
   Column<const double> offset;
   Matrix<const double> full, causal;
@@ -81,35 +82,29 @@ struct Grids {
   int64_t on_axis(int64_t rows) const { return std::min(seen(rows), last()); }
 };
 
+// Time of each task; a column of one number is broadcast. q_row_us, kv_row_us: of reading and writing a row of one head.
+Array<double> task_us(const Grids& phase, double scale, double q_row_us, double kv_row_us,
+                      const std::vector<Column<const int64_t>>& columns) {
+  int64_t count = 1;
+  for (const Column<const int64_t>& column : columns)
+    if (column.size() != 1) count = column.size();
+  for (const Column<const int64_t>& column : columns)
+    if (column.size() != 1 && column.size() != count) throw std::invalid_argument("columns differ in length");
+  Array<double> times(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto at = [&](std::size_t column) { return columns[column][columns[column].size() == 1 ? 0 : i]; };
+    const int64_t rows = at(0), keys = at(1), heads = at(3);
+    const double time = phase.task_us(rows, keys, at(2)) * scale * static_cast<double>(heads);
+    const double moved = static_cast<double>(rows * heads) * q_row_us;
+    times[i] = std::max(time, moved + static_cast<double>(keys * at(4)) * kv_row_us);
+  }
+  return times;
+}
+
 }  // namespace
 
-void bind_cost(nb::module_& m) {
-  m.def("task_us", [](nb::tuple grids, int64_t tile, double pair_us, double most_causal, double window_us, double scale,
-                      double q_row_us, double kv_row_us, In<int64_t, "q_rows"> rows, In<int64_t, "kv_rows"> keys,
-                      In<int64_t, "pairs"> pairs, In<int64_t, "q_heads"> heads, In<int64_t, "kv_heads"> kv_heads) {
-    Fields of(grids);
-    const Grids phase{of.next<Column<const int64_t>>("points"), of.next<Column<const int64_t>>("cell"),
-                      of.next<Column<const double>>("offset"), of.next<Matrix<const double>>("full"),
-                      of.next<Matrix<const double>>("causal"), tile, pair_us, most_causal, window_us};
-    // a column of one number is broadcast
-    const Column<const int64_t> columns[] = {rows, keys, pairs, heads, kv_heads};
-    int64_t count = 1;
-    for (const Column<const int64_t>& column : columns)
-      if (column.size() != 1) count = column.size();
-    for (const Column<const int64_t>& column : columns)
-      if (column.size() != 1 && column.size() != count) throw std::invalid_argument("columns differ in length");
-    const auto at = [](Column<const int64_t> column, int64_t i) { return column[column.size() == 1 ? 0 : i]; };
-    New<double> times(count);
-    unlocked([&] {
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t q = at(rows, i), kv = at(keys, i), all = at(heads, i);
-        const double time = phase.task_us(q, kv, at(pairs, i)) * scale * static_cast<double>(all);
-        const double moved = static_cast<double>(q * all) * q_row_us;
-        times[i] = std::max(time, moved + static_cast<double>(kv * at(kv_heads, i)) * kv_row_us);
-      }
-    });
-    return times.array();
-  });
-}
+static const Area area("cost", [](nb::module_& m) {
+  def(m, "task_us(phase, scale, q_row_us, kv_row_us, columns)", task_us);
+});
 
 }  // namespace apportion

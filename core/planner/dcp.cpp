@@ -6,7 +6,7 @@
 #include "bind.hpp"
 #include "ir/sorting.hpp"
 #include "planner/numbers.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -24,12 +24,14 @@ constexpr int64_t TURNS = 2;  // exchanges a block, at most
 
 // A case whose hyperedges begin with their source block, in the first vertices, and ranks of all vertices.
 struct Placed {
+  static constexpr std::size_t FIELDS = 5;
   Column<const int64_t> ptr, pins, price, rank;
   int64_t queries;  // hyperedges of queries, the first
 };
 
 // GB/s of a rank's links inside its node, and of its share of the NICs.
 struct Links {
+  static constexpr std::size_t FIELDS = 2;
   double within, between;
 };
 
@@ -64,6 +66,7 @@ class Homes {
         here_(free.size(), per_node),
         ranks_(caps.size()),
         used_(caps.size()),
+        time_(caps.size()),
         of_node_(static_cast<std::size_t>(caps.size() / per_node)) {
     for (int64_t block = 0; block < free.size(); ++block) {
       const int64_t home = placed.front().rank[block];
@@ -72,12 +75,12 @@ class Homes {
       of_node_[home / per_node].push_back(block);
     }
     for (const Placed& one : placed) add(one);
-    for (const Traffic& rank : ranks_) time_.push_back(rank.time(gbs));
+    for (int64_t rank = 0; rank < caps.size(); ++rank) time_[rank] = ranks_[rank].time(gbs);
   }
 
   // Exchanges blocks of the busiest rank for blocks of another rank of its node, as long as that shortens times.
   void exchange() {
-    std::vector<bool> stuck(time_.size());
+    const Array<bool> stuck(time_.size());
     for (int64_t turn = 0; turn < TURNS * count(blocks_); ++turn) {
       int64_t busy = -1;
       for (int64_t rank = 0; rank < caps_.size(); ++rank)
@@ -96,7 +99,7 @@ class Homes {
   }
 
   const std::vector<Block>& blocks() const { return blocks_; }
-  const std::vector<double>& times() const { return time_; }
+  Array<double> take_times() { return std::move(time_); }
 
  private:
   // A block of the busiest rank, and one of another.
@@ -107,7 +110,7 @@ class Homes {
   // A hyperedge goes from its block's home to all other ranks that it spans. Keys go once to each other node, whose
   // ranks share the received rows.
   void add(const Placed& given) {
-    const Scratch<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
+    const Array<int64_t> seen(caps_.size(), -1), entered(count(of_node_), -1);
     for (int64_t edge = 0; edge < given.price.size(); ++edge) {
       const int64_t number = given.pins[given.ptr[edge]], home = given.rank[number], price = given.price[edge];
       Block& block = blocks_[number];
@@ -183,10 +186,10 @@ class Homes {
   int64_t per_node_;
   Links gbs_;
   std::vector<Block> blocks_;
-  Scratch2<int64_t> here_;  // [blocks, ranks a node]: bytes to each rank of the block's node
-  Scratch<Traffic> ranks_;
-  Scratch<int64_t> used_;  // tokens of each rank
-  std::vector<double> time_;
+  Array2<int64_t> here_;  // [blocks, ranks a node]: bytes to each rank of the block's node
+  Array<Traffic> ranks_;
+  Array<int64_t> used_;  // tokens of each rank
+  Array<double> time_;
   std::vector<std::vector<int64_t>> of_node_;
 };
 
@@ -203,7 +206,7 @@ struct Cell {
 
 class Divisions {
  public:
-  Divisions(std::vector<Cell> cells, int64_t tiles, int64_t ranks, int64_t divisions)
+  Divisions(Growing<Cell> cells, int64_t tiles, int64_t ranks, int64_t divisions)
       : cells_(std::move(cells)), got_(tiles, -1), needed_(ranks), spent_(ranks), divisions_(divisions) {}
 
   // The cells of a rank, in order; fills `division`.
@@ -228,7 +231,7 @@ class Divisions {
   int64_t missing(const Need& need, int64_t rank) const { return got_[need.tile] == rank ? 0 : need.size; }
 
   // Adds to `spent`, by source, the tiles of the cell that are not yet received.
-  void fetch(const Cell& cell, int64_t rank, const Scratch<int64_t>& spent) {
+  void fetch(const Cell& cell, int64_t rank, const Array<int64_t>& spent) {
     for (const Need& need : cell.side) {
       spent[need.source] += missing(need, rank);
       got_[need.tile] = rank;
@@ -246,68 +249,60 @@ class Divisions {
     return true;
   }
 
-  std::vector<Cell> cells_;
-  Scratch<int64_t> got_;             // the last rank that has fetched each tile
-  Scratch<int64_t> needed_, spent_;  // by source
+  Growing<Cell> cells_;
+  Array<int64_t> got_;             // the last rank that has fetched each tile
+  Array<int64_t> needed_, spent_;  // by source
   int64_t divisions_;
 };
+
+// The homes of blocks after exchanges, and the time of each rank.
+std::pair<Array<int64_t>, Array<double>> exchange(const std::vector<Placed>& placed, Column<const bool> free,
+                                                  Column<const int64_t> tokens, Column<const int64_t> caps,
+                                                  int64_t per_node, Links gbs) {
+  Homes homes(placed, free, tokens, caps, per_node, gbs);
+  homes.exchange();
+  Array<int64_t> home(free.size());
+  std::ranges::transform(homes.blocks(), home.begin(), &Block::home);
+  return {std::move(home), homes.take_times()};
+}
+
+// How cells become tiles: head groups, sets of KV heads, bytes of a row of queries and of keys.
+struct Tiles {
+  static constexpr std::size_t FIELDS = 4;
+  int64_t groups, key_sets, q_bytes, k_bytes;
+};
+
+Array<int32_t> divide(Ints q, Ints k, Ints rank, Column<const int64_t> home, Column<const int64_t> lengths, Tiles tiles,
+                      int64_t divisions) {
+  int64_t ranks = 1;
+  for (int64_t block = 0; block < home.size(); ++block) ranks = std::max(ranks, home[block] + 1);
+  for (int64_t cell = 0; cell < rank.size(); ++cell) ranks = std::max(ranks, rank[cell] + 1);
+  Growing<Cell> cells;
+  for (int64_t cell = 0; cell < rank.size(); ++cell) {
+    const int64_t group = cell / q.size(), own = cell % q.size();
+    const auto need = [&](int64_t block, int64_t first, int64_t bytes) {
+      return Need{first * home.size() + block, home[block], home[block] == rank[cell] ? 0 : lengths[block] * bytes};
+    };
+    cells.push_back({need(q[own], group, tiles.q_bytes),
+                     need(k[own], tiles.groups + group * tiles.key_sets / tiles.groups, tiles.k_bytes)});
+  }
+  Array<int32_t> order(rank.size()), division(rank.size());
+  counting_order<Ints, int32_t>(rank, ranks, order);
+  Divisions made(std::move(cells), (tiles.groups + tiles.key_sets) * home.size(), ranks, divisions);
+  for (int64_t begin = 0, end = 0; begin < rank.size(); begin = end) {
+    const int64_t one = rank[order[begin]];
+    while (end < rank.size() && rank[order[end]] == one) ++end;
+    made.divide(order.slice(begin, end), one, division);
+  }
+  return division;
+}
 
 }  // namespace
 }  // namespace dcp
 
-void bind_dcp(nb::module_& m) {
-  using namespace dcp;
-  m.def("exchange", [](nb::list given, In<bool, "free"> free, In<int64_t, "tokens"> tokens, In<int64_t, "caps"> caps,
-                       int64_t per_node, double within, double between) {
-    std::vector<Fields> fields;
-    std::vector<Placed> placed;
-    for (const nb::handle one : given) {
-      const auto columns = nb::cast<nb::tuple>(one);
-      Fields& own = fields.emplace_back(columns);
-      placed.push_back({own.next<Column<const int64_t>>("ptr"), own.next<Column<const int64_t>>("pins"),
-                        own.next<Column<const int64_t>>("price"), own.next<Column<const int64_t>>("rank"),
-                       nb::cast<int64_t>(columns[4])});
-    }
-    New<int64_t> home(free.size());
-    New<double> time(caps.size());
-    unlocked([&] {
-      Homes homes(placed, free, tokens, caps, per_node, {within, between});
-      homes.exchange();
-      std::transform(homes.blocks().begin(), homes.blocks().end(), home.begin(),
-                     [](const Block& one) { return one.home; });
-      std::copy(homes.times().begin(), homes.times().end(), time.begin());
-    });
-    return nb::make_tuple(home.array(), time.array());
-  });
-
-  m.def("divide", [](IntsIn<"q"> q, IntsIn<"k"> k, IntsIn<"rank"> rank, In<int64_t, "home"> home,
-                     In<int64_t, "lengths"> lengths, int64_t groups, int64_t key_sets, int64_t q_bytes, int64_t k_bytes,
-                     int64_t divisions) {
-    New<int32_t> division(rank.size());
-    unlocked([&] {
-      std::fill(division.begin(), division.end(), 0);
-      int64_t ranks = 1;
-      for (int64_t block = 0; block < home.size(); ++block) ranks = std::max(ranks, home[block] + 1);
-      for (int64_t cell = 0; cell < rank.size(); ++cell) ranks = std::max(ranks, rank[cell] + 1);
-      std::vector<Cell> cells;
-      for (int64_t cell = 0; cell < rank.size(); ++cell) {
-        const int64_t group = cell / q.size(), own = cell % q.size();
-        const auto need = [&](int64_t block, int64_t first, int64_t bytes) {
-          return Need{first * home.size() + block, home[block], home[block] == rank[cell] ? 0 : lengths[block] * bytes};
-        };
-        cells.push_back({need(q[own], group, q_bytes), need(k[own], groups + group * key_sets / groups, k_bytes)});
-      }
-      Scratch<int32_t> order(rank.size());
-      counting_order<Ints, int32_t>(rank, ranks, order);
-      Divisions made(std::move(cells), (groups + key_sets) * home.size(), ranks, divisions);
-      for (int64_t begin = 0, end = 0; begin < rank.size(); begin = end) {
-        const int64_t one = rank[order[begin]];
-        while (end < rank.size() && rank[order[end]] == one) ++end;
-        made.divide(order.slice(begin, end), one, division);
-      }
-    });
-    return division.array();
-  });
-}
+static const Area area("dcp", [](nb::module_& m) {
+  def(m, "exchange(placed, free, tokens, caps, per_node, gbs)", dcp::exchange);
+  def(m, "divide(q, k, rank, home, lengths, tiles, divisions)", dcp::divide);
+});
 
 }  // namespace apportion

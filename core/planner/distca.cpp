@@ -10,7 +10,6 @@
 // server has already, at home or for other pairs, can be free. Passes halve the tolerance, and then what cuts are
 // multiples of, until loads agree on both sides.
 #include <numeric>
-#include <optional>
 
 #include "bind.hpp"
 #include "planner/distca_servers.hpp"
@@ -433,46 +432,44 @@ class Migration {
   int64_t last_ = -1;           // the share that was the best candidate last
 };
 
-Rules read(const nb::tuple& given) {
-  Rules rules{};
-  std::size_t at = 0;
-  const auto fill = [&](auto&... fields) { ((fields = nb::cast<std::decay_t<decltype(fields)>>(given[at++])), ...); };
-  fill(rules.tolerance, rules.two_sided, rules.grain, rules.spare, rules.threshold);
-  fill(rules.q_bytes, rules.o_bytes, rules.kv_bytes, rules.priced_q, rules.kv_free, rules.capped);
-  fill(rules.send_cap, rules.receive_cap, rules.buffer_cap);
-  return rules;
+// Columns of `Pairs` of distca/parts.py.
+struct Units {
+  static constexpr std::size_t FIELDS = 12;
+  Column<const int64_t> q, k, k_end, length, starts, first, q0, q1, k0, k1, dmin, dmax;
+};
+
+struct Moved {
+  int64_t pair, low, high, at;
+};
+
+struct Filled {
+  int64_t load, sent, received, held;
+};
+
+auto migrate(const Units& of, Column<const int64_t> home, Column<const int64_t> origin, Column<const double> speeds,
+             double speed, const Rules& rules, bool exhaustive) {
+  Growing<Cell> cells;
+  for (int64_t i = 0; i < of.q0.size(); ++i)
+    cells.push_back({of.q0[i], of.q1[i], of.k0[i], of.k1[i], of.dmin[i], of.dmax[i]});
+  const Column<const Cell> all = cells;
+  std::vector<Pair> pairs;
+  for (int64_t i = 0; i < of.q.size(); ++i)
+    pairs.push_back({of.q[i], of.k[i], of.k_end[i], of.length[i], all.slice(of.first[i], of.first[i + 1])});
+  Migration made(pairs, of.starts, home, origin, speeds, speed, rules, exhaustive);
+  const Ended ended = made.run();
+  Growing<Moved> shares;
+  for (const Share& one : made.shares) shares.push_back({one.pair, one.rows.low, one.rows.high, one.at});
+  Growing<Filled> servers;
+  for (const Server& one : made.servers) servers.push_back({one.load, one.sent, one.received, one.held});
+  return std::tuple(std::move(shares), std::move(servers),
+                    std::tuple(ended.passes, ended.moves, ended.forbidden, ended.below, made.imbalance(), ended.grain));
 }
 
 }  // namespace
 }  // namespace distca
 
-void bind_distca(nb::module_& m) {
-  using namespace distca;
-  m.def("migrate", [](nb::tuple given, In<int64_t, "home"> home, In<int64_t, "origin"> origin,
-                      In<double, "speeds"> speeds, double speed, nb::tuple limits, bool exhaustive) {
-    Fields fields(given);
-    Column<const int64_t> columns[12];
-    for (auto& one : columns) one = fields.next<Column<const int64_t>>("pairs");
-    const auto& [q, k, k_end, length, starts, first, q0, q1, k0, k1, dmin, dmax] = columns;
-    std::vector<Cell> cells;
-    for (int64_t i = 0; i < q0.size(); ++i) cells.push_back({q0[i], q1[i], k0[i], k1[i], dmin[i], dmax[i]});
-    const Column<const Cell> all(cells.data(), q0.size());
-    std::vector<Pair> pairs;
-    for (int64_t i = 0; i < q.size(); ++i)
-      pairs.push_back({q[i], k[i], k_end[i], length[i], all.slice(first[i], first[i + 1])});
-    const Rules rules = read(limits);
-    std::optional<Migration> made;
-    const Ended ended = unlocked([&] {
-      made.emplace(pairs, starts, home, origin, speeds, speed, rules, exhaustive);
-      return made->run();
-    });
-    const auto low = [](const Share& one) { return one.rows.low; };
-    const auto high = [](const Share& one) { return one.rows.high; };
-    return nb::make_tuple(as_columns(made->shares, &Share::pair, low, high, &Share::at),
-                          as_columns(made->servers, &Server::load, &Server::sent, &Server::received, &Server::held),
-                          nb::make_tuple(ended.passes, ended.moves, ended.forbidden, ended.below, made->imbalance(),
-                                         ended.grain));
-  });
-}
+static const Area area("distca", [](nb::module_& m) {
+  def(m, "migrate(pairs, home, origin, speeds, speed, limits, exhaustive)", distca::migrate);
+});
 
 }  // namespace apportion

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ir/areas.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion::distca {
 
@@ -189,7 +189,7 @@ class Holding {
     return std::max(wanted.high, there.high) - std::min(wanted.low, there.low) - there.size();
   }
 
-  static void grow(const Scratch<Range>& rows, std::vector<int64_t>& got, int64_t block, Range some) {
+  static void grow(const Array<Range>& rows, std::vector<int64_t>& got, int64_t block, Range some) {
     if (rows[block].empty()) {
       rows[block] = some;
       got.push_back(block);
@@ -199,7 +199,7 @@ class Holding {
   }
 
   Column<const int64_t> starts_, home_;
-  Scratch<Range> q_, k_;
+  Array<Range> q_, k_;
   std::vector<int64_t> got_q_, got_k_;
 };
 

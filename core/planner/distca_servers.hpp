@@ -8,6 +8,7 @@ namespace apportion::distca {
 
 // `Limits` of distca/parts.py. Bytes are of a row; caps in bytes. excess, grain: of the pass at hand.
 struct Rules {
+  static constexpr std::size_t FIELDS = 14;
   double tolerance;  // share of its target that a server may stay short
   bool two_sided;
   int64_t grain;  // rows that a cut is a multiple of

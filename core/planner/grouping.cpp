@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -19,6 +19,7 @@ constexpr double LEAST_GAIN = 1e-12;
 
 // times: of each sequence in a group of each degree, NEVER if forbidden; sizes: of sequences.
 struct Sequences {
+  static constexpr std::size_t FIELDS = 2;
   Matrix<const double> times;
   Column<const int64_t> sizes;
 
@@ -27,23 +28,25 @@ struct Sequences {
 
 // The column of `times` of each group, and its token limit.
 struct Groups {
+  static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> column, rooms;
 
   int64_t count() const { return column.size(); }
 };
 
 // First-fit decreasing within a time limit: each sequence in `order` goes to the group with the least rank-time and the
-// tightest fit, or opens a group of the degree that it needs. Returns the columns of the groups, none if not all fit.
-std::vector<int64_t> first_fit(const Sequences& of, Column<const int64_t> order, Column<const int64_t> need,
-                               Column<const int64_t> degrees, Column<const int64_t> rooms, int64_t ranks, double limit,
-                               Column<int64_t> group) {
+// tightest fit, or opens a group of the degree that it needs. Returns the columns of the groups, none if not all fit, and
+// the group of each sequence.
+std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Column<const int64_t> order,
+                                                      Column<const int64_t> need, Column<const int64_t> degrees,
+                                                      Column<const int64_t> rooms, int64_t ranks, double limit) {
   struct Group {
     int64_t column;
     double load = 0;
     int64_t used = 0;
   };
   std::vector<Group> groups;
-  std::fill(group.begin(), group.end(), 0);
+  Array<int64_t> group(of.count());
   for (const int64_t k : order) {
     const Column<const double> times = of.times[k];
     std::size_t best = groups.size();
@@ -59,7 +62,7 @@ std::vector<int64_t> first_fit(const Sequences& of, Column<const int64_t> order,
       }
     }
     if (best == groups.size()) {
-      if (degrees[need[k]] > ranks) return {};
+      if (degrees[need[k]] > ranks) return {Growing<int64_t>(), std::move(group)};
       groups.push_back({need[k]});
       ranks -= degrees[need[k]];
     }
@@ -67,15 +70,15 @@ std::vector<int64_t> first_fit(const Sequences& of, Column<const int64_t> order,
     groups[best].load += times[groups[best].column];
     groups[best].used += of.sizes[k];
   }
-  std::vector<int64_t> column;
+  Growing<int64_t> column;
   for (const Group& one : groups) column.push_back(one.column);
-  return column;
+  return {std::move(column), std::move(group)};
 }
 
-// Assigns each sequence, longest first, to the group with the earliest end. Returns true if all have room.
-bool list_schedule(const Sequences& of, const Groups& groups, Column<int64_t> group) {
-  Scratch<double> shortest(of.count()), load(groups.count());
-  Scratch<int64_t> order(of.count()), left = Scratch<int64_t>::of(groups.rooms);
+// Assigns each sequence, longest first, to the group with the earliest end; none if one has no room.
+std::optional<Array<int64_t>> list_schedule(const Sequences& of, const Groups& groups) {
+  Array<double> shortest(of.count()), load(groups.count());
+  Array<int64_t> order(of.count()), group(of.count()), left = Array<int64_t>::of(groups.rooms);
   for (int64_t k = 0; k < of.count(); ++k) shortest[k] = *std::min_element(of.times[k].begin(), of.times[k].end());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t two) { return shortest[one] > shortest[two]; });
@@ -88,12 +91,12 @@ bool list_schedule(const Sequences& of, const Groups& groups, Column<int64_t> gr
       best = g;
       least = end;
     }
-    if (best < 0) return false;
+    if (best < 0) return {};
     group[k] = best;
     load[best] = least;
     left[best] -= of.sizes[k];
   }
-  return true;
+  return group;
 }
 
 // A sequence of the slowest group, its new group, and the sequence moved back or -1; all -1: none helps.
@@ -133,7 +136,7 @@ Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const i
 
 // Moves and swaps out of the slowest group, the best first, while the larger of the two times falls.
 void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, Column<double> time) {
-  Scratch<int64_t> left(groups.count());
+  Array<int64_t> left(groups.count());
   int64_t looks = 0;
   for (int exchange = 0; exchange < MOST_EXCHANGES; ++exchange) {
     const int64_t slow = std::max_element(time.begin(), time.end()) - time.begin();
@@ -153,6 +156,7 @@ void descend(const Sequences& of, const Groups& groups, Column<int64_t> group, C
 // Steps of annealing, drawn beforehand: each moves a sequence to group `to`, or swaps it with sequence to - groups,
 // where that is worse by less than the bar.
 struct Steps {
+  static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> moved, to;
   Column<const double> bar;
 };
@@ -161,7 +165,7 @@ struct Steps {
 // over groups. `group` ends as the best one seen.
 void anneal(const Sequences& of, const Steps& steps, double goal, double above, Column<double> load,
             Column<int64_t> left, Column<int64_t> group) {
-  Scratch<int64_t> now = Scratch<int64_t>::of(group);
+  Array<int64_t> now = Array<int64_t>::of(group);
   const auto over = [goal](double time) { return std::max(0.0, time - goal); };
   double least = above;
   for (int64_t step = 0; step < steps.moved.size(); ++step) {
@@ -193,30 +197,11 @@ void anneal(const Sequences& of, const Steps& steps, double goal, double above, 
 
 }  // namespace
 
-void bind_grouping(nb::module_& m) {
-  m.def("first_fit", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "order"> order,
-                        In<int64_t, "need"> need, In<int64_t, "degrees"> degrees, In<int64_t, "rooms"> rooms,
-                        int64_t ranks, double limit) {
-    New<int64_t> group(sizes.size());
-    std::vector<int64_t> column =
-        unlocked([&] { return first_fit({times, sizes}, order, need, degrees, rooms, ranks, limit, group); });
-    return nb::make_tuple(handed(std::move(column)), group.array());
-  });
-  m.def("list_schedule", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "column"> column,
-                            In<int64_t, "rooms"> rooms) -> nb::object {
-    New<int64_t> group(sizes.size());
-    const bool all = unlocked([&] { return list_schedule({times, sizes}, {column, rooms}, group); });
-    return all ? group.array() : nb::none();
-  });
-  m.def("descend", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "column"> column,
-                      In<int64_t, "rooms"> rooms, Out<int64_t, "group"> group, Out<double, "time"> time) {
-    unlocked([&] { descend({times, sizes}, {column, rooms}, group, time); });
-  });
-  m.def("anneal", [](In2<double, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "moved"> moved,
-                     In<int64_t, "to"> to, In<double, "bar"> bar, double goal, double above, Out<double, "load"> load,
-                     Out<int64_t, "left"> left, Out<int64_t, "group"> group) {
-    unlocked([&] { anneal({times, sizes}, {moved, to, bar}, goal, above, load, left, group); });
-  });
-}
+static const Area area("grouping", [](nb::module_& m) {
+  def(m, "first_fit(sequences, order, need, degrees, rooms, ranks, limit)", first_fit);
+  def(m, "list_schedule(sequences, groups)", list_schedule);
+  def(m, "descend(sequences, groups, group, time)", descend);
+  def(m, "anneal(sequences, steps, goal, above, load, left, group)", anneal);
+});
 
 }  // namespace apportion

@@ -87,10 +87,10 @@ class Joint {
   }
 
   void find_followers() {
-    Scratch<int64_t> own(part_.size(), -1);
+    Array<int64_t> own(part_.size(), -1);
     for (int64_t v = 0; v < part_.size(); ++v)
       if (given_.tokens[v] > 0) own[v] = v;
-    const Scratch<int64_t> anchor = anchors(graph_.ptr, graph_.pins, graph_.price, own);
+    const Array<int64_t> anchor = anchors(graph_.all(), own);
     followers_.resize(static_cast<std::size_t>(part_.size()));
     for (int64_t v = 0; v < part_.size(); ++v)
       if (is_cell(v) && anchor[v] >= 0) followers_[static_cast<std::size_t>(anchor[v])].push_back(v);
@@ -237,15 +237,19 @@ class Joint {
   const Both given_;
   Column<int64_t> part_;
   const int64_t ranks_;
-  Scratch2<std::int32_t> on_rank_, on_node_;  // pins of each hyperedge on each
-  Scratch<int64_t> flops_, tokens_, node_flops_, node_tokens_;
+  Array2<std::int32_t> on_rank_, on_node_;  // pins of each hyperedge on each
+  Array<int64_t> flops_, tokens_, node_flops_, node_tokens_;
   std::vector<std::vector<int64_t>> followers_;  // of each vertex with tokens
-  Scratch<int64_t> own_;                         // pins of each hyperedge that a cluster has
+  Array<int64_t> own_;                         // pins of each hyperedge that a cluster has
   int64_t value_ = 0, steps_ = 0, version_ = 0;
 };
 
 }  // namespace
 
-void refine_together(const Graph& graph, const Both& given, Column<int64_t> part) { Joint(graph, given, part).run(); }
+Array<int64_t> refine_together(const Graph& graph, Column<const int64_t> part, const Both& given) {
+  Array<int64_t> found = Array<int64_t>::of(part);
+  Joint(graph, given, found).run();
+  return found;
+}
 
 }  // namespace apportion

@@ -43,7 +43,7 @@ class Board {
   // Gives every movable vertex without a part the one where it adds least; among equals the least full. Vertices of the
   // dearest hyperedges come first, those of a hyperedge together.
   void settle() {
-    Scratch<int64_t> falling(graph_.edges()), order(graph_.edges());
+    Array<int64_t> falling(graph_.edges()), order(graph_.edges());
     for (int64_t edge = 0; edge < graph_.edges(); ++edge) falling[edge] = -graph_.price[edge];
     stable_order(falling, order);
     for (const int64_t edge : order)
@@ -54,7 +54,7 @@ class Board {
   // Moves vertices out of parts above their cap, until none is, none can leave, or the rounds are over.
   void repair() {
     const int64_t rounds = REPAIRS_OF_VERTEX * part_.size() + REPAIRS;
-    Scratch<int64_t> group(graph_.edges());
+    Array<int64_t> group(graph_.edges());
     for (int64_t round = 0; round < rounds; ++round) {
       int64_t full = 0;
       for (int64_t p = 1; p < load_.size(); ++p)
@@ -94,7 +94,7 @@ class Board {
 
   // Moves what a hyperedge has on one part to another, all at once, where that gains and the cap allows it.
   void regroup() {
-    Scratch<int64_t> added(load_.size()), seen(load_.size());
+    Array<int64_t> added(load_.size()), seen(load_.size());
     for (int pass = 0; pass < PASSES; ++pass) {
       bool moved = false;
       std::fill(seen.begin(), seen.end(), -1);
@@ -288,28 +288,32 @@ class Board {
   const Graph graph_;
   const Movable given_;
   Column<int64_t> part_;
-  Scratch<int64_t> load_;
-  Scratch2<std::int32_t> pins_;  // vertices of each hyperedge in each part
-  Scratch<int64_t> head_;        // the movable vertices of each part as a list
-  Scratch<Link> links_;
+  Array<int64_t> load_;
+  Array2<std::int32_t> pins_;  // vertices of each hyperedge in each part
+  Array<int64_t> head_;        // the movable vertices of each part as a list
+  Array<Link> links_;
 };
 
 }  // namespace
 
-void spread(const Graph& graph, const Movable& given, bool thorough, Column<int64_t> part) {
-  Board board(graph, given, part);
+Array<int64_t> spread(const Graph& graph, Column<const int64_t> part, const Movable& given, bool thorough) {
+  Array<int64_t> found = Array<int64_t>::of(part);
+  Board board(graph, given, found);
   board.settle();
   board.repair();
   board.refine();
-  if (!thorough) return;
+  if (!thorough) return found;
   board.regroup();
   board.refine();
+  return found;
 }
 
-void polish(const Graph& graph, const Movable& given, Column<int64_t> part) {
-  Board board(graph, given, part);
+Array<int64_t> polish(const Graph& graph, Column<const int64_t> part, const Movable& given) {
+  Array<int64_t> found = Array<int64_t>::of(part);
+  Board board(graph, given, found);
   board.regroup();
   board.refine();
+  return found;
 }
 
 }  // namespace apportion

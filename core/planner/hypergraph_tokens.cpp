@@ -90,20 +90,20 @@ class Parts {
   const Homeless given_;
   const double rate_;
   Column<int64_t> part_;
-  Scratch<Part> parts_;
-  Scratch2<bool> seen_;  // whether a hyperedge is in a part
+  Array<Part> parts_;
+  Array2<bool> seen_;  // whether a hyperedge is in a part
 };
 
 // Which clusters are placed as one, and when.
 struct Items {
-  Scratch<int64_t> item;   // of each cluster: the first one that hangs together with it, or -1 - its own number
-  Scratch<int64_t> order;  // clusters, by falling density of the item
+  Array<int64_t> item;   // of each cluster: the first one that hangs together with it, or -1 - its own number
+  Array<int64_t> order;  // clusters, by falling density of the item
 };
 
 Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> part) {
   const int64_t count = part.size();
-  Scratch<int64_t> root(count), flops(count), tokens(count);
-  components(graph.ptr, graph.pins, given.base, [&](int64_t v) { return part[v] == -1; }, root);
+  Array<int64_t> flops(count), tokens(count);
+  const Array<int64_t> root = components(graph.all(), given.base, [&](int64_t v) { return part[v] == -1; });
   for (int64_t v = 0; v < count; ++v) {
     flops[root[v]] += given.flops[v];
     tokens[root[v]] += given.tokens[v];
@@ -112,8 +112,8 @@ Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> 
     return WHOLE_SHARE * static_cast<double>(*std::min_element(caps.begin(), caps.end()));
   };
   const double most_flops = share_of(given.flops_cap), most_tokens = share_of(given.tokens_cap);
-  Items found{Scratch<int64_t>(count), Scratch<int64_t>(count)};
-  Scratch<double> density(count);
+  Items found{Array<int64_t>(count), Array<int64_t>(count)};
+  Array<double> density(count);
   for (int64_t v = 0; v < count; ++v) {
     const int64_t r = root[v];
     const bool whole = static_cast<double>(flops[r]) <= most_flops && static_cast<double>(tokens[r]) <= most_tokens;
@@ -130,33 +130,30 @@ Items items_of(const Graph& graph, const Homeless& given, Column<const int64_t> 
 
 }  // namespace
 
-Scratch<int64_t> anchors(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
-                         Column<const int64_t> of) {
-  Scratch<int64_t> anchor = Scratch<int64_t>::of(of), best(of.size(), -1);
-  for (int64_t edge = 0; edge < price.size(); ++edge) {
-    const Column<const int64_t> own = pins.slice(ptr[edge], ptr[edge + 1]);
+Array<int64_t> anchors(const Hyperedges& edges, Column<const int64_t> of) {
+  Array<int64_t> anchor = Array<int64_t>::of(of), best(of.size(), -1);
+  for (int64_t edge = 0; edge < edges.count(); ++edge) {
+    const Column<const int64_t> own = edges.vertices_of(edge);
     const auto first = std::find_if(own.begin(), own.end(), [&](int64_t v) { return of[v] >= 0; });
     if (first == own.end()) continue;
     for (const int64_t v : own) {
-      if (of[v] >= 0 || price[edge] <= best[v]) continue;
+      if (of[v] >= 0 || edges.price[edge] <= best[v]) continue;
       anchor[v] = of[*first];
-      best[v] = price[edge];
+      best[v] = edges.price[edge];
     }
   }
   return anchor;
 }
 
-Clusters clusters(Column<const int64_t> ptr, Column<const int64_t> pins, Column<const int64_t> price,
-                  Column<const int64_t> flops, Column<const int64_t> of, int64_t count) {
+Clusters clusters(const Hyperedges& edges, Column<const int64_t> flops, Column<const int64_t> of, int64_t count) {
   Clusters found;
-  found.flops.resize(static_cast<std::size_t>(count));
-  const Scratch<int64_t> anchor = anchors(ptr, pins, price, of);
+  found.flops.fill(count, 0);
+  const Array<int64_t> anchor = anchors(edges, of), seen(count, -1);
   for (int64_t v = 0; v < anchor.size(); ++v)
-    if (anchor[v] >= 0) found.flops[static_cast<std::size_t>(anchor[v])] += flops[v];
-  Scratch<int64_t> seen(count, -1);
-  for (int64_t edge = 0; edge < price.size(); ++edge) {
+    if (anchor[v] >= 0) found.flops[anchor[v]] += flops[v];
+  for (int64_t edge = 0; edge < edges.count(); ++edge) {
     const std::size_t begin = found.pins.size();
-    for (const int64_t v : pins.slice(ptr[edge], ptr[edge + 1])) {
+    for (const int64_t v : edges.vertices_of(edge)) {
       const int64_t own = anchor[v];
       if (own < 0 || seen[own] == edge) continue;
       seen[own] = edge;
@@ -166,21 +163,23 @@ Clusters clusters(Column<const int64_t> ptr, Column<const int64_t> pins, Column<
       found.pins.resize(begin);
       continue;
     }
-    found.ptr.push_back(static_cast<int64_t>(found.pins.size()));
-    found.price.push_back(price[edge]);
+    found.ptr.push_back(found.pins.count());
+    found.price.push_back(edges.price[edge]);
   }
   return found;
 }
 
-void place(const Graph& graph, const Homeless& given, double rate, Column<int64_t> part) {
+Array<int64_t> place(const Graph& graph, Column<const int64_t> part, const Homeless& given, double rate) {
   const Items items = items_of(graph, given, part);
-  Parts parts(graph, given, rate, part);
+  Array<int64_t> found = Array<int64_t>::of(part);
+  Parts parts(graph, given, rate, found);
   const int64_t count = part.size();
   for (int64_t at = 0, end; at < count; at = end) {
     const int64_t item = items.item[items.order[at]];
     for (end = at + 1; end < count && item >= 0 && items.item[items.order[end]] == item;) ++end;
     parts.place(items.order.slice(at, end));
   }
+  return found;
 }
 
 }  // namespace apportion

@@ -10,14 +10,15 @@ using std::int64_t;
 namespace {
 
 struct Sequences {
+  static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> time, size;  // falling times
 };
 
 // load: current load; room: remaining tokens.
 struct Ranks {
   Column<const double> speed;
-  Column<double> load;
-  std::vector<int64_t> room;
+  Array<double> load;
+  Array<int64_t> room;
 
   // The rank in [low, high) with room and the earliest end, -1: none has room.
   int64_t soonest(int64_t low, int64_t high, int64_t time, int64_t size) const {
@@ -25,7 +26,7 @@ struct Ranks {
     double least = 0;
     for (int64_t rank = low; rank < high; ++rank) {
       const double after = (load[rank] + static_cast<double>(time)) / speed[rank];
-      if (room[static_cast<std::size_t>(rank)] < size || (best >= 0 && !(after < least))) continue;
+      if (room[rank] < size || (best >= 0 && !(after < least))) continue;
       best = rank;
       least = after;
     }
@@ -42,7 +43,12 @@ struct Group {
 // Assigns batches of as many sequences as a group has ranks to the group with the least time or tokens, whichever
 // fraction is larger: they take similar time, so its ranks stay even; each goes to the rank with the earliest end,
 // among the group's or, without room, among all.
-void deal(const Sequences& sequences, std::vector<Group> groups, Ranks ranks, Column<int64_t> home) {
+std::pair<Array<int64_t>, Array<double>> deal(const Sequences& sequences, Column<const int64_t> first,
+                                              Column<const double> speeds, Column<const double> load, Ints room) {
+  Array<int64_t> home(sequences.time.size());
+  Ranks ranks{speeds, Array<double>::of(load), Array<int64_t>::of(room)};
+  std::vector<Group> groups;
+  for (int64_t group = 0; group + 1 < first.size(); ++group) groups.push_back({first[group], first[group + 1]});
   int64_t all_time = 0, all_tokens = 0;
   for (const int64_t time : sequences.time) all_time += time;
   for (const int64_t size : sequences.size) all_tokens += size;
@@ -60,32 +66,20 @@ void deal(const Sequences& sequences, std::vector<Group> groups, Ranks ranks, Co
       home[at] = best;
       if (best < 0) continue;
       ranks.load[best] += static_cast<double>(time);
-      ranks.room[static_cast<std::size_t>(best)] -= size;
+      ranks.room[best] -= size;
       Group& of = *std::find_if(groups.begin(), groups.end(), [&](const Group& one) { return best < one.high; });
       const auto members = static_cast<double>(of.high - of.low);
       of.time += static_cast<double>(time) / ranks.speed[best] / members;
       of.tokens += static_cast<double>(size) / ranks.speed[best] / members;
     }
   }
+  return {std::move(home), std::move(ranks.load)};
 }
 
 }  // namespace
 
-void bind_lone(nb::module_& m) {
-  m.def("deal", [](In<int64_t, "times"> times, In<int64_t, "sizes"> sizes, In<int64_t, "first"> first,
-                   In<double, "speeds"> speeds, In<double, "load"> load, IntsIn<"room"> room) {
-    New<int64_t> home(times.size());
-    New<double> loads(load.size());
-    unlocked([&] {
-      std::copy(load.begin(), load.end(), loads.begin());
-      Ranks ranks{speeds, loads, {}};
-      for (int64_t rank = 0; rank < room.size(); ++rank) ranks.room.push_back(room[rank]);
-      std::vector<Group> groups;
-      for (int64_t group = 0; group + 1 < first.size(); ++group) groups.push_back({first[group], first[group + 1]});
-      deal({times, sizes}, std::move(groups), std::move(ranks), home);
-    });
-    return nb::make_tuple(home.array(), loads.array());
-  });
-}
+static const Area area("lone", [](nb::module_& m) {
+  def(m, "deal(sequences, first, speeds, load, room)", deal);
+});
 
 }  // namespace apportion

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -15,14 +15,14 @@ namespace {
 class Bins {
  public:
   Bins(Column<const double> speed, Column<const int64_t> caps)
-      : speed_(speed), load_(caps.size()), room_(Scratch<int64_t>::of(caps)) {
+      : speed_(speed), load_(caps.size()), room_(Array<int64_t>::of(caps)) {
     while (leaves_ < caps.size()) leaves_ *= 2;
-    nodes_ = Scratch<Node>(2 * leaves_);
+    nodes_ = Array<Node>(2 * leaves_);
     for (int64_t bin = 0; bin < caps.size(); ++bin) nodes_[leaves_ + bin] = {0, caps[bin]};
     for (int64_t node = leaves_ - 1; node > 0; --node) play(node);
   }
 
-  Column<const int64_t> load() const { return load_; }
+  Array<int64_t> take_load() { return std::move(load_); }
   double time_with(int64_t bin, int64_t weight) const { return static_cast<double>(load_[bin] + weight) / speed_[bin]; }
 
   void add(int64_t bin, int64_t weight, int64_t size) {
@@ -83,19 +83,21 @@ class Bins {
   }
 
   Column<const double> speed_;
-  Scratch<int64_t> load_, room_;
+  Array<int64_t> load_, room_;
   int64_t leaves_ = 1;
-  Scratch<Node> nodes_;
+  Array<Node> nodes_;
 };
 
 // Items in an order. group: of items with the same restriction, 0 for none; bins: of the groups, as CSR.
 struct Items {
+  static constexpr std::size_t FIELDS = 6;
   Column<const int64_t> order, weights, sizes, group, group_ptr, bins;
 };
 
 // Families and zones, `_Affinity`: the family of each item, or -1; the zone of each bin, and the bins of each zone as
 // CSR. All empty if unused.
 struct Near {
+  static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> family, zone, zone_ptr, bins;
 };
 
@@ -117,7 +119,11 @@ int64_t nearest(const Bins& bins, const Near& near, const std::vector<int64_t>& 
   return best >= 0 ? best : lightest;
 }
 
-void assign(const Items& items, const Near& near, Bins& bins, Column<int64_t> assigned) {
+// The bin of each item, and the load of each bin.
+std::pair<Array<int64_t>, Array<int64_t>> assign(const Items& items, const Near& near, Column<const double> speeds,
+                                                 Column<const int64_t> caps) {
+  Bins bins(speeds, caps);
+  Array<int64_t> assigned(items.order.size());
   const int64_t families = near.family.size() ? *std::max_element(near.family.begin(), near.family.end()) + 1 : 0;
   std::vector<std::vector<int64_t>> zones(static_cast<std::size_t>(families));
   for (const int64_t item : items.order) {
@@ -135,25 +141,13 @@ void assign(const Items& items, const Near& near, Bins& bins, Column<int64_t> as
     bins.add(best, weight, size);
     if (own && !is_among(*own, near.zone[best])) own->push_back(near.zone[best]);
   }
+  return {std::move(assigned), bins.take_load()};
 }
 
 }  // namespace
 
-void bind_lpt(nb::module_& m) {
-  m.def("assign", [](In<int64_t, "order"> order, In<int64_t, "weights"> weights, In<int64_t, "sizes"> sizes,
-                     In<double, "speeds"> speeds, In<int64_t, "caps"> caps, In<int64_t, "group"> group,
-                     In<int64_t, "group_ptr"> group_ptr, In<int64_t, "bins"> bins, nb::tuple near) {
-    Fields of(near);
-    const Near relatives{of.next<Column<const int64_t>>("family"), of.next<Column<const int64_t>>("zone"),
-                         of.next<Column<const int64_t>>("zone_ptr"), of.next<Column<const int64_t>>("bins")};
-    New<int64_t> assigned(order.size()), load(caps.size());
-    unlocked([&] {
-      Bins found(speeds, caps);
-      assign({order, weights, sizes, group, group_ptr, bins}, relatives, found, assigned);
-      std::copy(found.load().begin(), found.load().end(), load.begin());
-    });
-    return nb::make_tuple(assigned.array(), load.array());
-  });
-}
+static const Area area("lpt", [](nb::module_& m) {
+  def(m, "assign(items, near, speeds, caps)", assign);
+});
 
 }  // namespace apportion

@@ -4,7 +4,7 @@
 
 #include "bind.hpp"
 #include "planner/matching.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -59,9 +59,9 @@ class Colours {
 
  private:
   int64_t words_;
-  Scratch2<std::int32_t> at_;
-  Scratch2<std::uint64_t> free_;
-  Scratch<int64_t> lowest_;
+  Array2<std::int32_t> at_;
+  Array2<std::uint64_t> free_;
+  Array<int64_t> lowest_;
 };
 
 // Swaps two colours along the path that leaves a vertex by `now`, which is free there afterwards.
@@ -85,8 +85,9 @@ void swap_path(Colours& colours, Column<const Edge> edges, Column<std::int32_t> 
 }  // namespace
 
 // Searching all colours for one free at both ends costs less than the swaps that it saves.
-void colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count, Column<std::int32_t> colour) {
-  Scratch<Edge> edges(src.size());
+Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count) {
+  Array<std::int32_t> colour(src.size());
+  Array<Edge> edges(src.size());
   for (int64_t edge = 0; edge < src.size(); ++edge) edges[edge] = {src[edge], ranks + dst[edge]};
   Colours colours(2 * ranks, count);
   for (int64_t edge = 0; edge < edges.size(); ++edge) {
@@ -101,24 +102,11 @@ void colour_edges(Ints src, Ints dst, int64_t ranks, int64_t count, Column<std::
     colours.take(u, taken, edge);
     colours.take(v, taken, edge);
   }
+  return colour;
 }
 
-void bind_matching(nb::module_& m) {
-  m.def("max_degree", [](IntsIn<"src"> src, IntsIn<"dst"> dst, int64_t ranks) {
-    return unlocked([&] {
-      Scratch<int64_t> sent(ranks), received(ranks);
-      for (int64_t edge = 0; edge < src.size(); ++edge) {
-        ++sent[src[edge]];
-        ++received[dst[edge]];
-      }
-      return std::max(*std::max_element(sent.begin(), sent.end()), *std::max_element(received.begin(), received.end()));
-    });
-  });
-  m.def("colours", [](IntsIn<"src"> src, IntsIn<"dst"> dst, int64_t ranks, int64_t count) {
-    New<std::int32_t> colour(src.size());
-    unlocked([&] { colour_edges(src, dst, ranks, count, colour); });
-    return colour.array();
-  });
-}
+static const Area area("matching", [](nb::module_& m) {
+  def(m, "colours(src, dst, ranks, count)", colour_edges);
+});
 
 }  // namespace apportion

@@ -1,11 +1,11 @@
 // Edge colouring of a bipartite multigraph: a vertex has at most one edge of each colour.
 #pragma once
 
-#include "array.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
 // The colours of the edges src -> dst, both in [0, ranks), of which there are `count`, at least the largest degree.
-void colour_edges(Ints src, Ints dst, std::int64_t ranks, std::int64_t count, Column<std::int32_t> colour);
+Array<std::int32_t> colour_edges(Ints src, Ints dst, std::int64_t ranks, std::int64_t count);
 
 }  // namespace apportion

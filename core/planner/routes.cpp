@@ -24,6 +24,7 @@ int64_t place_of(int64_t rank, Column<const int64_t> members) {
 }
 
 struct Star {
+  static constexpr std::size_t FIELDS = 6;
   Ints tile, home, row, rows, dst, lane;
 
   int64_t size() const { return tile.size(); }
@@ -31,6 +32,7 @@ struct Star {
 };
 
 struct Nodes {
+  static constexpr std::size_t FIELDS = 2;
   int64_t ranks, ranks_per_node;
 
   int64_t of(int64_t rank) const { return rank / ranks_per_node; }
@@ -43,15 +45,15 @@ struct Group {
 };
 
 struct Grouped {
-  std::vector<int64_t> order;  // edges by tile and receiver
-  std::vector<Group> groups;
+  Array<int64_t> order;  // edges by tile and receiver
+  Growing<Group> groups;
 };
 
 Grouped group(const Star& star, const Nodes& nodes) {
-  std::vector<int64_t> keys;
+  Growing<int64_t> keys;
   for (int64_t edge = 0; edge < star.size(); ++edge) keys.push_back(star.tile[edge] * nodes.ranks + star.dst[edge]);
-  Grouped found{std::vector<int64_t>(keys.size()), {}};
-  stable_order({keys.data(), star.size()}, {found.order.data(), star.size()});
+  Grouped found{Array<int64_t>(star.size()), {}};
+  stable_order(keys, found.order);
   int64_t tile = -1, node = -1, at = 0;
   for (const int64_t edge : found.order) {
     if (tile != star.tile[edge] || node != nodes.of(star.dst[edge]))
@@ -72,10 +74,9 @@ void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped
   for (const Group& one : grouped.groups) by_size.push_back(&one);
   std::stable_sort(by_size.begin(), by_size.end(),
                    [](const Group* one, const Group* two) { return one->end - one->first < two->end - two->first; });
-  std::vector<int64_t> storage(static_cast<std::size_t>(nodes.ranks));
-  const Column<int64_t> received(storage.data(), nodes.ranks);
+  const Array<int64_t> received(nodes.ranks);
   for (const Group* one : by_size) {
-    Group& own = grouped.groups[static_cast<std::size_t>(one - grouped.groups.data())];
+    Group& own = grouped.groups[one - grouped.groups.data()];
     const int64_t* edges = grouped.order.data();
     int64_t gate = star.dst[edges[own.first]];
     const int64_t node = nodes.of(gate), rows = own.high - own.low;
@@ -92,8 +93,8 @@ void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped
   }
 }
 
-// arrives: the edge that replaces each edge of the star.
-std::vector<Edge> through_gateways(const Star& star, const Nodes& nodes, bool proxies, Column<int32_t> arrives) {
+// And the edge that replaces each edge of the star.
+std::pair<Growing<Edge>, Array<int32_t>> through_gateways(const Star& star, const Nodes& nodes, bool proxies) {
   Grouped grouped = group(star, nodes);
   choose_gateways(star, nodes, proxies, grouped);
   const int64_t* order = grouped.order.data();
@@ -107,11 +108,11 @@ std::vector<Edge> through_gateways(const Star& star, const Nodes& nodes, bool pr
   int64_t relay = roots, root = 0;
   for (Group& one : grouped.groups)
     if (one.gate >= 0 && one.entry < 0) one.entry = relay++;
-  std::vector<Edge> found(static_cast<std::size_t>(star.size() + relay - roots));
+  Growing<Edge> found(star.size() + relay - roots);
+  Array<int32_t> arrives(star.size());
   const auto put = [&](int64_t at, int64_t edge, int64_t low, int64_t end, int64_t src, int64_t dst, int64_t parent) {
-    found[static_cast<std::size_t>(at)] = {narrow(star.tile[edge]), narrow(star.home[edge]), narrow(low),
-                                           narrow(end - low),       narrow(src),             narrow(dst),
-                                           narrow(parent),          narrow(star.lane[edge])};
+    found[at] = {narrow(star.tile[edge]), narrow(star.home[edge]), narrow(low),    narrow(end - low),
+                 narrow(src),             narrow(dst),             narrow(parent), narrow(star.lane[edge])};
   };
   for (const Group& one : grouped.groups) {
     const int64_t first = order[one.first];
@@ -128,11 +129,12 @@ std::vector<Edge> through_gateways(const Star& star, const Nodes& nodes, bool pr
         put(root++, edge, star.row[edge], star.end(edge), star.home[edge], dst, -1);
     }
   }
-  return found;
+  return {std::move(found), std::move(arrives)};
 }
 
 // The members of a ring are the ascending ranks flat[first[ring] : first[ring + 1]].
 struct Rings {
+  static constexpr std::size_t FIELDS = 2;
   Column<const int64_t> flat, first;
 
   Column<const int64_t> members(int64_t ring) const { return flat.slice(first[ring], first[ring + 1]); }
@@ -144,110 +146,71 @@ struct Hop {
   int32_t depth, ring;
 };
 
-// tile, ring: of each edge of the star. Tiles are numbered so that number % parts is the part of a rank's rows that each
-// is; on its way from a rank to one on another node, each part passes other ranks of both nodes, the `shifted` ones.
-struct Chains {
-  Star star;
-  Ints tile, ring;
-  int64_t parts;
-  Rings rings;
-  Nodes nodes;
-
-  int64_t shifted(int64_t rank, int64_t number) const {
-    const int64_t ahead = number % parts * nodes.ranks_per_node / parts;
-    return rank - rank % nodes.ranks_per_node + (rank + ahead) % nodes.ranks_per_node;
+// Hops of chains, and the hop that replaces each edge of the star. tile, ring: of each edge of the star. Tiles are numbered
+// so that number % parts is the part of a rank's rows that each is; on its way from a rank to one on another node, each
+// part passes other ranks of both nodes, the `shifted` ones.
+std::pair<Growing<Hop>, Array<int32_t>> chains(const Star& star, Ints tile, Ints ring, int64_t parts, const Rings& rings,
+                                               int64_t ranks_per_node) {
+  struct Tile {
+    int64_t low = int64_t{1} << 62, high = 0, hops = 0, home = 0, ring = 0;
+  };
+  const auto shifted = [&](int64_t rank, int64_t number) {
+    const int64_t ahead = number % parts * ranks_per_node / parts;
+    return rank - rank % ranks_per_node + (rank + ahead) % ranks_per_node;
+  };
+  Growing<Tile> tiles;
+  Growing<int64_t> ahead;  // hops to each receiver
+  for (int64_t edge = 0; edge < tile.size(); ++edge) {
+    if (tile[edge] >= tiles.count()) tiles.resize(static_cast<std::size_t>(tile[edge]) + 1);
+    Tile& own = tiles[tile[edge]];
+    const Column<const int64_t> members = rings.members(ring[edge]);
+    const int64_t steps = place_of(star.dst[edge], members) - place_of(star.home[edge], members);
+    ahead.push_back(steps < 0 ? steps + members.size() : steps);
+    own = {std::min(own.low, star.row[edge]), std::max(own.high, star.end(edge)), std::max(own.hops, ahead.back()),
+           star.home[edge], ring[edge]};
   }
-
-  std::vector<Hop> find(Column<int32_t> arrives) const {
-    struct Tile {
-      int64_t low = int64_t{1} << 62, high = 0, hops = 0, home = 0, ring = 0;
-    };
-    std::vector<Tile> tiles;
-    std::vector<int64_t> ahead;  // hops to each receiver
-    for (int64_t edge = 0; edge < tile.size(); ++edge) {
-      if (static_cast<std::size_t>(tile[edge]) >= tiles.size()) tiles.resize(static_cast<std::size_t>(tile[edge]) + 1);
-      Tile& own = tiles[static_cast<std::size_t>(tile[edge])];
-      const Column<const int64_t> members = rings.members(ring[edge]);
-      const int64_t steps = place_of(star.dst[edge], members) - place_of(star.home[edge], members);
-      ahead.push_back(steps < 0 ? steps + members.size() : steps);
-      own = {std::min(own.low, star.row[edge]), std::max(own.high, star.end(edge)), std::max(own.hops, ahead.back()),
-             star.home[edge], ring[edge]};
-    }
-    std::vector<Hop> hops;
-    std::vector<int64_t> ends, first;  // the edge that ends each hop of a tile, and where those of each tile begin
-    for (std::size_t at = 0; at < tiles.size(); ++at) {
-      const Tile& own = tiles[at];
-      first.push_back(static_cast<int64_t>(ends.size()));
-      if (own.hops == 0) continue;  // no such tile
-      const Column<const int64_t> members = rings.members(own.ring);
-      const int64_t begin = place_of(own.home, members);
-      int64_t parent = -1, depth = 0;
-      for (int64_t hop = 0; hop < own.hops; ++hop) {
-        const int64_t u = members[(begin + hop) % members.size()], v = members[(begin + hop + 1) % members.size()];
-        const bool inside = nodes.of(u) == nodes.of(v);
-        const auto number = static_cast<int64_t>(at);
-        const int64_t path[] = {u, inside ? u : shifted(u, number), inside ? v : shifted(v, number), v};
-        for (int step = 0; step < 3; ++step) {
-          if (path[step] == path[step + 1]) continue;
-          hops.push_back({{narrow(number), narrow(own.home), narrow(own.low), narrow(own.high - own.low),
-                           narrow(path[step]), narrow(path[step + 1]), narrow(parent), 0},
-                          narrow(depth++),
-                          narrow(own.ring)});
-          parent = static_cast<int64_t>(hops.size()) - 1;
-        }
-        ends.push_back(parent);
+  Growing<Hop> hops;
+  Growing<int64_t> ends, first;  // the edge that ends each hop of a tile, and where those of each tile begin
+  for (int64_t number = 0; number < tiles.count(); ++number) {
+    const Tile& own = tiles[number];
+    first.push_back(ends.count());
+    if (own.hops == 0) continue;  // no such tile
+    const Column<const int64_t> members = rings.members(own.ring);
+    const int64_t begin = place_of(own.home, members);
+    int64_t parent = -1, depth = 0;
+    for (int64_t hop = 0; hop < own.hops; ++hop) {
+      const int64_t u = members[(begin + hop) % members.size()], v = members[(begin + hop + 1) % members.size()];
+      const bool inside = u / ranks_per_node == v / ranks_per_node;
+      const int64_t path[] = {u, inside ? u : shifted(u, number), inside ? v : shifted(v, number), v};
+      for (int step = 0; step < 3; ++step) {
+        if (path[step] == path[step + 1]) continue;
+        hops.push_back({{narrow(number), narrow(own.home), narrow(own.low), narrow(own.high - own.low),
+                         narrow(path[step]), narrow(path[step + 1]), narrow(parent), 0},
+                        narrow(depth++),
+                        narrow(own.ring)});
+        parent = hops.count() - 1;
       }
+      ends.push_back(parent);
     }
-    for (int64_t edge = 0; edge < tile.size(); ++edge)
-      arrives[edge] = narrow(ends[static_cast<std::size_t>(first[static_cast<std::size_t>(tile[edge])] +
-                                                           ahead[static_cast<std::size_t>(edge)] - 1)]);
-    return hops;
   }
-};
+  Array<int32_t> arrives(tile.size());
+  for (int64_t edge = 0; edge < tile.size(); ++edge)
+    arrives[edge] = narrow(ends[first[tile[edge]] + ahead[edge] - 1]);
+  return {std::move(hops), std::move(arrives)};
+}
 
-Star star_of(Fields& own) {
-  return {own.next<Ints>("tile"), own.next<Ints>("home"), own.next<Ints>("row"),
-          own.next<Ints>("rows"), own.next<Ints>("dst"),  own.next<Ints>("lane")};
+Array<int64_t> depths(Ints parent) {
+  Array<int64_t> depth(parent.size());
+  for (int64_t edge = 0; edge < parent.size(); ++edge) depth[edge] = parent[edge] < 0 ? 0 : depth[parent[edge]] + 1;
+  return depth;
 }
 
 }  // namespace
 
-void bind_routes(nb::module_& m) {
-  m.def("through_gateways", [](nb::tuple star, int64_t ranks, int64_t ranks_per_node, bool proxies) {
-    Fields own(star);
-    const Star edges = star_of(own);
-    New<int32_t> arrives(edges.size());
-    const std::vector<Edge> found =
-        unlocked([&] { return through_gateways(edges, {ranks, ranks_per_node}, proxies, arrives); });
-    return nb::make_tuple(columns_of(found), arrives.array());
-  });
-
-  m.def("chains", [](nb::tuple star, IntsIn<"tile"> tile, IntsIn<"ring"> ring, int64_t parts,
-                     In<int64_t, "flat"> flat, In<int64_t, "first"> first, int64_t ranks_per_node) {
-    Fields own(star);
-    const Chains chains{star_of(own), tile, ring, parts, {flat, first}, {0, ranks_per_node}};
-    New<int32_t> arrives(tile.size());
-    const std::vector<Hop> hops = unlocked([&] { return chains.find(arrives); });
-    return nb::make_tuple(columns_of(hops), arrives.array());
-  });
-
-  // The position of each rank on its ring, the ascending flat[base : base + size].
-  m.def("places_on_rings", [](In<int64_t, "flat"> flat, IntsIn<"base"> base, IntsIn<"size"> size, IntsIn<"rank"> rank) {
-    New<int64_t> place(rank.size());
-    unlocked([&] {
-      for (int64_t at = 0; at < rank.size(); ++at)
-        place[at] = place_of(rank[at], flat.slice(base[at], base[at] + size[at]));
-    });
-    return place.array();
-  });
-
-  m.def("depths", [](IntsIn<"parent"> parent) {
-    New<int64_t> depth(parent.size());
-    unlocked([&] {
-      for (int64_t edge = 0; edge < parent.size(); ++edge) depth[edge] = parent[edge] < 0 ? 0 : depth[parent[edge]] + 1;
-    });
-    return depth.array();
-  });
-}
+static const Area area("routes", [](nb::module_& m) {
+  def(m, "through_gateways(star, nodes, proxies)", through_gateways);
+  def(m, "chains(star, tile, ring, parts, rings, ranks_per_node)", chains);
+  def(m, "depths(parent)", depths);
+});
 
 }  // namespace apportion

@@ -34,25 +34,28 @@ enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
 
 // `Script` of apportion/planner/simulate/program.py.
 struct Script {
+  static constexpr std::size_t FIELDS = 12;
   Column<const int64_t> ptr;
   Column<const std::uint8_t> role;
   Column<const double> work_us, end_us;
-  Column<const int64_t> launch, rank, before, after, end_ptr, ends;
+  Column<const int64_t> launch, rank, round, channel, before, after, end_ptr, ends;
 };
 
 // `Traffic` of the same.
 struct Traffic {
+  static constexpr std::size_t FIELDS = 8;
   Column<const int64_t> sender, receiver, out_port, in_port;
   Column<const double> wire_us, latency_us;
+  Column<const int64_t> bytes, tensor;
 };
 
 // `Times` of apportion/planner/simulate/engine.py; NOT_YET where something never happened.
 struct Times {
-  Column<double> begin, end;     // of instructions
-  Column<double> reached, done;  // of launches: when its channel took it up, and when it was complete
-  Column<double> ready, start;   // of transfers
-  Column<int64_t> last;          // of launches: the transfer that was complete last
-  Column<int64_t> cause;         // of transfers: the one that left the port that it had waited for
+  Array<double> begin, end;     // of instructions
+  Array<double> reached, done;  // of launches: when its channel took it up, and when it was complete
+  Array<double> ready, start;   // of transfers
+  Array<int64_t> last;          // of launches: the transfer that was complete last
+  Array<int64_t> cause;         // of transfers: the one that left the port that it had waited for
 };
 
 struct Event {
@@ -84,10 +87,11 @@ struct Launch {
 
 class Engine {
  public:
-  Engine(const Script& script, const Traffic& traffic, const Times& times, int64_t ports, double contention)
+  Engine(const Script& script, const Traffic& traffic, int64_t ports, double contention)
       : script_(script),
         traffic_(traffic),
-        times_(times),
+        times_{of(script.role, NOT_YET), of(script.role, NOT_YET),  of(script.rank, NOT_YET),  of(script.rank, NOT_YET),
+               of(traffic.sender, NOT_YET), of(traffic.sender, NOT_YET), of(script.rank, NONE), of(traffic.sender, NONE)},
         contention_(contention),
         ports_(traffic.out_port, traffic.in_port, ports),
         streams_(script.ptr.size() - 1),
@@ -98,7 +102,8 @@ class Engine {
       launches_[launch].open = script.end_ptr[launch + 1] - script.end_ptr[launch];
   }
 
-  void run() {
+  // The times; the end of each stream, and what blocks it.
+  auto run() {
     for (int64_t rank = 0; rank < streams_.size(); ++rank) advance(rank);
     while (!events_.empty()) {
       now_ = events_.top().time;
@@ -116,11 +121,19 @@ class Engine {
         ports_.can_start(transfer) ? start(transfer) : ports_.enqueue(transfer);
       }
     }
+    Array<double> clock(streams_.size());
+    Array<int64_t> blocked(streams_.size());
+    std::ranges::transform(streams_, clock.begin(), &Stream::clock);
+    std::ranges::transform(streams_, blocked.begin(), &Stream::blocked);
+    auto& [begin, end, reached, done, ready, start, last, cause] = times_;
+    return moved(begin, end, reached, done, ready, start, last, cause, clock, blocked);
   }
 
-  const Scratch<Stream>& streams() const { return streams_; }
-
  private:
+  template <class Column, class Time>
+  static Array<Time> of(const Column& items, Time time) {
+    return Array<Time>(items.size(), time);
+  }
   void happen(const Event& event) {
     switch (event.kind) {
       case Event::LAUNCHED:
@@ -296,66 +309,26 @@ class Engine {
 
   const Script script_;
   const Traffic traffic_;
-  const Times times_;
+  Times times_;
   const double contention_;
   Ports ports_;
-  Scratch<Stream> streams_;
-  Scratch<Launch> launches_;
-  Scratch<std::uint8_t> sides_;  // of each transfer: its launches that were reached
+  Array<Stream> streams_;
+  Array<Launch> launches_;
+  Array<std::uint8_t> sides_;  // of each transfer: its launches that were reached
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   double now_ = 0;
   std::vector<int64_t> fresh_, freed_;  // transfers that became ready and ports that became free, now
 };
 
-Script script_of(Fields& of) {
-  Script script;
-  script.ptr = of.next<Column<const int64_t>>("ptr");
-  script.role = of.next<Column<const std::uint8_t>>("role");
-  script.work_us = of.next<Column<const double>>("work_us");
-  script.end_us = of.next<Column<const double>>("end_us");
-  script.launch = of.next<Column<const int64_t>>("launch");
-  script.rank = of.next<Column<const int64_t>>("rank");
-  of.next<Column<const int64_t>>("round");
-  of.next<Column<const int64_t>>("channel");
-  script.before = of.next<Column<const int64_t>>("before");
-  script.after = of.next<Column<const int64_t>>("after");
-  script.end_ptr = of.next<Column<const int64_t>>("end_ptr");
-  script.ends = of.next<Column<const int64_t>>("ends");
-  return script;
-}
-
 }  // namespace
 
-void bind_simulate(nb::module_& m) {
+static const Area area("simulate", [](nb::module_& m) {
   m.attr("NONE") = NONE;
   m.attr("NOT_YET") = NOT_YET;
-  m.def("run", [](nb::tuple script, nb::tuple traffic, int64_t ports, double contention) {
-    Fields of_script(script), of_traffic(traffic);
-    const Script instructions = script_of(of_script);
-    const Traffic transfers{
-        of_traffic.next<Column<const int64_t>>("sender"),    of_traffic.next<Column<const int64_t>>("receiver"),
-        of_traffic.next<Column<const int64_t>>("out_port"),  of_traffic.next<Column<const int64_t>>("in_port"),
-        of_traffic.next<Column<const double>>("wire_us"),    of_traffic.next<Column<const double>>("latency_us"),
-    };
-    const int64_t count = instructions.role.size(), launches = instructions.rank.size();
-    const int64_t moves = transfers.sender.size(), ranks = instructions.ptr.size() - 1;
-    New<double> begin(count), end(count), reached(launches), done(launches), ready(moves), start(moves), clock(ranks);
-    New<int64_t> last(launches), cause(moves), blocked(ranks);
-    unlocked([&] {
-      const Times times{begin, end, reached, done, ready, start, last, cause};
-      for (const Column<double>& one : {times.begin, times.end, times.reached, times.done, times.ready, times.start})
-        std::fill(one.begin(), one.end(), NOT_YET);
-      for (const Column<int64_t>& one : {times.last, times.cause}) std::fill(one.begin(), one.end(), NONE);
-      Engine engine(instructions, transfers, times, ports, contention);
-      engine.run();
-      for (int64_t rank = 0; rank < ranks; ++rank) {
-        clock[rank] = engine.streams()[rank].clock;
-        blocked[rank] = engine.streams()[rank].blocked;
-      }
-    });
-    return nb::make_tuple(begin.array(), end.array(), reached.array(), done.array(), ready.array(), start.array(),
-                          last.array(), cause.array(), clock.array(), blocked.array());
-  });
-}
+  def(m, "run(script, traffic, ports, contention)",
+      +[](const Script& script, const Traffic& traffic, int64_t ports, double contention) {
+        return Engine(script, traffic, ports, contention).run();
+      });
+});
 
 }  // namespace apportion

@@ -12,14 +12,14 @@ static constexpr int64_t WALK = 16;
 Ports::Ports(Column<const int64_t> out, Column<const int64_t> in, int64_t count)
     : out_(out), in_(in), ports_(count), pair_(out.size()), in_queue_(out.size()) {
   for (const int64_t port : in) ports_[port].side = IN;
-  Scratch<int64_t> keys(out.size()), order(out.size());
+  Array<int64_t> keys(out.size()), order(out.size());
   for (int64_t transfer = 0; transfer < out.size(); ++transfer) keys[transfer] = out[transfer] * count + in[transfer];
   stable_order(keys, order);
   for (const int64_t transfer : order) {
     if (pair_keys_.empty() || pair_keys_.back() != keys[transfer]) pair_keys_.push_back(keys[transfer]);
     pair_[transfer] = static_cast<int64_t>(pair_keys_.size()) - 1;
   }
-  queues_ = Scratch<Queue>(count + static_cast<int64_t>(pair_keys_.size()));
+  queues_ = Array<Queue>(count + static_cast<int64_t>(pair_keys_.size()));
 }
 
 void Ports::occupy(int64_t transfer) {

@@ -10,7 +10,7 @@
 #include <array>
 #include <vector>
 
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -60,11 +60,11 @@ class Ports {
   void drop_idle(std::int64_t port);
 
   Column<const std::int64_t> out_, in_;
-  Scratch<Port> ports_;
+  Array<Port> ports_;
   std::vector<std::int64_t> pair_keys_;  // out port * ports + in port, rising
-  Scratch<std::int64_t> pair_;           // of each transfer, which of these
-  Scratch<Queue> queues_;                // of ports, then of pairs
-  Scratch<std::array<Neighbours, 3>> in_queue_;  // of each transfer, by side
+  Array<std::int64_t> pair_;           // of each transfer, which of these
+  Array<Queue> queues_;                // of ports, then of pairs
+  Array<std::array<Neighbours, 3>> in_queue_;  // of each transfer, by side
   std::array<std::vector<std::int64_t>, 2> idle_;  // the free ports of each side with waiting transfers
 };
 

@@ -7,7 +7,6 @@
 #include <unordered_map>
 
 #include "bind.hpp"
-#include "growing.hpp"
 #include "ir/areas.hpp"
 #include "ir/fusion.hpp"
 #include "ir/messages.hpp"
@@ -25,7 +24,8 @@ enum Role : std::uint8_t { WORK, LAUNCH, WAIT };
 
 // Bytes by tensor: `_sizes` of apportion/planner/simulate/program.py.
 struct Sizes {
-  Matrix<const int64_t> rows;
+  using Given = Matrix<const int64_t>;
+  explicit Sizes(const Given& given) : rows(given) {}
 
   // of a row of one head: of an accumulator, in the model's dtype, as it travels, and as a result
   int64_t wide(Tensor tensor) const { return of(0, tensor); }
@@ -37,17 +37,21 @@ struct Sizes {
 
  private:
   int64_t of(int64_t row, Tensor tensor) const { return rows[row][static_cast<int64_t>(tensor)]; }
+
+  Given rows;
 };
 
 // Tables by op: kernels, multiplications of projections, and how often operands of row operations are read or written, by
 // whether the row is the first into a sum and by op.
 struct Ops {
+  static constexpr std::size_t FIELDS = 3;
   Column<const int64_t> kernels, products;
   Matrix<const int64_t> passes;
 };
 
 // The cluster; [0] is within a node, [1] between nodes. Ranks of a node share its NICs evenly, neighbours together.
 struct Links {
+  static constexpr std::size_t FIELDS = 5;
   int64_t ranks, ranks_per_node, nics_per_node;
   Column<const double> rate, latency_us;  // bytes a microsecond
 
@@ -64,6 +68,8 @@ struct Links {
 struct Script {
   Growing<std::uint8_t> role;
   Numbers launch, rank, round, channel, before, after, end_ptr, ends;
+
+  auto fields() { return moved(role, launch, rank, round, channel, before, after, end_ptr, ends); }
 };
 
 // `Traffic` of the same.
@@ -71,30 +77,37 @@ struct Traffic {
   Numbers sender, receiver, out_port, in_port;
   Growing<double> wire_us, latency_us;
   Numbers bytes, tensor;
+
+  auto fields() { return moved(sender, receiver, out_port, in_port, wire_us, latency_us, bytes, tensor); }
 };
 
 // Attention tasks and their instructions: `PricedTasks` of the same.
 struct Tasks {
   Numbers rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated;
+
+  auto fields() { return moved(rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated); }
 };
 
 // Work on rows besides attention: `RowWork` of the same.
 struct RowWork {
-  Numbers moved, cast, kernels, messages, projection, projected, products;
+  Numbers bytes, cast, kernels, messages, projection, projected, products;
+
+  auto fields() { return moved(bytes, cast, kernels, messages, projection, projected, products); }
 };
 
 // unmatched: round, sender, receiver, and the numbers of tiles on both sides, for the first mismatch in the order of
 // `Traffic`. unlaunched: rank and round of a wait. Both are empty for programs that can run.
 struct Faults {
   Numbers unmatched, unlaunched;
+
+  auto fields() { return moved(unmatched, unlaunched); }
 };
 
 // The launches before and after each one in its channel, NONE for none; by rank.
-void link_channels(const Numbers& rank, const Numbers& channel, Numbers& before, Numbers& after) {
-  before.fill(rank.count(), NONE);
-  after.fill(rank.count(), NONE);
+std::tuple<Numbers, Numbers> link_channels(Column<const int64_t> rank, Column<const int64_t> channel) {
+  Numbers before(rank.size(), NONE), after(before);
   std::unordered_map<int64_t, int64_t> newest;
-  for (int64_t launch = 0; launch < rank.count(); ++launch) {
+  for (int64_t launch = 0; launch < rank.size(); ++launch) {
     if (launch > 0 && rank[launch] != rank[launch - 1]) newest.clear();
     const auto [found, is_first] = newest.try_emplace(channel[launch], launch);
     if (is_first) continue;
@@ -102,18 +115,19 @@ void link_channels(const Numbers& rank, const Numbers& channel, Numbers& before,
     after[found->second] = launch;
     found->second = launch;
   }
+  return moved(before, after);
 }
 
-// The transfers of each launch: those that it sends, those that it receives.
-void list_ends(const Numbers& sender, const Numbers& receiver, int64_t launches, Numbers& ptr, Numbers& ends) {
-  ptr.fill(launches + 1, 0);
-  for (const Numbers* side : {&sender, &receiver})
-    for (const int64_t launch : *side) ++ptr[launch + 1];
+// The transfers of each launch: those that it sends, those that it receives; where those of each begin, and they.
+std::tuple<Numbers, Numbers> list_ends(Column<const int64_t> sender, Column<const int64_t> receiver, int64_t launches) {
+  Numbers ptr(launches + 1), ends(2 * sender.size());
+  for (const auto& side : {sender, receiver})
+    for (const int64_t launch : side) ++ptr[launch + 1];
   for (int64_t launch = 0; launch < launches; ++launch) ptr[launch + 1] += ptr[launch];
   Numbers next(ptr);
-  ends.resize(2 * sender.size());
-  for (const Numbers* side : {&sender, &receiver})
-    for (int64_t transfer = 0; transfer < side->count(); ++transfer) ends[next[(*side)[transfer]]++] = transfer;
+  for (const auto& side : {sender, receiver})
+    for (int64_t transfer = 0; transfer < side.size(); ++transfer) ends[next[side[transfer]]++] = transfer;
+  return moved(ptr, ends);
 }
 
 class Preparation {
@@ -130,7 +144,7 @@ class Preparation {
 
   void prepare(const RowSizes& rows, Column<const int64_t> home_rows, double post_us) {
     for (Numbers* one : {&row_work.cast, &row_work.kernels, &row_work.messages}) one->fill(programs_.ranks(), 0);
-    row_work.moved.fill(programs_.op.size(), 0);
+    row_work.bytes.fill(programs_.op.size(), 0);
     done_.fill(programs_.lists[ROWOPS].size(), 0);
     for (const Complete& sum : fusion_.sums) subtract(sum.delivered, done_);
     subtract(fusion_.rowops, done_);
@@ -138,7 +152,7 @@ class Preparation {
     post(group(programs_, rows));
     meet(post_us);
     if (!faults.unmatched.empty() || !faults.unlaunched.empty()) return;
-    list_ends(traffic.sender, traffic.receiver, script.rank.count(), script.end_ptr, script.ends);
+    std::tie(script.end_ptr, script.ends) = list_ends(traffic.sender, traffic.receiver, script.rank.count());
     programs_.each_step([&](const Step& step) { work(step); });
     if (is_backward_) cast(home_rows);
   }
@@ -177,7 +191,7 @@ class Preparation {
           faults.unlaunched = {rank, programs_.round[step.at]};
       });
     }
-    link_channels(script.rank, script.channel, script.before, script.after);
+    std::tie(script.before, script.after) = link_channels(script.rank, script.channel);
   }
 
   int64_t rank_of(int64_t tile) const { return script.rank[launch_of_[tile]]; }
@@ -225,10 +239,8 @@ class Preparation {
   }
 
   void meet(double post_us) {
-    Growing<std::uint8_t> agreed(launch_of_.size());
-    Numbers mate(launch_of_.size()), sends, keys;
-    match(programs_, {}, {mate.data(), programs_.send.size()},
-          {reinterpret_cast<bool*>(agreed.data()), programs_.send.size()});
+    Numbers sends, keys;
+    const Array<int64_t> mate = match(programs_, {}).first;
     if (std::find(mate.begin(), mate.end(), NONE) != mate.end()) return tell_unmatched(mate);
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile) {
       if (programs_.send[tile] == 0) continue;
@@ -236,7 +248,7 @@ class Preparation {
       keys.push_back(order_of(tile));
     }
     Numbers order(sends.size());
-    stable_order({keys.data(), keys.count()}, {order.data(), order.count()});
+    stable_order(keys, order);
     for (const int64_t i : order) meet(sends[i], mate[sends[i]], post_us);
   }
 
@@ -256,7 +268,7 @@ class Preparation {
     traffic.tensor.push_back(programs_.tensor[operand]);
   }
 
-  void tell_unmatched(const Numbers& mate) {
+  void tell_unmatched(Column<const int64_t> mate) {
     int64_t first = NONE, counts[2] = {};
     for (int64_t tile = 0; tile < programs_.send.size(); ++tile)
       if (mate[tile] == NONE && (first == NONE || order_of(tile) < order_of(first))) first = tile;
@@ -285,7 +297,7 @@ class Preparation {
       attend(step);
     }
     if (starts) row_work.kernels[step.rank] += ops_.kernels[programs_.op[step.at]];
-    row_work.moved[at] = moved;
+    row_work.bytes[at] = moved;
   }
 
   int64_t operand(const Step& step, int64_t column, int64_t row) const {
@@ -464,45 +476,16 @@ class Preparation {
 
 }  // namespace
 
-void bind_script(nb::module_& m) {
-  m.def("prepare", [](nb::tuple programs, nb::tuple rows, int64_t alignment, In2<int64_t, "sizes"> sizes, nb::tuple ops,
-                      int64_t ranks_per_node, int64_t nics_per_node, In<double, "rate"> rate,
-                      In<double, "latency_us"> latency_us, double post_us, In<int64_t, "home_rows"> home_rows,
-                      bool is_backward) {
-    Fields of_programs(programs), of_rows(rows), of_ops(ops);
-    const Programs given = programs_of(of_programs);
-    const RowSizes where = row_sizes(of_rows, alignment);
-    const Ops by_op{of_ops.next<Column<const int64_t>>("kernels"), of_ops.next<Column<const int64_t>>("products"),
-                    of_ops.next<Matrix<const int64_t>>("passes")};
-    const Sizes bytes{sizes};
-    const Links links{given.ranks(), ranks_per_node, nics_per_node, rate, latency_us};
-    auto [script, traffic, tasks, row_work, faults] = unlocked([&] {
-      Preparation made(given, where.heads, bytes, by_op, links, is_backward);
-      made.prepare(where, home_rows, post_us);
-      return std::tuple(std::move(made.script), std::move(made.traffic), std::move(made.tasks), std::move(made.row_work),
-                        std::move(made.faults));
-    });
-    return nb::make_tuple(
-        arrays_of(faults.unmatched, faults.unlaunched),
-        arrays_of(script.role, script.launch, script.rank, script.round, script.channel, script.before, script.after,
-                  script.end_ptr, script.ends),
-        arrays_of(traffic.sender, traffic.receiver, traffic.out_port, traffic.in_port, traffic.wire_us,
-                  traffic.latency_us, traffic.bytes, traffic.tensor),
-        arrays_of(tasks.rows, tasks.keys, tasks.pairs, tasks.heads, tasks.kv_heads, tasks.diagonals, tasks.first,
-                  tasks.at, tasks.accumulated),
-        arrays_of(row_work.moved, row_work.cast, row_work.kernels, row_work.messages, row_work.projection, row_work.projected,
-                  row_work.products));
-  });
-  m.def("link_channels", [](In<int64_t, "rank"> rank, In<int64_t, "channel"> channel) {
-    Numbers before, after;
-    link_channels({rank.begin(), rank.end()}, {channel.begin(), channel.end()}, before, after);
-    return arrays_of(before, after);
-  });
-  m.def("list_ends", [](In<int64_t, "sender"> sender, In<int64_t, "receiver"> receiver, int64_t launches) {
-    Numbers ptr, ends;
-    list_ends({sender.begin(), sender.end()}, {receiver.begin(), receiver.end()}, launches, ptr, ends);
-    return arrays_of(ptr, ends);
-  });
-}
+static const Area area("script", [](nb::module_& m) {
+  def(m, "prepare(programs, sizes, bytes, ops, links, post_us, home_rows, is_backward)",
+      +[](const Programs& programs, const RowSizes& rows, const Sizes& bytes, const Ops& ops, const Links& links,
+          double post_us, Column<const int64_t> home_rows, bool is_backward) {
+        Preparation made(programs, rows.heads, bytes, ops, links, is_backward);
+        made.prepare(rows, home_rows, post_us);
+        return moved(made.faults, made.script, made.traffic, made.tasks, made.row_work);
+      });
+  def(m, "link_channels(rank, channel)", link_channels);
+  def(m, "list_ends(sender, receiver, launches)", list_ends);
+});
 
 }  // namespace apportion

@@ -21,14 +21,14 @@ namespace {
 constexpr int64_t COLUMNS = 11;  // of `Tasks`
 
 struct Tasks {
-  std::vector<Ints> columns;
+  using Given = std::vector<Ints>;
+  explicit Tasks(const Given& given)
+      : columns(given), rank(given[0]), row(given[1]), rows(given[2]), k(given[3]), k0(given[4]), k1(given[5]),
+        dmin(given[6]), dmax(given[7]), edge(given[8]) {}
+
+  Given columns;
   Ints rank, row, rows, k, k0, k1, dmin, dmax, edge;
 
-  explicit Tasks(Fields& own) {
-    for (int64_t column = 0; column < COLUMNS; ++column) columns.push_back(own.next<Ints>("tasks"));
-    rank = columns[0], row = columns[1], rows = columns[2], k = columns[3], k0 = columns[4], k1 = columns[5];
-    dmin = columns[6], dmax = columns[7], edge = columns[8];
-  }
   int64_t size() const { return rank.size(); }
   int64_t keys(int64_t task) const { return k1[task] - k0[task]; }
 };
@@ -36,11 +36,13 @@ struct Tasks {
 enum : int64_t { ROW = 1, ROWS = 2, K0 = 4, K1 = 5, DMIN = 6, DMAX = 7 };  // columns of results
 
 struct Edges {
+  static constexpr std::size_t FIELDS = 6;
   Ints tile, row, rows, dst, lane, round;
 };
 
 // Work of ranks. share: [stages]; visit: stages in the order in which they are filled, the first `apart` by themselves.
 struct Filling {
+  static constexpr std::size_t FIELDS = 3;
   Column<const double> share;
   Column<const int64_t> visit;
   int64_t apart;
@@ -54,25 +56,24 @@ void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> wor
     int64_t total = 0, done = 0, now = 0;
   };
   const int64_t stages = filling.share.size();
-  std::vector<int64_t> storage(static_cast<std::size_t>(ranks * stages));
-  const Matrix<int64_t> load(storage.data(), ranks, stages, stages);
-  std::vector<Rank> all(static_cast<std::size_t>(ranks));
+  const Array2<int64_t> load(ranks, stages);
+  const Array<Rank> all(ranks);
   for (int64_t task = 0; task < rank.size(); ++task) {
-    all[static_cast<std::size_t>(rank[task])].total += work[task];
+    all[rank[task]].total += work[task];
     if (edge[task] >= 0) load[rank[task]][stage[task]] += work[task];
   }
-  std::vector<double> due;
+  Growing<double> due;
   for (const int64_t one : filling.visit) due.push_back((due.empty() ? 0.0 : due.back()) + filling.share[one]);
-  for (int64_t one = 0; one < ranks; ++one) all[static_cast<std::size_t>(one)].done = load[one][filling.visit[0]];
+  for (int64_t one = 0; one < ranks; ++one) all[one].done = load[one][filling.visit[0]];
   for (const int64_t task : order) {
     if (edge[task] >= 0) continue;
-    Rank& own = all[static_cast<std::size_t>(rank[task])];
+    Rank& own = all[rank[task]];
     const Column<int64_t> loads = load[rank[task]];
     const auto total = static_cast<double>(own.total);
     const auto is_full = [&] {
       const int64_t at = filling.visit[own.now];
       if (own.now < filling.apart) return static_cast<double>(loads[at]) >= total * filling.share[at];
-      return static_cast<double>(own.done) >= total * due[static_cast<std::size_t>(own.now)];
+      return static_cast<double>(own.done) >= total * due[own.now];
     };
     while (own.now < filling.visit.size() - 1 && is_full()) own.done += loads[filling.visit[++own.now]];
     const int64_t at = filling.visit[own.now];
@@ -84,7 +85,10 @@ void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> wor
 
 // Strips of tasks: each in so many equal `parts`, and behind these two strips of `tail` rows, where that is not 0; each
 // with the keys that its rows see.
-void cut(const Tasks& tasks, Column<const int64_t> parts, Column<const int64_t> tails, Matrix<int32_t> out) {
+Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<const int64_t> tails) {
+  int64_t strips = 0;
+  for (int64_t task = 0; task < tasks.size(); ++task) strips += parts[task] + 2 * (tails[task] > 0);
+  Array2<int32_t> out(COLUMNS, strips);
   const auto put = [&](int64_t column, int64_t at, int64_t value) { out[column][at] = static_cast<int32_t>(value); };
   int64_t at = 0;
   for (int64_t task = 0; task < tasks.size(); ++task) {
@@ -113,23 +117,23 @@ void cut(const Tasks& tasks, Column<const int64_t> parts, Column<const int64_t> 
       put(DMAX, at, std::min(dmax - shift, high - low - 1));
     }
   }
+  return out;
 }
 
 // The edge whose tile arrives with each edge's and lies behind it, -1 for none: tiles that arrive together lie in the
 // order of their numbers.
-std::vector<int32_t> following(const Edges& edges, int64_t ranks) {
+Array<int32_t> following(const Edges& edges, int64_t ranks) {
   const int64_t count = edges.dst.size();
-  std::vector<int32_t> order(static_cast<std::size_t>(count)), after(static_cast<std::size_t>(count), -1);
+  Array<int32_t> order(count), after(count, -1);
   std::iota(order.begin(), order.end(), 0);
   const auto earlier = [&](int64_t one, int64_t two) { return edges.tile[one] < edges.tile[two]; };
   if (!std::is_sorted(order.begin(), order.end(), earlier)) std::stable_sort(order.begin(), order.end(), earlier);
   int64_t rounds = 1;
   for (int64_t edge = 0; edge < count; ++edge) rounds = std::max(rounds, edges.round[edge] + 1);
-  std::vector<int32_t> last(static_cast<std::size_t>(2 * ranks * rounds), -1);
+  const Array<int32_t> last(2 * ranks * rounds, -1);
   for (const int32_t edge : order) {
-    int32_t& before =
-        last[static_cast<std::size_t>(2 * (edges.dst[edge] * rounds + edges.round[edge]) + (edges.lane[edge] & 1))];
-    if (before >= 0) after[static_cast<std::size_t>(before)] = edge;
+    int32_t& before = last[2 * (edges.dst[edge] * rounds + edges.round[edge]) + (edges.lane[edge] & 1)];
+    if (before >= 0) after[before] = edge;
     before = edge;
   }
   return after;
@@ -148,86 +152,81 @@ class Merging {
           Column<const int64_t> shift, const Edges& edges)
       : tasks_(tasks),
         edges_(edges),
-        step_(size()),
-        into_(size()),
-        by_step_(size()),
+        step_(tasks.size()),
+        into_(tasks.size()),
+        by_step_(tasks.size()),
         after_(following(edges, ranks)),
-        row_(size()) {
+        row_(tasks.size()) {
     int64_t most = 0;
     for (int64_t task = 0; task < tasks.size(); ++task) {
-      const auto at = static_cast<std::size_t>(task);
-      step_[at] = static_cast<int32_t>(tasks.rank[task] * stages + stage[task]);
-      row_[at] = shift[tasks.k[task]] + tasks.k0[task];
-      if (tasks.edge[task] >= 0) row_[at] -= edges.row[tasks.edge[task]];
+      step_[task] = static_cast<int32_t>(tasks.rank[task] * stages + stage[task]);
+      row_[task] = shift[tasks.k[task]] + tasks.k0[task];
+      if (tasks.edge[task] >= 0) row_[task] -= edges.row[tasks.edge[task]];
       most = std::max(most, query[task]);
     }
-    counting_order(Column<const int32_t>(step_.data(), tasks.size()), ranks * stages,
-                   Column<int32_t>(by_step_.data(), tasks.size()));
-    std::vector<int32_t> last(static_cast<std::size_t>(most + 1), -1);  // task of each query row, in any step
+    counting_order<Column<int32_t>, int32_t>(step_, ranks * stages, by_step_);
+    const Array<int32_t> last(most + 1, -1);  // task of each query row, in any step
     for (const int32_t task : by_step_) {
-      const int32_t before = std::exchange(last[static_cast<std::size_t>(query[task])], task);
+      const int32_t before = std::exchange(last[query[task]], task);
       if (!joins(before, task)) {
-        into_[static_cast<std::size_t>(task)] = static_cast<int32_t>(merged_.size());
-        merged_.push_back({task, step_[static_cast<std::size_t>(task)], tasks.keys(task), tasks.dmin[task]});
+        into_[task] = static_cast<int32_t>(merged_.size());
+        merged_.push_back({task, step_[task], tasks.keys(task), tasks.dmin[task]});
       }
     }
     sort();
   }
 
-  int64_t merged() const { return static_cast<int64_t>(merged_.size()); }
-
-  void write(Column<const int32_t> stage, Matrix<int32_t> columns, Column<int32_t> made) const {
+  // The merged tasks in the order of a program, the ranges of keys of each, and their stages.
+  auto made(Column<const int32_t> stage) const {
+    Array2<int32_t> columns(COLUMNS, order_.count());
+    Array<int32_t> stage_of(order_.count());
     for (int64_t column = 0; column < COLUMNS; ++column)
-      for (int64_t at = 0; at < merged(); ++at)
+      for (int64_t at = 0; at < order_.count(); ++at)
         columns[column][at] = static_cast<int32_t>(tasks_.columns[static_cast<std::size_t>(column)][at_(at).first]);
-    for (int64_t at = 0; at < merged(); ++at) {
+    for (int64_t at = 0; at < order_.count(); ++at) {
       columns[K1][at] = columns[K0][at] + static_cast<int32_t>(at_(at).count);
       columns[DMIN][at] = static_cast<int32_t>(at_(at).low);
-      made[at] = stage[at_(at).first];
+      stage_of[at] = stage[at_(at).first];
     }
-  }
-
-  // By merged task, by its place in the program; in each as they are joined.
-  void write_parts(Column<int32_t> of, Column<int32_t> edge, Column<int32_t> keys, Column<int64_t> row) const {
-    std::vector<int32_t> number(order_.size()), place(order_.size() + 1);
-    for (std::size_t at = 0; at < order_.size(); ++at)
-      number[static_cast<std::size_t>(order_[at])] = static_cast<int32_t>(at);
-    for (const int32_t one : into_) ++place[static_cast<std::size_t>(number[static_cast<std::size_t>(one)]) + 1];
-    std::partial_sum(place.begin(), place.end(), place.begin());
-    for (const int32_t task : by_step_) {
-      const int32_t one = number[static_cast<std::size_t>(into_[static_cast<std::size_t>(task)])];
-      const int32_t at = place[static_cast<std::size_t>(one)]++;
-      of[at] = one;
-      edge[at] = static_cast<int32_t>(tasks_.edge[task]);
-      keys[at] = static_cast<int32_t>(tasks_.keys(task));
-      row[at] = row_[static_cast<std::size_t>(task)];
-    }
+    return std::tuple(std::move(columns), parts(), std::move(stage_of));
   }
 
  private:
-  std::size_t size() const { return static_cast<std::size_t>(tasks_.size()); }
-  const Merged& at_(int64_t place) const {
-    return merged_[static_cast<std::size_t>(order_[static_cast<std::size_t>(place)])];
+  // By merged task, by its place in the program; in each as they are joined: that task, edges, rows, and keys.
+  std::tuple<Array<int32_t>, Array<int32_t>, Array<int64_t>, Array<int32_t>> parts() const {
+    const int64_t count = tasks_.size();
+    Array<int32_t> of(count), edge(count), keys(count), number(order_.count()), place(order_.count() + 1);
+    Array<int64_t> row(count);
+    for (int64_t at = 0; at < order_.count(); ++at) number[order_[at]] = static_cast<int32_t>(at);
+    for (const int32_t one : into_) ++place[number[one] + 1];
+    std::partial_sum(place.begin(), place.end(), place.begin());
+    for (const int32_t task : by_step_) {
+      const int32_t one = number[into_[task]], at = place[one]++;
+      of[at] = one;
+      edge[at] = static_cast<int32_t>(tasks_.edge[task]);
+      keys[at] = static_cast<int32_t>(tasks_.keys(task));
+      row[at] = row_[task];
+    }
+    return moved(of, edge, row, keys);
   }
+  const Merged& at_(int64_t place) const { return merged_[order_[place]]; }
 
   // Joins a task to that of one before, if it can.
   bool joins(int64_t before, int64_t task) {
     if (before < 0) return false;
-    const auto at = static_cast<std::size_t>(task), earlier = static_cast<std::size_t>(before);
     const int64_t rows = tasks_.rows[task], edge = tasks_.edge[task], of = tasks_.edge[before];
-    if (step_[earlier] != step_[at] || tasks_.rows[before] != rows) return false;
-    const int64_t end = row_[earlier] + tasks_.keys(before);
-    const bool beside = of == edge ? end == row_[at]
-                                   : of >= 0 && edge >= 0 && after_[static_cast<std::size_t>(of)] == edge &&
-                                         row_[at] == 0 && end == edges_.rows[of];
-    Merged& part = merged_[static_cast<std::size_t>(into_[earlier])];
+    if (step_[before] != step_[task] || tasks_.rows[before] != rows) return false;
+    const int64_t end = row_[before] + tasks_.keys(before);
+    const bool beside = of == edge ? end == row_[task]
+                                   : of >= 0 && edge >= 0 && after_[of] == edge && row_[task] == 0 && end == edges_.rows[of];
+    Merged& part = merged_[into_[before]];
     // one band over both: the same diagonals, or edges of the band that lie outside either part
     const int64_t begin = tasks_.dmin[task] - part.count;
     const bool same = begin == part.low || (part.low == 1 - part.count && begin <= part.low);
     if (!beside || !same || tasks_.dmax[task] != std::min(tasks_.dmax[part.first] + part.count, rows - 1)) return false;
     part.low = begin;
     part.count += tasks_.keys(task);
-    into_[at] = into_[earlier];
+    into_[task] = into_[before];
     return true;
   }
 
@@ -235,63 +234,37 @@ class Merging {
   void sort() {
     order_.resize(merged_.size());
     std::iota(order_.begin(), order_.end(), 0);
-    const auto of = [&](int64_t one) -> const Merged& { return merged_[static_cast<std::size_t>(one)]; };
     const auto is_cut = [&](int64_t one) {
-      const Merged& task = of(one);
+      const Merged& task = merged_[one];
       return task.low > 1 - task.count || tasks_.dmax[task.first] < tasks_.rows[task.first] - 1;
     };
     const auto longer = [&](int64_t one, int64_t two) {
-      return tasks_.rows[of(one).first] > tasks_.rows[of(two).first];
+      return tasks_.rows[merged_[one].first] > tasks_.rows[merged_[two].first];
     };
     for (auto begin = order_.begin(), end = begin; begin != order_.end(); begin = end) {
-      while (end != order_.end() && of(*end).step == of(*begin).step) ++end;
+      while (end != order_.end() && merged_[*end].step == merged_[*begin].step) ++end;
       std::stable_sort(begin, std::stable_partition(begin, end, is_cut), longer);
     }
   }
 
   const Tasks& tasks_;
   const Edges& edges_;
-  std::vector<int32_t> step_, into_, by_step_, after_, order_;
-  std::vector<int64_t> row_;  // first key row, where the keys are
-  std::vector<Merged> merged_;
+  Array<int32_t> step_, into_, by_step_, after_;
+  Growing<int32_t> order_;
+  Array<int64_t> row_;  // first key row, where the keys are
+  Growing<Merged> merged_;
 };
 
 }  // namespace
 
-void bind_stages(nb::module_& m) {
-  m.def("fill", [](Out<int32_t, "stage"> stage, IntsIn<"rank"> rank, IntsIn<"edge"> edge, In<int64_t, "work"> work,
-                   int64_t ranks, In<double, "share"> share, In<int64_t, "order"> order, In<int64_t, "visit"> visit,
-                   int64_t apart) {
-    unlocked([&] { fill(stage, rank, edge, work, ranks, {share, visit, apart}, order); });
-  });
-
-  m.def("cut", [](nb::tuple tasks, In<int64_t, "parts"> parts, In<int64_t, "tails"> tails) {
-    Fields own(tasks);
-    const Tasks given(own);
-    int64_t count = 0;
-    for (int64_t task = 0; task < given.size(); ++task) count += parts[task] + 2 * (tails[task] > 0);
-    New2<int32_t> columns(COLUMNS, count);
-    unlocked([&] { cut(given, parts, tails, columns); });
-    return columns.array();
-  });
-
-  m.def("merge", [](nb::tuple tasks, In<int32_t, "stage"> stage, int64_t stages, int64_t ranks, IntsIn<"query"> query,
-                    In<int64_t, "shift"> shift, nb::tuple edges) {
-    Fields own(tasks), of_edges(edges);
-    const Tasks given(own);
-    const Edges tiles{of_edges.next<Ints>("tile"), of_edges.next<Ints>("row"),  of_edges.next<Ints>("rows"),
-                      of_edges.next<Ints>("dst"),  of_edges.next<Ints>("lane"), of_edges.next<Ints>("round")};
-    const Merging made = unlocked([&] { return Merging(given, stage, stages, ranks, query, shift, tiles); });
-    New2<int32_t> columns(COLUMNS, made.merged());
-    New<int32_t> stage_of(made.merged()), of(given.size()), edge(given.size()), keys(given.size());
-    New<int64_t> row(given.size());
-    unlocked([&] {
-      made.write(stage, columns, stage_of);
-      made.write_parts(of, edge, keys, row);
-    });
-    const nb::object parts = nb::make_tuple(of.array(), edge.array(), row.array(), keys.array());
-    return nb::make_tuple(columns.array(), parts, stage_of.array());
-  });
-}
+static const Area area("stages", [](nb::module_& m) {
+  def(m, "fill(stage, rank, edge, work, ranks, filling, order)", fill);
+  def(m, "cut(tasks, parts, tails)", cut);
+  def(m, "merge(tasks, stage, stages, ranks, query, shift, edges)",
+      +[](const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
+          Column<const int64_t> shift, const Edges& edges) {
+        return Merging(tasks, stage, stages, ranks, query, shift, edges).made(stage);
+      });
+});
 
 }  // namespace apportion

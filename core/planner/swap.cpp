@@ -1,9 +1,10 @@
 // Local search by swaps between the heaviest bin and a lighter one: apportion/planner/solvers/partition/swap.py.
 #include <array>
+#include <numeric>
 #include <vector>
 
 #include "bind.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -48,35 +49,33 @@ struct Exchange {
 class Swaps {
  public:
   // allowed: [items, bins], or [0, bins] if all items allow any.
-  Swaps(std::vector<Item> items, std::vector<Bin> bins, Matrix<const bool> allowed)
+  Swaps(Growing<Item> items, Growing<Bin> bins, Matrix<const bool> allowed)
       : items_(std::move(items)), bins_(std::move(bins)), allowed_(allowed) {}
 
   // Repeats until no bin's time is above the goal, or nothing helps.
   void improve(double goal) {
-    const auto steps = static_cast<std::size_t>(STEPS) * bins_.size();
-    for (std::size_t step = 0; step < steps && improve_once(goal); ++step) {
-    }
+    for (int64_t step = 0; step < STEPS * bins_.count() && improve_once(goal);) ++step;
   }
-  const std::vector<Bin>& bins() const { return bins_; }
+  const Growing<Bin>& bins() const { return bins_; }
 
  private:
-  const Item& at(int64_t place) const { return items_[static_cast<std::size_t>(place)]; }
-  bool may(int64_t place, std::size_t bin) const {
-    return allowed_.rows() == 0 || allowed_[at(place).number][static_cast<int64_t>(bin)];
+  const Item& at(int64_t place) const { return items_[place]; }
+  bool may(int64_t place, int64_t bin) const {
+    return allowed_.rows() == 0 || allowed_[at(place).number][bin];
   }
 
   bool improve_once(double goal) {
-    std::vector<double> time;
+    Growing<double> time;
     for (const Bin& bin : bins_) time.push_back(bin.time());
-    const auto heavy = static_cast<std::size_t>(std::max_element(time.begin(), time.end()) - time.begin());
+    const int64_t heavy = std::max_element(time.begin(), time.end()) - time.begin();
     if (time[heavy] <= goal) return false;
-    std::vector<std::size_t> light(bins_.size());
-    for (std::size_t bin = 0; bin < light.size(); ++bin) light[bin] = bin;
+    Growing<int64_t> light(bins_.count());
+    std::iota(light.begin(), light.end(), 0);
     std::stable_sort(light.begin(), light.end(), [&](auto one, auto two) { return time[one] < time[two]; });
     Exchange best;
     Bin* other = nullptr;
     double least = time[heavy];
-    for (std::size_t number = 0; number < light.size(); ++number) {
+    for (int64_t number = 0; number < light.count(); ++number) {
       if (number % BINS == 0 && other) break;
       if (light[number] == heavy) continue;
       const double before = least;
@@ -96,7 +95,7 @@ class Swaps {
   }
 
   // Lowers `least`, the heavier of two bins after the best exchange, if one is better.
-  void look(std::size_t heavy, std::size_t light, double& least, Exchange& best) const {
+  void look(int64_t heavy, int64_t light, double& least, Exchange& best) const {
     const Bin &from = bins_[heavy], &to = bins_[light];
     Places theirs;
     for (const int64_t place : to.held)
@@ -135,36 +134,35 @@ class Swaps {
     }
   }
 
-  std::vector<Item> items_;  // by place
-  std::vector<Bin> bins_;
+  Growing<Item> items_;  // by place
+  Growing<Bin> bins_;
   Matrix<const bool> allowed_;
 };
 
+// order: of items, by rising size.
+void improve(Column<int64_t> assigned, Column<const int64_t> order, Column<const int64_t> weights,
+             Column<const int64_t> sizes, Column<const int64_t> caps, Column<const double> speeds,
+             Matrix<const bool> allowed, double goal) {
+  Growing<Bin> bins(caps.size());
+  for (int64_t bin = 0; bin < caps.size(); ++bin) {
+    bins[bin].cap = caps[bin];
+    bins[bin].speed = speeds[bin];
+  }
+  Growing<Item> items;
+  for (const int64_t item : order) {
+    items.push_back({item, weights[item], sizes[item]});
+    if (assigned[item] >= 0) bins[assigned[item]].take(items.count() - 1, items.back());
+  }
+  Swaps swaps(items, std::move(bins), allowed);
+  swaps.improve(goal);
+  for (int64_t bin = 0; bin < caps.size(); ++bin)
+    for (const int64_t place : swaps.bins()[bin].held) assigned[items[place].number] = bin;
+}
+
 }  // namespace
 
-void bind_swap(nb::module_& m) {
-  m.def("improve", [](Out<int64_t, "assigned"> assigned, In<int64_t, "order"> order, In<int64_t, "weights"> weights,
-                      In<int64_t, "sizes"> sizes, In<int64_t, "caps"> caps, In<double, "speeds"> speeds,
-                      In2<bool, "allowed"> allowed, double goal) {
-    unlocked([&] {
-      std::vector<Bin> bins(static_cast<std::size_t>(caps.size()));
-      for (int64_t bin = 0; bin < caps.size(); ++bin) {
-        bins[static_cast<std::size_t>(bin)].cap = caps[bin];
-        bins[static_cast<std::size_t>(bin)].speed = speeds[bin];
-      }
-      std::vector<Item> items;
-      for (const int64_t item : order) {
-        items.push_back({item, weights[item], sizes[item]});
-        if (assigned[item] < 0) continue;
-        bins[static_cast<std::size_t>(assigned[item])].take(static_cast<int64_t>(items.size()) - 1, items.back());
-      }
-      Swaps swaps(items, std::move(bins), allowed);
-      swaps.improve(goal);
-      for (std::size_t bin = 0; bin < swaps.bins().size(); ++bin)
-        for (const int64_t place : swaps.bins()[bin].held)
-          assigned[items[static_cast<std::size_t>(place)].number] = static_cast<int64_t>(bin);
-    });
-  });
-}
+static const Area area("swap", [](nb::module_& m) {
+  def(m, "improve(assigned, order, weights, sizes, caps, speeds, allowed, goal)", improve);
+});
 
 }  // namespace apportion

@@ -6,7 +6,6 @@
 //   tasks     cells by key block; query blocks that lie side by side and see all of the same keys are one
 //   edges     (key block, rank) where some task needs keys that are not at home
 #include <algorithm>
-#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -32,6 +31,7 @@ struct Task {
 };
 
 struct Bands {
+  static constexpr std::size_t FIELDS = 2;
   Matrix<const int64_t> bands;
   Column<const int64_t> starts;
 
@@ -66,11 +66,11 @@ struct Bands {
   }
 
   // Of each key block, how many cells come before its own; in the end, how many there are.
-  std::vector<int64_t> before_keys() const {
-    std::vector<int64_t> found(static_cast<std::size_t>(starts.size()) + 1);  // first of all: changes, from the next on
+  Growing<int64_t> before_keys() const {
+    Growing<int64_t> found(starts.size() + 1);  // first of all: changes, from the next on
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) {
-      ++found[static_cast<std::size_t>(first) + 1];
-      --found[static_cast<std::size_t>(end) + 1];
+      ++found[first + 1];
+      --found[end + 1];
     });
     std::partial_sum(found.begin(), found.end(), found.begin());
     std::partial_sum(found.begin(), found.end(), found.begin());
@@ -91,71 +91,68 @@ struct Bands {
   }
 };
 
-// Tasks into the columns of `tasks`, which have room for one a cell; returns how many there are, and the edges. Until its
-// last key is known, an edge has the keys [row, rows) that it brings.
-std::pair<int64_t, std::vector<Edge>> find(const Bands& bands, std::vector<int64_t> place, Column<const int64_t> home,
-                                           Column<const int64_t> row, int64_t ranks, Matrix<int32_t> tasks) {
+// Until its last key is known, an edge has the keys [row, rows) that it brings.
+std::pair<Growing<Task>, Growing<Edge>> find(const Bands& bands, Column<const int64_t> home, Column<const int64_t> row,
+                                             int64_t ranks) {
   struct Rank {
     int64_t key = -1;   // block of keys that is being looked at
     int64_t edge = -1;  // what brings it
     int64_t last = -1;  // its last task that sees all of some keys
   };
-  const Column<int32_t> task_row = tasks[1], task_rows = tasks[2], task_k0 = tasks[4], task_k1 = tasks[5];
-  const Column<int32_t> task_dmax = tasks[7];
   const Column<const int64_t> starts = bands.starts;
-  const int64_t count = place.back();
-  const auto storage = std::make_unique_for_overwrite<Cell[]>(static_cast<std::size_t>(count));
-  const Column<Cell> cells(storage.get(), count);  // by key block
-  bands.cut([&](const Cell& cell) { cells[place[static_cast<std::size_t>(cell.k)]++] = cell; });
-  std::vector<Rank> all(static_cast<std::size_t>(ranks));
-  std::vector<Edge> edges;
-  int64_t found = 0;
+  Growing<int64_t> place = bands.before_keys();
+  const Array<Cell> cells(place.back());  // by key block
+  bands.cut([&](const Cell& cell) { cells[place[cell.k]++] = cell; });
+  const Array<Rank> all(ranks);
+  Growing<Edge> edges;
+  Growing<Task> tasks;
+  tasks.expect(cells.size());
   for (const Cell& cell : cells) {
     const auto dst = narrow(home[cell.q]), rows = cell.q1 - cell.q0, src = narrow(home[cell.k]);
     const auto first = narrow(row[cell.q] + cell.q0 - starts[cell.q]);
-    Rank& rank = all[static_cast<std::size_t>(dst)];
+    Rank& rank = all[dst];
     if (rank.key != cell.k) {
       rank.key = cell.k;
       rank.edge = rank.last = -1;
       if (src != dst) {
-        rank.edge = static_cast<int64_t>(edges.size());
+        rank.edge = edges.count();
         edges.push_back({cell.k, src, cell.k0, cell.k1, src, dst, -1, 0});
       }
     }
     if (rank.edge >= 0) {
-      Edge& edge = edges[static_cast<std::size_t>(rank.edge)];
+      Edge& edge = edges[rank.edge];
       edge.row = std::min(edge.row, cell.k0);
       edge.rows = std::max(edge.rows, cell.k1);
     }
     const bool full = cell.dmin == cell.k0 - cell.k1 + 1 && cell.dmax == rows - 1;
-    const int64_t last = rank.last;
-    if (full && last >= 0 && task_k0[last] == cell.k0 && task_k1[last] == cell.k1 &&
-        task_row[last] + task_rows[last] == first) {
-      task_rows[last] += rows;
-      task_dmax[last] += rows;
-      continue;
+    if (full && rank.last >= 0) {
+      Task& last = tasks[rank.last];
+      if (last.k0 == cell.k0 && last.k1 == cell.k1 && last.row + last.rows == first) {
+        last.rows += rows;
+        last.dmax += rows;
+        continue;
+      }
     }
-    if (full) rank.last = found;
-    const Task task{dst, first, rows, cell.k, cell.k0, cell.k1, cell.dmin, cell.dmax, narrow(rank.edge), -1, 0};
-    write_column(task, found++, tasks);
+    if (full) rank.last = tasks.count();
+    tasks.push_back({dst, first, rows, cell.k, cell.k0, cell.k1, cell.dmin, cell.dmax, narrow(rank.edge), -1, 0});
   }
   for (Edge& edge : edges) {
     edge.rows -= edge.row;
     edge.row += narrow(row[edge.tile] - starts[edge.tile]);
   }
-  return {found, std::move(edges)};
+  return {std::move(tasks), std::move(edges)};
 }
 
 struct Span {
   int64_t row, token, rows;
 };
 
-// Spans of each rank, whose blocks are one after another in `order`. breaks: rising tokens at which a span ends. ptr:
-// [ranks + 1].
-std::vector<Span> cut_spans(Ints order, Column<const int64_t> starts, Column<const int64_t> home,
-                            Column<const int64_t> breaks, Column<int64_t> ptr) {
-  std::vector<Span> spans;
-  std::fill(ptr.begin(), ptr.end(), 0);
+// Where the spans of each rank begin, and the spans, of blocks one after another in `order`. breaks: rising tokens at
+// which a span ends.
+std::pair<Array<int64_t>, Growing<Span>> cut_spans(Ints order, Column<const int64_t> starts, Column<const int64_t> home,
+                                                   Column<const int64_t> breaks, int64_t ranks) {
+  Growing<Span> spans;
+  Array<int64_t> ptr(ranks + 1);
   int64_t row = 0, before = -1;
   for (int64_t at = 0; at < order.size(); ++at) {
     const int64_t block = order[at], first = starts[block], end = starts[block + 1];
@@ -176,75 +173,33 @@ std::vector<Span> cut_spans(Ints order, Column<const int64_t> starts, Column<con
       from = to;
     }
     row += end - first;
-    ptr[home[block] + 1] = static_cast<int64_t>(spans.size());
+    ptr[home[block] + 1] = spans.count();
     before = block;
   }
   for (int64_t rank = 1; rank < ptr.size(); ++rank) ptr[rank] = std::max(ptr[rank], ptr[rank - 1]);
-  return spans;
+  return {std::move(ptr), std::move(spans)};
+}
+
+Array<int64_t> pairs(Ints rows, Ints keys, Ints dmin, Ints dmax) {
+  Array<int64_t> found(rows.size());
+  for (int64_t band = 0; band < rows.size(); ++band)
+    found[band] = area_of(0, rows[band], 0, keys[band], dmin[band], dmax[band]);
+  return found;
 }
 
 }  // namespace
 
-void bind_tasks(nb::module_& m) {
-  m.def("count_cells", [](In2<int64_t, "bands"> bands, In<int64_t, "starts"> starts) {
-    return unlocked([&] { return Bands{bands, starts}.count(); });
+static const Area area("tasks", [](nb::module_& m) {
+  def(m, "count_cells(bands)", +[](const Bands& bands) { return bands.count(); });
+  def(m, "cut_cells(bands)", +[](const Bands& bands) {
+    Growing<Cell> cells;
+    cells.expect(bands.count());
+    bands.cut([&](const Cell& cell) { cells.push_back(cell); });
+    return cells;
   });
-
-  m.def("cut_cells", [](In2<int64_t, "bands"> bands, In<int64_t, "starts"> starts) {
-    const Bands given{bands, starts};
-    New2<int32_t> columns(WIDTH<Cell>, given.count());
-    unlocked([&] {
-      int64_t at = 0;
-      given.cut([&](const Cell& cell) { write_column(cell, at++, columns); });
-    });
-    return columns.array();
-  });
-
-  m.def("find", [](In2<int64_t, "bands"> bands, In<int64_t, "starts"> starts, In<int64_t, "home"> home,
-                   In<int64_t, "row"> row, int64_t ranks) {
-    const Bands given{bands, starts};
-    std::vector<int64_t> place = given.before_keys();
-    New2<int32_t> tasks(WIDTH<Task>, place.back());
-    const auto [found, edges] = unlocked([&] { return find(given, std::move(place), home, row, ranks, tasks); });
-    const nb::slice all{nb::none(), nb::none(), nb::none()};
-    return nb::make_tuple(tasks.array()[nb::make_tuple(all, nb::slice(found))], columns_of(edges));
-  });
-
-  m.def("pairs", [](IntsIn<"rows"> rows, IntsIn<"keys"> keys, IntsIn<"dmin"> dmin, IntsIn<"dmax"> dmax) {
-    New<int64_t> found(rows.size());
-    unlocked([&] {
-      for (int64_t band = 0; band < rows.size(); ++band)
-        found[band] = area_of(0, rows[band], 0, keys[band], dmin[band], dmax[band]);
-    });
-    return found.array();
-  });
-
-  // The lowest `low` and the highest `high` of each number.
-  m.def("hulls", [](IntsIn<"number"> number, IntsIn<"low"> low, IntsIn<"high"> high, int64_t count) {
-    New<int64_t> first(count), last(count);
-    unlocked([&] {
-      std::fill(first.begin(), first.end(), int64_t{1} << 62);
-      std::fill(last.begin(), last.end(), 0);
-      for (int64_t at = 0; at < number.size(); ++at) {
-        first[number[at]] = std::min(first[number[at]], low[at]);
-        last[number[at]] = std::max(last[number[at]], high[at]);
-      }
-    });
-    return nb::make_tuple(first.array(), last.array());
-  });
-
-  m.def("cut_spans", [](IntsIn<"order"> order, In<int64_t, "starts"> starts, In<int64_t, "home"> home,
-                        In<int64_t, "breaks"> breaks, int64_t ranks) {
-    New<int64_t> ptr(ranks + 1);
-    const std::vector<Span> spans = unlocked([&] { return cut_spans(order, starts, home, breaks, ptr); });
-    const auto count = static_cast<int64_t>(spans.size());
-    New<int64_t> row(count), token(count), rows(count);
-    for (int64_t at = 0; at < count; ++at) {
-      const Span& span = spans[static_cast<std::size_t>(at)];
-      row[at] = span.row, token[at] = span.token, rows[at] = span.rows;
-    }
-    return nb::make_tuple(ptr.array(), row.array(), token.array(), rows.array());
-  });
-}
+  def(m, "find(bands, home, row, ranks)", find);
+  def(m, "pairs(rows, keys, dmin, dmax)", pairs);
+  def(m, "cut_spans(order, starts, home, breaks, ranks)", cut_spans);
+});
 
 }  // namespace apportion

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -18,8 +18,8 @@ struct Flow {
 };
 
 // Senders to receivers in the order of ranks, as along the north-west rule, in each group of `width` ranks by itself.
-void north_west(Column<const int64_t> surplus, int64_t width, std::vector<Flow>& flows) {
-  Scratch<int64_t> rest = Scratch<int64_t>::of(surplus);
+void north_west(Column<const int64_t> surplus, int64_t width, Growing<Flow>& flows) {
+  Array<int64_t> rest = Array<int64_t>::of(surplus);
   for (int64_t first = 0; first < rest.size(); first += width) {
     const int64_t end = std::min(first + width, rest.size());
     for (int64_t src = first, dst = first;;) {
@@ -36,6 +36,7 @@ void north_west(Column<const int64_t> surplus, int64_t width, std::vector<Flow>&
 
 // inter: the price of a row that leaves its node; saving: price reduction of a row that stays.
 struct Price {
+  static constexpr std::size_t FIELDS = 2;
   double inter, saving;
 
   double of(int64_t rows, int64_t near) const {
@@ -62,7 +63,7 @@ double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
 // inter * rows - saving * near, so they go to the ranks that pay most, down to one level.
 void share(Column<const int64_t> rows, int64_t total, const Price& price, bool level, int64_t sign,
            Column<int64_t> near) {
-  Scratch<int64_t> own(rows.size());
+  Array<int64_t> own(rows.size());
   if (!level || price.saving <= 0 || total >= std::accumulate(rows.begin(), rows.end(), int64_t{0})) {
     for (int64_t rank = 0; rank < rows.size(); ++rank) {
       own[rank] = std::min(rows[rank], total);
@@ -93,12 +94,12 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
 
 // The rows of each rank that stay in its node of `width` ranks. Senders, or receivers, share the cheap part to minimize
 // the largest price, if levelled; else first come first served.
-Scratch<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
+Array<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
                            bool level_takers) {
-  Scratch<int64_t> near(surplus.size());
+  Array<int64_t> near(surplus.size());
   for (int64_t first = 0; first < surplus.size(); first += width) {
     const int64_t end = std::min(first + width, surplus.size());
-    Scratch<int64_t> give(end - first), take(end - first);
+    Array<int64_t> give(end - first), take(end - first);
     int64_t given = 0, taken = 0;
     for (int64_t rank = first; rank < end; ++rank) {
       given += give[rank - first] = std::max<int64_t>(surplus[rank], 0);
@@ -110,12 +111,12 @@ Scratch<int64_t> near_rows(Column<const int64_t> surplus, int64_t width, const P
   return near;
 }
 
-std::vector<Flow> two_level(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
+Growing<Flow> two_level(Column<const int64_t> surplus, int64_t width, const Price& price, bool level_givers,
                             bool level_takers) {
-  const Scratch<int64_t> near = near_rows(surplus, width, price, level_givers, level_takers);
-  Scratch<int64_t> far(surplus.size());
+  const Array<int64_t> near = near_rows(surplus, width, price, level_givers, level_takers);
+  Array<int64_t> far(surplus.size());
   for (int64_t rank = 0; rank < far.size(); ++rank) far[rank] = surplus[rank] - near[rank];
-  std::vector<Flow> flows;
+  Growing<Flow> flows;
   north_west(near, width, flows);
   north_west(far, far.size(), flows);
   std::stable_sort(flows.begin(), flows.end(), [](const Flow& one, const Flow& two) {
@@ -124,26 +125,10 @@ std::vector<Flow> two_level(Column<const int64_t> surplus, int64_t width, const 
   return flows;
 }
 
-nb::object columns_of(const std::vector<Flow>& flows) {
-  const auto count = static_cast<int64_t>(flows.size());
-  New<int64_t> src(count), dst(count), rows(count);
-  for (int64_t i = 0; i < count; ++i) {
-    const Flow& flow = flows[static_cast<std::size_t>(i)];
-    src[i] = flow.src;
-    dst[i] = flow.dst;
-    rows[i] = flow.rows;
-  }
-  return nb::make_tuple(src.array(), dst.array(), rows.array());
-}
-
 }  // namespace
 
-void bind_transport(nb::module_& m) {
-  m.def("two_level", [](In<int64_t, "surplus"> surplus, int64_t width, double intra, double inter, bool level_givers,
-                        bool level_takers) {
-    const Price price{inter, inter - intra};
-    return columns_of(unlocked([&] { return two_level(surplus, width, price, level_givers, level_takers); }));
-  });
-}
+static const Area area("transport", [](nb::module_& m) {
+  def(m, "two_level(surplus, width, price, level_givers, level_takers)", two_level);
+});
 
 }  // namespace apportion

@@ -11,7 +11,7 @@
 
 #include "bind.hpp"
 #include "planner/numbers.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -33,16 +33,16 @@ class Buckets {
 
   int64_t size() const { return caps_.size(); }
 
-  void add(const Scratch<int64_t>& share) {
+  void add(const Array<int64_t>& share) {
     for (int64_t bucket = 0; bucket < size(); ++bucket) load_[bucket] += share[bucket];
   }
 
   // Splits `tokens` in proportion to caps over the `some` least full buckets. Enforced: over as many more as needed to
   // exceed no cap; if all are too few, so that the fullest is least full.
-  Scratch<int64_t> split(int64_t tokens, int64_t some) const {
+  Array<int64_t> split(int64_t tokens, int64_t some) const {
     Order order = by_fullness();
     for (int64_t wide = std::min(some, size()); wide <= size(); ++wide) {
-      Scratch<int64_t> share = shared(tokens, {order.begin(), order.begin() + wide});
+      Array<int64_t> share = shared(tokens, {order.begin(), order.begin() + wide});
       if (!enforce_ || fits(share)) return share;
     }
     return levelled(tokens);
@@ -50,10 +50,10 @@ class Buckets {
 
   // `tokens` in fragments in proportion to caps, round-robin from bucket `turn` on. Enforced: if they fit there, else
   // as `split`.
-  Scratch<int64_t> by_turns(int64_t tokens, int64_t fragments, int64_t turn) const {
+  Array<int64_t> by_turns(int64_t tokens, int64_t fragments, int64_t turn) const {
     Order some;
     for (int64_t nth = 0; nth < fragments; ++nth) some.push_back((turn + nth) % size());
-    Scratch<int64_t> share = shared(tokens, some);
+    Array<int64_t> share = shared(tokens, some);
     return enforce_ && !fits(share) ? split(tokens, fragments) : std::move(share);
   }
 
@@ -83,8 +83,8 @@ class Buckets {
   }
 
   // `tokens` over some buckets in proportion to their caps; the first of them get the remainder.
-  Scratch<int64_t> shared(int64_t tokens, const Order& some) const {
-    Scratch<int64_t> share(size());
+  Array<int64_t> shared(int64_t tokens, const Order& some) const {
+    Array<int64_t> share(size());
     int64_t room = 0, left = tokens;
     for (const int64_t bucket : some) room += caps_[bucket];
     for (const int64_t bucket : some) left -= share[bucket] = tokens * caps_[bucket] / room;
@@ -93,16 +93,16 @@ class Buckets {
   }
 
   // True if no bucket with a share exceeds its cap.
-  bool fits(const Scratch<int64_t>& share) const {
+  bool fits(const Array<int64_t>& share) const {
     for (int64_t bucket = 0; bucket < size(); ++bucket)
       if (share[bucket] != 0 && load_[bucket] + share[bucket] > caps_[bucket]) return false;
     return true;
   }
 
   // `tokens` to the least full buckets, up to one level of the fullest cap, and others in proportion.
-  Scratch<int64_t> levelled(int64_t tokens) const {
+  Array<int64_t> levelled(int64_t tokens) const {
     const int64_t largest = *std::max_element(caps_.begin(), caps_.end());
-    Scratch<int64_t> share(size());
+    Array<int64_t> share(size());
     const auto fill_to = [&](int64_t level) {
       int64_t sum = 0;
       for (int64_t bucket = 0; bucket < size(); ++bucket)
@@ -162,7 +162,7 @@ struct Share {
   int64_t sequence, at, tokens;
 };
 
-void put(std::vector<Share>& shares, int64_t sequence, int64_t first, const Scratch<int64_t>& share, Buckets& buckets) {
+void put(std::vector<Share>& shares, int64_t sequence, int64_t first, const Array<int64_t>& share, Buckets& buckets) {
   for (int64_t bucket = 0; bucket < buckets.size(); ++bucket)
     if (share[bucket] != 0) shares.push_back({sequence, first + bucket, share[bucket]});
   buckets.add(share);
@@ -239,19 +239,16 @@ void to_ranks(const Node& node, int64_t first, Column<const int64_t> caps, int64
   }
 }
 
-struct Blocks {
-  std::vector<int64_t> starts, home;
-};
-
 // Blocks of sequences that are cut zig-zag over the ranks of their shares, int64 [3, shares]: sequence, rank, tokens. A
 // rank's first chunk has half of its share, rounded up, its second the rest; neighbours on one rank are one block where
 // they are not to be cut. parts: see `Zeppelin.parts`.
-Blocks zigzag(Column<const int64_t> sequences, Matrix<const int64_t> shares, int64_t ranks_per_node, int64_t parts) {
-  Blocks made;
+std::pair<Growing<int64_t>, Growing<int64_t>> zigzag(Column<const int64_t> sequences, Matrix<const int64_t> shares,
+                                                     int64_t ranks_per_node, int64_t parts) {
+  Growing<int64_t> starts, home;
   const Column<const int64_t> sequence = shares[0], rank = shares[1], tokens = shares[2];
   for (int64_t low = 0, high = 0; low < sequence.size(); low = high) {
     while (high < sequence.size() && sequence[high] == sequence[low]) ++high;
-    const std::size_t opening = made.home.size();
+    const int64_t opening = home.count();
     const int64_t size = high - low;
     const int64_t cuts = rank[low] / ranks_per_node != rank[high - 1] / ranks_per_node ? (parts + 1) / 2 : 1;
     int64_t at = sequences[sequence[low]];
@@ -260,42 +257,35 @@ Blocks zigzag(Column<const int64_t> sequences, Matrix<const int64_t> shares, int
       const int64_t chunk = (tokens[index] + (step < size ? 1 : 0)) / 2;
       for (int64_t cut = 0; cut < cuts; ++cut) {
         const int64_t some = chunk * (cut + 1) / cuts - chunk * cut / cuts;
-        if (some && (cuts > 1 || made.home.size() == opening || made.home.back() != rank[index])) {
-          made.starts.push_back(at);
-          made.home.push_back(rank[index]);
+        if (some && (cuts > 1 || home.count() == opening || home.back() != rank[index])) {
+          starts.push_back(at);
+          home.push_back(rank[index]);
         }
         at += some;
       }
     }
   }
-  made.starts.push_back(sequences[sequences.size() - 1]);
-  return made;
+  starts.push_back(sequences[sequences.size() - 1]);
+  return {std::move(starts), std::move(home)};
+}
+
+// By sequence, then by rank.
+Growing<Share> find_shares(Column<const int64_t> lengths, Column<const int64_t> node_caps, Matrix<const int64_t> caps,
+                           int64_t inter, int64_t intra, bool enforce) {
+  Growing<Share> shares;
+  const std::vector<Node> nodes = to_nodes(lengths, node_caps, inter, enforce);
+  for (int64_t node = 0; node < caps.rows(); ++node)
+    to_ranks(nodes[node], node * caps.columns(), caps[node], intra, enforce, shares);
+  std::ranges::sort(shares, {}, [](const Share& one) { return std::tie(one.sequence, one.at); });
+  return shares;
 }
 
 }  // namespace
 }  // namespace zeppelin
 
-void bind_zeppelin(nb::module_& m) {
-  using namespace zeppelin;
-  m.def("shares", [](In<int64_t, "lengths"> lengths, In<int64_t, "node_caps"> node_caps, In2<int64_t, "caps"> caps,
-                     int64_t inter, int64_t intra, bool enforce) {
-    std::vector<Share> shares;
-    unlocked([&] {
-      const std::vector<Node> nodes = to_nodes(lengths, node_caps, inter, enforce);
-      for (int64_t node = 0; node < caps.rows(); ++node)
-        to_ranks(nodes[node], node * caps.columns(), caps[node], intra, enforce, shares);
-      std::sort(shares.begin(), shares.end(), [](const Share& one, const Share& other) {
-        return std::tie(one.sequence, one.at) < std::tie(other.sequence, other.at);
-      });
-    });
-    return as_columns(shares, &Share::sequence, &Share::at, &Share::tokens);
-  });
-
-  m.def("blocks",
-        [](In<int64_t, "sequences"> sequences, In2<int64_t, "shares"> shares, int64_t ranks_per_node, int64_t parts) {
-          Blocks made = unlocked([&] { return zigzag(sequences, shares, ranks_per_node, parts); });
-          return nb::make_tuple(handed(std::move(made.starts)), handed(std::move(made.home)));
-        });
-}
+static const Area area("zeppelin", [](nb::module_& m) {
+  def(m, "shares(lengths, node_caps, caps, inter, intra, enforce)", zeppelin::find_shares);
+  def(m, "blocks(sequences, shares, ranks_per_node, parts)", zeppelin::zigzag);
+});
 
 }  // namespace apportion

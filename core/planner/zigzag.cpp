@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "planner/scratch.hpp"
+#include "owned.hpp"
 
 namespace apportion {
 
@@ -13,12 +13,12 @@ using std::int64_t;
 namespace {
 
 // First of the `size` consecutive ranks that hold the fewest tokens, range after range, the longest first.
-void find_emptiest(Column<const int64_t> lengths, Column<const int64_t> size, int64_t ranks, Column<int64_t> first) {
-  std::vector<int64_t> order(static_cast<std::size_t>(lengths.size()));
+Array<int64_t> find_emptiest(Column<const int64_t> lengths, Column<const int64_t> size, int64_t ranks) {
+  Array<int64_t> order(lengths.size()), first(lengths.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](int64_t one, int64_t other) { return lengths[one] > lengths[other]; });
-  const Scratch<int64_t> used(ranks);
+  const Array<int64_t> used(ranks);
   for (const int64_t index : order) {
     const int64_t width = size[index];
     int64_t held = std::accumulate(used.begin(), used.begin() + width, int64_t{0}), best = 0, least = held;
@@ -32,19 +32,17 @@ void find_emptiest(Column<const int64_t> lengths, Column<const int64_t> size, in
     first[index] = best;
     for (int64_t rank = best; rank < best + width; ++rank) used[rank] += lengths[index] / width;
   }
+  return first;
 }
 
-struct Blocks {
-  std::vector<int64_t> starts, home;
-};
-
 // Blocks of ranges that are cut zig-zag, each for its own group: `deal` of zigzag.py.
-Blocks deal(Column<const int64_t> ranges, Column<const int64_t> first, Column<const int64_t> size) {
-  Blocks made;
+std::pair<Growing<int64_t>, Growing<int64_t>> deal(Column<const int64_t> ranges, Column<const int64_t> first,
+                                                   Column<const int64_t> size) {
+  Growing<int64_t> starts, home;
   for (int64_t index = 0; index < first.size(); ++index) {
     int64_t at = ranges[index];
     const int64_t ranks = size[index], length = ranges[index + 1] - at, lap = at / ranks, turn = at % ranks;
-    const std::size_t opening = made.home.size();
+    const int64_t opening = home.count();
     const int64_t share = length / (2 * ranks), extra = length - 2 * ranks * share;
     // ranks that hold any token: all, or `extra` from `turn` on, wrapped to [0, wrapped) and [turn, ...)
     const int64_t holders = share ? ranks : std::min(extra, ranks),
@@ -58,30 +56,22 @@ Blocks deal(Column<const int64_t> ranges, Column<const int64_t> first, Column<co
       const int64_t tokens = share + more;
       if (tokens == 0) continue;
       const int64_t rank = first[index] + member;
-      if (made.home.size() == opening || made.home.back() != rank) {
-        made.starts.push_back(at);
-        made.home.push_back(rank);
+      if (home.count() == opening || home.back() != rank) {
+        starts.push_back(at);
+        home.push_back(rank);
       }
       at += tokens;
     }
   }
-  made.starts.push_back(ranges[ranges.size() - 1]);
-  return made;
+  starts.push_back(ranges[ranges.size() - 1]);
+  return {std::move(starts), std::move(home)};
 }
 
 }  // namespace
 
-void bind_zigzag(nb::module_& m) {
-  m.def("emptiest", [](In<int64_t, "lengths"> lengths, In<int64_t, "size"> size, int64_t ranks) {
-    New<int64_t> first(lengths.size());
-    unlocked([&] { find_emptiest(lengths, size, ranks, first); });
-    return first.array();
-  });
-
-  m.def("deal", [](In<int64_t, "ranges"> ranges, In<int64_t, "first"> first, In<int64_t, "size"> size) {
-    Blocks made = unlocked([&] { return deal(ranges, first, size); });
-    return nb::make_tuple(handed(std::move(made.starts)), handed(std::move(made.home)));
-  });
-}
+static const Area area("zigzag", [](nb::module_& m) {
+  def(m, "emptiest(lengths, size, ranks)", find_emptiest);
+  def(m, "deal(ranges, first, size)", deal);
+});
 
 }  // namespace apportion

@@ -49,7 +49,7 @@ def test_a_read_only_array_is_not_written() -> None:
     stage, one = np.zeros(1, np.int32), np.zeros(1, np.int64)
     stage.setflags(write=False)
     with pytest.raises(TypeError, match=r"^stage: must be a numpy array, writable"):
-        stages.fill(stage, one, one, one, 1, np.ones(1), one, one, 0)
+        stages.fill(stage, one, one, one, 1, (np.ones(1), one, 0), one)
 
 
 @pytest.mark.skipif(not core.checked, reason="indexes are checked in the sanitizer build alone")

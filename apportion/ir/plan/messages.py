@@ -64,11 +64,12 @@ class RowSizes(NamedTuple):
     ordered: Bools
     number_bytes: Ints
     one_array: Bools
+    alignment: int = ALIGNMENT
 
 
 def find_messages(programs: ProgramSet, header: Header) -> Messages:
     """Groups the transfers of programs, of one or more ranks, into messages."""
-    of, first, staged = core.group(programs.arrays, row_sizes(header), ALIGNMENT)
+    of, first, staged = core.group(programs.arrays, row_sizes(header))
     table, instructions = programs["transfers"], programs["instructions"]
     at = instruction_of(instructions["op"], instructions["count"], "transfers")[first]
     send, peer = (table[name][first].astype(np.int64) for name in ("send", "peer"))

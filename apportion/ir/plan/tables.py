@@ -74,6 +74,11 @@ class Table:
         return column
 
     @property
+    def arrays(self) -> tuple[Ints, Ints]:
+        """The table as the core takes it: `ptr` and `values`."""
+        return np.ascontiguousarray(self.ptr, np.int64), self.values
+
+    @property
     def columns(self) -> dict[str, Ints]:
         """The columns by name (views, no copies)."""
         return dict(zip(self.names, self.values, strict=True))
@@ -227,10 +232,9 @@ class ProgramSet:
         return self.tables["instructions"].ranks
 
     @property
-    def arrays(self) -> tuple[Ints, ...]:
-        """The arrays passed to the core: `ptr` and `values` of each of `isa.TABLES`."""
-        tables = (self.tables[name] for name in TABLES)
-        return tuple(array for table in tables for array in (table.ptr, table.values))
+    def arrays(self) -> tuple[tuple[Ints, Ints], ...]:
+        """The tables as the core takes them: `ptr` and `values` of each of `isa.TABLES`."""
+        return tuple(self.tables[name].arrays for name in TABLES)
 
 
 def empty_programs(ranks: int) -> ProgramSet:

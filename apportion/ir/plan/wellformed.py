@@ -159,7 +159,7 @@ def check(
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     for (kind, phase), program in programs.items():
         tables = [program[name] for name in TABLES]
-        found = core.refusal([(table.ptr, table.values) for table in tables], ranges, foreign)
+        found = core.refusal([table.arrays for table in tables], ranges, foreign)
         if found is not None:
             _refuse_program(header, f"{kind} {phase}", tables, first_rank, found)
 
@@ -177,7 +177,7 @@ class _TablePlace:
         raise DecodeError(f"{where}: {message} ({values})")
 
     def check_ranges(self, ranges: Ints) -> None:
-        found = core.out_of_range(self.table.ptr, self.table.values, ranges)
+        found = core.out_of_range(self.table.arrays, ranges)
         if found is not None:
             self.refuse_number(ranges, *found[2:4])
 
@@ -249,28 +249,32 @@ def _ranges_of_recurrence(ranks: int, kinds: int) -> Mapping[str, Ints]:
 
 
 def _refuse_program(
-    header: Header, where: str, tables: Sequence[Table], first_rank: int, found: core.Refusal
+    header: Header,
+    where: str,
+    tables: Sequence[Table],
+    first_rank: int,
+    found: tuple[str, int, int, int, int],
 ) -> NoReturn:
     """Raises the DecodeError for a refusal of the core."""
     flaw, number, row, column, consumed = found
     name, table = tuple(TABLES)[number], tables[number]
     place = _TablePlace(where, name, table, first_rank)
-    if flaw == core.Flaw.RANGE:
+    if flaw == "range":
         ranges = _ranges_of_programs(header.ranks, len(header.head_sets))
         place.refuse_number(ranges[sum(len(one.names) for one in tables[:number]) :], row, column)
-    if flaw == core.Flaw.SUM:
+    if flaw == "sum":
         own = int(table.ptr[row + 1] - table.ptr[row])
         raise DecodeError(
             f"rank {row + first_rank}, {where}: its instructions consume {consumed} rows of {name}, which has {own}"
         )
     words = {
-        core.Flaw.SECOND_ARENA: "a second arena of one tensor",
-        core.Flaw.OPERAND_ZERO: "operand 0 must be none",
-        core.Flaw.EMPTY_OPERAND: "only operand 0 may be none or have no rows",
-        core.Flaw.FOREIGN_HEADS: f"its heads go beyond {header.kv_heads} KV heads",
-        core.Flaw.UNKNOWN_OPERAND: f"{table.names[column]} is not among the rank's operands",
-        core.Flaw.STRAY_FIELD: "round, channel and mode belong to launch (round to wait)",
-        core.Flaw.WAIT_WITH_ROWS: f"{OP_NAMES[Op.WAIT]} takes no list",
-        core.Flaw.COUNT: "count exceeds its list",
+        "second arena": "a second arena of one tensor",
+        "operand zero": "operand 0 must be none",
+        "empty operand": "only operand 0 may be none or have no rows",
+        "foreign heads": f"its heads go beyond {header.kv_heads} KV heads",
+        "unknown operand": f"{table.names[column]} is not among the rank's operands",
+        "stray field": "round, channel and mode belong to launch (round to wait)",
+        "wait with rows": f"{OP_NAMES[Op.WAIT]} takes no list",
+        "count": "count exceeds its list",
     }
     place.refuse(row, words[flaw])

@@ -64,7 +64,7 @@ def overlaps(bands: Ints) -> Ints:
     found = core.sweep(bands, by_corner(bands), budget, MOST)
     if found is None:
         raise CapacityError(f"the tasks meet in more than {budget} pairs of bands: too many to verify")
-    return found
+    return found.T
 
 
 def is_exact(bands: Ints, mask: Ints, area: int) -> bool:

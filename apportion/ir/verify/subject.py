@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from apportion._core.verify import Trace
+from apportion._core import verify as core
 from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import CapacityError
@@ -151,12 +151,12 @@ class Subject:
         found, most = self.trace(program), most_pieces(len(program.source[program.task_list]))
         if found is None:
             return Tasks(np.zeros((6, 0), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), False)
-        pieces = found.cut(self.homes.starts, self.homes.tokens, most)
+        pieces = core.cut(found, self.homes.starts, self.homes.tokens, most)
         if pieces is None:
             raise too_many_pieces(most)
         return Tasks(pieces[:6], pieces[6], pieces[7], found.is_complete)
 
-    def trace(self, program: Program) -> Trace | None:
+    def trace(self, program: Program) -> core.Trace | None:
         """The trace of the walk, rank by rank; None if it cannot start. Raises CapacityError."""
         return self.once("trace", program, lambda p: judge.trace(p, self.homes, self._sets, self.taken(p)))
 

@@ -159,11 +159,10 @@ def _find(
     base = np.repeat(slowest * rest, members)
     room = np.floor(FILLED * np.minimum(problem.token_shares, problem.token_caps)).astype(np.int64)
     every = len(short) == len(sizes)
-    home, load = core.deal(
-        times[order], sizes[order], first, speeds, base, problem.token_caps if every else room
-    )
+    sequences = times[order], sizes[order]
+    home, load = core.deal(sequences, first, speeds, base, problem.token_caps if every else room)
     if every and (home < 0).any():
-        home, load = core.deal(times[order], sizes[order], first, speeds, base, room)
+        home, load = core.deal(sequences, first, speeds, base, room)
     order, home = order[home >= 0], home[home >= 0]
     if not len(order):
         return None, np.inf

@@ -71,7 +71,7 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
             visit, apart = np.append(0, np.roll(visit[1:], 1)), 2
         # the first stage of `visit` up to which a rank has computed less than these stages' share of its work; each of
         # the first `apart` stages counts by itself
-        core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, _shares(schedule), order, visit, apart)
+        core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, apart), order)
     return stage
 
 

@@ -29,5 +29,5 @@ class Node(RoutePass):
         if site.cluster.nodes == 1:
             return Star()(edges, site)
         nodes = site.cluster.ranks, site.cluster.ranks_per_node
-        columns, arrives = core.through_gateways(edges.star, *nodes, self.proxies)
+        columns, arrives = core.through_gateways(edges.star, nodes, self.proxies)
         return Routes(Edges(*columns), arrives)

@@ -60,7 +60,7 @@ class QueueRings(RoutePass):
         departures = self._departures(tiles[queues[rings.of] == INTER], parts)
         tile, ring = tiles[edges.tile], rings.of[edges.tile]
         (*columns, depth, ring), arrives = core.chains(
-            edges.star, tile, ring, parts, rings.flat, rings.first, site.cluster.ranks_per_node
+            edges.star, tile, ring, parts, (rings.flat, rings.first), per_node
         )
         size, queue = (values.astype(np.int32)[ring] for values in (rings.sizes, queues))
         return QueueRoutes(

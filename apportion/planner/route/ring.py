@@ -35,6 +35,6 @@ class Ring(RoutePass):
         tile, rings = on_rings(edges, site, self.over)
         per_node = site.cluster.ranks_per_node
         (*columns, _, ring), arrives = core.chains(
-            edges.star, tile, rings.of, 1, rings.flat, rings.first, per_node
+            edges.star, tile, rings.of, 1, (rings.flat, rings.first), per_node
         )
         return Routes(Edges(*columns), arrives, carry=True, ring=rings.sizes.astype(np.int32)[ring])

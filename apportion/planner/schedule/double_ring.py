@@ -18,8 +18,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from apportion._core import routes as core
-from apportion.ir.arrays import Bools, Ints
+from apportion.ir.arrays import Bools, Ints, group_of
 from apportion.ir.errors import ConfigError
 from apportion.planner.problem import Departure
 from apportion.planner.route.rings import Over, Rings, on_rings
@@ -89,8 +88,10 @@ def _spread(edges: Edges, tile: Ints, rings: Rings, windows: Ints) -> WindowRout
     home, ring, flat = edges.home[first], rings.of[first], rings.flat
     low, high = hulls(group, edges.row, edges.row + edges.rows, len(ids))
     base, size, window = rings.first[ring], rings.sizes[ring], windows[ring]
-    start = core.places_on_rings(flat, base, size, home)
-    place = core.places_on_rings(flat, base[group], size[group], edges.dst)
+    ranks = int(flat.max()) + 1
+    members = group_of(rings.sizes) * ranks + flat  # ascending
+    start = np.searchsorted(members, ring * ranks + home) - base
+    place = np.searchsorted(members, ring[group] * ranks + edges.dst) - base[group]
     # windows, and places in a window, relative to home
     apart = (place // window[group] - start[group] // window[group]) % (size // window)[group]
     inside = (place - start[group]) % window[group]

@@ -21,7 +21,7 @@ from apportion.ir.arrays import Floats, Ints
 from apportion.ir.bytes.codec import Plan
 from apportion.ir.errors import VerifyError
 from apportion.ir.isa import OPERAND_COLUMNS, RULES, Rule, Use
-from apportion.ir.plan.messages import ALIGNMENT, row_sizes
+from apportion.ir.plan.messages import row_sizes
 from apportion.ir.plan.programs import ProgramView
 from apportion.ir.plan.tables import ProgramSet
 from apportion.ir.request.cluster import Cluster
@@ -160,13 +160,15 @@ def prepare_tables(view: View, post_us: float) -> tuple[Script, Traffic, PricedT
     (unmatched, unlaunched), script, traffic, tasks, row_work = core.prepare(
         view.source.arrays,
         row_sizes(plan.header),
-        ALIGNMENT,
         _sizes(view.model),
         _OPS,
-        cluster.ranks_per_node,
-        cluster.nics_per_node,
-        np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US,
-        np.array([cluster.intra_latency_us, cluster.inter_latency_us], np.float64),
+        (
+            view.ranks,
+            cluster.ranks_per_node,
+            cluster.nics_per_node,
+            np.array([cluster.intra_gbs, cluster.inter_gbs]) * BYTES_PER_US,
+            np.array([cluster.intra_latency_us, cluster.inter_latency_us], np.float64),
+        ),
         post_us,
         plan.layout(plan.header.home_layout).rows_per_rank,
         view.phase == "backward",

@@ -21,9 +21,10 @@ def solve(problem: TransportProblem, budget: Budget) -> Transport:
     """Optimal rows for each pair of ranks."""
     surplus, cost, objective = problem.surplus.astype(np.int64), problem.cost, problem.objective
     level = (objective != "sum", objective == "minmax")
-    flows = core.two_level(surplus, cost.ranks_per_node, float(cost.intra), float(cost.inter), *level)
-    value = flow_value(problem, *flows)
-    return Transport(*flows, Termination(Status.OPTIMAL, value, value))
+    price = float(cost.inter), float(cost.inter) - float(cost.intra)
+    src, dst, rows = core.two_level(surplus, cost.ranks_per_node, price, *level)
+    value = flow_value(problem, src, dst, rows)
+    return Transport(src, dst, rows, Termination(Status.OPTIMAL, value, value))
 
 
 def flow_value(problem: TransportProblem, src: Ints, dst: Ints, rows: Ints) -> float:

@@ -114,13 +114,13 @@ def cut_cells(bands: Ints, starts: Ints) -> Cells:
 
 def cut_columns(bands: Ints, starts: Ints) -> Ints:
     """The columns of `Cells`, int32 [8, cells]. Raises CapacityError for too many cells."""
-    return core.cut_cells(*checked(bands, starts))
+    return core.cut_cells(checked(bands, starts))
 
 
 def checked(bands: Ints, starts: Ints) -> tuple[Ints, Ints]:
     """Bands and starts as contiguous arrays. Raises CapacityError for too many cells."""
     bands, starts = (np.ascontiguousarray(given, np.int64) for given in (bands, starts))
-    check_tasks(core.count_cells(bands, starts))
+    check_tasks(core.count_cells((bands, starts)))
     return bands, starts
 
 

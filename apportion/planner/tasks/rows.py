@@ -66,7 +66,7 @@ class Rows:
     def layout(self, name: str, batch: Batch) -> Layout:
         """Spans of the layout, cut at changes of sequence and at jumps of token or position."""
         breaks = batch.position_breaks()
-        ptr, row, token, length = core.cut_spans(self.order, self.starts, self.home, breaks, self.ranks)
+        ptr, (row, token, length) = core.cut_spans(self.order, self.starts, self.home, breaks, self.ranks)
         sequence = np.searchsorted(batch.starts, token, "right") - 1
         columns = (row, token, length, sequence, batch.position_at(token))
-        return Layout(name, Table(ptr, SPAN_COLUMNS, np.stack(columns)))
+        return Layout(name, Table(ptr.copy(), SPAN_COLUMNS, np.stack(columns)))  # its own memory: see `Parts`

@@ -110,7 +110,7 @@ class Edges:
 
 def find_tasks(bands: Ints, rows: Rows) -> tuple[Tasks, Edges]:
     """Tasks and edges of one kind; bands: int64 [bands, 6], global tokens."""
-    tasks, edges = core.find(*checked(bands, rows.starts), rows.home, rows.row, rows.ranks)
+    tasks, edges = core.find(checked(bands, rows.starts), rows.home, rows.row, rows.ranks)
     return Tasks(*tasks), Edges(*edges)
 
 
@@ -151,7 +151,10 @@ def _edges(
 
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
     """int64 [count] each: the lowest `low` and the highest `high` of each number."""
-    return core.hulls(number, low, high, count)
+    first, last = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+    np.minimum.at(first, number, low.astype(np.int64, copy=False))
+    np.maximum.at(last, number, high.astype(np.int64, copy=False))
+    return first, last
 
 
 def joined(first: Edges, second: Edges) -> Edges:

@@ -11,31 +11,31 @@ static int64_t shared(const WideBand& a, const WideBand& b) {
                std::max(a.dmin, b.dmin), std::min(a.dmax, b.dmax)});
 }
 
-bool measure(const Bands& bands, const Bands& mask, int64_t steps, Column<int64_t> areas, Column<int64_t> inside) {
-  std::vector<int64_t> ends;  // the furthest q1 so far
+std::optional<std::pair<Array<int64_t>, Array<int64_t>>> measure(const Bands& bands, const Bands& mask, int64_t steps) {
+  Growing<int64_t> ends;  // the furthest q1 so far
   for (int64_t i = 0; i < mask.size(); ++i) ends.push_back(std::max(i > 0 ? ends.back() : mask[0].q1, mask[i].q1));
+  Array<int64_t> areas(bands.size()), inside(bands.size());
   for (int64_t i = 0; i < bands.size(); ++i) {
     const WideBand band = bands[i];
     areas[i] = area(band);
-    inside[i] = 0;
     for (int64_t at = std::upper_bound(ends.begin(), ends.end(), band.q0) - ends.begin();
          at < mask.size() && mask.columns[0][at] < band.q1; ++at) {
       const WideBand other = mask[at];
       if (other.k0 < band.k1 && other.k1 > band.k0 && other.q1 > band.q0) inside[i] += shared(band, other);
-      if (--steps < 0) return false;
+      if (--steps < 0) return {};
     }
   }
-  return true;
+  return std::pair(std::move(areas), std::move(inside));
 }
 
 // Pieces with connected query ranges form a group; inside it they are taken by k0, and each is compared with those
 // whose key range has not ended: none if tasks tile their queries by key.
-bool sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, std::size_t most,
-           std::vector<Overlap>& found) {
+std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t most) {
   struct Piece {
     WideBand band;
     int64_t number;
   };
+  Growing<Overlap> found;
   std::vector<Piece> group;
   std::vector<const Piece*> active;
   for (int64_t next = 0; next < order.size();) {
@@ -52,17 +52,17 @@ bool sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, std::
     for (const Piece& piece : group) {
       const WideBand& its = piece.band;
       steps -= static_cast<int64_t>(active.size());
-      if (steps < 0) return false;
+      if (steps < 0) return {};
       std::erase_if(active, [&](const Piece* one) { return one->band.k1 <= its.k0; });
       for (const Piece* one : active) {
-        if (found.size() == most || one->band.q0 >= its.q1 || its.q0 >= one->band.q1) continue;
+        if (found.count() == most || one->band.q0 >= its.q1 || its.q0 >= one->band.q1) continue;
         const auto [low, high] = std::minmax(one->number, piece.number);
         if (const int64_t pairs = shared(one->band, its); pairs > 0) found.push_back({low, high, pairs});
       }
       active.push_back(&piece);
     }
   }
-  return true;
+  return found;
 }
 
 }  // namespace apportion::verify

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "ir/areas.hpp"
 #include "ir/verify/pieces.hpp"
+#include "owned.hpp"
 
 namespace apportion::verify {
 
@@ -28,7 +30,7 @@ class Homes {
   // From address to token.
   int64_t shift(int64_t run) const { return tokens_[run] - starts_[run]; }
   int64_t run_of(int64_t address) const {
-    const auto at = static_cast<std::size_t>(address >> shift_);
+    const int64_t at = address >> shift_;
     const int64_t* first = starts_.begin() + index_[at];
     const int64_t* last = starts_.begin() + std::min(index_[at + 1] + 1, tokens_.size());
     return std::upper_bound(first, last, address) - starts_.begin() - 1;
@@ -37,7 +39,7 @@ class Homes {
  private:
   Column<const int64_t> starts_, tokens_;
   int shift_ = 0;
-  std::vector<int64_t> index_;
+  Growing<int64_t> index_;
 };
 
 // A band of tokens.
@@ -74,7 +76,9 @@ bool cut(Column<const Piece> pieces, const Homes& homes, int64_t most, Keep&& ke
 
 // Bands as columns, int64 [6, bands].
 struct Bands {
-  Matrix<const int64_t> columns;
+  using Given = Matrix<const int64_t>;
+  explicit Bands(const Given& given) : columns(given) {}
+  Given columns;
 
   int64_t size() const { return columns.columns(); }
   WideBand operator[](int64_t i) const {
@@ -86,11 +90,11 @@ struct Overlap {
   int64_t first, second, pairs;
 };
 
-// Fills areas, and their parts inside a mask, sorted by q0. False if that takes more than `steps` comparisons.
-bool measure(const Bands& bands, const Bands& mask, int64_t steps, Column<int64_t> areas, Column<int64_t> inside);
+// The areas of bands, and of their parts inside a mask, sorted by q0. None if that takes more than `steps` comparisons.
+std::optional<std::pair<Array<int64_t>, Array<int64_t>>> measure(const Bands& bands, const Bands& mask, int64_t steps);
 
-// Fills `found` with the first pieces that share a pair, up to its size. order: of bands, by (q0, k0). False if that
-// takes more than `steps` comparisons.
-bool sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, std::size_t most, std::vector<Overlap>& found);
+// The first pieces, `most` at most, that share a pair. order: of bands, by (q0, k0). None if that takes more than
+// `steps` comparisons.
+std::optional<Growing<Overlap>> sweep(const Bands& bands, Column<const int64_t> order, int64_t steps, int64_t most);
 
 }  // namespace apportion::verify

@@ -9,31 +9,15 @@
 namespace apportion::verify {
 
 // NO_FORM: an operand does not fit its op, or sends and receives do not meet
-enum class Code : std::uint8_t {
-  NO_FORM,
-  READ_UNWRITTEN,
-  READ_IN_FLIGHT,
-  READ_PARTIAL,
-  READ_OTHER_HEADS,
-  WRITE_SENDING,
-  WRITE_IN_FLIGHT,
-  WRITE_GIVEN,
-  ADD_TO_UNWRITTEN,
-  NOT_SAME_TOKENS,
-  PARTIAL_SPENT,
-  PARTIAL_LOST,
-  PARTIAL_MIXED,
-  PARTIAL_LEFT,
-  PARTIAL_FROM_HOME,
-  WRONG_HOME,
-  WRITTEN_TWICE,
-  NOT_FINISHED,
-  NOT_PRODUCED,
-  NO_RESULT,
-  RESULT_TOUCHED,
-  RESULT_HEADS,
-  OTHER_KEYS,
-};
+#define APPORTION_CODES                                                                                          \
+  NO_FORM, READ_UNWRITTEN, READ_IN_FLIGHT, READ_PARTIAL, READ_OTHER_HEADS, WRITE_SENDING, WRITE_IN_FLIGHT,        \
+      WRITE_GIVEN, ADD_TO_UNWRITTEN, NOT_SAME_TOKENS, PARTIAL_SPENT, PARTIAL_LOST, PARTIAL_MIXED, PARTIAL_LEFT,   \
+      PARTIAL_FROM_HOME, WRONG_HOME, WRITTEN_TWICE, NOT_FINISHED, NOT_PRODUCED, NO_RESULT, RESULT_TOUCHED,        \
+      RESULT_HEADS, OTHER_KEYS
+#define APPORTION_TEXT(...) #__VA_ARGS__
+#define APPORTION_TEXT_OF(...) APPORTION_TEXT(__VA_ARGS__)
+enum class Code : std::uint8_t { APPORTION_CODES };
+inline constexpr const char* CODE_NAMES = "Code(" APPORTION_TEXT_OF(APPORTION_CODES) ")";
 
 // Rows [low, high) of a tensor's home rows or arena.
 struct Place {

@@ -13,6 +13,7 @@ using Bits = std::uint64_t;
 // Two rows each, of the query and the KV side. bits: a row of each side for every word; number: of each set, equal for
 // equal sets; size: its heads. serves: [sets, sets], true if the second has all KV heads of the first's query heads.
 struct HeadSets {
+  static constexpr std::size_t FIELDS = 4;
   Matrix<const int64_t> bits, number, size;
   Matrix<const bool> serves;
 

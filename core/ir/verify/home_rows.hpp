@@ -91,60 +91,38 @@ class HomeRows {
     });
   }
 
+  template <class... Some>
+  static bool is_one(Action action, Some... some) {
+    return ((action == some) || ...);
+  }
+
   static bool is_proper(Action action, const HomeState& state, Bits bits) {
-    switch (action) {
-      case Action::ARRIVE:
-        return true;
-      case Action::READ:
-      case Action::SEND:
-        return (state.values & bits) == bits && (state.flight & bits) == 0;
-      case Action::ADD:
-      case Action::FINISH:
-      case Action::TAKE:
-      case Action::PUSH_BACK:
-        return ((state.flight | state.sent | state.values) & bits) == 0 &&
-               ((state.live | state.cleared) & bits) == bits;
-      default:
-        return ((state.flight | state.sent | state.values | state.live) & bits) == 0;
-    }
+    using enum Action;
+    if (action == ARRIVE) return true;
+    if (is_one(action, READ, SEND)) return (state.values & bits) == bits && (state.flight & bits) == 0;
+    if (((state.flight | state.sent | state.values) & bits) != 0) return false;
+    if (is_one(action, ADD, FINISH, TAKE, PUSH_BACK)) return ((state.live | state.cleared) & bits) == bits;
+    return (state.live & bits) == 0;
   }
 
   static void change(Action action, HomeState& state, Bits bits, bool is_partial) {
-    switch (action) {
-      case Action::READ:
-        return;
-      case Action::SEND:
-        state.sent |= bits;
-        return;
-      case Action::ARRIVE:
-        state.flight &= ~bits;
-        (is_partial ? state.live : state.values) |= bits;
-        return;
-      default:
-        break;
+    using enum Action;
+    if (action == READ) return;
+    if (action == SEND) {
+      state.sent |= bits;
+      return;
+    }
+    if (action == ARRIVE) {
+      state.flight &= ~bits;
+      (is_partial ? state.live : state.values) |= bits;
+      return;
     }
     state.cleared &= ~bits;
     state.live &= ~bits;
-    switch (action) {
-      case Action::PUT:
-      case Action::ADD:
-      case Action::DELIVER:
-        state.live |= bits;
-        return;
-      case Action::CLEAR:
-        state.cleared |= bits;
-        return;
-      case Action::FINISH:
-      case Action::SET:
-        state.values |= bits;
-        return;
-      case Action::RECEIVE:
-      case Action::RECEIVE_RESULT:
-        state.flight |= bits;
-        return;
-      default:  // TAKE, PUSH_BACK
-        return;
-    }
+    if (is_one(action, PUT, ADD, DELIVER)) state.live |= bits;
+    if (action == CLEAR) state.cleared |= bits;
+    if (is_one(action, FINISH, SET)) state.values |= bits;
+    if (is_one(action, RECEIVE, RECEIVE_RESULT)) state.flight |= bits;
   }
 
   // Throws the fault of a node on which an action is not allowed.

@@ -19,7 +19,7 @@ struct Range {
 std::vector<Range> ranges_of(const Program& program, const Limits& limits) {
   const int64_t ranks = program.ranks();
   const auto rows = [&](int64_t rank) {
-    return program.operands.of_rank[rank] + program.tasks.of_rank[rank] + program.rowops.of_rank[rank];
+    return program.operands.ptr[rank] + program.task_list.ptr[rank] + program.lists[ROWOPS].ptr[rank];
   };
   const int64_t count = limits.threads * (1 + rows(ranks) / (limits.threads * limits.rows));
   std::vector<Range> found;
@@ -144,7 +144,7 @@ Judged judge(const Program& program, Lists& lists, bool together, const Limits& 
   }
 }
 
-Trace trace(const Program& program, int64_t most_pieces) {
+std::optional<Trace> trace(const Program& program, int64_t most_pieces) try {
   Trace found;
   Sends sends(program);
   if (!sends.meet()) return found;
@@ -159,17 +159,19 @@ Trace trace(const Program& program, int64_t most_pieces) {
       fault->rank = rank;
     }
     const bool known = settlement.list(walk.notes(), program.tasks, [&](const Band& band, std::int32_t task, std::int32_t set) {
-      if (static_cast<int64_t>(found.parts.size()) > most_pieces) throw TooMany{};
+      if (found.parts.count() > most_pieces) throw TooMany{};
       found.parts.push_back({band, task, set});
     });
-    const int64_t end = program.tasks.of_rank[rank + 1];
-    const bool has_all = program.tasks.of_rank[rank] == end || (!walk.notes().empty() && walk.notes().back().task == end - 1);
+    const int64_t end = program.task_list.ptr[rank + 1];
+    const bool has_all = program.task_list.ptr[rank] == end || (!walk.notes().empty() && walk.notes().back().task == end - 1);
     found.is_complete = found.is_complete && known && has_all;
     if (!fault) continue;
     find_addresses(sends, *fault);
     found.faults.push_back(*fault);
   }
   return found;
+} catch (const TooMany&) {
+  return {};
 }
 
 }  // namespace apportion::verify

@@ -4,7 +4,7 @@
 //            └─ batch, a thread each ─┘
 //
 // A range that depends on ranks not yet walked is walked again at the end, so notes are never kept for all ranks. The
-// verdict is the same for any number of threads. Scratch memory is in `Walk`, one per thread.
+// verdict is the same for any number of threads. Array memory is in `Walk`, one per thread.
 #pragma once
 
 #include "ir/verify/lists.hpp"
@@ -19,9 +19,12 @@ enum class Verdict : std::uint8_t { WRONG, RIGHT, ZEROS, TOO_MANY };
 struct Judged {
   Verdict verdict;
   int64_t hanging;
+
+  auto fields() const { return std::tuple(verdict, hanging); }
 };
 
 struct Limits {
+  static constexpr std::size_t FIELDS = 3;
   int64_t threads;
   int64_t rows;    // operands, tasks and rowops of a range
   int64_t pieces;  // of what tasks attend to
@@ -33,11 +36,11 @@ Judged judge(const Program& program, Lists& lists, bool together, const Limits& 
 // At most one fault per rank; bands of all tasks with known rows, with task and head set; and whether these are all.
 struct Trace {
   std::vector<Fault> faults;
-  std::vector<Piece> parts;
+  Growing<Piece> parts;
   bool is_complete = false;
 };
 
-// Walks each rank by itself: where it stopped, and the attention of its tasks.
-Trace trace(const Program& program, int64_t most_pieces);
+// Walks each rank by itself: where it stopped, and the attention of its tasks; none if that falls into more pieces.
+std::optional<Trace> trace(const Program& program, int64_t most_pieces);
 
 }  // namespace apportion::verify

@@ -26,8 +26,8 @@ class Rank {
     const Memory& memory = program_.memory;
     home_.begin_rank(memory.home_rows[rank], memory.first_address[rank]);
     work_.begin_rank(memory.arena_rows[rank]);
-    const Operands& table = program_.operands;
-    const int64_t first = table.of_rank[rank], count = table.of_rank[rank + 1] - first;
+    const Table& table = program_.operands;
+    const int64_t first = table.ptr[rank], count = table.ptr[rank + 1] - first;
     operands_.resize(static_cast<std::size_t>(count));
     table.columns.visit([&](const auto& columns) {
       for (int64_t x = 0; x < count; ++x) {

@@ -7,63 +7,60 @@
 // may be wrong here.
 #pragma once
 
-#include "array.hpp"
+#include "ir/programs.hpp"
 #include "ir/verify/heads.hpp"
 
 namespace apportion::verify {
 
-using Offsets = Column<const int64_t>;  // where each rank's rows begin, and the end
-
-// Columns: tensor, space, row, rows, head column, heads.
-inline constexpr int64_t HEAD_COLUMN = 4;
-struct Operands {
-  IntRows columns;
-  Offsets of_rank;
-};
-
-struct Instructions {
-  Ints op, round, channel, mode, count;
-  Offsets of_rank;
-};
-
-struct Transfers {
-  Ints send, peer, operand;
-  Offsets of_rank;
-};
-
-// Forward: `sum` is O; backward: dQ, and the other fields are set.
+// Columns of the rows of tasks. Forward: `sum` is O; backward: dQ, and the other fields are set.
 struct Tasks {
   Ints queries, keys, sum, gradient, statistics, key_sum;
   Ints dmin, dmax, first;
-  Offsets of_rank;
 };
 
-struct Rowops {
-  Ints a, b, c, d, first;
-  Offsets of_rank;
+struct Rowop {
+  int64_t a, b, c, d, first;
 };
 
 // Home rows of all ranks, on one axis of addresses (homes.py), and arenas.
 struct Memory {
+  static constexpr std::size_t FIELDS = 4;
   Column<const int64_t> home_rows, first_address;    // of each rank
   Matrix<const int64_t> arena_rows, arena_heads;     // [ranks, tensors]
 };
 
 // given: tensors whose home rows hold values at the start; owed: tensors whose home rows must all be produced; foreign:
 // of another phase.
-struct Program {
-  Operands operands;
-  Instructions instructions;
-  Transfers transfers;
-  Tasks tasks;
-  Rowops rowops;
+struct Program : Programs {
+  static constexpr std::size_t FIELDS = 8;
+  Program(Programs tables, Memory of_ranks, HeadSets sets, Tensors of_home, Tensors produced, Tensors other_phase,
+          bool backward, int64_t round_count)
+      : Programs(std::move(tables)),
+        memory(of_ranks),
+        heads(sets),
+        given(of_home),
+        owed(produced),
+        foreign(other_phase),
+        is_backward(backward),
+        rounds(round_count),
+        task_list(lists[backward ? GRADS : TASKS]) {
+    const IntRows& own = task_list.columns;
+    tasks = backward ? Tasks{own[0], own[1], own[4], own[2], own[3], own[5], own[6], own[7], own[8]}
+                     : Tasks{own[0], own[1], own[2], {}, {}, {}, own[3], own[4], own[5]};
+  }
+
   Memory memory;
   HeadSets heads;
-  Tensors given{0}, owed{0}, foreign{0};
-  bool is_backward = false;
-  int64_t rounds = 0;  // they are numbered below
+  Tensors given, owed, foreign;
+  bool is_backward;
+  int64_t rounds;  // they are numbered below
+  Table task_list;
+  Tasks tasks;
 
-  int64_t ranks() const { return memory.home_rows.size(); }
+  Rowop rowop(int64_t row) const {
+    const IntRows& own = lists[ROWOPS].columns;
+    return {own[0][row], own[1][row], own[2][row], own[3][row], own[4][row]};
+  }
 };
 
 // Tensors of which home rows must end as values.
@@ -78,6 +75,8 @@ struct Operand {
   bool is_home() const { return space == Space::HOME; }
 };
 
+// Columns: tensor, space, row, rows, head column, heads.
+inline constexpr int64_t HEAD_COLUMN = 4;
 template <class Columns>
 Operand operand_at(const Columns& columns, int64_t x) {
   const auto number = [&](int64_t column) { return static_cast<std::int32_t>(columns[column][x]); };

@@ -91,21 +91,17 @@ class Sends {
  public:
   // Matches rounds and counts of ranks; `meet` returns the outcome.
   explicit Sends(const Program& program)
-      : slots_(static_cast<std::size_t>(program.transfers.send.size())),
-        of_rank_(static_cast<std::size_t>(program.ranks() + 1)) {
+      : slots_(program.send.size()), of_rank_(program.ranks() + 1) {
     meet_ = rounds_agree(program) && post(program);
   }
   // False if ranks differ in a round, one sends to itself or missing home rows, or numbers of sends and receives
   // differ.
   bool meet() const { return meet_; }
 
-  int64_t first(int64_t rank) const { return of_rank_[static_cast<std::size_t>(rank)]; }
+  int64_t first(int64_t rank) const { return of_rank_[rank]; }
   int64_t end(int64_t rank) const { return first(rank + 1); }
-  Send& operator[](int64_t send) {
-    check_index(send, static_cast<int64_t>(sends_.size()));
-    return sends_[static_cast<std::size_t>(send)];
-  }
-  Send& of_transfer(int64_t transfer) { return (*this)[slots_[static_cast<std::size_t>(transfer)]]; }
+  Send& operator[](int64_t send) { return sends_[send]; }
+  Send& of_transfer(int64_t transfer) { return sends_[slots_[transfer]]; }
 
   // The content of the first of `rows` rows from a token on: an address, NOWHERE if sent as zeros, UNSENT if not yet
   // known.
@@ -159,17 +155,16 @@ class Sends {
     struct Way {
       int64_t channel = -1, mode = 0, launches = 0;
     };
-    std::vector<Way> ways(static_cast<std::size_t>(program.rounds));
-    const Instructions& table = program.instructions;
-    for (int64_t i = 0; i < table.op.size(); ++i) {
-      if (static_cast<Op>(table.op[i]) != Op::LAUNCH) continue;
-      Way& way = ways[static_cast<std::size_t>(table.round[i])];
+    const Array<Way> ways(program.rounds);
+    for (int64_t i = 0; i < program.op.size(); ++i) {
+      if (static_cast<Op>(program.op[i]) != Op::LAUNCH) continue;
+      Way& way = ways[program.round[i]];
       if (way.launches++ == 0) {
-        way.channel = table.channel[i];
-        way.mode = table.mode[i];
+        way.channel = program.channel[i];
+        way.mode = program.mode[i];
       }
-      if (way.channel != table.channel[i] || way.mode != table.mode[i]) return false;
-      if (table.count[i] == 0 && (way.mode & ALL_TO_ALL) == 0) return false;
+      if (way.channel != program.channel[i] || way.mode != program.mode[i]) return false;
+      if (program.count[i] == 0 && (way.mode & ALL_TO_ALL) == 0) return false;
     }
     return std::all_of(ways.begin(), ways.end(), [&](const Way& way) {
       return way.launches == 0 || (way.mode & ALL_TO_ALL) == 0 || way.launches == program.ranks();
@@ -177,48 +172,37 @@ class Sends {
   }
 
   bool post(const Program& program) {
-    const Transfers& table = program.transfers;
+    const Column<const int64_t> ptr = program.lists[TRANSFERS].ptr;
     for (int64_t rank = 0; rank < program.ranks(); ++rank)
-      for (int64_t t = table.of_rank[rank]; t < table.of_rank[rank + 1]; ++t) {
-        if (table.peer[t] == rank) return false;
-        if (table.send[t] != 0) ++of_rank_[static_cast<std::size_t>(table.peer[t] + 1)];
+      for (int64_t t = ptr[rank]; t < ptr[rank + 1]; ++t) {
+        if (program.peer[t] == rank) return false;
+        if (program.send[t] != 0) ++of_rank_[program.peer[t] + 1];
       }
-    for (std::size_t rank = 1; rank < of_rank_.size(); ++rank) of_rank_[rank] += of_rank_[rank - 1];
-    if (2 * of_rank_.back() != table.send.size()) return false;
-    sends_.resize(static_cast<std::size_t>(of_rank_.back()));
-    std::vector<int64_t> next(of_rank_);
-    return program.operands.columns.visit([&](const auto& columns) {
-      for (int64_t rank = 0; rank < program.ranks(); ++rank)
-        if (!post_rank(program, columns, rank, next)) return false;
-      return true;
+    for (int64_t rank = 0; rank < program.ranks(); ++rank) of_rank_[rank + 1] += of_rank_[rank];
+    if (2 * of_rank_[program.ranks()] != program.send.size()) return false;
+    sends_.resize(static_cast<std::size_t>(of_rank_[program.ranks()]));
+    const Array<int64_t> next = Array<int64_t>::of(of_rank_);
+    bool all_there = true;
+    program.operands.columns.visit([&](const auto& operands) {
+      program.each_step([&](const Step& step) {
+        if (step.op != Op::LAUNCH) return;
+        const auto rank = static_cast<std::int32_t>(step.rank), round = static_cast<std::int32_t>(program.round[step.at]);
+        for (int64_t t = step.first; t < step.end; ++t) {
+          if (program.send[t] == 0) continue;
+          const Operand tile = operand_at(operands, program.operands.ptr[rank] + program.operand[t]);
+          all_there = all_there && (!tile.is_home() || tile.end() <= program.memory.home_rows[rank]);
+          const auto heads = static_cast<std::int32_t>(program.heads.number_of(tile.tensor, tile.heads));
+          slots_[t] = next[program.peer[t]]++;
+          const Token token = tile.is_home() ? program.memory.first_address[rank] + tile.row : UNSENT;
+          sends_[slots_[t]] = {rank, round, tile.rows, heads, token, nullptr, tile.tensor, tile.is_home()};
+        }
+      });
     });
+    return all_there;
   }
 
-  template <class Columns>
-  bool post_rank(const Program& program, const Columns& operands, int64_t rank, std::vector<int64_t>& next) {
-    const Instructions& steps = program.instructions;
-    const Transfers& table = program.transfers;
-    const int64_t base = program.operands.of_rank[rank], address = program.memory.first_address[rank];
-    int64_t t = table.of_rank[rank];
-    for (int64_t i = steps.of_rank[rank]; i < steps.of_rank[rank + 1]; ++i) {
-      if (static_cast<Op>(steps.op[i]) != Op::LAUNCH) continue;
-      const auto round = static_cast<std::int32_t>(steps.round[i]);
-      for (const int64_t end = t + steps.count[i]; t < end; ++t) {
-        if (table.send[t] == 0) continue;
-        const Operand tile = operand_at(operands, base + table.operand[t]);
-        if (tile.is_home() && tile.end() > program.memory.home_rows[rank]) return false;
-        const auto heads = static_cast<std::int32_t>(program.heads.number_of(tile.tensor, tile.heads));
-        int64_t& slot = next[static_cast<std::size_t>(table.peer[t])];
-        slots_[static_cast<std::size_t>(t)] = slot;
-        (*this)[slot++] = {static_cast<std::int32_t>(rank), round, tile.rows, heads,
-                           tile.is_home() ? address + tile.row : UNSENT, nullptr, tile.tensor, tile.is_home()};
-      }
-    }
-    return true;
-  }
-
-  std::vector<Send> sends_;
-  std::vector<int64_t> slots_, of_rank_;  // slots: of each transfer that sends
+  Growing<Send> sends_;
+  Array<int64_t> slots_, of_rank_;  // slots: of each transfer that sends
   bool meet_ = false;
 };
 

@@ -10,42 +10,31 @@ constexpr Tensors DELIVERED = Tensors::of(Tensor::O, Tensor::DQ, Tensor::DKV);
 }  // namespace
 
 void Walk::walk_rank() {
-  const Instructions& steps = program_.instructions;
-  int64_t transfer = program_.transfers.of_rank[number_], task = program_.tasks.of_rank[number_];
-  int64_t row = program_.rowops.of_rank[number_], received = 0;
+  int64_t received = 0;
   for (int64_t send = sends_.end(number_) - 1; send >= sends_.first(number_); --send)
-    next_send_[static_cast<std::size_t>(sends_[send].sender)] = send;
+    next_send_[sends_[send].sender] = send;
   Position& position = rank_.position();
-  for (int64_t i = steps.of_rank[number_]; i < steps.of_rank[number_ + 1]; ++i) {
-    position.instruction = i;
-    const auto op = static_cast<Op>(steps.op[i]);
-    const int64_t count = steps.count[i];
-    const auto round = static_cast<RoundNumber>(steps.round[i]);
-    if (op == Op::LAUNCH) {
-      rank_.rounds().launch(round, transfer, transfer + count);
-      const bool results = (steps.mode[i] & RESULTS) != 0;
-      for (const int64_t end = transfer + count; transfer < end; ++transfer) {
-        position.item = transfer;
-        received += program_.transfers.send[transfer] == 0;
-        launch(transfer, round, results);
-      }
-    } else if (op == Op::WAIT) {
-      wait(round);
-    } else if (op == Op::ATTEND || op == Op::ATTEND_GRAD) {
-      require(program_.is_backward == (op == Op::ATTEND_GRAD));
-      task_before_ = -1;
-      for (const int64_t end = task + count; task < end; ++task) {
-        position.item = task;
-        attend(task);
-        task_before_ = task;
-      }
-    } else {
-      for (const int64_t end = row + count; row < end; ++row) {
-        position.item = row;
-        rowop(op, row);
+  program_.each_step(number_, [&](const Step& step) {
+    position.instruction = step.at;
+    const auto round = static_cast<RoundNumber>(program_.round[step.at]);
+    const bool results = (program_.mode[step.at] & RESULTS) != 0;
+    if (step.op == Op::WAIT) return wait(round);
+    if (step.op == Op::LAUNCH) rank_.rounds().launch(round, step.first, step.end);
+    require(step.list != (program_.is_backward ? TASKS : GRADS));
+    task_before_ = -1;
+    for (int64_t row = step.first; row < step.end; ++row) {
+      position.item = row;
+      if (step.list == TRANSFERS) {
+        received += program_.send[row] == 0;
+        launch(row, round, results);
+      } else if (step.list == ROWOPS) {
+        rowop(step.op, program_.rowop(row));
+      } else {
+        attend(row);
+        task_before_ = row;
       }
     }
-  }
+  });
   position.instruction = -1;
   end_rank(received);
 }
@@ -62,14 +51,13 @@ void Walk::end_rank(int64_t received) {
 // ------------------------------------------------------------------------------------------------ transfers
 
 void Walk::launch(int64_t transfer, RoundNumber round, bool results) {
-  const Transfers& table = program_.transfers;
-  const Operand& tile = rank_[table.operand[transfer]];
+  const Operand& tile = rank_[program_.operand[transfer]];
   require(tile.tensor != Tensor::NONE);
   if (results && !DELIVERED.has(tile.tensor)) fail(Code::NO_RESULT, rank_.place(tile));
-  if (table.send[transfer] != 0)
+  if (program_.send[transfer] != 0)
     send(tile, transfer, round, results);
   else
-    receive(tile, table.peer[transfer], round, results);
+    receive(tile, program_.peer[transfer], round, results);
 }
 
 void Walk::send(const Operand& tile, int64_t transfer, RoundNumber round, bool results) {
@@ -88,7 +76,7 @@ void Walk::send(const Operand& tile, int64_t transfer, RoundNumber round, bool r
 }
 
 void Walk::receive(const Operand& tile, int64_t peer, RoundNumber round, bool results) {
-  int64_t& next = next_send_[static_cast<std::size_t>(peer)];
+  int64_t& next = next_send_[peer];
   require(next >= sends_.first(number_) && next < sends_.end(number_));
   const WorkPlace arena = rank_.arena(tile);
   const Send& send = sends_[next];
@@ -113,10 +101,9 @@ void Walk::receive(const Operand& tile, int64_t peer, RoundNumber round, bool re
 void Walk::wait(RoundNumber number) {
   const Round& round = rank_.rounds().wait(number);
   if (!round.fills_home) return;
-  const Transfers& table = program_.transfers;
   for (int64_t t = round.first; t < round.end; ++t) {
-    const Operand& tile = rank_[table.operand[t]];
-    if (table.send[t] == 0 && tile.is_home()) rank_.apply(Action::ARRIVE, tile);
+    const Operand& tile = rank_[program_.operand[t]];
+    if (program_.send[t] == 0 && tile.is_home()) rank_.apply(Action::ARRIVE, tile);
   }
 }
 
@@ -171,35 +158,33 @@ void Walk::note(const Runs& runs, int64_t task, int64_t set) {
 
 // ------------------------------------------------------------------------------------------------ rowops
 
-void Walk::rowop(Op op, int64_t row) {
+void Walk::rowop(Op op, const Rowop& own) {
   switch (op) {
     case Op::FINISH:
-      return finish(row);
+      return finish(own);
     case Op::DELTA:
-      return delta(row);
+      return delta(own);
     case Op::PROJECT:
-      return project(row);
+      return project(own);
     case Op::PROJECT_GRAD:
-      return project_grad(row);
+      return project_grad(own);
     case Op::CLEAR:
-      return clear(row);
+      return clear(own);
     default:
-      return move(op, row);
+      return move(op, own);
   }
 }
 
-void Walk::finish(int64_t row) {
-  const Rowops& table = program_.rowops;
-  const Operand& rows = rank_[table.c[row]];
-  require(!program_.is_backward && table.a[row] == 0 && table.b[row] == 0 && table.d[row] == 0);
+void Walk::finish(const Rowop& own) {
+  const Operand& rows = rank_[own.c];
+  require(!program_.is_backward && own.a == 0 && own.b == 0 && own.d == 0);
   require(rows.is_home() && rows.tensor == Tensor::O);
   rank_.apply(Action::FINISH, rows);
 }
 
-void Walk::delta(int64_t row) {
-  const Rowops& table = program_.rowops;
-  const Operand &gradient = rank_[table.a[row]], &output = rank_[table.b[row]], &statistics = rank_[table.c[row]];
-  require(program_.is_backward && table.d[row] == 0 && statistics.is_home());
+void Walk::delta(const Rowop& own) {
+  const Operand &gradient = rank_[own.a], &output = rank_[own.b], &statistics = rank_[own.c];
+  require(program_.is_backward && own.d == 0 && statistics.is_home());
   require(gradient.tensor == Tensor::DO && output.tensor == Tensor::O && statistics.tensor == Tensor::DELTA);
   require(rank_.is_given(gradient) && rank_.is_given(output) && gradient.is_home() && output.is_home());
   for (const Operand* one : {&gradient, &output})
@@ -210,12 +195,11 @@ void Walk::delta(int64_t row) {
 }
 
 // X into Q and KV.
-void Walk::project(int64_t row) {
-  const Rowops& table = program_.rowops;
-  const Operand& hidden = rank_[table.a[row]];
+void Walk::project(const Rowop& own) {
+  const Operand& hidden = rank_[own.a];
   rank_.gather(hidden, true, runs_);
-  require(hidden.tensor == Tensor::X && table.d[row] == 0);
-  for (const auto& [x, tensor] : {std::pair{table.b[row], Tensor::Q}, {table.c[row], Tensor::KV}}) {
+  require(hidden.tensor == Tensor::X && own.d == 0);
+  for (const auto& [x, tensor] : {std::pair{own.b, Tensor::Q}, {own.c, Tensor::KV}}) {
     if (x == 0) continue;
     require(rank_[x].rows == hidden.rows && rank_[x].tensor == tensor);
     rank_.write(rank_[x], runs_, false, Action::SET);
@@ -223,13 +207,12 @@ void Walk::project(int64_t row) {
 }
 
 // Partials dQ and dKV, and X, into a partial dX.
-void Walk::project_grad(int64_t row) {
-  const Rowops& table = program_.rowops;
-  const Operand &hidden = rank_[table.a[row]], &sum = rank_[table.d[row]];
+void Walk::project_grad(const Rowop& own) {
+  const Operand &hidden = rank_[own.a], &sum = rank_[own.d];
   require(program_.is_backward);
   rank_.gather(hidden, true, runs_);
   require(hidden.tensor == Tensor::X);
-  for (const auto& [x, tensor] : {std::pair{table.b[row], Tensor::DQ}, {table.c[row], Tensor::DKV}}) {
+  for (const auto& [x, tensor] : {std::pair{own.b, Tensor::DQ}, {own.c, Tensor::DKV}}) {
     if (x == 0) continue;
     require(rank_[x].rows == hidden.rows && rank_[x].tensor == tensor);
     rank_.gather(rank_[x], false, others_, Action::PUSH_BACK);
@@ -237,24 +220,22 @@ void Walk::project_grad(int64_t row) {
     rank_.spend(rank_[x]);
   }
   require(sum.tensor == Tensor::DX && sum.rows == hidden.rows);
-  rank_.write(sum, runs_, true, (table.first[row] & 1) != 0 ? Action::PUT : Action::ADD);
+  rank_.write(sum, runs_, true, (own.first & 1) != 0 ? Action::PUT : Action::ADD);
 }
 
-void Walk::clear(int64_t row) {
-  const Rowops& table = program_.rowops;
-  const Operand& rows = rank_[table.c[row]];
-  require(table.a[row] == 0 && table.b[row] == 0 && table.d[row] == 0 && PARTIALS.has(rows.tensor));
+void Walk::clear(const Rowop& own) {
+  const Operand& rows = rank_[own.c];
+  require(own.a == 0 && own.b == 0 && own.d == 0 && PARTIALS.has(rows.tensor));
   runs_.assign(1, {0, rows.rows, NOWHERE, State::CLEARED});
   rank_.write(rows, runs_, true, Action::CLEAR);
 }
 
 // Moves the rows of a into c: merge, add, copy, deliver.
-void Walk::move(Op op, int64_t row) {
-  const Rowops& table = program_.rowops;
-  const Operand &from = rank_[table.a[row]], &to = rank_[table.c[row]];
+void Walk::move(Op op, const Rowop& own) {
+  const Operand &from = rank_[own.a], &to = rank_[own.c];
   const Tensor tensor = to.tensor;
   const bool is_partial = PARTIALS.has(tensor), is_copy = op == Op::COPY;
-  require(table.a[row] != 0 && table.b[row] == 0 && table.d[row] == 0);
+  require(own.a != 0 && own.b == 0 && own.d == 0);
   require(from.tensor == tensor && rank_.are_alike(to, from));
   require(from.space != to.space || from.row >= to.end() || to.row >= from.end());
   Action action = is_partial ? Action::PUT : Action::SET;
@@ -264,7 +245,7 @@ void Walk::move(Op op, int64_t row) {
   } else if (!is_copy) {
     require(op == Op::MERGE ? tensor == Tensor::O && !program_.is_backward
                             : op == Op::ADD && SUMS.has(tensor) && program_.is_backward);
-    if ((table.first[row] & 1) == 0) action = Action::ADD;
+    if ((own.first & 1) == 0) action = Action::ADD;
   }
   if (is_copy && is_partial && from.is_home()) fail(Code::PARTIAL_FROM_HOME, rank_.place(from));
   const bool values = is_copy && !is_partial;

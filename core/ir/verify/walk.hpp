@@ -20,7 +20,7 @@ class Walk {
  public:
   Walk(const Program& program, Sends& sends, std::size_t most_notes)
       : program_(program), sends_(sends), rank_(program), most_notes_(most_notes),
-        next_send_(static_cast<std::size_t>(program.ranks())) {}
+        next_send_(program.ranks()) {}
 
   // Walks ranks [first, end); returns a fault. walked: the end of the ranks that were walked before any current walk.
   std::optional<Fault> walk(int64_t first, int64_t end, int64_t walked) {
@@ -53,20 +53,20 @@ class Walk {
   void wait(RoundNumber round);
   void attend(int64_t task);
   void gather_as_queries(int64_t x, int64_t before, Tensor tensor, const Operand& queries);
-  void rowop(Op op, int64_t row);
-  void finish(int64_t row);
-  void delta(int64_t row);
-  void project(int64_t row);
-  void project_grad(int64_t row);
-  void clear(int64_t row);
-  void move(Op op, int64_t row);
+  void rowop(Op op, const Rowop& own);
+  void finish(const Rowop& own);
+  void delta(const Rowop& own);
+  void project(const Rowop& own);
+  void project_grad(const Rowop& own);
+  void clear(const Rowop& own);
+  void move(Op op, const Rowop& own);
   void note(const Runs& runs, int64_t task, int64_t set);
 
   const Program& program_;
   Sends& sends_;
   Rank rank_;
   std::size_t most_notes_;
-  std::vector<int64_t> next_send_;  // of each rank, the next of its sends to this one
+  Array<int64_t> next_send_;  // of each rank, the next of its sends to this one
   std::vector<Note> notes_;
   Runs runs_, keys_, others_;
   int64_t number_ = 0, first_rank_ = 0, walked_ = 0;

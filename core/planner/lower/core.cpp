@@ -27,8 +27,7 @@ Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order
   for (const Held& tile : tiles) span = std::max(span, tile.start + 1);
   Growing<int64_t> keys, by_key(order.count()), longest(base.count()), row(tiles.count());
   for (const int64_t tile : order) keys.push_back(tiles[tile].rank * span + tiles[tile].start);
-  counting_order(Column<const int64_t>(keys.data(), keys.count()), base.count() * span,
-                 Column<int64_t>(by_key.data(), by_key.count()));
+  counting_order<Column<const int64_t>, int64_t>(keys, base.count() * span, by_key);
   for (int64_t& at : by_key) at = order[at];
   int64_t before = -1;
   for (const int64_t tile : by_key) {  // first of all: the row inside the place

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "growing.hpp"
+#include "owned.hpp"
 
 namespace apportion::lower {
 

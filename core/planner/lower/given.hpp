@@ -11,8 +11,9 @@
 #include <deque>
 #include <memory>
 
-#include "growing.hpp"
+#include "owned.hpp"
 #include "ir/isa.hpp"
+#include "numpy.hpp"
 #include "planner/edges.hpp"
 #include "planner/numbers.hpp"
 

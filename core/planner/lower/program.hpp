@@ -4,7 +4,7 @@
 // numbered when tables are written.
 #pragma once
 
-#include "growing.hpp"
+#include "owned.hpp"
 #include "ir/isa.hpp"
 #include "planner/numbers.hpp"
 

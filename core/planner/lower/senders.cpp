@@ -86,9 +86,8 @@ class Ways {
       in.push_back(piece.in);
       way.colours = std::max({way.colours, ++sent[piece.out], ++received[piece.in]});
     }
-    Growing<int32_t> colour(out.count());
-    colour_edges({out.data(), false, out.count()}, {in.data(), false, in.count()}, nics_, way.colours,
-                 {colour.data(), colour.count()});
+    const Array<int32_t> colour =
+        colour_edges({out.data(), false, out.count()}, {in.data(), false, in.count()}, nics_, way.colours);
     for (int64_t at = 0; at < out.count(); ++at) way.pieces[at].colour = colour[at];
     const auto before = [](const Piece& a, const Piece& b) { return a.colour < b.colour; };
     std::stable_sort(way.pieces.begin(), way.pieces.end(), before);

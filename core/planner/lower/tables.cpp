@@ -106,8 +106,7 @@ class Writer {
       : steps_(program.steps),
         low_(low),
         backward_(backward),
-        storage_(low.groups.ranks() * steps_.count()),
-        count_(storage_.data(), low.groups.ranks(), steps_.count(), steps_.count()),
+        count_(low.groups.ranks(), steps_.count()),
         transfers_(program.transfers, count_),
         attention_(program.attention, count_),
         rowops_(program.rowops, count_) {
@@ -266,8 +265,7 @@ class Writer {
   const Growing<Step>& steps_;
   const Lowering& low_;
   bool backward_;
-  Growing<int64_t> storage_;
-  Matrix<int64_t> count_;  // rows of each rank at each step
+  Array2<int64_t> count_;  // rows of each rank at each step
   Sorted<Transfer> transfers_;
   Sorted<Attention> attention_;
   Sorted<RowOp> rowops_;
@@ -298,12 +296,12 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
     return nb::make_tuple(beyond.rows, beyond.steps, nb::list());
   }
   constexpr int64_t COLUMNS[] = {3, 6, 5, 3, 6, 9, 5};
-  const auto made = [&](Table table) { return New2<int32_t>(COLUMNS[table], writer->rows(table)); };
-  const New2<int32_t> instructions = made(INSTRUCTIONS), transfers = made(TRANSFERS), tasks = made(TASKS),
+  const auto made = [&](Table table) { return New<Matrix<int32_t>>(COLUMNS[table], writer->rows(table)); };
+  const New<Matrix<int32_t>> instructions = made(INSTRUCTIONS), transfers = made(TRANSFERS), tasks = made(TASKS),
                       grads = made(GRADS), rowops = made(ROWOPS);
   unlocked([&] { writer->write(instructions, transfers, backward ? grads : tasks, rowops); });
-  const New2<int64_t> arenas(COLUMNS[ARENAS], writer->rows(ARENAS));
-  const New2<int32_t> operands = made(OPERANDS);
+  const New<Matrix<int64_t>> arenas(COLUMNS[ARENAS], writer->rows(ARENAS));
+  const New<Matrix<int32_t>> operands = made(OPERANDS);
   unlocked([&] {
     writer->write_arenas(arenas);
     writer->write_operands(operands);
@@ -313,7 +311,7 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
   nb::list tables;
   for (std::size_t table = 0; table < TABLES; ++table) {
     const Growing<int64_t>& rows = writer->ptr[table];
-    const New<int64_t> ptr(rows.count());  // numpy's own, as all of a table: then nobody else can write to it
+    const New<Column<int64_t>> ptr(rows.count());  // numpy's own, as all of a table: then nobody else can write to it
     std::copy(rows.begin(), rows.end(), ptr.begin());
     tables.append(nb::make_tuple(ptr.array(), arrays[table]));
   }
@@ -324,6 +322,8 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
 
 }  // namespace lower
 
-void bind_lower(nb::module_& m) { m.def("tables", &lower::tables_of, nb::arg("lowering"), nb::arg("phase"), nb::arg("network").none()); }
+static const Area area("lower", [](nb::module_& m) {
+  m.def("tables", &lower::tables_of, nb::arg("lowering"), nb::arg("phase"), nb::arg("network").none());
+});
 
 }  // namespace apportion

@@ -282,7 +282,7 @@ def test_exchanges_of_rows_make_even_what_the_walk_leaves_uneven() -> None:
     wanted, tokens = rows.below[-1] * speeds / speeds.sum(), np.full(6, 2000)
 
     def fullest(tolerance: float) -> float:
-        mixed = batch.starts, *rows.columns, tokens, speeds, wanted, float(wanted.max()), 0.5, tolerance
+        mixed = batch.starts, rows.columns, tokens, speeds, wanted, float(wanted.max()), 0.5, tolerance
         low, high, rank = core.mix(*mixed)
         assert np.bincount(rank, high - low).tolist() == tokens.tolist()
         load = np.bincount(rank, rows.upto(high) - rows.upto(low))

@@ -129,7 +129,7 @@ def test_what_a_hyperedge_has_on_a_part_moves_at_once() -> None:
     part, movable = np.array([0, 1, 0, 0]), np.array([False, False, True, True])
     flops, caps = np.array([0, 0, 1, 1]), np.array([2, 2])
     for thorough, found in ((False, [0, 1, 0, 0]), (True, [0, 1, 1, 1])):
-        moved = core.spread(graph, part, np.zeros(4, np.int64), movable, flops, caps, 2, thorough)
+        moved = core.spread(graph, part, (np.zeros(4, np.int64), movable, flops, caps, 2), thorough)
         assert moved.tolist() == found
 
 

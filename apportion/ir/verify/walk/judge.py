@@ -12,7 +12,7 @@ for all ranks at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,9 +91,9 @@ _IS_OF_PHASE = {
 }
 
 
-def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> core.Program | None:
-    """The core's program; None if it has tasks or instructions of another phase. Raises CapacityError if it is too
-    large."""
+def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tensor]) -> tuple[Any, ...] | None:
+    """The core's program, as `Program` of core/ir/verify/program.hpp; None if it has tasks or instructions of another
+    phase. Raises CapacityError if it is too large."""
     names = ("operands", "instructions", "transfers", program.task_list, "rowops")
     tables = [program.source[name] for name in names]
     for name, table in zip(names, tables, strict=True):
@@ -105,11 +105,11 @@ def _prepared(program: Program, homes: Homes, sets: Sets, given: frozenset[Tenso
     rounds = int(tables[1]["round"].max(initial=0)) + 1
     if rounds > 8 * len(tables[1]) + 1024:
         raise CapacityError(f"its rounds are numbered up to {rounds - 1}, with gaps too wide to verify")
-    lists = [part for table in tables for part in (table.values, np.ascontiguousarray(table.ptr, np.int64))]
     foreign = [tensor for tensor in Tensor if program.phase not in tensor.contents.phases]
-    arrays = (*lists, homes.rows, homes.first, program.arena_rows, program.arena_heads, *sets)
+    memory = homes.rows, homes.first, program.arena_rows, program.arena_heads
+    heads = sets.bits, sets.number, sets.size, sets.serves
     bits = _bits_of(given), _bits_of(program.owed), _bits_of(foreign)
-    return core.Program(arrays, program.phase == "backward", *bits, rounds)
+    return program.source.arrays, memory, heads, *bits, program.phase == "backward", rounds
 
 
 def _check_numbers(name: str, table: Table) -> None:
@@ -142,7 +142,7 @@ def judge(
     if prepared is None:
         return False
     most = most_pieces(len(program.source[program.task_list]))
-    verdict, _ = core.judge(prepared, lists.core, together, threads, _LONGEST, most)
+    verdict, _ = core.judge(prepared, lists.core, together, (threads, _LONGEST, most))
     if verdict == core.Verdict.ZEROS:
         raise ZerosError
     if verdict == core.Verdict.TOO_MANY:

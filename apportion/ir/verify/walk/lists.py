@@ -41,7 +41,7 @@ class Lists:
     @property
     def following(self) -> Ints:
         """int64 [sets]: the list of each set, or -1."""
-        return self.core.following
+        return verify.following(self.core)
 
     def begin(self, tasks: int) -> None:
         """Begins a program of `tasks` tasks: each set is expected to repeat its list of the previous program."""
@@ -51,7 +51,7 @@ class Lists:
         """Ends a program of `tasks` tasks and closes the list of each set. Raises CapacityError if lists have too many
         pieces."""
         most = most_pieces(tasks)
-        cut = self.core.end(self.homes.starts, self.homes.tokens, most)
+        cut = verify.end(self.core, self.homes.starts, self.homes.tokens, most)
         if cut is None:
             raise too_many_pieces(most)
         if cut.shape[1]:

@@ -79,7 +79,7 @@ class Blend(PlacePass):
         tokens = token_shares(problem.batch.tokens, problem.token_rates, caps)
         pairs, speed = int(rows.below[-1]), speeds.sum()
         widest, wanted = float(pairs * speeds.max() / speed), pairs * (speeds / speed)
-        pieces = core.mix(documents, *rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
+        pieces = core.mix(documents, rows.columns, tokens, speeds, wanted, widest, self.head, UNEVEN)
         starts, home = _joined(documents, pieces)
         starts, home, grid = _aligned(documents, starts, home, self.align, problem.token_caps)
         less = Departure("recipe.place.blend.align", self.align, grid, "coarser cuts break token caps")

@@ -115,6 +115,6 @@ def divide(
     """
     if count == 1:
         return np.zeros(rank.shape, np.int32)
-    sets = heads.groups, heads.key_sets
-    found = core.divide(cells.q, cells.k, rank.ravel(), home, lengths, *sets, *row_bytes, count)
+    tiles = heads.groups, heads.key_sets, *row_bytes
+    found = core.divide(cells.q, cells.k, rank.ravel(), home, lengths, tiles, count)
     return found.reshape(rank.shape)

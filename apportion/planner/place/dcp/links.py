@@ -29,5 +29,5 @@ def exchanged(placed: Sequence[PlacedProblem], free: Bools, gbs: tuple[float, fl
     the time on each rank's links. placed: cases of the same blocks and homes. gbs: see `link_gbs`."""
     case, cases = placed[0][0], [(one.ptr, one.pins, one.price, rank, count) for one, rank, count in placed]
     return core.exchange(
-        cases, free, case.tokens[: len(free)], case.tokens_caps[1], case.ranks_per_node, *map(float, gbs)
+        cases, free, case.tokens[: len(free)], case.tokens_caps[1], case.ranks_per_node, (*map(float, gbs),)
     )

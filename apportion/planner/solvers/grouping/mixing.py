@@ -67,9 +67,8 @@ def _first_fit_mix(problem: GroupingProblem, limit: float) -> Mix | None:
     need = fits.argmax(1)
     order = np.lexsort((-problem.times[np.arange(len(need)), need], -need))
     rooms = problem.cap * problem.degrees
-    column, group = core.first_fit(
-        problem.times, problem.sizes, order, need, problem.degrees, rooms, problem.ranks, limit
-    )
+    sequences = problem.times, problem.sizes
+    column, group = core.first_fit(sequences, order, need, problem.degrees, rooms, problem.ranks, limit)
     return mix_of(problem, column, group) if len(column) else None
 
 
@@ -139,7 +138,7 @@ def anneal(problem: GroupingProblem, mix: Mix, steps: int, goal: float, seed: in
     left = problem.cap * problem.degrees[mix.column] - _tokens(problem, mix.column, mix.group)
     group = mix.group.copy()
     times, above = problem.times.take(mix.column, 1), float(np.maximum(mix.time - goal, 0.0).sum())
-    core.anneal(times, problem.sizes, moved, to, bar, goal, above, mix.time.copy(), left, group)
+    core.anneal((times, problem.sizes), (moved, to, bar), goal, above, mix.time.copy(), left, group)
     tried = descend(problem, mix_of(problem, mix.column, group))
     return tried if tried.value < mix.value else mix
 
@@ -182,7 +181,7 @@ def spread(problem: GroupingProblem, counts: tuple[int, ...]) -> Mix | None:
     """A mix with these counts of groups, or None if a sequence finds no room."""
     column = group_of(counts)[::-1].copy()
     rooms = problem.cap * problem.degrees[column]
-    group = core.list_schedule(problem.times, problem.sizes, column, rooms)
+    group = core.list_schedule((problem.times, problem.sizes), (column, rooms))
     return None if group is None else descend(problem, mix_of(problem, column, group))
 
 
@@ -191,5 +190,5 @@ def descend(problem: GroupingProblem, mix: Mix) -> Mix:
     after a fixed number of evaluations."""
     found = Mix(mix.column, mix.group.copy(), mix.time.copy())
     rooms = problem.cap * problem.degrees[mix.column]
-    core.descend(problem.times, problem.sizes, mix.column, rooms, found.group, found.time)
+    core.descend((problem.times, problem.sizes), (mix.column, rooms), found.group, found.time)
     return found

@@ -97,12 +97,13 @@ def level(
     """int64 [V]: parts in [base, base + span) for vertices without one, and for others without tokens that repair
     moves. thorough: move groups of vertices too, and on the level of ranks also start from pieces."""
     movable, flops = (problem.tokens == 0) & (problem.bound_to < 0), problem.flops
-    found = core.spread(graph, part, base, movable, flops, cap, span, thorough)
+    given = base, movable, flops, cap, span
+    found = core.spread(graph, part, given, thorough)
     few = len(cap) < problem.ranks or (part < 0).sum() <= PIECES * len(cap)
     if few or not thorough:
         return found
     coarse = _coarsely(graph, flops, part, base, span, cap)
-    return better(problem, found, core.spread(graph, coarse, base, movable, flops, cap, span, True), cap)
+    return better(problem, found, core.spread(graph, coarse, given, True), cap)
 
 
 def better(problem: HypergraphProblem, one: Ints, other: Ints, cap: Ints) -> Ints:
@@ -125,7 +126,7 @@ def _coarsely(graph: Graph, flops: Ints, part: Ints, base: Ints, span: int, cap:
     held[merged], of_base[merged], movable[merged] = part, base, free
     np.add.at(weight, merged, flops)
     coarse = contract(graph, merged, count)
-    return core.spread(coarse, held, of_base, movable, weight, cap, span, True)[merged]
+    return core.spread(coarse, held, (of_base, movable, weight, cap, span), True)[merged]
 
 
 def together(problem: HypergraphProblem, rank: Ints) -> Ints:
@@ -133,16 +134,16 @@ def together(problem: HypergraphProblem, rank: Ints) -> Ints:
     costing as much as FAR more ranks."""
     graph, movable = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.bound_to < 0
     caps = (problem.flops_caps[1], problem.tokens_caps[1], problem.flops_caps[0], problem.tokens_caps[0])
-    return core.refine_together(
-        graph, rank, movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
-    )
+    both = movable, problem.flops, problem.tokens, *caps, problem.ranks_per_node, FAR
+    return core.refine_together(graph, rank, both)
 
 
 def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
     """The answer for these ranks, int64 [V], which meet both constraints, after improving moves."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
     movable = (problem.tokens == 0) & (problem.bound_to < 0)
-    moved = core.polish(graph, rank, rank // span * span, movable, problem.flops, problem.flops_caps[1], span)
+    given = rank // span * span, movable, problem.flops, problem.flops_caps[1], span
+    moved = core.polish(graph, rank, given)
     return answer(problem, moved, lower_bound(problem), limit)
 
 
@@ -178,7 +179,7 @@ def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
 
 def connectivity(problem: HypergraphProblem, part: Ints, parts: int) -> float:
     """The sum of price times (parts spanned - 1)."""
-    span = core.spans(problem.ptr, problem.pins, part, parts)
+    span = core.spans((problem.ptr, problem.pins, problem.price), part, parts)
     return float((problem.price * np.maximum(span - 1, 0)).sum())
 
 
@@ -188,7 +189,7 @@ def lower_bound(problem: HypergraphProblem) -> float:
     fixed = problem.bound_to
     by_edge = connectivity(problem, fixed, problem.ranks)
     count = len(fixed)
-    root = core.components(problem.ptr, problem.pins, np.zeros(count, np.int64))
+    root = core.components((problem.ptr, problem.pins, problem.price), np.zeros(count, np.int64))
     need = np.ones(count, np.int64)
     for weights, caps in ((problem.flops, problem.flops_caps), (problem.tokens, problem.tokens_caps)):
         total = np.zeros(count, np.int64)

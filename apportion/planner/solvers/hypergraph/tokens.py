@@ -62,9 +62,8 @@ def cluster(problem: HypergraphProblem) -> Clusters:
     vertex = np.flatnonzero((problem.tokens > 0) | (problem.bound_to >= 0))
     index = np.full(len(problem.flops), -1, np.int64)
     index[vertex] = np.arange(len(vertex))
-    flops, ptr, pins, price = core.clusters(
-        problem.ptr, problem.pins, problem.price, problem.flops, index, len(vertex)
-    )
+    edges = problem.ptr, problem.pins, problem.price
+    flops, ptr, pins, price = core.clusters(edges, problem.flops, index, len(vertex))
     return Clusters(vertex, flops, problem.tokens[vertex], ptr, pins, price, problem.bound_to[vertex])
 
 
@@ -75,4 +74,5 @@ def _level(
     part, low = np.where(base < 0, -2, fixed), np.maximum(base, 0)
     graph = graph_of(clusters.ptr, clusters.pins, clusters.price, len(part))
     rate = spread * float(clusters.price.sum()) / max(1.0, float(clusters.flops.sum()))
-    return np.maximum(core.place(graph, part, low, clusters.flops, clusters.tokens, *caps, span, rate), -1)
+    homeless = clusters.flops, clusters.tokens, low, *caps, span
+    return np.maximum(core.place(graph, part, homeless, rate), -1)

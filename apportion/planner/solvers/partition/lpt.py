@@ -50,7 +50,8 @@ def _solve(problem: PartitionProblem) -> Partition:
         keys.append(choice[group])
     order = np.lexsort(keys)
     with np.errstate(over="ignore"):  # at near-zero speed
-        assigned, load = core.assign(order, weights, sizes, rates, caps, group, group_ptr, group_bins, near)
+        items = order, weights, sizes, group, group_ptr, group_bins
+        assigned, load = core.assign(items, near, rates, caps)
         bound, value = makespan_bound(weights, rates), float((load / rates).max())
     if (assigned >= 0).all():
         status = Status.OPTIMAL if value <= bound else Status.FEASIBLE

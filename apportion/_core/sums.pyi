@@ -1,3 +1,0 @@
-from apportion.ir.arrays import Ints
-
-def exact_sums(index: Ints, values: Ints, size: int, /) -> Ints: ...
