@@ -10,6 +10,17 @@ namespace {
 
 using Numbers = Column<const int64_t>;
 
+// The hyperedges of each vertex, as CSR.
+std::pair<Array<int64_t>, Array<int64_t>> incidence(const Hyperedges& edges, int64_t vertices) {
+  Array<int64_t> ptr(vertices + 1), of(edges.pins.size());
+  for (const int64_t v : edges.pins) ++ptr[v + 1];
+  for (int64_t v = 0; v < vertices; ++v) ptr[v + 1] += ptr[v];
+  const Array<int64_t> place = Array<int64_t>::of(ptr);
+  for (int64_t edge = 0; edge < edges.count(); ++edge)
+    for (const int64_t v : edges.vertices_of(edge)) of[place[v]++] = edge;
+  return {std::move(ptr), std::move(of)};
+}
+
 // The parts that each hyperedge has vertices in.
 Array<int64_t> spans(const Hyperedges& edges, Numbers part, int64_t parts) {
   Array<int64_t> found(edges.count()), seen(parts, -1);
@@ -27,6 +38,7 @@ Array<int64_t> spans(const Hyperedges& edges, Numbers part, int64_t parts) {
 }  // namespace
 
 static const Area area("hypergraph", [](nb::module_& m) {
+  def(m, "incidence(edges, vertices)", incidence);
   def(m, "components(edges, base)", +[](const Hyperedges& edges, Numbers base) {
     return components(edges, base, [](int64_t) { return true; });
   });

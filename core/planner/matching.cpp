@@ -105,7 +105,16 @@ Array<std::int32_t> colour_edges(Ints src, Ints dst, int64_t ranks, int64_t coun
   return colour;
 }
 
+// The largest number of edges that one rank sends or receives.
+static int64_t max_degree(Ints src, Ints dst, int64_t ranks) {
+  const Array<int64_t> sent(ranks), received(ranks);
+  int64_t most = 0;
+  for (int64_t edge = 0; edge < src.size(); ++edge) most = std::max({most, ++sent[src[edge]], ++received[dst[edge]]});
+  return most;
+}
+
 static const Area area("matching", [](nb::module_& m) {
+  def(m, "max_degree(src, dst, ranks)", max_degree);
   def(m, "colours(src, dst, ranks, count)", colour_edges);
 });
 

@@ -33,6 +33,16 @@ std::pair<Growing<int64_t>, Array<int32_t>> number_rounds(Ints parent, Column<co
   return {std::move(found), std::move(round)};
 }
 
+// The largest number of edges in each round that one rank sends or receives.
+Array<int64_t> degrees(Ints src, Ints dst, Ints round, int64_t rounds, int64_t ranks) {
+  Array<int64_t> most(rounds), sent(rounds * ranks), received(rounds * ranks);
+  for (int64_t edge = 0; edge < src.size(); ++edge) {
+    const int64_t one = round[edge];
+    most[one] = std::max({most[one], ++sent[one * ranks + src[edge]], ++received[one * ranks + dst[edge]]});
+  }
+  return most;
+}
+
 // The part, from 1 on, in which each edge begins, of `parts` equal parts of the rows that its ranks exchange; a relay is
 // in its parent's.
 Array<int64_t> even_parts(Ints parent, Ints src, Ints dst, Ints rows, int64_t ranks, int64_t parts) {
@@ -51,6 +61,7 @@ Array<int64_t> even_parts(Ints parent, Ints src, Ints dst, Ints rows, int64_t ra
 
 static const Area area("rounds", [](nb::module_& m) {
   def(m, "number_rounds(parent, depth, first, levels, lag)", number_rounds);
+  def(m, "degrees(src, dst, round, rounds, ranks)", degrees);
   def(m, "even_parts(parent, src, dst, rows, ranks, parts)", even_parts);
 });
 

@@ -83,7 +83,7 @@ def encode_tables(tables: Sequence[Table], ranks: int, threads: int = 1) -> Iter
     """As `encode_parts`, for tables in the order of `tables_of`, but leaves arrays writeable."""
     for table in tables:
         _check_numbers(table)
-    arrays = [table.arrays for table in tables]
+    arrays = [(table.ptr, table.values) for table in tables]
     ends = np.linspace(0, ranks, min(threads, ranks) + 1).astype(np.int64).tolist()
     return chain.from_iterable(spread(lambda own: core.encode(arrays, *own), pairwise(ends), threads))
 

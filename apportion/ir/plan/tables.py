@@ -55,6 +55,8 @@ class Table:
         if not fits or np.count_nonzero(ptr[1:] < ptr[:-1]):
             rule = f"must rise from 0 to the {shape[1]} rows"
             raise ConfigError("ptr", ptr[:8].tolist(), rule, "give the first row of each rank, and the end")
+        if ptr.dtype != np.int64 or not ptr.flags.c_contiguous:
+            object.__setattr__(self, "ptr", np.ascontiguousarray(ptr, np.int64))
         if self.values.strides[1] != self.values.itemsize:
             object.__setattr__(self, "values", np.ascontiguousarray(self.values))
 
@@ -72,11 +74,6 @@ class Table:
     def __getitem__(self, name: str) -> Ints:
         column: Ints = self.values[self.names.index(name)]
         return column
-
-    @property
-    def arrays(self) -> tuple[Ints, Ints]:
-        """The table as the core takes it: `ptr` and `values`."""
-        return np.ascontiguousarray(self.ptr, np.int64), self.values
 
     @property
     def columns(self) -> dict[str, Ints]:
@@ -234,7 +231,7 @@ class ProgramSet:
     @property
     def arrays(self) -> tuple[tuple[Ints, Ints], ...]:
         """The tables as the core takes them: `ptr` and `values` of each of `isa.TABLES`."""
-        return tuple(self.tables[name].arrays for name in TABLES)
+        return tuple([(self.tables[name].ptr, self.tables[name].values) for name in TABLES])
 
 
 def empty_programs(ranks: int) -> ProgramSet:

@@ -159,7 +159,7 @@ def check(
     foreign = np.array([False, *(max(heads) >= header.kv_heads for heads in header.head_sets)])
     for (kind, phase), program in programs.items():
         tables = [program[name] for name in TABLES]
-        found = core.refusal([table.arrays for table in tables], ranges, foreign)
+        found = core.refusal([(table.ptr, table.values) for table in tables], ranges, foreign)
         if found is not None:
             _refuse_program(header, f"{kind} {phase}", tables, first_rank, found)
 
@@ -177,7 +177,7 @@ class _TablePlace:
         raise DecodeError(f"{where}: {message} ({values})")
 
     def check_ranges(self, ranges: Ints) -> None:
-        found = core.out_of_range(self.table.arrays, ranges)
+        found = core.out_of_range((self.table.ptr, self.table.values), ranges)
         if found is not None:
             self.refuse_number(ranges, *found[2:4])
 

@@ -202,10 +202,7 @@ def degrees(edges: Edges, round_: Ints, rounds: Ints, ranks: int) -> int:
     """Number of matchings in these rounds: the sum of their largest degrees."""
     if not len(edges):
         return 0
-    ends = (round_.astype(np.int64) * ranks + side for side in (edges.src, edges.dst))
-    size = (int(round_.max()) + 1) * ranks
-    most = np.maximum(*(np.bincount(end, minlength=size) for end in ends)).reshape(-1, ranks).max(1)
-    return int(most[rounds].sum())
+    return int(core.degrees(edges.src, edges.dst, round_, int(round_.max()) + 1, ranks)[rounds].sum())
 
 
 def in_turn(

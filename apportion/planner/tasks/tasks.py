@@ -151,9 +151,9 @@ def _edges(
 
 def hulls(number: Ints, low: Ints, high: Ints, count: int) -> tuple[Ints, Ints]:
     """int64 [count] each: the lowest `low` and the highest `high` of each number."""
-    first, last = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
-    np.minimum.at(first, number, low.astype(np.int64, copy=False))
-    np.maximum.at(last, number, high.astype(np.int64, copy=False))
+    first, last = np.full(count, 1 << 62), np.zeros(count, np.int64)
+    np.minimum.at(first, number, low)
+    np.maximum.at(last, number, high)
     return first, last
 
 

@@ -18,7 +18,7 @@ from apportion.planner.solvers.status import Budget, Status, Termination
 
 def max_degree(src: Ints, dst: Ints, ranks: int) -> int:
     """The largest number of edges that one rank sends or receives; no schedule has fewer slots."""
-    return max(int(np.bincount(side, minlength=ranks).max()) for side in (src, dst))
+    return core.max_degree(np.ascontiguousarray(src), np.ascontiguousarray(dst), ranks)
 
 
 def matchings(src: Ints, dst: Ints, ranks: int) -> Ints:

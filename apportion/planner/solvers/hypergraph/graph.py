@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
-from apportion.ir.arrays import Ints, group_of, offsets
-from apportion.ir.orders import sort_order
+from apportion._core import hypergraph as core
+from apportion.ir.arrays import Ints
 
 
 class Graph(NamedTuple):
@@ -22,5 +20,4 @@ class Graph(NamedTuple):
 
 def graph_of(ptr: Ints, pins: Ints, price: Ints, vertices: int) -> Graph:
     """Builds a Graph from hyperedges in CSR form."""
-    of = group_of(np.diff(ptr))[sort_order(pins, vertices)]
-    return Graph(ptr, pins, price, offsets(np.bincount(pins, minlength=vertices)), of)
+    return Graph(ptr, pins, price, *core.incidence((ptr, pins, price), vertices))
