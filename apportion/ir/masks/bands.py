@@ -222,7 +222,7 @@ def overlaps(bands: ArrayLike) -> Ints:
     )
     if found is None:
         raise CapacityError(f"{len(tight)} bands have too many overlapping rectangles to decide")
-    return np.unique(filled[found[:, :2]], axis=0)
+    return np.unique(filled[found[:2].T], axis=0)
 
 
 def check_disjoint(field: str, bands: ArrayLike) -> None:
