@@ -1,5 +1,6 @@
 # Everything runs in a separate virtual environment (.venv); nothing is installed outside it.
 #
+#   make venv     the environment alone: packages, torch, the compiled core (minutes the first time)
 #   make demo     train on 4 CPU processes whose plans a server streams, compare with one process
 #   make test     lint, types, import contract, and all tests but the slow ones
 #   make test-slow  the others: whole matrices, more seeds, load, Ray, schemathesis
@@ -13,7 +14,7 @@
 #   make core     build the compiled core in place (apportion/_core*.so), for PYTHON=...; STRICT=1: warnings are errors
 #   make sanitize the core's tests under address and undefined-behaviour sanitizers, with checked indexes
 #   make fuzz-core  libFuzzer on the core's decoder and verifier, a minute; SECONDS=3600; needs clang++
-#   make lint     the first three of these
+#   make lint     ruff, types, import contract
 #   make targets  planning times and quality of every recipe, into docs/benchmarks.md (about ten minutes)
 #   make ceilings calls, rows and bytes of planning against what is committed; UPDATE=1 writes them
 #   make pictures the pictures of docs/reference/recipes.md
@@ -24,7 +25,7 @@
 #   make nightly  test-slow, kernels, fuzz, and the service with half an hour of each case that kills and 100,000 plans
 #   make fuzz     100,000 mutated plans through decoder and verifier, and as many of which what is accepted is executed
 #   make kernels  every variant of the stage kernels, compiled for three GPU generations and looked at (ten minutes)
-#   make replay   some 400 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
+#   make replay   some 430 plans against those that are committed, step by step; BASE=COMMIT: against that commit's
 #   make package  sdist and wheel, in dist/: nothing is missing, and both plan in new environments
 #   make suite    the conformance suite of the plan format, made anew from its plans
 #   make test-gpu the stage kernels on a GPU, every strategy, ranks of several processes on the same one
@@ -52,7 +53,7 @@ PLAIN := $(VENV)-plain
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: ci core sanitize fuzz-core docs reference picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
+.PHONY: venv ci core sanitize fuzz-core docs reference picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
   replay package suite test-gpu conformance clean
 
 help:
@@ -91,6 +92,8 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/pip install --quiet $(EDITABLE) ".[dev]"
 	$(call path,$(VENV))
 	@touch $@
+
+venv: $(READY)
 
 demo: $(READY)
 	@$(BIN)/apportion demo

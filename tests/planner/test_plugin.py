@@ -56,7 +56,7 @@ def test_its_pass_takes_parameters_and_refuses_others() -> None:
         "schedule": {"matchings": {}},
     }
     batch, cluster = ap.Batch.from_lengths([1000]), ap.Cluster(nodes=1, ranks_per_node=4)
-    with pytest.raises(ap.ConfigError, match=r"round_robin\.first = -1: must be a rank"):
+    with pytest.raises(ap.ConfigError, match=r"round_robin\.first = -1: must be an integer of at least 0"):
         ap.plan(batch, cluster, ap.Model(), recipe={"name": "mine", "steps": steps})
 
 

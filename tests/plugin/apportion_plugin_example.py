@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from apportion.ir.errors import ConfigError
 from apportion.ir.request.policy import Recipe
+from apportion.planner.options import Natural
 from apportion.planner.problem import Placement, PlacePass, Problem, Shards
-from apportion.planner.recipe.built_in import RecipeEntry as RecipeEntry
+from apportion.planner.recipe.built_in import RecipeEntry
 from apportion.planner.shard.blocks import row_weights
 from apportion.planner.shard.refusals import obey_token_cap, refuse_home_ranks
 from apportion.planner.solvers.contracts import Partition, PartitionProblem
@@ -41,13 +41,8 @@ def emptiest(problem: PartitionProblem, budget: Budget) -> Partition:
 class RoundRobin(PlacePass):
     """Assigns blocks to ranks in turn. first: the rank of the first block. Raises ConfigError, CapacityError."""
 
-    first: int = 0
+    first: Natural = 0
     own_cap: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if type(self.first) is not int or self.first < 0:
-            rule = "must be a rank"
-            raise ConfigError("recipe.place.round_robin.first", self.first, rule, "use 0")
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         refuse_home_ranks(problem, "round_robin")

@@ -212,7 +212,10 @@ def test_the_python_reference_has_every_public_name() -> None:
     listed = set(re.findall(r"^::: [\w.]+\.(\w+)$", page, re.MULTILINE))
     listed |= {name for names in re.findall(r"members: \[(.*?)\]", page) for name in names.split(", ")}
     listed |= set(re.findall(r"`ap\.(\w+)`", page)) | {"__version__", "memory"}
-    assert set(ap.__all__) <= listed
+    assert set(ap.__all__) | set(ap.masks.__all__) - {"Mask"} <= listed
+    plugin = (ROOT / "tests/plugin/apportion_plugin_example.py").read_text(encoding="utf-8")
+    imported = re.findall(r"^from apportion\S* import (.*)$", plugin, re.MULTILINE)
+    assert set(", ".join(imported).split(", ")) <= listed | set(re.findall(r"`(\w+)`", page))
     adapters = {
         path.stem
         for path in (ROOT / "apportion/trainer").glob("*.py")

@@ -13,6 +13,8 @@ import pytest
 
 from apportion.planner import options
 from apportion.planner.recipe import built_in, recipes, registry
+from apportion.planner.solvers.contracts import KINDS
+from apportion.planner.solvers.registry import SOLVERS
 from benchmarks import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +40,16 @@ def test_every_parameter_is_there_once_with_its_default() -> None:
         "missing or changed": Counter(),
         "gone or twice": Counter(),
     }
+
+
+def test_the_design_lists_every_pass_and_solver() -> None:
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([\w, ()`]+) \|", design, re.MULTILINE)
+    listed = {name: re.sub(r" \(.*?\)", "", names).split(", ") for name, names in rows}
+    for step, passes in registry._BUILT_IN.items():
+        assert sorted(listed[step]) == sorted(passes)
+    for kind in KINDS:
+        assert sorted(listed[kind]) == sorted(name for of, name in SOLVERS if of == kind)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -1,8 +1,10 @@
-"""The changes that the documents show are whole: each is applied to a copy of the package, and runs."""
+"""The changes in the documents are whole: each is applied to a copy of the package, where its code and the tests that
+its page names run."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +15,16 @@ from tests.support.changed import change
 from tests.support.sparse import marked
 
 ROOT = Path(__file__).resolve().parents[2]
-CHANGE = re.compile(r"^```diff\n(.*?)```\n\n```python\n(.*?)```", re.MULTILINE | re.DOTALL)
-CHANGES: dict[str, tuple[str, str]] = {
+CHANGE = re.compile(r"^```diff\n(.*?)```\n\n```python\n(.*?)```.*?^    \.venv/bin/(pytest .*?)$", re.M | re.S)
+CHANGES: dict[str, tuple[str, str, str]] = {
     name: CHANGE.findall((ROOT / f"docs/how-to/own-{name}.md").read_text(encoding="utf-8"))[0]
     for name in ("mask", "solver", "op")
 }
 
 
-@pytest.mark.parametrize("name", marked(list(CHANGES), range(2)))  # for the last the core is built anew
+@pytest.mark.parametrize("name", marked(list(CHANGES), range(2)))  # the core is rebuilt for the last
 def test_a_change_applies_and_runs(name: str, tmp_path: Path) -> None:
-    diff, code = CHANGES[name]
+    diff, code, _ = CHANGES[name]
     env = change(diff, tmp_path)
     before = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**env, "PYTHONPATH": str(ROOT)}
@@ -32,3 +34,13 @@ def test_a_change_applies_and_runs(name: str, tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, env=env
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_tests_of_a_change_pass(name: str, tmp_path: Path) -> None:
+    diff, _, tests = CHANGES[name]
+    command = [sys.executable, "-m", *shlex.split(tests), "-p", "no:cacheprovider"]
+    env = change(diff, tmp_path)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout

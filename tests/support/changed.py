@@ -12,12 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def change(diff: str, folder: Path) -> dict[str, str]:
-    """Applies a diff to a copy of the package in a folder, and rebuilds the core if it changed; returns the environment
-    in which Python finds the copy."""
+    """Applies a diff to a copy of the package, its tests, documents and examples in a folder; rebuilds the core if it
+    changed; returns the environment in which Python finds the copy."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("apportion", "core", "tests/plans", "tests/support"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    shutil.copy(ROOT / "Makefile", folder)
+    for name in ("apportion", "core", "docs", "examples", "tests"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
     subprocess.run(["git", "apply", "-"], input=diff, cwd=folder, check=True, text=True)
     if "b/core/" in diff:
         command = ["make", "--no-print-directory", "core", f"PYTHON={sys.executable}"]

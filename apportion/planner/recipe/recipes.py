@@ -1,9 +1,9 @@
 """Recipes by name: lookup, validation, and construction of their passes.
 
-    recipe = [pack] · [inner] · [pods] · shard · place · [route] · schedule · [reshuffle] · [remap]
+    recipe = [pack] · [inner] · [pods] · shard · place · [route] · schedule · [remap] · [reshuffle]
            | [pack] · search, which chooses the other steps
 
-Third parties add recipes through the entry point group `apportion.recipes`: a name = a `Recipe` or an `Entry`.
+Third parties add recipes through the entry point group `apportion.recipes`: a name = a `Recipe` or a `RecipeEntry`.
 """
 
 from __future__ import annotations
