@@ -186,7 +186,7 @@ def test_a_plan_whose_queries_travel_is_no_plan_of_a_kind_that_chooses_keys() ->
         request = replace(plan.request, model=replace(MODEL, balance=balance))
         with pytest.raises(ap.VerifyError, match="does not gather all visible rows of its queries"):
             ap.verify(replace(plan, request=request, sections=None))
-        with pytest.raises(ap.ConfigError, match=f"recipe.steps.place = '{recipe}'"):
+        with pytest.raises(ap.ConfigError, match=f"recipe.place = '{recipe}'"):
             ap.plan(batch, cluster, replace(MODEL, balance=balance), recipe)
     shuffled = ap.Recipe(
         "reshuffled",

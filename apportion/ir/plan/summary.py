@@ -39,7 +39,7 @@ def plan_rows(record: Record) -> list[tuple[str, str]]:
         ),
         (
             "imbalance bound",
-            f"{record['imbalance_bound']:.4f} (lower bound for this recipe's unsplit pieces)",
+            f"compute {percent(record['imbalance_bound'] - 1)} (lower bound for this recipe's unsplit pieces)",
         ),
         (
             "bytes moved",

@@ -27,7 +27,7 @@ class Step:
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        where = f"recipe.steps.{name('recipe.steps', self.step)}"
+        where = f"recipe.{name('recipe.steps', self.step)}"
         where = f"{where}.{name(where, self.name)}"
         object.__setattr__(self, "params", dict(mapping(where, plain(where, self.params))))
 
@@ -126,7 +126,7 @@ def _steps(steps: Any) -> tuple[Step, ...]:
 
 
 def _step(step: str, value: Any) -> Step:
-    where = f"recipe.steps.{name('recipe.steps', step)}"
+    where = f"recipe.{name('recipe.steps', step)}"
     if isinstance(value, bool):
         return Step(step, _SWITCH[value])
     if len(mapping(where, value)) != 1:
@@ -139,4 +139,4 @@ def _step_data(item: Step) -> Any:
     for value, switch in _SWITCH.items():
         if item.name == switch and not item.params:
             return value
-    return {item.name: plain(f"recipe.steps.{item.step}", item.params)}
+    return {item.name: plain(f"recipe.{item.step}", item.params)}

@@ -66,7 +66,7 @@ class UPipe(Ulysses):
         found = super().splits(problem)
         if found and problem.picked:
             rule = "takes turns by heads, and kinds that choose keys at run time keep them together"
-            raise ConfigError("recipe.steps.inner", self.name, rule, "use inner ulysses")
+            raise ConfigError("recipe.inner", self.name, rule, "use inner ulysses")
         return found
 
     def head_sets(self, model: Model, groups: Groups) -> HeadSets:

@@ -67,7 +67,7 @@ def place(problem: Problem, passes: Passes, watch: Watch, threads: int = 1) -> P
         rule = (
             f"computes away from home, or splits heads: {', '.join(problem.picked)} choose keys at run time"
         )
-        raise ConfigError("recipe.steps.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
+        raise ConfigError("recipe.place", type(passes.place).__name__.lower(), rule, "use lpt or blend")
     departures = (*groups.departures, *_without_lone(passes, groups, lone), *placement.departures)
     if placement.groups is not None:
         groups = unequal_groups(passes, placement.groups)
@@ -79,7 +79,7 @@ def together(problem: Problem, passes: Passes) -> Passes:
     all heads together, and queries at home. Raises ConfigError."""
     if problem.picked and passes.reshuffle:
         rule = f"moves the queries of {', '.join(problem.picked)}, which choose keys at run time"
-        raise ConfigError("recipe.steps.reshuffle", True, rule, "leave `reshuffle` out")
+        raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` out")
     if problem.picked and passes.inner is not None and not passes.inner.splits(problem):
         return replace(passes, inner=None)
     return passes
@@ -103,14 +103,10 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, LoneSequ
     lone = passes.inner.find_lone(problem, groups)
     if passes.reshuffle and groups.split and not splits_all(passes, problem):
         rule = "would leave kinds whose heads are not split in the loader's layout"
-        raise ConfigError(
-            "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out"
-        )
+        raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.kinds` out")
     if lone is not None and passes.reshuffle:
         rule = "moves all rows, including lone sequences"
-        raise ConfigError(
-            "recipe.steps.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out"
-        )
+        raise ConfigError("recipe.reshuffle", True, rule, "leave `reshuffle` or `inner.ulysses.lone` out")
     if lone is not None and lone.is_all:
         return Groups.single(problem.ranks), problem, lone
     return groups, virtual_problem(problem, groups, lone), lone
@@ -138,7 +134,5 @@ def unequal_groups(passes: Passes, first: Ints) -> Groups:
     """The groups that a placement made; first: int64 [groups + 1]. Raises ConfigError."""
     if passes.inner is not None:
         rule = "the placement makes its own groups"
-        raise ConfigError(
-            "recipe.steps.inner", type(passes.inner).__name__.lower(), rule, "leave `inner` out"
-        )
+        raise ConfigError("recipe.inner", type(passes.inner).__name__.lower(), rule, "leave `inner` out")
     return Groups(first)

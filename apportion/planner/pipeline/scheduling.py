@@ -34,7 +34,7 @@ def schedule(placed: PlacedProblem) -> Lowered:
     if placement.execution is not None and passes.route.rings:
         rule = "the placement assigns computation to ranks, and partial results cannot travel around rings"
         remedy = "use schedule matchings, gather or divisions, with route star, node or tree"
-        raise ConfigError("recipe.steps.route", "ring", rule, remedy)
+        raise ConfigError("recipe.route", "ring", rule, remedy)
     rows = Rows(placement.starts, placement.home, len(groups))
     heads = HeadGroups.of(problem.model, placement.head_groups)
     sets = _head_sets(problem, passes, groups) if len(heads) == 1 else _set_of_groups(passes, heads, rows)
@@ -175,7 +175,7 @@ def _set_of_groups(passes: Passes, heads: HeadGroups, rows: Rows) -> HeadSets:
     if passes.inner is not None or passes.reshuffle:
         step = "reshuffle" if passes.inner is None else "inner"
         rule = "cannot be used where the placement splits heads"
-        raise ConfigError(f"recipe.steps.{step}", "on", rule, "leave it out or use one head group")
+        raise ConfigError(f"recipe.{step}", "on", rule, "leave it out or use one head group")
     zero, ones = np.zeros(rows.ranks, np.int64), np.ones(rows.ranks, np.int64)
     q, kv = (max(len(heads.sets[number - 1]) for number in side) for side in (heads.query, heads.key))
     return HeadSets(heads.sets, zero, zero, q * ones, kv * ones, np.zeros(rows.ranks, bool))

@@ -178,9 +178,9 @@ def _built(recipe: Recipe) -> dict[str, Pass]:
     """Step -> pass; `registry` has checked the contracts."""
     known, searches = (*STEPS, *_SWITCHES), recipe.step("search") is not None
     for step in recipe:
-        where = f"recipe.steps.{step.step}"
+        where = f"recipe.{step.step}"
         if step.step not in known:
-            raise UnknownNameError(where, step.name, f"the steps are {', '.join(known)}", "leave it out")
+            raise UnknownNameError("recipe.steps", step.step, "unknown step", suggestion(step.step, known))
         if searches and step.step not in ("pack", "search"):
             rule = "cannot be combined with a search, which chooses it"
             raise ConfigError(where, step.name, rule, "put it into a recipe among the candidates")
@@ -191,7 +191,7 @@ def _route(given: RoutePass | None, own: RoutePass | None) -> RoutePass:
     """The route pass: some schedules bring their own; otherwise tiles go straight to their destinations."""
     if own is not None and given is not None:
         rule = "the schedule has its own route"
-        raise ConfigError("recipe.steps.route", type(given).__name__.lower(), rule, "leave the route out")
+        raise ConfigError("recipe.route", type(given).__name__.lower(), rule, "leave the route out")
     return own or given or Star()
 
 
@@ -200,5 +200,5 @@ def _switched(recipe: Recipe, step_name: str) -> bool:
     if step is None:
         return False
     if step.name not in ("on", "off") or step.params:
-        raise ConfigError(f"recipe.steps.{step_name}", step.name, "is a switch", "write true or false")
+        raise ConfigError(f"recipe.{step_name}", step.name, "is a switch", "write true or false")
     return step.name == "on"

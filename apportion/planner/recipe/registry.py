@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
 from apportion.ir.errors import UnknownNameError
+from apportion.ir.fields import suggestion
 from apportion.ir.request.policy import Step
 from apportion.planner import plugins
 from apportion.planner.options import read
@@ -90,9 +91,7 @@ def find_pass(step: str, name: str) -> type[Any]:
         return _imported(_BUILT_IN[step][name])
     plugged = _plugged_passes()[step]
     if name not in plugged:
-        raise UnknownNameError(
-            f"recipe.steps.{step}", name, f"the passes are {', '.join(names(step))}", "use one of these"
-        )
+        raise UnknownNameError(f"recipe.{step}", name, "no pass of that name", suggestion(name, names(step)))
     added: type[Any] = plugins.load(plugged[name], type)
     if wrong := broken(step, added):
         raise plugins.misnamed(

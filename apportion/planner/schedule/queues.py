@@ -37,9 +37,7 @@ class Queues(SchedulePass):
 
     def __call__(self, routed: Routes, ranks: int) -> Schedule:
         if not isinstance(routed, QueueRoutes):
-            raise ConfigError(
-                "recipe.steps.schedule", "queues", "needs tiles on rings", "leave the route out"
-            )
+            raise ConfigError("recipe.schedule", "queues", "needs tiles on rings", "leave the route out")
         span = 1 + int(routed.depth.max(initial=0))
         turn = routed.queue * span + routed.depth
         first = np.searchsorted(np.unique(turn), [0, span, 2 * span])

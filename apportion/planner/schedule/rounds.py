@@ -245,7 +245,7 @@ class Ring(SchedulePass):
         if isinstance(routed, WindowRoutes):
             return _in_windows(routed, ranks)
         if routed.ring is None:
-            raise ConfigError("recipe.steps.schedule", "ring", "needs tiles on rings", "leave the route out")
+            raise ConfigError("recipe.schedule", "ring", "needs tiles on rings", "leave the route out")
         turns = _turns(routed.ring) if self.turns else 0
         return in_turn(routed, _hops(routed.edges.parent) + turns, ranks, 2)
 

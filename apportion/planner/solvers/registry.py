@@ -176,12 +176,13 @@ def find_solver(kind: str, name: str) -> Entry:
     if (kind, name) in SOLVERS:
         return SOLVERS[kind, name]
     if kind not in KINDS:
-        raise UnknownNameError("solver kind", kind, f"known: {', '.join(KINDS)}", "use one of these")
+        raise UnknownNameError("solver kind", kind, "unknown kind", fields.suggestion(kind, KINDS))
     if f"{kind}.{name}" in plugins.found(GROUP):
         return _load(f"{kind}.{name}")
     known = [entry.name for entry in list_solvers() if entry.kind == kind]
-    rule = f"known: {', '.join(known)}"
-    raise UnknownNameError(f"solver of kind {kind}", name, rule, "use one of these")
+    raise UnknownNameError(
+        f"solver of kind {kind}", name, "no solver of that name", fields.suggestion(name, known)
+    )
 
 
 def _load(name: str) -> Entry:

@@ -230,7 +230,7 @@ def test_a_tile_crosses_to_a_node_once() -> None:
 @pytest.mark.parametrize(
     ("recipe", "field"),
     [
-        (BLOCKS | {"schedule": {"ring": {}}, "route": {"node": {}}}, "recipe.steps.route"),
+        (BLOCKS | {"schedule": {"ring": {}}, "route": {"node": {}}}, "recipe.route"),
         (BLOCKS | MATCHINGS | {"route": {"tree": {"fanout": 0}}}, "recipe.route.tree.fanout"),
         (BLOCKS | {"schedule": {"ring": {"over": "nodes"}}}, "recipe.schedule.ring.over"),
         (BLOCKS | {"schedule": {"ring": {"turns": 1}}}, "recipe.schedule.ring.turns"),

@@ -88,9 +88,7 @@ class Distca(PlacePass):
     def __post_init__(self) -> None:
         if self.form == "paper" and self.head_tail == "none":
             rule = "moves heads with their tails, which `head_tail: none` does not have"
-            raise ConfigError(
-                "recipe.steps.place.distca.form", self.form, rule, "leave `form` or `head_tail` out"
-            )
+            raise ConfigError("recipe.place.distca.form", self.form, rule, "leave `form` or `head_tail` out")
 
     def __call__(self, problem: Problem, shards: Shards) -> Placement:
         placement = self._cheaper(problem)
