@@ -31,7 +31,7 @@ def load(point: EntryPoint, expected: type[Any] | tuple[type[Any], ...]) -> Any:
         names = " or ".join(
             kind.__name__ for kind in (expected if isinstance(expected, tuple) else (expected,))
         )
-        rule = f"{distribution(point)} gives a {type(value).__name__} where a {names} is expected"
+        rule = f"{distribution(point)} has the type {type(value).__name__}, expected is {names}"
         raise ConfigError(_field(point), point.value, rule, "repair or uninstall it")
     return value
 
@@ -45,6 +45,6 @@ def _field(point: EntryPoint) -> str:
     return f"entry point {point.group}:{point.name}"
 
 
-def misnamed(point: EntryPoint, rule: str, remedy: str) -> ConfigError:
-    """A ConfigError for the name of an entry point."""
+def entry_point_error(point: EntryPoint, rule: str, remedy: str) -> ConfigError:
+    """The ConfigError that names an entry point and its distribution."""
     return ConfigError(f"entry point {point.group}", point.name, f"{distribution(point)} {rule}", remedy)

@@ -125,8 +125,7 @@ class Problem:
 
     @cached_property
     def reach(self) -> dict[str, float]:
-        """kind -> keys seen per query, averaged over pairs, relative to the tokens of a rank: the distance that keys
-        travel."""
+        """kind -> mean keys per query, over pairs, divided by the mean tokens per rank."""
         tokens, found = self.batch.tokens / self.ranks, {}
         for kind, bands in self.bands.items():
             pairs = area(bands).astype(np.float64)

@@ -26,7 +26,7 @@ from apportion.testing.problems import PROBLEMS, Problems
 
 __all__ = ["PROBLEMS", "ConformanceError", "check"]
 
-_SMALL, _LARGE_SEED, _TOLERANCE = 12, 1000, 1e-6
+_SMALL_PROBLEMS, _LARGE_SEED, _TOLERANCE = 12, 1000, 1e-6
 
 
 class ConformanceError(AssertionError):
@@ -45,12 +45,14 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
     budget: in steps of the solver, by default its own. Raises ConformanceError, MissingDependencyError.
     """
     solver, budget, kind = entry.load(), budget or Budget(), PROBLEMS[entry.kind]
-    for seed in (*range(_SMALL), _LARGE_SEED):
+    for seed in (*range(_SMALL_PROBLEMS), _LARGE_SEED):
         problem = kind.drawn(np.random.default_rng(seed), large=seed == _LARGE_SEED)
         other = kind.permuted(problem, np.random.default_rng(seed + 1))
         result, again, moved = (solver(one, budget) for one in (problem, problem, other))
-        bounds = _in_bounds(result.termination, kind.optimum(problem)) if seed < _SMALL else ()
-        for fault in chain(_in_answer(kind, problem, result), bounds, _in_repeats(result, again, moved)):
+        bounds = _bound_faults(result.termination, kind.optimum(problem)) if seed < _SMALL_PROBLEMS else ()
+        for fault in chain(
+            _answer_faults(kind, problem, result), bounds, _repeat_faults(result, again, moved)
+        ):
             raise ConformanceError(f"{entry.kind} problem {seed}: {fault}")
     if (problem := kind.hopeless()) is not None:
         with suppress(ValueError):
@@ -59,7 +61,7 @@ def check(entry: Entry, budget: Budget | None = None) -> None:
                 raise ConformanceError(f"{end} at {end.value}, but there is no answer")
 
 
-def _in_answer(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
+def _answer_faults(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
     end = result.termination
     if not end.solved:
         yield from _broken_rules((end.value is not None, f"{end} with a value of {end.value}"))
@@ -72,7 +74,7 @@ def _in_answer(kind: Problems, problem: Any, result: Any) -> Iterator[str]:
     )
 
 
-def _in_bounds(end: Termination, best: float | None) -> Iterator[str]:
+def _bound_faults(end: Termination, best: float | None) -> Iterator[str]:
     if best is None:
         yield from _broken_rules((end.solved, f"{end}, but there is no answer"))
         return
@@ -85,7 +87,7 @@ def _in_bounds(end: Termination, best: float | None) -> Iterator[str]:
     )
 
 
-def _in_repeats(result: Any, again: Any, moved: Any) -> Iterator[str]:
+def _repeat_faults(result: Any, again: Any, moved: Any) -> Iterator[str]:
     for name in (field.name for field in fields(result)):
         a, b = getattr(result, name), getattr(again, name)
         same = np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b

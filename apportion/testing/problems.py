@@ -245,12 +245,12 @@ class Hypergraphs(Problems):
 
     def answers(self, problem: Any) -> Iterator[Any]:
         for ranks in product(range(problem.ranks), repeat=len(problem.flops)):
-            yield contracts.Sides(np.array(ranks), 0.0, 0.0, 0.0, _FOUND)
+            yield contracts.VertexRanks(np.array(ranks), 0.0, 0.0, 0.0, _FOUND)
 
 
 def _outside(name: str, chosen: Any, items: int, there: int) -> Iterator[str]:
     if len(chosen) != items or not np.isin(chosen, np.arange(there)).all():
-        yield f"{name} {chosen} are not one of {there} for each"
+        yield f"{name} {chosen} must be one per item, in [0, {there})"
 
 
 _ALL: tuple[Problems, ...] = (Partitions(), Colourings(), Transports(), Groupings(), Hypergraphs())

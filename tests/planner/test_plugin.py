@@ -14,7 +14,7 @@ from apportion.ir.fields import load
 from apportion.planner import plugins
 from apportion.planner.problem import PlacePass
 from apportion.planner.recipe.recipes import entries, find_recipe
-from apportion.planner.recipe.registry import STEPS, broken, find_pass, names
+from apportion.planner.recipe.registry import STEPS, contract_fault, find_pass, names
 from apportion.planner.route.routes import RoutePass
 from apportion.planner.solvers.registry import GROUP, SOLVERS, find_solver, list_solvers
 
@@ -62,7 +62,7 @@ def test_its_pass_takes_parameters_and_refuses_others() -> None:
 
 @pytest.mark.parametrize(("step", "name"), [(step, name) for step in STEPS for name in names(step)])
 def test_all_passes_keep_the_contract_of_their_step(step: str, name: str) -> None:
-    assert broken(step, find_pass(step, name)) is None
+    assert contract_fault(step, find_pass(step, name)) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_pass_that_lacks_or_misspells_something_is_told(
         made = dataclass(frozen=True)(
             type("Mine", (), {k: getattr(made, k) for k in MEMBERS[step] if k != name})
         )
-    assert fault in broken(step, made)
+    assert fault in contract_fault(step, made)
 
 
 MEMBERS = {
@@ -95,8 +95,8 @@ MEMBERS = {
 
 def test_a_pass_needs_no_base_where_it_says_everything() -> None:
     kept = {"__call__": lambda self, *given: None, "own_cap": False, "others": 3}
-    assert broken("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
-    assert broken("place", type("Mine", (), kept)) == "which is not a dataclass"
+    assert contract_fault("place", dataclass(frozen=True)(type("Mine", (), kept))) is None
+    assert contract_fault("place", type("Mine", (), kept)) == "which is not a dataclass"
 
 
 def install(folder: Path, name: str, value: str, module: str = "") -> None:
@@ -116,7 +116,7 @@ def install(folder: Path, name: str, value: str, module: str = "") -> None:
             "partition.mine",
             "broken_plugin:ENTRY",
             "ENTRY = 3",
-            "broken 2.0 gives a int where a Entry is expected",
+            "broken 2.0 has the type int, expected is Entry",
         ),
         ("partition.mine", "broken_plugin:ENTRY", "1 / 0", "broken 2.0 cannot be loaded: ZeroDivisionError"),
         (

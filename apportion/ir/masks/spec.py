@@ -135,7 +135,8 @@ def as_bands(*rows: Row) -> Ints:
 
 
 def placed(starts: Ints, *rows: Row) -> Ints:
-    """Bands from such rows, one of each per sequence, moved to the starts of the sequences (diagonals stay)."""
+    """Bands from rows of scalars or columns, one of each per sequence, moved to the starts of the sequences (diagonals
+    stay)."""
     tables = np.empty((len(rows), len(starts), 6), np.int64)
     for table, row in zip(tables, rows, strict=True):
         for i, column in enumerate(row):

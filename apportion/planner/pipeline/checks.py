@@ -41,7 +41,7 @@ def checked_steps() -> Iterator[None]:
         _ON.reset(before)
 
 
-def _where_on(check: Callable[_Given, None]) -> Callable[_Given, None]:
+def _if_enabled(check: Callable[_Given, None]) -> Callable[_Given, None]:
     @wraps(check)
     def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
         if _ON.get():
@@ -56,7 +56,7 @@ class Checks:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
-    @_where_on
+    @_if_enabled
     def shards(self, problem: Problem, shards: Shards) -> None:
         """Blocks partition the batch's tokens in order; pieces are numbered."""
         must = _Requirement("shard", self._passes.shard)
@@ -65,7 +65,7 @@ class Checks:
         must.that("piece, weight", len(shards.piece) == len(shards.weight) == len(shards.starts) - 1)
         must.all("weight", shards.weight >= 0)
 
-    @_where_on
+    @_if_enabled
     def placement(self, problem: Problem, shards: Shards, placed: Placement) -> None:
         """Every block has a home; the work is preserved, and the token cap respected."""
         must = _Requirement("place", self._passes.place)
@@ -86,7 +86,7 @@ class Checks:
                 f"{where}, rank", (execution.rank.reshape(-1) >= 0) & (execution.rank.reshape(-1) < homes)
             )
 
-    @_where_on
+    @_if_enabled
     def tasks(self, bands: Ints, starts: Ints, tasks: Tasks, edges: Edges, groups: int) -> None:
         """Tasks cover all pairs of the masks, once for each head group; each task has its edges."""
         must = _Requirement("place", self._passes.place)
@@ -100,7 +100,7 @@ class Checks:
             must.all("tasks, edge to where they run", edges.dst[edge[some]] == tasks.exec[some])
         must.all("edges, from home", edges.src == edges.home)
 
-    @_where_on
+    @_if_enabled
     def routed(self, star: Edges, routed: Routes, ranks: int) -> None:
         """All rows of the star still arrive, from home, by way of ranks that have them."""
         must, edges = _Requirement("route", self._passes.route), routed.edges
@@ -117,7 +117,7 @@ class Checks:
         inside = (row <= star.row) & (row + rows >= star.row + star.rows)
         must.all("arrives, with all its rows", inside & (home == star.home))
 
-    @_where_on
+    @_if_enabled
     def schedule(self, routed: Routes, made: Schedule) -> None:
         """Every edge has a round, relays later than their parents."""
         must, edges = _Requirement("schedule", self._passes.schedule), made.edges
@@ -128,7 +128,7 @@ class Checks:
         must.all("when, never falling", np.diff(made.when) >= 0)
         must.that("channel", len(made.channel) == made.rounds)
 
-    @_where_on
+    @_if_enabled
     def lowering(self, low: Lowering) -> None:
         """Tasks run after the rounds of their tiles."""
         must, made = _Requirement("schedule", self._passes.schedule), low.schedule

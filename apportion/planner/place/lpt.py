@@ -81,16 +81,16 @@ def _place(problem: Problem, shards: Shards, balanced_weight: Ints, solver: Part
     home = result.bin[shards.piece]
     starts, weight, items = shards.starts, shards.weight, weights
     if (home < 0).any():
-        starts, home = _fill(problem, shards, case, result.bin)
+        starts, home = _cut_into_room(problem, shards, case, result.bin)
         weight = row_weights(problem, starts)
         # cut pieces are no longer indivisible: their parts count
         cut = np.repeat(result.bin[shards.piece] < 0, np.diff(np.searchsorted(starts, shards.starts)))
         items = np.concatenate([weights[result.bin >= 0], weight[cut]])
     bound = makespan_bound(items, problem.speeds)
-    return _limited(problem, shards, Placement(starts, home, weight, bound, termination=end))
+    return _with_block_limit(problem, shards, Placement(starts, home, weight, bound, termination=end))
 
 
-def _limited(problem: Problem, shards: Shards, placement: Placement) -> Placement:
+def _with_block_limit(problem: Problem, shards: Shards, placement: Placement) -> Placement:
     """Adds the block limit to the placement's termination if that is why it is uneven and the solver has no other
     limit."""
     if shards.limit is None or placement.termination is not None:
@@ -112,7 +112,7 @@ def _rows(problem: Problem, shards: Shards, factor: Mapping[str, int]) -> Ints:
     return rows
 
 
-def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
+def _cut_into_room(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) -> tuple[Ints, Ints]:
     """Cuts the blocks without a home to fill the remaining room; returns starts and homes of the finer blocks."""
     home, allowed, there = bins[shards.piece], case.allowed, bins >= 0
     room = (case.caps - exact_sums(bins[there], case.sizes[there], problem.ranks)).tolist()
@@ -132,11 +132,11 @@ def _fill(problem: Problem, shards: Shards, case: PartitionProblem, bins: Ints) 
                 parts.append((at, rank))
                 at, room[rank] = at + step, room[rank] - step
         if at < end:
-            raise _full(problem, shards, only, allowed)
+            raise _no_room_error(problem, shards, only, allowed)
     return _with_cuts(shards, home, cuts)
 
 
-def _full(
+def _no_room_error(
     problem: Problem,
     shards: Shards,
     only: tuple[int, ...] | None,

@@ -37,8 +37,8 @@ class Whole(PlacePass):
         starts, lengths = problem.batch.starts, problem.batch.lengths
         _refuse_longer_than_cap(problem)
         weight = row_weights(problem, starts)
-        idle = np.zeros(problem.ranks, np.int64)
-        home = spread(problem, weight, lengths, idle, idle, self.solver)
+        nothing_placed = np.zeros(problem.ranks, np.int64)
+        home = spread(problem, weight, lengths, nothing_placed, nothing_placed, self.solver)
         return Placement(starts, home, weight, makespan_bound(weight, problem.speeds))
 
 
@@ -65,7 +65,9 @@ def spread(
     if cap is None:
         return _least_slack(problem, weights, sizes, load, used, solver)
     for by in (weights, sizes):
-        home = _fill(problem, by, sizes, load if by is weights else used, used, problem.token_caps, solver)
+        home = _solve_under_caps(
+            problem, by, sizes, load if by is weights else used, used, problem.token_caps, solver
+        )
         if (home >= 0).all():
             return home
     left = home < 0
@@ -83,13 +85,13 @@ def _least_slack(
     shares = [np.maximum((slack * problem.token_shares).astype(np.int64), most) for slack in SLACKS]
     shares.append(np.full(problem.ranks, problem.batch.tokens + most))
     for caps in {some.tobytes(): some for some in shares}.values():
-        home = _fill(problem, weights, sizes, load, used, caps, solver)
+        home = _solve_under_caps(problem, weights, sizes, load, used, caps, solver)
         if (home >= 0).all():
             break
     return home
 
 
-def _fill(
+def _solve_under_caps(
     problem: Problem, weights: Ints, sizes: Ints, load: Ints, used: Ints, caps: Ints, solver: PartitionSolver
 ) -> Ints:
     """The solver's answer under the ranks' caps, -1 for items without room. Existing loads are items with a single

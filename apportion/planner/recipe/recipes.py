@@ -53,7 +53,7 @@ def _plugged_recipes() -> Mapping[str, RecipeEntry]:
         held = plugins.load(point, (RecipeEntry, Recipe))
         entry = held if isinstance(held, RecipeEntry) else RecipeEntry(held, "", plugins.distribution(point))
         if entry.name in BUILT_IN or entry.name != name:
-            raise plugins.misnamed(
+            raise plugins.entry_point_error(
                 point, f"brings a recipe {entry.name!r}", "give it an unused name, and the same here"
             )
         added[name] = entry

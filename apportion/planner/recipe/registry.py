@@ -93,14 +93,14 @@ def find_pass(step: str, name: str) -> type[Any]:
     if name not in plugged:
         raise UnknownNameError(f"recipe.{step}", name, "no pass of that name", suggestion(name, names(step)))
     added: type[Any] = plugins.load(plugged[name], type)
-    if wrong := broken(step, added):
-        raise plugins.misnamed(
+    if wrong := contract_fault(step, added):
+        raise plugins.entry_point_error(
             plugged[name], f"brings {added.__name__}, {wrong}", "see docs/how-to/own-recipe.md"
         )
     return added
 
 
-def broken(step: str, found: type[Any]) -> str | None:
+def contract_fault(step: str, found: type[Any]) -> str | None:
     """Describes how a class violates the contract of the step's passes, or None."""
     contract = _imported(_CONTRACTS[step])
     if not is_dataclass(found):
@@ -109,8 +109,8 @@ def broken(step: str, found: type[Any]) -> str | None:
         if field.default is MISSING or not field.init:
             return f"whose parameter {field.name} has no default"
     members = _members(contract)
-    open_: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
-    held = {name for one in found.__mro__ for name in vars(one)} - open_
+    abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    held = {name for one in found.__mro__ for name in vars(one)} - abstract
     for member in sorted(members - held):
         return f"which has no {member}: see {contract.__name__}"
     own = {name for one in found.__mro__[:-1] if one not in contract.__mro__ for name in vars(one)}
@@ -133,7 +133,7 @@ def _imported(where: str) -> type[Any]:
 
 
 def users_of(kind: str) -> list[str]:
-    """ "step pass" of each pass with a solver of that kind."""
+    """Names, "step pass", of the passes with a solver of that kind."""
     held = [(step, name, find_pass(step, name)) for step in STEPS for name in names(step)]
     return [
         f"{step} {name}"
@@ -156,6 +156,8 @@ def _plugged_passes() -> Mapping[str, Mapping[str, EntryPoint]]:
     for name, point in plugins.found("apportion.passes").items():
         step, _, short = name.partition(".")
         if step not in _BUILT_IN or not short or short in _BUILT_IN[step]:
-            raise plugins.misnamed(point, f"brings {name!r}, which is not step.pass or is taken", "rename it")
+            raise plugins.entry_point_error(
+                point, f"brings {name!r}, which is not step.pass or is taken", "rename it"
+            )
         added[step][short] = point
     return added

@@ -54,7 +54,8 @@ class Schedule:
     [rounds]. slots: matchings in all rounds. local: time of tasks without tiles. division: int64 [rounds], ascending:
     the first part of the phase that needs each round; tasks then run in their own parts. own: int32 [blocks], instead
     of `local`: the stage, 0 to rounds, of tasks with home keys of that block. back: int64 [edges], channel on which the
-    sums of each edge's tile return; None: its round's.
+    sums of each edge's tile return; None: its round's. beside_exchange: ranks of a group
+    whose exchange overlaps with tasks; 0: no overlap.
     """
 
     routed: Routes

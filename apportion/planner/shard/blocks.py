@@ -1,8 +1,8 @@
 """Cuts the token axis into blocks and ties blocks into pieces (FCP, section 4.1).
 
-sequence   |------------------------------|      |--| |-| |----| blocks     |   0   |   1   |   2   |  3   |      |
-one      |     short neighbours share a block pieces         A       B       B      A                C
-zig-zag pairs if later rows see more keys
+sequence   |------------------------------|      |--| |-| |----|
+blocks     |   0   |   1   |   2   |  3   |      |    one      |     short neighbours share a block
+pieces         A       B       B      A                C             zig-zag pairs if later rows see more keys
 """
 
 from __future__ import annotations

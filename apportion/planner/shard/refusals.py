@@ -1,4 +1,4 @@
-"""Refusals shared by fixed-rule placements."""
+"""Refusals shared by placements."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from apportion.planner.problem import Problem, exact_sums
 
 
 def refuse_home_ranks(problem: Problem, name: str) -> None:
-    """Raises ConfigError for sequences with home_ranks: the pass `name` places by a fixed rule."""
+    """Raises ConfigError for sequences with home_ranks: the pass `name` does not keep them."""
     homes = problem.batch.home_ranks
     if homes:
         raise ConfigError(
             "batch.home_ranks",
             dict(list(homes.items())[:3]),
-            f"cannot be kept by the place pass {name}, whose rule fixes the rank of every token",
+            f"cannot be kept by the place pass {name}, which does not support home_ranks",
             "leave home_ranks out or use recipe fcp, distca or dcp",
         )
 

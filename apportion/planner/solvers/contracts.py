@@ -5,7 +5,7 @@
     colouring   ColouringProblem     Colouring     matching, flow
     transport   TransportProblem     Transport     flow
     grouping    GroupingProblem      Grouping      ilp
-    hypergraph  HypergraphProblem    Sides         greedy, mtkahypar
+    hypergraph  HypergraphProblem    VertexRanks   greedy, mtkahypar
 
 A solver is a function (problem, budget) -> result. It is deterministic, its value does not depend on the order of the
 items, it reports why it stopped, and it respects the budget: `apportion.testing` checks that. A problem without a
@@ -56,7 +56,7 @@ class PartitionProblem:
         if self.allowed is not None:
             same_length("allowed", self.allowed, "weights", self.weights)
         if any(bins is not None and not len(bins) for bins in self.allowed or ()):
-            raise ConfigError("allowed", (), "leaves an item no bin", "give None where any bin will do")
+            raise ConfigError("allowed", (), "allows no bin for an item", "give None where any bin will do")
 
     @property
     def bins(self) -> int:
@@ -276,7 +276,7 @@ def caps_of(total: int, slack: tuple[float, float], shares: Floats, nodes: int) 
 
 
 @dataclass(frozen=True, eq=False)
-class Sides:
+class VertexRanks:
     """Ranks of vertices. rank: int64 [V], -1 without an answer. node_value: the sum of price times (nodes spanned - 1).
 
     flops_imbalance, tokens_imbalance: of the fullest rank, over its share, less 1. The value is in `termination`.
@@ -308,7 +308,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "colouring": (ColouringProblem, Colouring),
     "transport": (TransportProblem, Transport),
     "grouping": (GroupingProblem, Grouping),
-    "hypergraph": (HypergraphProblem, Sides),
+    "hypergraph": (HypergraphProblem, VertexRanks),
 }
 
 

@@ -128,7 +128,7 @@ class GroupingSolver(SolverOption[contracts.GroupingProblem, contracts.Grouping]
     kind = "grouping"
 
 
-class HypergraphSolver(SolverOption[contracts.HypergraphProblem, contracts.Sides]):
+class HypergraphSolver(SolverOption[contracts.HypergraphProblem, contracts.VertexRanks]):
     """Solver of vertices with two weights to ranks."""
 
     kind = "hypergraph"

@@ -151,7 +151,7 @@ def hopeful(problem: PartitionProblem, budget: Budget) -> Partition:
         (overfull, "the cap is|claims the value"),
         (boastful, "bound .* above the optimum"),
         (ordered, "in another order"),
-        (hopeful, "there is no answer|are not one of"),
+        (hopeful, "there is no answer|must be one per item"),
     ],
 )
 def test_the_check_finds_a_solver_that_does_not_keep_it(solver: Callable[..., Any], fault: str) -> None:

@@ -18,14 +18,14 @@ from apportion.planner.place.dcp.homes import FEW_PAIRS, PAIRS, SPREADS, Blocks,
 from apportion.planner.place.dcp.links import exchanged, link_gbs
 from apportion.planner.problem import Departure, Execution, Placement, PlacePass, Problem, Shards
 from apportion.planner.shard.blocks import row_weights
-from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.contracts import HypergraphProblem, VertexRanks
 from apportion.planner.solvers.hypergraph.solver import polished
 from apportion.planner.solvers.status import Limit, Status, Termination
 from apportion.planner.solvers.use import HypergraphSolver
 from apportion.planner.tasks.cells import cut_cells
 
 #: by kind and phase
-Answers = Mapping[tuple[str, str], Sides]
+Answers = Mapping[tuple[str, str], VertexRanks]
 
 # limit of cutting cells that are too heavy to balance
 MOST_CELLS = 2**19
@@ -128,9 +128,9 @@ class Dcp(PlacePass):
 
     def _solved(
         self, problem: Problem, blocks: Blocks, pairs: Mapping[str, Pairs], heads: Heads
-    ) -> dict[tuple[str, str], Sides]:
+    ) -> dict[tuple[str, str], VertexRanks]:
         """Answers for kinds and phases, ending with the first that violates a balance."""
-        sides: dict[tuple[str, str], Sides] = {}
+        sides: dict[tuple[str, str], VertexRanks] = {}
         for kind in pairs:
             for phase in PHASES:
                 case = self._case(problem, blocks, pairs[kind], heads, phase)
@@ -154,7 +154,7 @@ class Dcp(PlacePass):
         pairs: Mapping[str, Pairs],
         heads: Heads,
         key: tuple[str, str],
-        sides: Sides,
+        sides: VertexRanks,
     ) -> Execution:
         kind, phase = key
         of_pair = sides.rank[len(blocks.home) :].reshape(heads.groups, -1)

@@ -18,7 +18,7 @@ from io import BytesIO
 import numpy as np
 
 from apportion.ir.arrays import Ints, group_of, offsets
-from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.contracts import HypergraphProblem, VertexRanks
 from apportion.planner.solvers.hypergraph import mtkahypar_child
 from apportion.planner.solvers.hypergraph.coarse import merge
 from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
@@ -38,7 +38,7 @@ _UNITS = 1e6
 _COMMAND = (sys.executable, "-P", mtkahypar_child.__file__)
 
 
-def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
+def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
     """Solves by the engine."""
     return partition(problem, _spread, _homes)
 

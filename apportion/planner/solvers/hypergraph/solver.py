@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from apportion._core import hypergraph as core
 from apportion.ir.arrays import Floats, Ints, group_of, offsets
-from apportion.planner.solvers.contracts import HypergraphProblem, Sides
+from apportion.planner.solvers.contracts import HypergraphProblem, VertexRanks
 from apportion.planner.solvers.hypergraph.coarse import contract, merge
 from apportion.planner.solvers.hypergraph.graph import Graph, graph_of
 from apportion.planner.solvers.hypergraph.tokens import place_tokens
@@ -34,7 +34,7 @@ _ROUNDS = 3
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def solve(problem: HypergraphProblem, budget: Budget) -> Sides:
+def solve(problem: HypergraphProblem, budget: Budget) -> VertexRanks:
     """The greedy solver. It ends by itself."""
     return partition(problem, lambda case, homes: (spread(case, homes), None))
 
@@ -49,7 +49,7 @@ def partition(
     problem: HypergraphProblem,
     engine: Engine,
     place_homes: Callable[[HypergraphProblem], Ints] = place_tokens,
-) -> Sides:
+) -> VertexRanks:
     """Places vertices with tokens (-1 without room), the rest by an engine; refines both jointly and checks the result.
 
     FEASIBLE if both constraints hold at both levels, OPTIMAL if the value equals the bound, else NO_SOLUTION, or
@@ -138,7 +138,7 @@ def together(problem: HypergraphProblem, rank: Ints) -> Ints:
     return core.refine_together(graph, rank, both)
 
 
-def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> Sides:
+def polished(problem: HypergraphProblem, rank: Ints, limit: Limit | None) -> VertexRanks:
     """The answer for these ranks, int64 [V], which meet both constraints, after improving moves."""
     graph, span = graph_of(problem.ptr, problem.pins, problem.price, len(rank)), problem.ranks_per_node
     movable = (problem.tokens == 0) & (problem.bound_to < 0)
@@ -160,14 +160,14 @@ def holds(problem: HypergraphProblem, rank: Ints) -> bool:
     return True
 
 
-def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | None) -> Sides:
+def answer(problem: HypergraphProblem, rank: Ints, bound: float, limit: Limit | None) -> VertexRanks:
     """An answer with its values."""
     value = connectivity(problem, rank, problem.ranks)
     between = connectivity(problem, rank // problem.ranks_per_node, problem.nodes)
     status = Status.OPTIMAL if value <= bound else Status.FEASIBLE
     end = Termination(status, min(bound, value), value, None if status is Status.OPTIMAL else limit)
     flops = imbalance(rank, problem.flops, problem.flops_shares)
-    return Sides(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
+    return VertexRanks(rank, between, flops, imbalance(rank, problem.tokens, problem.tokens_shares), end)
 
 
 def imbalance(rank: Ints, weights: Ints, shares: Floats) -> float:
@@ -264,6 +264,6 @@ def _hopeless(problem: HypergraphProblem) -> bool:
     return False
 
 
-def _without(problem: HypergraphProblem, end: Termination) -> Sides:
+def _without(problem: HypergraphProblem, end: Termination) -> VertexRanks:
     none = np.full(len(problem.flops), -1, np.int64)
-    return Sides(none, float("inf"), float("inf"), float("inf"), end)
+    return VertexRanks(none, float("inf"), float("inf"), float("inf"), end)

@@ -101,16 +101,16 @@ class _Affinity(NamedTuple):
 
 
 _NONE = np.zeros(0, np.int64)
-_NOBODY = _Affinity(_NONE, _NONE, _NONE, _NONE)
+_NO_AFFINITY = _Affinity(_NONE, _NONE, _NONE, _NONE)
 
 
 def _near(problem: PartitionProblem) -> _Affinity:
     if problem.families is None or problem.zones is None:
-        return _NOBODY
+        return _NO_AFFINITY
     _, family, count = np.unique(problem.families, return_inverse=True, return_counts=True)
     _, zone, bins = np.unique(problem.zones, return_inverse=True, return_counts=True)
     if len(bins) == 1 or not (count > 1).any():
-        return _NOBODY
+        return _NO_AFFINITY
     alone = count[family] == 1
     return _Affinity(
         np.where(alone, -1, family),
