@@ -1,3 +1,3 @@
 """The release number, recorded in every plan."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
