@@ -7,6 +7,7 @@
 #   make coverage  all of these tests with branch coverage, which makes Python twice as slow
 #   make test-trainers  the adapters with Hugging Face transformers, Lightning and others, in an environment of its own
 #   make test-plain  the planner's tests where only numpy is, without torch
+#   make test-docs  every program and command of README and documents, the notebook, the demo
 #   make test-browser  pages in a headless Chromium, which must be installed; pictures in build/screenshots
 #   make docs     the documents as a site, in site/; a broken link or reference is an error
 #   make reference  the generated pages of docs/reference: commands, HTTP, environment variables
@@ -53,7 +54,7 @@ PLAIN := $(VENV)-plain
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv ci core sanitize fuzz-core docs reference picture help demo plugin test test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
+.PHONY: venv ci core sanitize fuzz-core docs reference picture help demo plugin test test-docs test-slow coverage test-browser test-trainers test-plain lint targets ceilings pictures compare service nightly fuzz kernels \
   replay package suite test-gpu conformance clean
 
 help:
@@ -119,6 +120,11 @@ test-slow: plugin $(TRAINERS)/.ready
 
 coverage: plugin
 	$(TESTS) --cov --cov-report=term:skip-covered
+
+# Programs and commands of README and documents, the whole changes of the how-to pages, the notebook, the demo
+test-docs: plugin
+	$(BIN)/pytest $(addprefix tests/,project/test_docs.py project/test_newcomers.py project/test_notebook.py \
+	  trainer/test_how_to.py trainer/test_demo.py) -n 2
 
 test-browser: $(READY)
 	@$(BIN)/pip install --quiet $(EDITABLE) ".[browser]"
@@ -189,7 +195,7 @@ service: $(READY)
 
 # All that a change must pass, in environments beside VENV; .ci/run calls it. pytest's verdict comes last.
 ci:
-	@$(MAKE) --no-print-directory package docs test-browser sanitize fuzz-core test-trainers test
+	@$(MAKE) --no-print-directory package docs test-browser sanitize fuzz-core test-trainers test-docs test
 
 nightly:
 	@$(MAKE) --no-print-directory test-slow kernels fuzz

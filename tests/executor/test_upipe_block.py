@@ -19,6 +19,7 @@ from apportion.planner.inner.upipe import UPipe
 from tests.ranks import cases, jobs_upipe
 from tests.ranks.jobs_upipe import Sizes
 from tests.ranks.rank_pool import Pool
+from tests.support.sparse import sparse_product
 from tests.support.upipe_memory import Member, peak_rows
 
 WHOLE = {"shard": {"sequences": {}}, "place": {"whole": {}}, "schedule": {"gather": {}}}
@@ -137,8 +138,7 @@ def test_heads_that_are_not_evenly_spaced_arrive(pool: Pool) -> None:
     assert_equal(pool, plan, sizes)
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize(("project", "reshard"), sparse_product(3, (False, True), (False, True)))
 def test_two_layers_under_fsdp2(pool: Pool, project: bool, reshard: bool) -> None:
     sizes = jobs_upipe.Sizes(8, 2, depth=2)
     plan = planned(cases.batch_of("causal"), sizes, 2, 2, RING, heads=2, project=project)

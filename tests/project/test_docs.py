@@ -73,6 +73,7 @@ def test_the_python_of_the_readme_prints_its_output() -> None:
     assert run(script) == TEXTS["README.md"].split("prints\n\n```\n")[1].split("```")[0]
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_start_page_print_their_output() -> None:
     first, trained = re.findall(r"<!-- output -->\n```\n(.*?)```", TEXTS["docs/start.md"], re.DOTALL)
     code, loop = blocks("docs/start.md", "python")
@@ -87,6 +88,7 @@ def test_the_first_step_is_the_same_on_four_processes() -> None:
     assert run("-m", "torch.distributed.run", "--nproc-per-node", 4, "examples/first_step.py") == trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [name for name in WHOLE if name != "docs/start.md"])
 def test_python_of_a_document_runs(document: str) -> None:
     """But for the changes of `test_newcomers.py`, which stand below a diff."""
@@ -99,6 +101,7 @@ def test_the_batch_of_the_documents_is_a_batch() -> None:
     assert Batch.from_data(json.loads(batch)).tokens == 24576 + 9000 + 2700
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_documents_plans_and_runs() -> None:
     (text,) = blocks("docs/how-to/own-recipe.md", "yaml")
     recipe = Recipe.from_data(yaml.safe_load(text))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/quickstart.ipynb"
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_and_shows_cards_and_tables() -> None:
     held = nbformat.read(NOTEBOOK, as_version=4)
     shown = [cell for cell in held.cells if cell.cell_type == "code" and cell.outputs]

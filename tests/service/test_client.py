@@ -100,7 +100,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "call"), sparse_product(2, FAULTS, CALLS))
+@pytest.mark.parametrize(("fault", "call"), sparse_product(4, FAULTS, CALLS))
 def test_a_call_ends_in_time(fault: str, call: str, client_of: Callable[..., Client]) -> None:
     with small_server(FAULTS[fault]) as server:
         client, began = client_of(server.url), time.monotonic()

@@ -185,7 +185,7 @@ def test_many_plans_are_counted_quickly(tmp_path: Path) -> None:
         path.touch()
     began = time.process_time()
     assert len(list(store.files())) == 20_000
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 5.0
 
 
 def test_a_folder_that_cannot_be_counted_is_said(tmp_path: Path, packs: list[Pack]) -> None:

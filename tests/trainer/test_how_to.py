@@ -84,6 +84,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["training-loop", "rl-trees", "own-kernel"])
 def test_python_of_a_page_runs(page: str) -> None:
     """One block after another in one process, each with a new model and loader."""

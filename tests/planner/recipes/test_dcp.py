@@ -33,7 +33,7 @@ from apportion.planner.shard.blocks import Blocks
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.tasks.cells import Cells, cut_cells
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
-from tests.support.sparse import marked
+from tests.support.sparse import sparse_product
 from tests.support.strategies import cluster
 
 MODEL = Model(q_heads=8, kv_heads=2, head_dim=16, dtype="bf16", layers=1)
@@ -419,8 +419,7 @@ def planned(batch: Batch, model: Model, ranks: int, block: int = 5, count: int =
     return ap.plan(batch, cluster(ranks), model, policy=Policy(Recipe("mine", steps)))
 
 
-@pytest.mark.parametrize("ranks", marked([1, 2, 3, 4, 6, 8], (2, 4)))
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(("name", "ranks"), sparse_product(7, SEQUENCES, (1, 2, 3, 4, 6, 8)))
 def test_every_mask_equals_dense_attention(name: str, ranks: int) -> None:
     turn = list(SEQUENCES).index(name) + ranks
     layer = LAYERS[turn % 3]

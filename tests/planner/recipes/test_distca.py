@@ -31,6 +31,7 @@ from apportion.planner.shard.sequences import Sequences
 from apportion.planner.simulate import simulate
 from apportion.planner.tasks.cells import Cells, cut_cells
 from tests.support.matrix import LAYERS, SEQUENCES, compare
+from tests.support.sparse import sparse_product
 
 MODEL = ap.Model(q_heads=4, kv_heads=2, head_dim=8, dtype="bf16", hidden=32, ffn=64, layers=1)
 RECIPE = ap.Recipe("test", {"shard": {"sequences": {}}})
@@ -431,8 +432,7 @@ PLACES = [
 SCHEDULES = [{"gather": {}}, {"gather": {"local": "last"}}, {"matchings": {"coalesce": 2, "buffers": 2}}]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("mask", sorted(SEQUENCES))
+@pytest.mark.parametrize(("mask", "ranks"), sparse_product(5, sorted(SEQUENCES), range(1, 9)))
 def test_plans_equal_the_oracle(mask: str, ranks: int) -> None:
     turn = ranks + sorted(SEQUENCES).index(mask)
     layer = LAYERS[turn % 3]

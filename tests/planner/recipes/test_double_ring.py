@@ -19,6 +19,7 @@ from apportion.ir.request.policy import Policy, Recipe
 from apportion.ir.tensors import PHASES, Tensor
 from tests.planner.recipes.test_recipes import model_of, pairs
 from tests.support.matrix import LAYERS, SEQUENCES, batch_of, compare
+from tests.support.sparse import sparse_rows
 from tests.support.strategies import BLOCKS, SHORT, cluster, steps
 
 ZIGZAG = {"shard": {"sequences": {}}, "place": {"zigzag": {"chunk": 1}}}
@@ -35,7 +36,20 @@ def planned(batch: Batch, nodes: int, per_node: int, recipe: Recipe, layer: tupl
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "window"),
-    [(2, 2, 2), (3, 2, 2), (2, 3, "node"), (4, 2, 2), (2, 4, 2), (2, 4, 4), (1, 8, 2), (1, 6, 3), (4, 2, 4)],
+    sparse_rows(
+        [
+            (2, 2, 2),
+            (3, 2, 2),
+            (4, 2, 2),
+            (2, 3, "node"),
+            (2, 4, 2),
+            (2, 4, 4),
+            (1, 8, 2),
+            (1, 6, 3),
+            (4, 2, 4),
+        ],
+        4,
+    ),
 )
 @pytest.mark.parametrize("masks_", [("causal", "window", "full"), tuple(SEQUENCES)[-4:]], ids=str)
 def test_numbers_are_those_of_dense_attention(

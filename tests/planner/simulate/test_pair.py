@@ -30,7 +30,7 @@ from apportion.planner.simulate import simulate
 from apportion.planner.simulate.pair import result as pair_result, run as pair
 from apportion.planner.simulate.pair.result import Pair
 from apportion.planner.simulate.pair.run import simulate_pair, simulate_pair_with
-from tests.support.sparse import marked, sparse
+from tests.support.sparse import marked, sparse, sparse_product
 from tests.support.strategies import STRATEGIES as OTHERS, alternating, cluster, has_own_cap, steps
 from tests.support.timelines import Unit, plan_of, work
 
@@ -143,8 +143,7 @@ def rounds_of(plan: Any, key: Any) -> Iterator[list[tuple[NDArray[Any], list[Any
         yield [(op[part], round_[part][op[part] == Op.LAUNCH].tolist()) for part in parts]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "ranks"), sparse_product(4, STRATEGIES, (2, 4, 6)))
 def test_segments_of_all_ranks_launch_the_same_rounds(name: str, ranks: int) -> None:
     plan = halves_of(name, ranks)[0]
     attention = (Op.ATTEND, Op.ATTEND_GRAD)
