@@ -135,7 +135,7 @@ def test_wrong_parameters_are_named(name: str) -> None:
 
 
 def test_an_unknown_solver_is_named() -> None:
-    with pytest.raises(ap.ConfigError, match="known: ilp"):
+    with pytest.raises(ap.ConfigError, match="write one of ilp"):
         build(Step("place", "flexsp", {"solver": "nope"}))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from apportion._core import hypergraph as core
 from apportion.ir.errors import ConfigError, MissingDependencyError
+from apportion.planner.solvers import registry
 from apportion.planner.solvers.contracts import HypergraphProblem
 from apportion.planner.solvers.hypergraph import mtkahypar, solver as hypergraph
 from apportion.planner.solvers.hypergraph.graph import graph_of
@@ -203,9 +204,9 @@ def test_many_vertices_are_merged_for_the_engine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_engine_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtkahypar, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"\.\[solvers\]"):
-        mtkahypar.solve(long_sequence(), Budget())
+        registry.find_solver("hypergraph", "mtkahypar").load()
 
 
 def test_planning_imports_no_engine() -> None:
