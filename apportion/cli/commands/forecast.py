@@ -29,16 +29,10 @@ WIDTH = 118
 
 Recipes = Annotated[
     str,
-    Option(
-        help="Recipes that plan over all data and context ranks: names and files, separated by commas, all, or none.",
-        metavar="NAME,...",
-    ),
+    Option(help="Recipes over all data and context ranks: names, files, all or none.", metavar="NAME,..."),
 ]
 Grids = Annotated[
-    str,
-    Option(
-        help="Recipes of static DP x CP grids, at every degree, or none. Each group has its own sequences."
-    ),
+    str, Option(help="Recipes of static DP x CP grids, at every degree, or none; groups have own sequences.")
 ]
 Baseline = Annotated[
     str | None,
@@ -50,9 +44,7 @@ Baseline = Annotated[
 GridHardware = Annotated[
     str | None,
     Option(
-        help="Kernel times of the static grids, where your trainer has other kernels: h100 beside --hardware "
-        "h100-stage. Default: --hardware.",
-        metavar="NAME|H.json",
+        help="Kernel times of static grids, where they differ. Default: --hardware.", metavar="NAME|H.json"
     ),
 ]
 Expert = Annotated[int, Option(help="Expert-parallel degree: ranks of a stage that share experts.", min=1)]
