@@ -31,13 +31,7 @@ from apportion.trainer.step.microbatch import WEIGHTS
 
 try:
     import accelerate  # noqa: F401
-    from transformers import (
-        DataCollatorForSeq2Seq,
-        DataCollatorWithPadding,
-        PreTrainedModel,
-        Trainer,
-        default_data_collator,
-    )
+    from transformers import PreTrainedModel, Trainer, default_data_collator
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
         error.name or "transformers", "hf", "apportion.trainer.hf_trainer"
@@ -45,8 +39,12 @@ except ModuleNotFoundError as error:
 
 STATE = "planned.json"  # the loader's state in a checkpoint
 
-
-_PADS = (DataCollatorForSeq2Seq, DataCollatorWithPadding)  # collators that only pad
+#: collators that only pad: (top package, class)
+_PADS = {
+    ("transformers", "DataCollatorForSeq2Seq"),
+    ("transformers", "DataCollatorWithPadding"),
+    ("trl", "DataCollatorForLanguageModeling"),
+}
 #: trainers whose loss is a sum over rows divided by num_items_in_batch: (top package, class)
 _SUMS = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
 
@@ -77,8 +75,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         """Raises ConfigError for a loss that is not token-wise, and for a loader if the Trainer prepares its data."""
         mixed = type(self).__mro__
         owner = next(one for one in mixed if one is not PlannedTrainer and "compute_loss" in vars(one))
-        known = (owner.__module__.partition(".")[0], owner.__name__)
-        if known not in _SUMS and not self.sums_tokens:
+        if _name(owner) not in _SUMS and not self.sums_tokens:
             rule = f"the loss of {owner.__name__} is not known to be a sum over tokens, as ranks share"
             remedy = "train preferences and rollouts with ap.trees in a loop of your own, or set sums_tokens = True"
             raise ConfigError("compute_loss", owner.__qualname__, rule, remedy)
@@ -144,7 +141,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         routed = getattr(self, "router_aux_loss_coef", 0), getattr(self, "aux_loss_enabled", False)
         own = self.data_collator
         collator = getattr(own, "__name__", type(own).__name__)
-        pads = own is default_data_collator or type(own) in _PADS or type(own).__module__.startswith("trl.")
+        pads = own is default_data_collator or _name(type(own)) in _PADS
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
@@ -215,6 +212,11 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             saved = type(self.model).from_pretrained(self._loaded, dtype=self.model.dtype)
             load_result = self.model.load_state_dict(saved.state_dict())
         super()._issue_warnings_after_load(load_result)
+
+
+def _name(of: type) -> tuple[str, str]:
+    """Its top package and name."""
+    return of.__module__.partition(".")[0], of.__name__
 
 
 class _Numbered:

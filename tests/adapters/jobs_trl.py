@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.utils import DataCollatorForChatML
 
 import apportion as ap
 from apportion.backends.torch.transport import Communicator
@@ -182,6 +183,9 @@ def refused(comm: Communicator, folder: Path, which: str) -> Any:
         if which == "dpo":
             args = config(folder, DPOConfig)
             PlannedDPO(args=args, train_dataset=dataset("prompt"), planned={}, **common)
+        elif which == "collator":  # takes out the labels of all but the last message
+            common |= {"planned": planned(comm, model), "data_collator": DataCollatorForChatML(tokenizer())}
+            PlannedSFT(args=config(folder), train_dataset=dataset("chat"), **common).get_train_dataloader()
         else:
             data = hf.loader(ap.Samples([[1, 2]]), model, **planned(comm, model))
             PlannedSFT(args=config(folder), train_dataset=data, **common)

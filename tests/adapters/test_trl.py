@@ -52,8 +52,12 @@ def test_evaluation_of_sft_is_the_mean_over_tokens(pair: Any, tmp_path: Path) ->
     assert abs(first - wanted) <= LOSS
 
 
-def test_what_is_no_sum_over_tokens_is_refused(alone: Any, tmp_path: Path) -> None:
-    for which, words in (("dpo", "compute_loss.*DPOTrainer"), ("loader", "train_dataset.*planned=")):
+def test_what_would_change_the_loss_is_refused(alone: Any, tmp_path: Path) -> None:
+    for which, words in (
+        ("dpo", "compute_loss.*DPOTrainer"),
+        ("loader", "train_dataset.*planned="),
+        ("collator", "data_collator.*DataCollatorForChatML"),
+    ):
         (why,) = alone.run(jobs.refused, 1, tmp_path, which)
         assert re.search(words, why)
 
