@@ -99,6 +99,7 @@ class Planned:
 
     trainer: Any
     log: Any
+    automatic_optimization: Any
     _shares: dict[str, Tensor]
 
     def shared_loss(self, batch: PlannedBatch, share: Tensor, name: str | None = None) -> Tensor:
@@ -112,7 +113,7 @@ class Planned:
         _check_made(share)
         trainer, stage = self.trainer, "train" if self.trainer.training else "val"
         steps = batch.microbatch + 1 == trainer.accumulate_grad_batches
-        if trainer.training and steps != batch.is_last:
+        if trainer.training and self.automatic_optimization and steps != batch.is_last:
             rule, given = "a step must be an iteration", trainer.accumulate_grad_batches
             remedy = "set it to the loader's microbatches"
             raise ConfigError("accumulate_grad_batches", given, rule, remedy)

@@ -45,6 +45,20 @@ class Net(Planned, LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Manual(Net):
+    """Net that runs backward and steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.manual_backward(super().training_step(batch, index))
+        if batch.is_last:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class Deaf(Net):
     """Net that does not pass the plan to its model."""
 

@@ -25,6 +25,13 @@ def test_losses_are_those_of_lightning_in_one_process(pool: Any, alone: Any, tmp
     assert all(other[0] == seen for other in others)
 
 
+def test_manual_optimization_is_that_of_lightning(pool: Any, tmp_path: Path) -> None:
+    (wanted, _), *_ = pool.run(jobs.fit, 4, tmp_path / "own")
+    (seen, _), *_ = pool.run(jobs.fit, 4, tmp_path / "manual", False, None, None, 1, jobs.Manual)
+    for own, other, close in zip(seen, wanted, (LOSS, LOSS, 1e-6), strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=close)
+
+
 def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(pool: Any, tmp_path: Path) -> None:
     (whole, _), *_ = pool.run(jobs.fit, 4, tmp_path / "whole", True)
     with pytest.raises(RankError, match="died"):
