@@ -70,7 +70,7 @@ class Weighted(Recorded):
 
 _SUMMED = (
     *("", "seeds", "sinks", "frozen", "here", "experts", "early", "both averaged over", "chunks", "halves"),
-    *("next tokens", "next labels", "clipped"),
+    *("next tokens", "next labels", "clipped", "skipped"),
 )
 
 
@@ -103,6 +103,8 @@ def _trained(comm: Communicator, what: str) -> str:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
         for b in PlannedLoader(data, **plans, communicator=comm, shuffle=False, rows_multiple=2):
+            if what == "skipped" and not b.microbatch:
+                continue
             logits = (torch.compile(wrapped, backend="aot_eager") if what == "compiled" else wrapped)(b)
             valid, labels = b.valid_tokens, b.labels
             if what in ("here", "copied"):

@@ -63,6 +63,7 @@ def test_right_loops_train(pool: Pool, what: str) -> None:
         ),
         ("twice", r"ConfigError: model = 'Net': has gradients that are sums already"),
         ("early", r"ExecutionError: an optimizer stepped after microbatch 0 of iteration 0"),
+        ("skipped", r"UserWarning: microbatches \[0\] of iteration 0 had no loss before the step"),
         (
             "both averaged over",
             r"ConfigError: model = 'Net': sums gradients.*leave out sum_gradients, or averaged_over",

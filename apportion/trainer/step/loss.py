@@ -122,7 +122,6 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
         return
     watch = wiring.watch
     if batch is not None:
-        watch.behind = batch
         watch.leave(batch, loss)
     known = len(watch.scanned)
     for node in watch.graph(loss):

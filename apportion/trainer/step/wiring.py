@@ -57,6 +57,7 @@ class Watch:
         self.divided: Microbatch | None = None  # of a loss that all ranks compute and divide
         self.settled = False  # a step passed the checks, in this pass and for these parameters
         self.behind: Microbatch | None = None  # the microbatch of the latest loss
+        self._lost = set[int]()  # microbatches of its iteration that had a loss
         self.accounted = False  # factors of losses are known, or the trainer's responsibility
         self.own_loss = False  # an enabled model's forward ran eagerly and may have computed its own loss
         self.unknown = False  # a trainer's loss has no known share
@@ -92,6 +93,10 @@ class Watch:
 
     def leave(self, batch: Microbatch, loss: Tensor) -> None:
         """Records a loss of the batch. Raises ExecutionError if some of its layers used an earlier batch's plan."""
+        if self.behind is None or self.behind.iteration != batch.iteration:
+            self._lost.clear()
+        self.behind = batch
+        self._lost.add(batch.microbatch)
         own = {batch.handle, batch.feed.encoder} if batch.feed else {batch.handle}
         late, self._used = {*self._used} & {*self._past} - own, WeakSet()
         if late and any(node.metadata.get("handle") in late for node in nodes([loss.grad_fn])):
@@ -222,8 +227,14 @@ class Watch:
                 warn(f"the loss is not one that is checked: {UNKNOWN}", stacklevel=1)
 
     def _check_place(self) -> None:
-        """Raises ExecutionError if the loss was not the last of an iteration."""
-        if self.behind is not None and not self.behind.is_last:
+        """Raises ExecutionError if the loss was not the last of an iteration; warns if microbatches had none."""
+        if self.behind is None:
+            return
+        if skipped := sorted({*range(self.behind.microbatch)} - self._lost):
+            what = f"microbatches {skipped} of iteration {self.behind.iteration} had no loss before the step"
+            rule = "losses are shares of the mean over all: run every one, and save and resume where is_last"
+            warn(f"{what}: {rule}", stacklevel=1)
+        if not self.behind.is_last:
             place = f"microbatch {self.behind.microbatch} of iteration {self.behind.iteration}"
             rule = "which has more, and losses are shares of the mean over all: step if batch.is_last"
             raise ExecutionError(f"an optimizer stepped after {place}, {rule}")
