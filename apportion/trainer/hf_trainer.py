@@ -142,6 +142,8 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
         own = self.data_collator
         collator = getattr(own, "__name__", type(own).__name__)
         pads = own is default_data_collator or _name(type(own)) in _PADS
+        sampler, draws = type(self)._get_train_sampler, "the loader draws the samples"
+        orders = sampler is not Trainer._get_train_sampler
         model, uncounted = type(self.model).__name__, not self.model_accepts_loss_kwargs
         for name, value, refused, rule, remedy in (
             ("label_smoothing_factor", smoothing, smoothing, "it would shift labels again", "leave it 0"),
@@ -149,6 +151,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
             ("neftune_noise_alpha", noise, noise, rows, "leave it out"),
             ("compute_metrics", self.compute_metrics, predicts, order, "give a plain eval_dataset"),
             ("data_collator", collator, not pads, "rows are not collated", "give labels in the samples"),
+            ("_get_train_sampler", sampler.__qualname__, orders, draws, "give it sampler="),
             ("compute_loss_func", *[self.compute_loss_func] * 2, shifted, "use the model's own loss"),
             ("n_gpu", args.n_gpu, args.n_gpu > 1, "DataParallel splits rows", "start a process for each GPU"),
             ("router_aux_loss_coef", *routed, "trl adds the router's loss of a rank's rows", "set it to 0"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from apportion.backends.torch.transport import Communicator
@@ -79,6 +79,13 @@ def train(
     return told(trainer), train_loader.samples
 
 
+class Drawing(PlannedTrainer):
+    """A Trainer with an order of its own."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return WeightedRandomSampler([1.0, 2.0], 2)
+
+
 class Noted:
     """Records the samples of a loader's microbatches."""
 
@@ -142,8 +149,8 @@ def refusing(comm: Communicator, folder: Path, options: Any) -> Any:
     own = options.pop("compute_loss_func", None) and (lambda outputs, labels, **kwargs: outputs.loss)
     collator = options.pop("data_collator", None) and (lambda samples: samples)
     more = {"compute_metrics": metrics, "compute_loss_func": own, "data_collator": collator}
-    predicts = options.pop("predict", False)
-    trainer = PlannedTrainer(model=model, args=arguments(folder, **options), **more)
+    predicts, kind = options.pop("predict", False), options.pop("kind", PlannedTrainer)
+    trainer = kind(model=model, args=arguments(folder, **options), **more)
     try:
         if predicts:
             trainer.predict(data)

@@ -63,6 +63,7 @@ def test_what_would_change_the_loss_is_refused(pool: Any, tmp_path: Path) -> Non
         ({"compute_metrics": True}, "compute_metrics.*plan's order"),
         ({"predict": True}, "test_dataset.*plan's order"),
         ({"compute_loss_func": True}, "compute_loss_func.*shifted labels"),
+        ({"kind": jobs.Drawing}, "_get_train_sampler.*sampler="),
         ({"data_collator": True}, "data_collator.*not collated.*labels in the samples"),
     ):
         (why,) = pool.run(jobs.refusing, 1, tmp_path, options)
