@@ -103,19 +103,6 @@ void match_as(const Programs& programs, Column<const int64_t> tile, Column<int64
 
 }  // namespace
 
-Programs::Programs(const Given& tables) {
-  int64_t next = 0;
-  for (Table* one : {&arenas, &operands, &instructions, &lists[TRANSFERS], &lists[TASKS], &lists[GRADS], &lists[ROWOPS]})
-    *one = tables.at(static_cast<std::size_t>(next++));
-  const auto name = [](const Table& rows, std::initializer_list<Ints*> columns) {
-    int64_t i = 0;
-    for (Ints* column : columns) *column = rows.columns[i++];
-  };
-  name(operands, {&tensor, &space, &row, &rows, &col, &heads});
-  name(instructions, {&op, &round, &channel, &mode, &count});
-  name(lists[TRANSFERS], {&send, &peer, &operand});
-}
-
 std::pair<Array<int64_t>, Array<bool>> match(const Programs& programs, Column<const int64_t> tile) {
   Array<int64_t> mate(programs.send.size(), NONE);
   Array<bool> agreed(mate.size());

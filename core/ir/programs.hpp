@@ -37,7 +37,18 @@ struct Step {
 
 struct Programs {
   using Given = std::vector<Table>;  // of isa.TABLES, in their order
-  explicit Programs(const Given& tables);
+  explicit Programs(const Given& tables) {
+    std::int64_t next = 0;
+    for (Table* one : {&arenas, &operands, &instructions, &lists[TRANSFERS], &lists[TASKS], &lists[GRADS], &lists[ROWOPS]})
+      *one = tables.at(static_cast<std::size_t>(next++));
+    const auto name = [](const Table& rows, std::initializer_list<Ints*> columns) {
+      std::int64_t i = 0;
+      for (Ints* column : columns) *column = rows.columns[i++];
+    };
+    name(operands, {&tensor, &space, &row, &rows, &col, &heads});
+    name(instructions, {&op, &round, &channel, &mode, &count});
+    name(lists[TRANSFERS], {&send, &peer, &operand});
+  }
 
   Table arenas, operands, instructions;
   Table lists[NO_LIST];

@@ -109,7 +109,9 @@ def equally_long(comm: Communicator, given: dict[str, Any], how: str) -> str:
         options["sampler"] = [[comm.rank, comm.rank + 1]]
     else:
         options["shuffle"] = False
-        if how == "dataset":
+        if how == "dataset, samples whole":
+            given = {**given, "recipe": "hybrid_dp"}
+        if how.startswith("dataset"):
             dataset.first = comm.rank
         else:
             dataset = Augmented(comm.rank)

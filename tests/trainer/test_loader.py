@@ -59,8 +59,10 @@ def test_a_rank_reads_only_samples_that_it_holds(pool: Pool) -> None:
     data = Recorded([8] * 6)
     for passes, read in pool.run(jobs_loader.passes, 3, planning(job(3, 24)), 1, data):
         held = {token // 100 for batch in passes[0] for token in batch[5]}
-        assert sorted(read) == sorted(held)
-        assert len(held) < 6
+        assert len(read) == len({*read})
+        assert held <= {*read}
+        assert len({*read} - held) <= 1  # the first of a pass, which ranks compare
+        assert len(held) < 5
 
 
 def test_iterations_end_with_their_last_microbatch_and_count_all_labels() -> None:
@@ -484,8 +486,12 @@ def test_a_rank_whose_sampler_is_wrong_ends_all_with_its_error(pool: Pool, on_ti
             "sampler",
             "iteration 0: ranks draw different samples: 1 microbatches, samples [0, 1] of [64, 64] tokens",
         ),
-        ("dataset", "iteration 0: ranks hold parts of sample 0, whose tokens, labels or fields differ: "),
-        ("field", "iteration 0: ranks hold parts of sample 0, whose tokens, labels or fields differ: "),
+        ("dataset", "iteration 0: ranks read different tokens, labels or fields of sample 0: "),
+        (
+            "dataset, samples whole",
+            "iteration 0: ranks read different tokens, labels or fields of sample 0: ",
+        ),
+        ("field", "iteration 0: ranks read different tokens, labels or fields of sample 0: "),
     ],
 )
 def test_samples_of_equal_lengths_are_the_same_on_all_ranks(pool: Pool, how: str, says: str) -> None:

@@ -500,7 +500,7 @@ class PlannedLoader:
                 f"iteration {wanted.number}: ranks draw different samples: {told}. {remedy}"
             )
         if (found := apart(ranks)) is not None:
-            what = f"ranks hold parts of sample {found[0]}, whose tokens, labels or fields differ: {by_value(found[1])}"
+            what = f"ranks read different tokens, labels or fields of sample {found[0]}: {by_value(found[1])}"
             remedy = "Give all ranks the same dataset, and seed random changes by the number of the sample"
             return ExecutionError(f"iteration {wanted.number}: {what}. {remedy}")
         return None

@@ -91,7 +91,7 @@ class Form:
 class Rows(NamedTuple):
     """A rank's rows of a microbatch, [rows] int64 each; fields: other fields of its samples, [rows, ...]. Padding comes
     last: token 0 without label, of sample -1. shared: number and checksum of the longest samples that other ranks hold
-    a part of too."""
+    a part of too, and of the first sample of a pass."""
 
     tokens: Tensor
     labels: Tensor
@@ -123,10 +123,11 @@ def local_rows(
     read: Callable[[int], Sample],
     samples: Ints | None = None,
     form: Form = Form(),
+    begins: bool = False,
 ) -> Rows:
     """The rows of the slice's rank. `read(i)` returns sequence i of the batch; it is called once for each sequence that
     the rank holds, or for one if it holds none; samples: the dataset number of each sequence, by default its own
-    number. Raises ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
+    number; begins: True to compare sequence 0 between all ranks, whose datasets may have another order. Raises ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
     held = _ReadSequences(read, batch)
@@ -139,7 +140,7 @@ def local_rows(
         targets = np.where(targets >= 0, targets - start, NOWHERE)
         parts.append(_part(held.of(sequence), int(numbers[sequence]), token - start, targets, form.shifted))
     none = _part(held.any(), NOWHERE, 0, np.zeros(0, np.int64), form.shifted)
-    return _joined([none, *parts], form)._replace(shared=_shared(spans, batch, held, numbers))
+    return _joined([none, *parts], form)._replace(shared=_shared(spans, batch, held, numbers, begins))
 
 
 def _part(sample: _Sample, number: int, first: int, targets: Ints, shifted: Collection[str]) -> Rows:
@@ -172,19 +173,23 @@ def rows_of(dataset: Dataset, wanted: Wanted, piece: IterationSlice, form: Form)
     """Yields the rows of each microbatch of an iteration, read lazily. Raises as `local_rows`, and ExecutionError if
     the plan is for other batches."""
     wanted.check(piece)
-    for own, (batch, samples) in zip(piece.slices, wanted.parts(piece.indexes), strict=True):
+    parts = zip(piece.slices, wanted.parts(piece.indexes), strict=True)
+    for number, (own, (batch, samples)) in enumerate(parts):
 
         def read(sequence: int, samples: Ints = samples) -> Sample:
             return dataset[int(samples[sequence])]
 
-        yield local_rows(own, batch, read, samples, form)
+        yield local_rows(own, batch, read, samples, form, begins=wanted.number == number == 0)
 
 
-def _shared(spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints) -> tuple[tuple[int, int], ...]:
+def _shared(
+    spans: Any, batch: Batch, held: _ReadSequences, numbers: Ints, begins: bool
+) -> tuple[tuple[int, int], ...]:
     here = np.bincount(spans["sequence"], spans["length"], len(batch.lengths))
     parts = np.flatnonzero((here > 0) & (here < batch.lengths))
     longest = parts[np.argsort(-batch.lengths[parts], kind="stable")][:_COMPARED].tolist()
-    return tuple((int(numbers[i]), held.of(i).checksum) for i in longest)
+    first = [(int(numbers[0]), held.alone(0).checksum)] if begins else []
+    return (*first, *((int(numbers[i]), held.of(i).checksum) for i in longest))
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,11 @@ class _ReadSequences:
     read: Callable[[int], Sample]
     batch: Batch
     _samples: dict[int, _Sample] = field(default_factory=dict)
+
+    def alone(self, sequence: int) -> _Sample:
+        """The sample, whatever fields the rank's others have."""
+        found = self._samples.get(sequence)
+        return found or _sample(self.read(sequence), int(self.batch.lengths[sequence]), sequence)
 
     def of(self, sequence: int) -> _Sample:
         if sequence not in self._samples:
