@@ -127,7 +127,8 @@ def local_rows(
 ) -> Rows:
     """The rows of the slice's rank. `read(i)` returns sequence i of the batch; it is called once for each sequence that
     the rank holds, or for one if it holds none; samples: the dataset number of each sequence, by default its own
-    number; begins: True to compare sequence 0 between all ranks, whose datasets may have another order. Raises ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
+    number; begins: True to compare sequence 0 between all ranks, whose datasets may have another order. Raises
+    ExecutionError if a sample has another length or other fields, or the plan is for another batch."""
     spans = piece.layout(piece.header.home_layout).spans
     _check_batch(spans, batch)
     held = _ReadSequences(read, batch)
