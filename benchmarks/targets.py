@@ -31,7 +31,6 @@ RESULTS = ROOT / "benchmarks/results/targets.json"
 
 RANKS, LARGE = (8, 64, 256, 1024), 4096
 TOKENS = 32768
-KB = 1024
 #: the promised size of the largest part
 PART_KB, AUTO_PART_KB = 16, 64
 #: limit of a 95th percentile over the promised median
@@ -213,7 +212,7 @@ def quality(promise: Promise, rows: Rows) -> dict[str, Figure]:
     gaps = [gap for row in rows if (gap := row["bounds"]["kv_bytes"]["gap"])]
     shares = [row["slots"] / row["max_degree"] for row in rows if row["max_degree"]]
     node = [ratio for row in rows if (ratio := row["inter_node_bytes_off_over_on"])]
-    part = max(row["plan_bytes"]["largest_rank"] for row in rows) / KB
+    part = max(row["plan_bytes"]["largest_rank"] for row in rows) / 1024  # KB
     slower = max(row["verify_ms"]["p50"] / row["planning_ms"]["p50"] for row in rows)
     return {
         "compute %": Figure(100 * compute, _percent(promised(promise.compute, ranks))),
