@@ -90,7 +90,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
             layer._served = base._served
             _choose(layer)
     wiring.watch.models.add(model)
-    model._checked = None
+    model._checked = None  # what `_parts` gave when it was checked; False: it could not be checked yet
     if check:
         model._checked = check_rows(model, _arguments) and _parts(model)
     return model

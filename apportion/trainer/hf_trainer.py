@@ -218,7 +218,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
 
 def _name(of: type) -> tuple[str, str]:
-    """Its top package and name."""
+    """The top package and the name of a class."""
     return of.__module__.partition(".")[0], of.__name__
 
 

@@ -119,10 +119,8 @@ def forward_step(
     given = (rows.tokens[None], rows.position_ids[None], None)
     handles = tuple(one.handle for one in batches)
     params = PlannedSeqParams(batch=rows, positions=_positions(batches), handles=handles)
-    before, padding = (
-        rows.handle.calls,
-        (rows.sample_ids < 0)[None] if module.config.num_moe_experts else None,
-    )
+    before = rows.handle.calls
+    padding = (rows.sample_ids < 0)[None] if module.config.num_moe_experts else None
     output = model(*given, labels=labels[None], packed_seq_params=params, padding_mask=padding)
     require_calls(rows.handle, before, module.planned_layers, "each layer must call its core attention")
     return output, partial(loss_of, rows)

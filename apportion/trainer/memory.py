@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apportion.ir.errors import ConfigError
 from apportion.ir.fields import integer, name as name_of
+from apportion.trainer.step.attention import refuse_learnt
 from apportion.trainer.step.loss import IGNORED, checked_labels, share_of
 
 
@@ -83,8 +84,7 @@ def tiled_loss(
     Other arguments and errors: as in `normalised_loss`. Differentiable once.
     """
     tokens = integer("tokens", tokens)
-    if weights is not None and weights.requires_grad:
-        raise ConfigError("weights", "a learnt tensor", "would get no gradient", "use normalised_loss")
+    refuse_learnt("use normalised_loss", weights=weights)
     if hidden.dim() == 3 and len(hidden) == 1:
         hidden = hidden[0]
     if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:

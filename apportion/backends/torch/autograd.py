@@ -227,12 +227,8 @@ class PlannedLayer(torch.autograd.Function):
             (name, part) for name in (Name.Q, Name.KV) if name not in home for part in found.get(name, ())
         ]
         ctx.save_for_backward(sinks, out, lse, *given, *(part for _, part in more))
-        ctx.handle, ctx.kind, ctx.layer, ctx.names = (
-            handle,
-            kind,
-            layer,
-            [*names, *(name for name, _ in more)],
-        )
+        ctx.handle, ctx.kind, ctx.layer = handle, kind, layer
+        ctx.names = [*names, *(name for name, _ in more)]
         ctx.params, ctx.versions = params, _versions(params)
         return out
 

@@ -54,12 +54,7 @@ def forecast(
     chosen = _listed(
         "parallelisms", usual, Parallelism, "use recipe_parallelisms([...]) and static_grids(...)"
     )
-    trained = Training() if training is None else training
-    _listed("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
-    if (own := model.latent) is not None and (own.rank, own.rope) != (trained.kv_rank, trained.rope_dim):
-        said = f"kv_rank {trained.kv_rank}, rope_dim {trained.rope_dim}"
-        remedy = f"write kv_rank: {own.rank}, rope_dim: {own.rope}"
-        raise ConfigError("training", said, "must match the model's latent rows", remedy)
+    trained = _training_of(training, model)
     names = [str(form) for form in chosen]
     if baseline is not None and (not isinstance(baseline, str) or baseline not in names):
         raise ConfigError(
@@ -88,6 +83,17 @@ def forecast(
             progress(str(form))
     found = tuple(rows[number] for number in range(len(chosen)))
     return Forecast(found, cluster, model, trained, used, grids, scenarios, named=baseline)
+
+
+def _training_of(training: Training | None, model: Model) -> Training:
+    """The training, by default `Training()`. Raises ConfigError if it does not match the model."""
+    trained = Training() if training is None else training
+    _listed("training", [trained], Training, "use Training(...), or Training.from_data of a mapping")
+    if (own := model.latent) is not None and (own.rank, own.rope) != (trained.kv_rank, trained.rope_dim):
+        said = f"kv_rank {trained.kv_rank}, rope_dim {trained.rope_dim}"
+        remedy = f"write kv_rank: {own.rank}, rope_dim: {own.rope}"
+        raise ConfigError("training", said, "must match the model's latent rows", remedy)
+    return trained
 
 
 def _listed(field: str, given: Any, kind: type[T], remedy: str) -> list[T]:

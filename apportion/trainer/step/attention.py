@@ -251,18 +251,19 @@ def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Te
 
 def score_of(width: int, scale: float | None, softcap: float | None) -> Score:
     """Scale and softcap for heads of that width. Raises ConfigError."""
-    refuse_learnt(scale=scale, softcap=softcap)
+    refuse_learnt("multiply q by a learnt scale; detach others", scale=scale, softcap=softcap)
     if softcap is not None and not softcap > 0:
         raise ConfigError("softcap", softcap, "must be positive", "give None for no softcap")
     return Score(width**-0.5 if scale is None else scale, softcap)
 
 
-def refuse_learnt(**numbers: Any) -> None:
-    """Raises ConfigError for numbers that are tensors with a gradient, which would be lost."""
-    for name, value in numbers.items():
+def refuse_learnt(remedy: str, **constants: Any) -> None:
+    """Raises ConfigError for arguments that are tensors with a gradient, which would be lost."""
+    for name, value in constants.items():
         if isinstance(value, Tensor) and value.requires_grad:
-            rule = "is a constant here, and would get no gradient"
-            raise ConfigError(name, "a learnt tensor", rule, "multiply q by a learnt scale; detach others")
+            raise ConfigError(
+                name, "a learnt tensor", "is a constant here, and would get no gradient", remedy
+            )
 
 
 def _named(layer: str | int | None) -> str | None:

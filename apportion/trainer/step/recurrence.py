@@ -56,7 +56,7 @@ def planned_scan(
     Data of other ranks comes from `torch.ops.apportion.fold`: selective activation checkpointing can save its results,
     so that recomputation does not communicate.
     """
-    refuse_learnt(scale=scale)
+    refuse_learnt("multiply q by a learnt scale", scale=scale)
     name, layer = _kind(handle, kind)
     batched = v.dim() == 4
     rows = ScanRows(q, k, v, g, beta)
