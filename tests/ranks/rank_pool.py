@@ -1,6 +1,6 @@
 """Pool of eight worker processes for multi-rank tests, started once per session.
 
-A forkserver with torch preloaded starts them in about a second; a job then costs milliseconds. Jobs are module
+A forkserver that has imported what jobs need starts them in about a second; a job then costs milliseconds. Jobs are module
 functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
 All ranks are waited for at once: the first traceback wins, and the pool is rebuilt after a failure, since the other
 ranks may hang in a collective.
@@ -28,15 +28,12 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """A pool. timeout_s: of a job; size: workers; preload: modules imported once for all workers; env: environment
-    variables of the workers, set before their imports."""
+    """A pool. timeout_s: of a job; size: workers; env: environment variables of the workers."""
 
-    def __init__(
-        self, timeout_s: int = TIMEOUT_S, size: int = RANKS, preload: tuple[Any, ...] = (), **env: str
-    ) -> None:
+    def __init__(self, timeout_s: int = TIMEOUT_S, size: int = RANKS, **env: str) -> None:
         self._timeout_s, self._size, self._env = timeout_s, size, env
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", *preload])
+        self._context.set_forkserver_preload(["tests.ranks.preloaded"])
         self._workers = []
 
     def run(

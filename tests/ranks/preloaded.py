@@ -1,0 +1,14 @@
+"""Modules that a forkserver imports once for all ranks. Triton decides at its import whether kernels are interpreted;
+without CUDA they can only be."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if torch.version.cuda is None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import tests.ranks.cases  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
