@@ -200,7 +200,7 @@ def timed_verify(plan: Plan, threads: int = 1) -> float:
 @dataclass(frozen=True)
 class Source:
     """Source of batches: a workload, or the documented log-normal documents; plain ones under `mask` (causal).
-    longest: most tokens of a document, None: those of the batch; overlong: what becomes of longer ones."""
+    longest: maximum tokens of a document, None: of the batch; overlong: how longer documents are handled."""
 
     workload: Workload | None = None
     mask: MaskSpec | None = None

@@ -94,7 +94,7 @@ class Rows(NamedTuple):
 
 
 def profiled(folder: Path) -> Hardware:
-    """Profiles this machine by the command, with one process per rank."""
+    """Profiles this machine with `apportion profile`, one process per rank."""
     model, output = folder / "model.json", folder / "hardware.json"
     model.write_text(json.dumps(workload.MODEL.to_data()))
     command = [

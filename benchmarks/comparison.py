@@ -1,7 +1,7 @@
 """Compares recipes on the shipped workloads and in the papers' settings: planned, verified and simulated.
 
 Run: python benchmarks/comparison.py (half an hour on one core). Writes all rows to benchmarks/results/comparison.json
-and the tables between the markers of docs/benchmarks.md and docs/papers.md. `--only NAME,...` measures some cases anew
+and the tables between the markers of docs/benchmarks.md and docs/papers.md. `--only NAME,...` measures some cases again
 and keeps the other rows; `--only none` writes the tables alone. Settings with published figures are in
 `benchmarks/published.py`, orders under other figures in `benchmarks/sensitivity.py`.
 """

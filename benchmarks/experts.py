@@ -42,7 +42,7 @@ DEEPSEEK: Config = json.loads("""{"model_type": "deepseek_v3", "hidden_size": 71
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """A published step with its number of sequences. seconds: as published; training: besides the config, with
+    """A published step with its number of sequences. seconds: as published; training: in addition to the config, with
     ZeRO-1."""
 
     name: str

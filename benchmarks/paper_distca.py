@@ -86,7 +86,7 @@ ASSUMED = (
 
 @dataclass(frozen=True, order=True)
 class SystemTime:
-    """A system's time, and the name of the form that stands for it."""
+    """A system's time, and the name of the form that represents it."""
 
     seconds: float
     name: str

@@ -1,7 +1,7 @@
 """Compares forecasts of whole steps with the end-to-end figures of five papers.
 
 Run: python -m benchmarks.papers (ten minutes on one core). Writes all rows to benchmarks/results/papers.json and the
-tables between the markers of docs/papers.md. `--only NAME,...` measures some papers anew and keeps the rows of the
+tables between the markers of docs/papers.md. `--only NAME,...` measures some papers again and keeps the rows of the
 others; `--only none` writes the tables alone.
 """
 

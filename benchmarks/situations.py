@@ -3,7 +3,7 @@
 Run: python -m benchmarks.situations [--only TEXT,...] [--singles all|none|NAME,...] [--seconds 60] [--scenario NAME]
 [--json]. Hardware is the built-in h100; forward and backward, all layers. The README's model, 64 ranks of 8 a node,
 32K tokens a rank, unless the name says otherwise. Plans of `auto` are verified. A single recipe counts where it keeps
-the token cap; one that takes longer than `--seconds` to plan and simulate is left out, and said. Rows of the nominal
+the token cap; one that takes longer than `--seconds` to plan and simulate is left out and listed. Rows of the nominal
 scenario are kept in benchmarks/results/situations.json, where `--only` and named singles replace some;
 docs/benchmarks.md has the table.
 """

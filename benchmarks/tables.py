@@ -25,7 +25,7 @@ def head(titles: Sequence[str], words: int = 1) -> list[str]:
 
 
 def write_tables(tables: Mapping[str, str], pages: Iterable[Path] = PAGES) -> None:
-    """Replace what stands between `<!-- table: NAME -->` and `<!-- end -->` on the pages; print it."""
+    """Replace the text between `<!-- table: NAME -->` and `<!-- end -->` on the pages; print it."""
     print("\n\n".join(tables.values()))
     for page in pages:
         before = text = page.read_text(encoding="utf-8")

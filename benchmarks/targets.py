@@ -3,7 +3,7 @@
 Run: python benchmarks/targets.py [--only NAME,...] [--ranks 8,64,256,1024] [--large] [--seeds 0,1,2] [--repeats 5]
 
 Writes all rows to benchmarks/results/targets.json and the tables between the markers of docs/benchmarks.md; rows that
-are not measured anew are kept, and `--only none` writes the tables alone. `--large` adds 4,096 ranks. Recipes that are
+are not measured again are kept, and `--only none` writes the tables alone. `--large` adds 4,096 ranks. Recipes that are
 not there are passed over with a message, and so are sizes beyond `--patience` seconds a plan.
 """
 
@@ -305,7 +305,7 @@ def measured(names: Sequence[str], effort: Effort) -> Iterator[dict[str, Any]]:
         try:
             recipe = PROMISES[name].recipe()
         except UnknownNameError:
-            say(f"{name}: there is no such recipe")
+            say(f"{name}: unknown recipe")
             continue
         for row in measure(PROMISES[name], recipe, effort):
             time = f"{row['planning_ms']['p50']:.1f} ms" if "planning_ms" in row else row["refused"]

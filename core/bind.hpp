@@ -27,7 +27,7 @@
 
 namespace apportion {
 
-// A submodule, whose stub is apportion/_core/NAME.pyi: bind adds what it has.
+// A submodule, whose stub is apportion/_core/NAME.pyi: bind adds its members.
 struct Area {
   Area(const char* area_name, void (*area_bind)(nb::module_&)) : name(area_name), bind(area_bind) {
     all().push_back(*this);

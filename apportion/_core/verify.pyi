@@ -52,7 +52,7 @@ class Fault:
     """The first thing that is wrong on a rank.
 
     instruction: over all ranks, -1 for the end of the program; item: the row of its list, over all ranks. low, high:
-    rows of a tensor's space; holds, wanted: what they hold and what was to be there, addresses of tokens or NOWHERE, or
+    rows of a tensor's space; holds, wanted: their actual and required contents: addresses of tokens or NOWHERE, or
     numbers of head sets, or bits of heads.
     """
 

@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Query rows × key rows. `kv_of[i]`: where the i-th query head's KV head stands in the key operand."""
+    """Query rows × key rows. `kv_of[i]`: the column of the i-th query head's KV head in the key operand."""
 
     q: int
     kv: int
@@ -122,7 +122,7 @@ class GradTask(NamedTuple):
 
 
 class RowOp(NamedTuple):
-    """Operands of all other ops, in the slots that the op's rule names; 0: no operand."""
+    """Operands of any other op, in the columns that the op's rule defines; 0: no operand."""
 
     a: int
     b: int
@@ -136,7 +136,7 @@ Row = Transfer | Task | GradTask | RowOp
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction. Only the list that the op's rule names is filled."""
+    """One instruction. Only the list given by the op's rule is filled."""
 
     index: int
     op: Op

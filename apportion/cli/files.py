@@ -40,7 +40,7 @@ def read_plans(path: Path) -> list[tuple[str, Plan]]:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Refuse before the work what could not be written after it; None is not written."""
+    """Refuse, before the work, a path that could not be written after it; None is never written."""
     if path is None:
         return
     target = path.resolve()
@@ -60,7 +60,7 @@ def _is_device(path: Path) -> bool:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write the whole file or none: under another name beside it, then renamed."""
+    """Write the whole file or nothing: under a temporary name next to it, then renamed."""
     path = path.resolve()  # a link stays a link
     if _is_device(path):
         path.write_bytes(data)

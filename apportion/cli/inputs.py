@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def refuse(given: Mapping[str, Any], rule: str, remedy: str) -> None:
-    """Raise ConfigError for the first option that is given (not None), where it may not stand."""
+    """Raise ConfigError for the first of these options that is given (not None), since none is allowed here."""
     for option, value in given.items():
         if value is not None:
             raise ConfigError(option, str(value), rule, f"{remedy} {option}")
@@ -34,7 +34,7 @@ def need(package: str, extra: str, purpose: str) -> None:
 
 
 def hardware_of(name: str | None) -> Hardware | None:
-    """The hardware of that name or file, None where none is named."""
+    """The hardware with that name or from that file; None without a name."""
     if name is None:
         return None
     from apportion.ir.request.hardware import Hardware
@@ -43,7 +43,7 @@ def hardware_of(name: str | None) -> Hardware | None:
 
 
 def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
-    """As `hardware_of`; where it was measured on other links or kernels than the plan's, stderr says so."""
+    """As `hardware_of`; warns on stderr if it was measured on other links or kernels than the plan's."""
     found, request = hardware_of(name), plan.request
     warn_of_mismatch(found, request.cluster)
     warn_of_dtype(found, request.model)
@@ -51,13 +51,13 @@ def hardware_for(name: str | None, plan: Plan) -> Hardware | None:
 
 
 def warn_of_mismatch(hardware: Hardware | None, cluster: Cluster) -> None:
-    """Say on stderr where the hardware was measured on other links than the cluster has."""
+    """Warn on stderr if the hardware was measured on other links than the cluster has."""
     for difference in [] if hardware is None else hardware.mismatch(cluster):
         note(f"warning: {difference}")
 
 
 def warn_of_dtype(hardware: Hardware | None, model: Model) -> None:
-    """Say on stderr where numbers of the model have another width than kernels (None: the built-in H100's) have."""
+    """Warn on stderr if the model's dtype has another width than the kernels' (None: the built-in H100's)."""
     from apportion.ir.request.hardware import Hardware
     from apportion.ir.request.model import ELEMENT_BYTES
 
@@ -74,7 +74,7 @@ def model_of(file: Path | None) -> Model:
 
 
 def config_of(file: Path | None) -> Mapping[str, Any] | None:
-    """The data of a Hugging Face `config.json`, None where the model file is none. Raises ConfigError."""
+    """The data of a Hugging Face `config.json`; None if the model file is not one. Raises ConfigError."""
     from apportion.ir import fields
     from apportion.ir.request.hf_fields import is_config
 
@@ -83,7 +83,7 @@ def config_of(file: Path | None) -> Mapping[str, Any] | None:
 
 
 def token_of(file: Path | None) -> str | None:
-    """The token of a file, else that of the environment, if there is one."""
+    """The token from a file, else from the environment; None if there is none."""
     import os
 
     from apportion.ir.fields import read_text

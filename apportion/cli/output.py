@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-quiet = False  # nothing goes to stderr but errors
+quiet = False  # only errors are printed to stderr
 WIDTH = 80  # of tables, at least; narrower terminals wrap their lines rather than lose figures
 
 
 def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT) -> int:
-    """Say what is wrong, in one paragraph on stderr or as JSON on stdout."""
+    """Report the error, in one paragraph on stderr or as JSON on stdout."""
     if as_json:
         named = (name for name in ("field", "value", "rule", "remedy") if hasattr(error, name))
         facts = {name: str(getattr(error, name)) for name in named}
@@ -31,13 +31,13 @@ def refuse(message: str, error: Exception, as_json: bool, code: int = BAD_INPUT)
         print(f"apportion: {message}", file=sys.stderr)
     try:
         print(said, end="", flush=True)
-    except OSError:  # nobody reads it; the exit code still tells
+    except OSError:  # nobody reads it; the exit code still reports the failure
         drop_stdout()
     return code
 
 
 def drop_stdout() -> None:
-    """Send what stdout still holds nowhere: flushing it when Python exits would fail again."""
+    """Discard buffered stdout: flushing it when Python exits would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -45,7 +45,7 @@ def emit(
     record: Mapping[str, Any], as_json: bool, *views: Callable[[], RenderableType], width: int = WIDTH
 ) -> None:
     """The result: `record` as one line of JSON, or the views of it for people, at least `width` columns wide. Where the
-    reader of a pipe has seen enough, as in `apportion show P.plan | head`, the exit code stays what it is."""
+    reader of a pipe closes it early, as in `apportion show P.plan | head`, the exit code is unchanged."""
     try:
         if as_json:
             print(json.dumps(record, allow_nan=False))
@@ -79,7 +79,7 @@ def note(message: str) -> None:
 
 
 def status(message: str) -> AbstractContextManager[object]:
-    """A spinner on stderr while something goes on, where that is a terminal."""
+    """A spinner on stderr while work is in progress, if stderr is a terminal."""
     return nullcontext() if quiet else Console(stderr=True).status(message)
 
 
@@ -90,8 +90,8 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 @contextmanager
 def progress(title: str, total: int | None = None, shown: bool = True) -> Iterator[Callable[..., None]]:
     """A bar on stderr, where that is a terminal; call what is yielded with the name of each item that is done. total:
-    here, or there where it is known only then; at: how many are done, where it is not one more; detail: what stands
-    behind the bar until the next."""
+    here, or in that call if it is known only then; at: how many are done, if not one more; detail: text shown
+    after the bar until the next call."""
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")
     columns = texts[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), texts[1]
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""A reader's command, held to the conformance suite: `schemas/conformance/README.md` says what it is asked.
+"""Tests a reader's command against the conformance suite; `schemas/conformance/README.md` has the protocol.
 
 COMMAND read PLAN           prints the tables as JSON
 COMMAND check PLAN          exits with 0 where the bytes are well formed, else with 1
@@ -19,21 +19,21 @@ from typing import Any
 
 from apportion.ir.errors import ConfigError
 
-#: what is asked at each level, which asks all that those before it do
+#: the questions of each level, including those of all earlier levels
 LEVELS = {
     "read": ("read", "check"),
     "run": ("read", "check", "run"),
     "verify": ("read", "check", "run", "verify"),
 }
-#: rules that bytes break which a reader refuses: they are no plan
+#: rules whose violation makes a reader refuse the bytes, since they are not a plan
 _REFUSED = ("digests",)
-_SHOWN = 300  # characters of what a command says
+_SHOWN = 300  # characters quoted from a command's output
 _INDEX = "suite.json"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A folder of plans and what they are to give. index: its `suite.json`."""
+    """A folder of plans and their expected results. index: its `suite.json`."""
 
     folder: Path
     index: Mapping[str, Any]
@@ -89,7 +89,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether it was right; else why not, in one paragraph."""
+    """The result of a question. why: empty if the command was right, else the reason, in one paragraph."""
 
     question: Question
     why: str = ""
@@ -100,7 +100,7 @@ class Answer:
 
 
 def questions(suite: Suite, level: str, only: str = "") -> list[Question]:
-    """All that is asked at a level; only: of entries whose names hold this text."""
+    """All questions of a level; only: text that the names of their entries must contain."""
     every = [*_of_cases(suite), *_of_bytes(suite, "malformed"), *_of_bytes(suite, "broken")]
     return [one for one in every if one.verb in LEVELS[level] and only in one.name]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Documents to plan, and what for. Fields are options of commands that take a request, see `command`."""
+    """Documents to plan and the setting. Fields are options of commands that take a request, see `command`."""
 
     lengths: options.LengthsFile = None
     column: options.Column = None
@@ -40,7 +40,7 @@ class RequestOptions:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Option -> file, of where documents come from; of those that are given."""
+        """Option -> file, for the given options that name files of documents."""
         named = {
             "--batch": getattr(self, "batch", None),
             "--lengths": self.lengths,
@@ -58,14 +58,14 @@ class RequestOptions:
         return self.tokens_per_rank or options.SAMPLED
 
     def check_files(self, *allowed: str, least: int = 1) -> None:
-        """Raises ConfigError where there are not `least` to one files of documents."""
+        """Raises ConfigError unless there are `least` to one files of documents."""
         if not least <= len(self.files) <= 1:
             rule = f"{'exactly one' if least else 'at most one'} of these must name the documents"
             raise ConfigError(", ".join(allowed), " ".join(self.files) or "nothing", rule, "name one file")
 
     def setting(self) -> tuple[Cluster, Model, Hardware | None]:
-        """Cluster, model and hardware; what does not fit together, stderr says. Where a cluster file is given, it
-        counts. Raises ConfigError."""
+        """Cluster, model and hardware; warns on stderr if they do not fit together. A cluster file, if given,
+        takes precedence. Raises ConfigError."""
         from apportion import bench
         from apportion.ir.request.cluster import Cluster
 
@@ -84,11 +84,11 @@ class RequestOptions:
         return bench.cluster_of(ranks, per_node, hardware), model, hardware
 
     def samples(self) -> Workload | None:
-        """Samples to draw from, None where there is no file of them. Raises ConfigError."""
+        """Samples to draw from; None without a file of samples. Raises ConfigError."""
         from apportion.ir.request.workload import read_lengths, read_workload
 
         if self.lengths is None:
-            inputs.refuse({"--column": self.column}, "is of a file of lengths", "add --lengths or drop")
+            inputs.refuse({"--column": self.column}, "applies to a file of lengths", "add --lengths or drop")
         if self.workload is not None:
             return read_workload(self.workload)
         return None if self.lengths is None else read_lengths(self.lengths, self.column)
@@ -105,7 +105,7 @@ class RequestOptions:
         return Source(samples, mask, longest, self.overlong or "drop")
 
     def draw(self, tokens: int, seed: int, longest: int | None = None) -> tuple[Batch, int]:
-        """A batch, and how many samples were too large for it, which stderr says."""
+        """A batch, and the number of samples that were too large for it, with a warning on stderr."""
         batch, skipped = self.source(longest).batch(tokens, seed)
         warn_of_skipped(skipped, longest or tokens)
         return batch, skipped

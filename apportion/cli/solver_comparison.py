@@ -19,8 +19,8 @@ _NEAR = 1e-6
 def compare(entries: Sequence[Entry], problems: int, tell: Callable[[str], object]) -> list[dict[str, Any]]:
     """A row for each solver, all of a kind on the same problems, drawn from seeds 0, 1, ….
 
-    entries: installed ones; tell: called behind every problem, with the solver's name. Of `problems` with an answer:
-    solved, those it found one for; optimal, those whose value is the optimum, and proven, those of which it said so;
+    entries: installed solvers; tell: called after every problem, with the solver's name. Of `problems` with an answer:
+    solved: answers found; optimal: answers whose value is the optimum; proven: answers reported as optimal;
     worst, mean: its value over the optimum, None where nothing was solved or an optimum is 0. ms: the median of a call.
     Raises what a solver raises.
     """
@@ -30,7 +30,7 @@ def compare(entries: Sequence[Entry], problems: int, tell: Callable[[str], objec
 def _compared(entry: Entry, problems: int, tell: Callable[[str], object]) -> dict[str, Any]:
     kind, solver = PROBLEMS[entry.kind], entry.load()
     drawn = [kind.drawn(np.random.default_rng(seed)) for seed in range(problems)]
-    solver(drawn[0], entry.budget)  # what loads or compiles once is not the solver's time
+    solver(drawn[0], entry.budget)  # warm-up: loading and compiling are not counted
     times, best, values, proven = [], [], [], 0
     for problem in drawn:
         begun = time.perf_counter()

@@ -1,6 +1,6 @@
 """HTML cards of plans, batches, masks and results for notebooks: a small picture and the figures.
 
-All text is escaped, and a card takes a few kilobytes whatever it shows. Colours follow the notebook's theme.
+All text is escaped, and a card takes a few kilobytes regardless of its content. Colours follow the notebook's theme.
 """
 
 from __future__ import annotations

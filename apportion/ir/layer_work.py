@@ -1,9 +1,9 @@
-"""FLOPs and memory traffic of layers besides attention, in closed form: forecasts price them, profiles measure the
+"""FLOPs and memory traffic of layers other than attention, in closed form: forecasts price them, profiles measure the
 rates.
 
     parameters of products   ×2 FLOPs a token, forward; twice that backward
     row work                 numbers read and written a token, forward, by kernels that each read and write once
-    loss, optimizer          likewise, a logit and a parameter
+    loss, optimizer          the same per logit and per parameter
 
 A rate in bytes/s counts these bytes, whatever the measured kernels really moved.
 """

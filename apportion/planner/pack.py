@@ -279,7 +279,7 @@ def _check_room(longest: int, tokens: int, microbatches: int, room: int) -> None
     if longest > room:
         raise CapacityError(
             f"{tokens} tokens in order in {microbatches} microbatches make one of at least {longest} tokens, it holds "
-            f"{room}: give more microbatches, more tokens a rank, or pack: balanced, which may reorder"
+            f"{room}: give more microbatches, more tokens per rank, or pack: balanced, which may reorder"
         )
 
 

@@ -111,7 +111,7 @@ class Documents(PodsPass):
         return replace(placement, departures=(*placement.departures, joined))
 
     def apart(self, problem: Problem, placement: Placement) -> list[IsolatedPart]:
-        """Splits by the smallest pods with no sequence in two of them."""
+        """Splits the placement into the smallest pods such that no sequence spans two."""
         first = next(self._pods(problem, 1), None)
         if first is None or placement.groups is not None:
             return []

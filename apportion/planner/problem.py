@@ -120,7 +120,7 @@ class Problem:
 
     @cached_property
     def joined_bands(self) -> dict[str, Ints]:
-        """kind -> bands after merging those that one task can compute, for predicted times."""
+        """kind -> bands, merged where one task can compute them together, for predicted times."""
         return {kind: joined(self.batch.bands(kind)) for kind in self.batch.kinds}
 
     @cached_property

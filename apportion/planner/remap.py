@@ -123,7 +123,7 @@ def _move_us(problem: Problem, flows: Transport, kept: Ints) -> list[float]:
 
 
 def _wire_us(cluster: Cluster, src: Ints, dst: Ints, rows: Ints, row_bytes: int) -> tuple[float, float]:
-    """The latency of messages, and how long the busiest rank sends or receives."""
+    """Time on the wire: the latency of messages, plus the busiest rank's time to send or receive."""
     far = src // cluster.ranks_per_node != dst // cluster.ranks_per_node
     latency = cluster.inter_latency_us if far.any() else cluster.intra_latency_us
     costs = row_costs(cluster, row_bytes)
@@ -132,7 +132,7 @@ def _wire_us(cluster: Cluster, src: Ints, dst: Ints, rows: Ints, row_bytes: int)
 
 
 def feed_us(feed: Feed, cluster: Cluster, row_bytes: int) -> float:
-    """Microseconds of an encoder's rows of so many bytes on their way to a decoder; their gradients take as long. 0
+    """Microseconds to move an encoder's rows of the given bytes to a decoder; their gradients take as long. 0
     where no row leaves its rank."""
     table = feed.move.table
     rank, peer = table.rank_of_row(), table.wide("peer")

@@ -66,7 +66,7 @@ _REMEDIES = {
         "other kernels, since no plan changes that",
     ),
     "cutting": ("documents cut into pieces", "larger blocks"),
-    "launches": ("kernel launches", "larger blocks, or more tokens a rank"),
+    "launches": ("kernel launches", "larger blocks, or more tokens per rank"),
     "rows": ("work on rows, which are packed and added up", "a recipe that moves less"),
     "imbalance": ("uneven work", "smaller blocks, --block"),
     "contention": ("transfers that slow kernels down", "a recipe that moves less"),
@@ -76,7 +76,7 @@ GOOD = 0.85  # share of the time that balanced work needs, above which there is 
 
 
 def verdict(simulation: Simulation) -> list[str]:
-    """A sentence on what the plan is worth, and what to try next."""
+    """A sentence that rates the plan and suggests what to try next."""
     times = f"{simulation.forward_ms:.2f} ms forward and {simulation.backward_ms:.2f} ms backward"
     share = simulation.efficiency
     lost = {name: ms for name, ms in simulation.lost_ms.items() if name in _REMEDIES and ms > 0}

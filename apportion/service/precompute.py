@@ -203,7 +203,7 @@ class _Run:
             raise IterationError(f"{place}: {reason}")
 
     def _begin(self, place: IterationPlace, samples: Sequence[Ints]) -> None:
-        """Has the iteration planned, unless an equal one is planned or being planned."""
+        """Submits the iteration for planning, unless an equal one is planned or in progress."""
         try:
             batches = self.work.batches(samples)
             self.work.job.check(batches)

@@ -30,14 +30,14 @@ KINDS = {
     "not-found": Kind(404, "This path does not exist", "see /docs"),
     "method": Kind(405, "This path does not support the method", "see /docs"),
     "slow-body": Kind(408, "The body did not arrive in time", "send it without pauses"),
-    "wrong-key": Kind(409, "The key is not that of the request", "compute the key with Job.request_key"),
+    "wrong-key": Kind(409, "The key does not match the request", "compute the key with Job.request_key"),
     "length": Kind(411, "The request has no Content-Length", "send the body in one piece, not chunked"),
     "too-large": Kind(413, "The request is too large for this server", "send fewer sequences at once"),
     "media-type": Kind(
         415, "The media type is not supported", "send application/json or application/msgpack"
     ),
     "invalid": Kind(422, "A field of the request is invalid", "correct the field"),
-    "refused": Kind(422, "The request cannot be planned", "change the batch or the job as the detail says"),
+    "refused": Kind(422, "The request cannot be planned", "change the batch or the job as described in the detail"),
     "too-long": Kind(
         422, "Planning took too long", "choose a cheaper recipe, or raise --plan-s of the server"
     ),

@@ -97,7 +97,7 @@ def enable(model: ModelType, *, check: bool = True) -> ModelType:
 
 
 def _parts(model: Any) -> list[Any]:
-    """The loss, and classes and hooks of modules: a model that has others than when it was checked is checked again."""
+    """The loss, and classes and hooks of modules: if these changed since its last check, a model is checked again."""
     modules = model.named_modules()
     hooks = ((len(one._forward_pre_hooks), len(one._forward_hooks), type(one), name) for name, one in modules)
     return [model.loss_function, *hooks]
@@ -168,7 +168,7 @@ def require_enabled(model: Any) -> None:
         raise ConfigError("model", type(model).__name__, rule, remedy)
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
-            rule = "begins where a text has these tokens, which may be on another rank"
+            rule = "begins at these tokens of a text, which may be on another rank"
             raise ConfigError(
                 "alora_invocation_tokens", adapter.alora_invocation_tokens, rule, "leave it out"
             )
@@ -234,7 +234,7 @@ def loader(
     sent_gradients: str = "wide",
     **options: Unpack[LoaderOptions],
 ) -> PlannedLoader:
-    """`PlannedLoader` with what the config of `model` says: heads, masks of its kinds of layers. options: as there.
+    """`PlannedLoader` with the heads, and the masks by kind of layer, from the config of `model`. options: as there.
 
     dtype: of q, k and v, "bf16" if autocast or FSDP casts; by default that of the parameters. sent_gradients: as in
     `apportion.Model`. Masks in `options` or of the dataset take precedence. Ranks have at least one row, which layers
@@ -283,7 +283,7 @@ def _arguments(
 
 
 class _NoCache:
-    """A cache that raises the error when attention that is not planned reads it."""
+    """A cache that raises an error when unplanned attention reads it."""
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Cache, name):

@@ -210,7 +210,7 @@ class PlannedTrainer(Trainer):  # type: ignore[misc]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Checkpoints have the names of published files; Trainer does not turn them into those of the class, as
-        `from_pretrained` does, but warns and goes on with the weights that were there."""
+        `from_pretrained` does, but warns and continues with the existing weights."""
         if load_result.missing_keys and isinstance(self.model, PreTrainedModel):
             saved = type(self.model).from_pretrained(self._loaded, dtype=self.model.dtype)
             load_result = self.model.load_state_dict(saved.state_dict())

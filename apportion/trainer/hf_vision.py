@@ -1,4 +1,4 @@
-"""Vision encoders of transformers (Qwen2-VL, Qwen2.5-VL, Qwen3-VL): patches under a plan of their own.
+"""Vision encoders of transformers (Qwen2-VL, Qwen2.5-VL, Qwen3-VL): patches under their own plan.
 
     images ──media──► loader ──► batch.media ──inputs──► visual.patch_embed, blocks ──move_rows──► visual.merger
                                                                             rows of placeholder tokens ◄──┘
@@ -153,7 +153,7 @@ def adapt(model: Any) -> Iterator[Any]:
 def arguments(batch: PlannedBatch) -> dict[str, Any]:
     """Kwargs of the model's forward beside those of text. Raises ConfigError for images without positions."""
     if batch.feed is not None and MROPE not in batch.fields:
-        remedy = "give each sample that of hf_vision.mrope(model, tokens, grids)"
+        remedy = "give each sample the one from hf_vision.mrope(model, tokens, grids)"
         raise ConfigError(MROPE, None, "images turn by rows and columns", remedy)
     found: dict[str, Any] = {}
     if MROPE in batch.fields:
@@ -177,7 +177,7 @@ def _check_places(base: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _features(base: Any, pixel_values: Tensor, image_grid_thw: Any = None, **kwargs: Any) -> Any:
-    """In the place of the model's own: pixel_values, of this rank's patches -> rows of its placeholder tokens."""
+    """Replaces the model's own method: pixel_values of this rank's patches -> rows of its placeholder tokens."""
     if kwargs.get(MEDIA) is None:
         return type(base).get_image_features(base, pixel_values, image_grid_thw, **kwargs)
     (feed, fields), visual = kwargs[MEDIA], base.visual

@@ -292,7 +292,7 @@ class PlannedCoreAttention(DotProductAttention):
 
     @property
     def says(self) -> dict[str, Any]:
-        """The declarations of the layer's mask."""
+        """The mask that the layer declares, as arguments of `planned_attention`."""
         causal = "causal" in self.attn_mask_type.name
         return {"window": self.window, "causal": causal, "layer": self.layer_number}
 

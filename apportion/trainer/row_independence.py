@@ -24,7 +24,7 @@ from apportion.trainer.step.microbatch import IGNORED
 
 #: (tokens, positions, labels, valid tokens, last position, handle) -> the kwargs of the model's forward
 Arguments = Callable[..., dict[str, Any]]
-#: (the handle, the first five of these, changed kwargs) -> the loss
+#: (handle, the first five arguments above, changed kwargs) -> loss
 Run = Callable[..., float]
 
 _LOSS = 2e-5  # relative tolerance of the loss: a sum over some 60 rows in float32

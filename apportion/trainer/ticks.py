@@ -110,7 +110,7 @@ class _Iteration:
         return found
 
     def _place(self, tick: int, stage: int, step: int = 0) -> tuple[int, int] | None:
-        """(microbatch, virtual stage) of a stage in a tick, or with a step the one that it exchanges with, if any."""
+        """(microbatch, virtual stage) of a stage in a tick; with a step, of the stage it exchanges with, if any."""
         table, number = self.own.table, int(self.own.table.microbatch[tick, stage])
         virtual = int(table.chunk[tick, stage]) * table.stages + stage
         return (number, virtual + step) if number != IDLE and 0 <= virtual + step <= self.last else None

@@ -207,7 +207,7 @@ def _flat_rows(forest: Forest, batch: PlannedBatch | None) -> Ints:
         first = int(np.flatnonzero(~known)[0])
         row = f"row {first} is token {place[first]} of item {tree[first]}"
         rule = (
-            f"the forest of {len(forest)} trees has no such token: give unfold the forest that the loader has"
+            f"the forest of {len(forest)} trees has no such token: pass the loader's forest to unfold"
         )
         raise ExecutionError(f"{row}, and {rule}")
     return flat

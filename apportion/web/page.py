@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """A kind of page. html: name of its file; styles, scripts: names of theirs, without ending, in order. asks: its
+    """A kind of page. html: name of its file; styles, scripts: file names without suffix, in order. asks: its
     script may ask the server that it came from. opens: pages that it opens from memory, which run under its policy."""
 
     html: str

@@ -1,6 +1,6 @@
 """Kills server, workers and Redis (SIGKILL) at random moments, while ranks read and check every byte.
 
-failover: two servers behind nginx, one of which is killed again and again.
+failover: two servers behind nginx, one of which is killed repeatedly.
 
 A busy machine takes longer to start a server: kills are then proportionally rarer, and readers more patient, so that a
 server is up before it is killed.

@@ -248,7 +248,7 @@ class Walk {
     take(one.high, whole.high);
   }
 
-  // Takes what `dense` counts.
+  // Takes the tokens that `dense` counts.
   void take_dense(int64_t tokens) {
     while (tokens > 0) {
       const int64_t doc = dense_--;
@@ -261,7 +261,7 @@ class Walk {
     }
   }
 
-  // Takes what `sparse` counts.
+  // Takes the tokens that `sparse` counts.
   void take_sparse(int64_t tokens) {
     while (tokens > 0) {
       int64_t* cursor = queued_ < count(queue_) ? &queued_
@@ -384,7 +384,7 @@ class Repair {
 
   Profile rows_;
   Growing<Piece>& pieces_;
-  std::vector<double> over_, scale_;  // pairs beyond those wanted; what they are measured by
+  std::vector<double> over_, scale_;  // pairs above the target; the unit in which they are measured
 };
 
 Growing<Piece> mix(Column<const int64_t> documents, const Profile& rows, Column<const int64_t> tokens,

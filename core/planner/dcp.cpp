@@ -135,7 +135,7 @@ class Homes {
     }
   }
 
-  // The exchange with the smallest maximum of the two ranks' times; none if none gains.
+  // The exchange with the smallest maximum of the two ranks' times; none if no exchange helps.
   Pair best(int64_t busy) const {
     Pair best;
     double least = (1 - GAIN) * time_[busy];

@@ -6,9 +6,9 @@
 //
 //     dF_max = min(the share's work, its server's surplus, the deficit)
 //
-// by its last rows or its first, V bytes (Appendix B); the share with the largest E = dF_max / V gives them. What the
-// server has already, at home or for other pairs, can be free. Passes halve the tolerance, and then what cuts are
-// multiples of, until loads agree on both sides.
+// by its last rows or its first, V bytes (Appendix B); the share with the largest E = dF_max / V gives them. Rows the
+// server has already, at home or for other pairs, can be free. Passes halve the tolerance, and then the step of
+// cuts, until loads are within the tolerance on both sides.
 #include <numeric>
 
 #include "bind.hpp"
@@ -21,8 +21,8 @@ using std::int64_t;
 namespace distca {
 namespace {
 
-constexpr double FREE = 1e-30;       // bytes of a move that costs nothing: its E is beyond any other's
-constexpr double SURELY = 1 - 1e-9;  // this fraction of another E is less, despite rounding
+constexpr double FREE = 1e-30;       // bytes assumed for a free move: its E exceeds all others
+constexpr double SURELY = 1 - 1e-9;  // this fraction of an E is smaller than it, despite rounding
 constexpr int64_t BESIDE = 4;        // candidates within this distance of the last best one are similar to it
 constexpr int HALVINGS = 6;          // how often a share is halved until it fits the caps
 constexpr int64_t SWEEP = 32;        // the list of candidates is swept after this many servers
@@ -34,7 +34,7 @@ struct Choice {
 
 enum class Given { ROWS, NO_CUT, CAPPED };
 
-// What passes come to: `Ended` of distca/parts.py.
+// Outcome of the passes: `Ended` of distca/parts.py.
 struct Ended {
   int64_t passes = 0, moves = 0, forbidden = 0, below = 0, grain = 0;
 };
@@ -253,9 +253,9 @@ class Migration {
     if (own.e > found.e) found = own;
   }
 
-  // The best candidate for server `to`: first pairs of which it has a side, then others until none can be better. Skips
+  // The best candidate for server `to`: first pairs of which it has rows, then others until none can be better. Skips
   // those that are certainly worse than the best so far, or than a neighbour of the last best one, which is considered
-  // in its turn: most are.
+  // when its turn comes: most are skipped.
   Choice best(int64_t to) {
     Choice found;
     consider_held(found, to, of_q_, holding_.queries());

@@ -14,7 +14,7 @@ namespace {
 
 constexpr double NEVER = std::numeric_limits<double>::infinity();
 constexpr int MOST_EXCHANGES = 500;  // a descent ends much earlier; this is for degenerate ties
-constexpr int64_t MOST_PAIRS = 20'000'000;  // looks at a move or swap, for groups of thousands of sequences
+constexpr int64_t MOST_PAIRS = 20'000'000;  // moves and swaps evaluated, for groups of thousands of sequences
 constexpr double LEAST_GAIN = 1e-12;
 
 // times: of each sequence in a group of each degree, NEVER if forbidden; sizes: of sequences.
@@ -75,7 +75,7 @@ std::pair<Growing<int64_t>, Array<int64_t>> first_fit(const Sequences& of, Colum
   return {std::move(column), std::move(group)};
 }
 
-// Assigns each sequence, longest first, to the group with the earliest end; none if one has no room.
+// Assigns each sequence, longest first, to the group with the earliest end; none if a sequence has no room.
 std::optional<Array<int64_t>> list_schedule(const Sequences& of, const Groups& groups) {
   Array<double> shortest(of.count()), load(groups.count());
   Array<int64_t> order(of.count()), group(of.count()), left = Array<int64_t>::of(groups.rooms);
@@ -104,7 +104,7 @@ struct Exchange {
   int64_t item = -1, to = -1, other = -1;
 };
 
-// The move or swap that minimizes the slower of its two groups, the first among equals.
+// The move or swap that minimizes the slower of its two groups, the first in a tie.
 Exchange best_exchange(const Sequences& of, const Groups& groups, Column<const int64_t> group,
                        Column<const double> time, Column<const int64_t> left, int64_t slow) {
   Exchange best;

@@ -27,7 +27,7 @@ struct Graph {
   Column<const std::int64_t> edges_of(std::int64_t v) const { return of.slice(of_ptr[v], of_ptr[v + 1]); }
 };
 
-// The least vertex of each connected component; only free vertices of one base are connected.
+// The lowest vertex of each connected component; only free vertices of one base are connected.
 template <class IsFree>
 Array<std::int64_t> components(const Hyperedges& edges, Column<const std::int64_t> base, IsFree&& is_free) {
   Array<std::int64_t> root(base.size());
@@ -61,8 +61,8 @@ struct Movable {
   std::int64_t span;
 };
 
-// The parts of vertices, of which those of movable ones without one (-1) are found, and others of these move; thorough:
-// also groups of vertices.
+// The parts of vertices: movable ones without a part (-1) are assigned, other movable ones may move. thorough:
+// also moves groups of vertices.
 Array<std::int64_t> spread(const Graph& graph, Column<const std::int64_t> part, const Movable& given, bool thorough);
 // The same after improving moves, if no part is above its cap.
 Array<std::int64_t> polish(const Graph& graph, Column<const std::int64_t> part, const Movable& given);
@@ -79,7 +79,7 @@ struct Both {
 // The ranks after improving moves of homes and compute within the caps.
 Array<std::int64_t> refine_together(const Graph& graph, Column<const std::int64_t> part, const Both& given);
 
-// The cluster of each vertex, by its most expensive hyperedge with one; -1: none. of: the given clusters.
+// The cluster of each vertex, by the most expensive hyperedge with a cluster; -1: none. of: the given clusters.
 Array<std::int64_t> anchors(const Hyperedges& edges, Column<const std::int64_t> of);
 
 // Clusters of a vertex with tokens and its connected vertices without, with hyperedges of several clusters.
@@ -100,7 +100,7 @@ struct Homeless {
   std::int64_t span;
 };
 
-// The parts of clusters, of which those of clusters at -1 are found, where there is room. rate: cost of flops above a cap.
+// The parts of clusters; clusters at -1 are assigned if there is room. rate: cost of flops above a cap.
 Array<std::int64_t> place(const Graph& graph, Column<const std::int64_t> part, const Homeless& given, double rate);
 
 }  // namespace apportion

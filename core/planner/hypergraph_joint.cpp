@@ -1,9 +1,9 @@
-// Refines homes and compute together: what the vertices with tokens and those without gain by changing ranks, where both
+// Refines homes and compute together: vertices with and without tokens change ranks where this lowers the cost and both
 // weights stay within the caps of nodes and ranks.
 //
-//   cluster   a vertex with tokens, and those without that its dearest hyperedge ties to it and that are on its rank
+//   cluster   a vertex with tokens, and those without on its rank whose most expensive hyperedge contains it
 //   cells     single vertices without tokens move
-//   homes     clusters change places, or move where there is room; or vertices with tokens alone
+//   homes     clusters, or single vertices with tokens, swap ranks or move where there is room
 #include "planner/hypergraph.hpp"
 #include "planner/numbers.hpp"
 
@@ -14,7 +14,7 @@ using std::int64_t;
 namespace {
 
 constexpr int PASSES = 4;
-// Pins that homes may change in all, each of a few nanoseconds.
+// Limit on pins changed by all moves of homes, a few nanoseconds each.
 constexpr int64_t MOST_STEPS = 2'000'000;
 
 class Joint {
@@ -77,7 +77,7 @@ class Joint {
     enter(v, p);
   }
 
-  // Whether rank p, and its node where the weights come from another one, take so much more.
+  // Whether rank p, and its node if the weights come from another node, have room for them.
   bool has_room(int64_t p, int64_t from, int64_t flops, int64_t tokens) const {
     const int64_t node = node_of(p);
     if (flops_[p] + flops > given_.flops_cap[p] || tokens_[p] + tokens > given_.tokens_cap[p]) return false;
@@ -118,7 +118,7 @@ class Joint {
     return moved;
   }
 
-  // Whether rank p and its node have room for what left its own.
+  // Whether rank p and its node have room for a vertex that has left its own rank.
   bool takes(int64_t p, int64_t flops) const {
     return flops_[p] + flops <= given_.flops_cap[p] &&
            node_flops_[node_of(p)] + flops <= given_.node_flops_cap[node_of(p)];
@@ -130,7 +130,7 @@ class Joint {
     return false;
   }
 
-  // What the hyperedges of v cost more once it is on p.
+  // Increase in the cost of v's hyperedges when v is put on p.
   int64_t cost_of(int64_t v, int64_t p) const {
     int64_t cost = 0;
     for (const int64_t edge : graph_.edges_of(v)) {
@@ -140,13 +140,13 @@ class Joint {
     return cost;
   }
 
-  // A vertex with tokens, and what goes with it; gains: what its moving to each rank saves, others staying.
+  // A vertex with tokens and the vertices that move with it; gains: saving by a move to each rank, all else unchanged.
   struct Cluster {
     std::vector<int64_t> members, gains;
     int64_t flops = 0, tokens = 0, at = -1, version = -1;
   };
 
-  // version: of the answer, so that nothing is found again that still holds.
+  // version: of the placement for which the cluster was found; while it is unchanged, the cluster is still valid.
   void find(int64_t v, bool whole, Cluster& found) {
     if (found.version == version_) return;
     found = {{v}, std::vector<int64_t>(static_cast<std::size_t>(ranks_)), given_.flops[v], given_.tokens[v], part_[v],
@@ -203,13 +203,13 @@ class Joint {
     return version_ != before;
   }
 
-  // Whether the ranks of two vertices take the tokens of the other.
+  // Whether the rank of each of two vertices has room for the tokens of the other.
   bool takes_tokens(int64_t v, int64_t w) const {
     const int64_t more = given_.tokens[w] - given_.tokens[v];
     return has_room(part_[v], part_[w], 0, more) && has_room(part_[w], part_[v], 0, -more);
   }
 
-  // Two clusters change places, where that gains: at most what each gains by itself.
+  // Swaps two clusters if this lowers the cost, which it can by at most the sum of their separate gains.
   void exchange(const Cluster& one, const Cluster& other) {
     const int64_t p = one.at, q = other.at, flops = other.flops - one.flops, tokens = other.tokens - one.tokens;
     if (gain(one, q) + gain(other, p) <= 0) return;

@@ -1,10 +1,10 @@
 // Fiduccia-Mattheyses refinement (1982): assigns the vertices without tokens once the homes of tokens are fixed.
 //
-//   settle  each vertex to the part where it adds least
-//   repair  while a part is above its cap, the vertex that costs least a flop goes from the fullest part to one with
-//           room; what a hyperedge costs to open there is shared by the vertices that can follow it
-//   refine  moves that gain, within the caps
-//   regroup the same for all vertices at once that a hyperedge has on one part
+//   settle  assigns each vertex to the part where it adds the least cost
+//   repair  while a part exceeds its cap, the vertex with the lowest cost per flop leaves the fullest part for one with
+//           room; the cost of opening a hyperedge there is shared by the vertices that can follow
+//   refine  makes moves that lower the cost, within the caps
+//   regroup moves all vertices that a hyperedge has on one part at once
 #include <cmath>
 
 #include "ir/sorting.hpp"
@@ -17,13 +17,13 @@ using std::int64_t;
 
 namespace {
 
-// Among so many vertices, what costs a flop at most so much more than the cheapest moves along with it: 150 times
+// With more than MANY vertices, those whose cost per flop is within NEAR of the cheapest move along with it: 150 times
 // faster for a document of 256 blocks in 8 head groups, for a tenth more bytes.
 constexpr int64_t MANY = 20'000;
 constexpr double NEAR = 0.1;
 // Passes of `refine` and `regroup`: later ones gain next to nothing.
 constexpr int PASSES = 3;
-// Rounds of `repair`, and beside them so many a vertex.
+// Rounds of `repair`: a constant, plus a number per vertex.
 constexpr int64_t REPAIRS = 256, REPAIRS_OF_VERTEX = 4;
 
 class Board {
@@ -40,8 +40,8 @@ class Board {
       if (part[v] >= 0) enter(v, part[v]);
   }
 
-  // Gives every movable vertex without a part the one where it adds least; among equals the least full. Vertices of the
-  // dearest hyperedges come first, those of a hyperedge together.
+  // Gives every movable vertex without a part where it adds the least cost, in a tie the least full. Vertices of the
+  // most expensive hyperedges come first, and vertices of one hyperedge together.
   void settle() {
     Array<int64_t> falling(graph_.edges()), order(graph_.edges());
     for (int64_t edge = 0; edge < graph_.edges(); ++edge) falling[edge] = -graph_.price[edge];
@@ -51,7 +51,7 @@ class Board {
     for (int64_t v = 0; v < part_.size(); ++v) settle_one(v);
   }
 
-  // Moves vertices out of parts above their cap, until none is, none can leave, or the rounds are over.
+  // Moves vertices out of parts above their cap, until no part is above, no vertex can leave, or the rounds run out.
   void repair() {
     const int64_t rounds = REPAIRS_OF_VERTEX * part_.size() + REPAIRS;
     Array<int64_t> group(graph_.edges());
@@ -67,7 +67,7 @@ class Board {
     }
   }
 
-  // Moves single vertices where that gains and the cap allows it.
+  // Moves single vertices where this lowers the cost and the cap allows it.
   void refine() {
     for (int pass = 0; pass < PASSES; ++pass) {
       bool moved = false;
@@ -92,7 +92,7 @@ class Board {
     }
   }
 
-  // Moves what a hyperedge has on one part to another, all at once, where that gains and the cap allows it.
+  // Moves all vertices that a hyperedge has on one part to another, where this lowers the cost and the cap allows it.
   void regroup() {
     Array<int64_t> added(load_.size()), seen(load_.size());
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -122,7 +122,7 @@ class Board {
   };
   struct Step {
     int64_t vertex = -1, to = -1;
-    double rate = 0;  // what it costs a flop
+    double rate = 0;  // cost per flop
   };
 
   int64_t excess(int64_t p) const { return load_[p] - given_.cap[p]; }
@@ -164,7 +164,7 @@ class Board {
     enter(v, best);
   }
 
-  // What the hyperedges of v cost more once v is on p, its part left aside.
+  // Increase in the cost of v's hyperedges when v is put on p, disregarding its current part.
   int64_t added_by(int64_t v, int64_t p) const {
     int64_t added = 0;
     for (const int64_t edge : graph_.edges_of(v))
@@ -172,7 +172,7 @@ class Board {
     return added;
   }
 
-  // What the hyperedges of v cost less once v leaves its part.
+  // Decrease in the cost of v's hyperedges when v leaves its part.
   int64_t saved_by(int64_t v) const {
     int64_t saved = 0;
     for (const int64_t edge : graph_.edges_of(v))
@@ -180,14 +180,14 @@ class Board {
     return saved;
   }
 
-  // Into group, by hyperedge: the flops that may leave `full`.
+  // Fills `group`: for each hyperedge, the flops that may leave `full`.
   void weigh(int64_t full, Column<int64_t> group) const {
     std::fill(group.begin(), group.end(), 0);
     for (int64_t v = head_[full]; v >= 0; v = links_[v].after)
       for (const int64_t edge : graph_.edges_of(v)) group[edge] += given_.flops[v];
   }
 
-  // The vertex that leaves `full` at the least cost a flop. First what fits; else what makes the fuller of the two
+  // The vertex that leaves `full` at the lowest cost per flop: one that fits, else one that makes the fuller of the two
   // parts less full than `full` is.
   Step cheapest(int64_t full, Column<const int64_t> group) const {
     Step best;
@@ -210,7 +210,7 @@ class Board {
     return best;
   }
 
-  // Cost a flop of moving v to p, where others may follow up to `wanted` flops.
+  // Cost per flop of moving v to p, when up to `wanted` flops of other vertices may follow.
   double rate_of(int64_t v, int64_t full, int64_t p, int64_t wanted, Column<const int64_t> group) const {
     const int64_t flops = given_.flops[v];
     double cost = 0;
@@ -224,7 +224,7 @@ class Board {
     return cost / real(flops);
   }
 
-  // Moves a vertex and, as long as it helps, what shares its dearest new hyperedge and costs no more; or `MANY`.
+  // Moves a vertex and, while it helps, those of its most expensive new hyperedge that cost no more; see also `MANY`.
   void follow(int64_t full, const Step& step, Column<const int64_t> group) {
     int64_t opened = -1, dearest = -1;
     for (const int64_t edge : graph_.edges_of(step.vertex)) {
@@ -249,8 +249,8 @@ class Board {
     if (rate_of(w, full, p, std::min(excess(full), room), group) <= limit) move(w, p);
   }
 
-  // The part that is best for the movable vertices that the hyperedge has where its first one of `rest` is, -1: that
-  // one. Hyperedges that two of them share are counted against it. added: of parts, to work in.
+  // The best part for the hyperedge's movable vertices on the part of `rest`'s first vertex, -1: they stay
+  // there. Hyperedges that two of them share count twice. added: scratch, by part.
   int64_t better_for_all(int64_t edge, Column<const int64_t> rest, Column<int64_t> added) const {
     const int64_t from = part_[rest[0]], low = given_.base[rest[0]], high = low + given_.span;
     const int64_t price = graph_.price[edge];

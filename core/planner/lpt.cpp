@@ -33,7 +33,7 @@ class Bins {
     while (node > 1) play(node /= 2);
   }
 
-  // The least loaded bin with room, the first among equals; -1 if none has.
+  // The least loaded bin with room, the first in a tie; -1 if there is none.
   int64_t lightest(int64_t size) const {
     int64_t node = 1;
     while (node < leaves_) node = 2 * node + (nodes_[2 * node + 1].least < nodes_[2 * node].least ? 1 : 0);
@@ -51,7 +51,7 @@ class Bins {
         best = node - leaves_;
         least = nodes_[node].least;
       }
-      while (node % 2 != 0) {  // up from what is to the right, then to the right of what is not
+      while (node % 2 != 0) {  // up while the node is a right child, then to its right sibling
         if (node == 1) return best;
         node /= 2;
       }
@@ -75,7 +75,7 @@ class Bins {
  private:
   struct Node {
     double least = std::numeric_limits<double>::infinity();  // load over speed
-    int64_t room = -1;                                       // the most of any
+    int64_t room = -1;                                       // the largest of any bin below
   };
   void play(int64_t node) {
     const Node &left = nodes_[2 * node], &right = nodes_[2 * node + 1];

@@ -67,8 +67,8 @@ Grouped group(const Star& star, const Nodes& nodes) {
   return found;
 }
 
-// Serves small groups first: where only one rank can be the gateway, others must not have used up its turn. The gateway
-// is the rank with the fewest received rows so far. proxies: true if it need not need the tile.
+// Serves small groups first: if only one rank can be the gateway, larger groups must not have taken it. The gateway
+// is the rank with the fewest received rows so far. proxies: true if a rank that does not need the tile may be one.
 void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped& grouped) {
   std::vector<const Group*> by_size;
   for (const Group& one : grouped.groups) by_size.push_back(&one);
@@ -93,7 +93,7 @@ void choose_gateways(const Star& star, const Nodes& nodes, bool proxies, Grouped
   }
 }
 
-// And the edge that replaces each edge of the star.
+// Also the edge that replaces each edge of the star.
 std::pair<Growing<Edge>, Array<int32_t>> through_gateways(const Star& star, const Nodes& nodes, bool proxies) {
   Grouped grouped = group(star, nodes);
   choose_gateways(star, nodes, proxies, grouped);

@@ -1,7 +1,7 @@
 // The event loop of the simulator: all ranks' scripts against time.
 //
 //   compute stream of a rank   work · launch, once its messages are packed · wait, until the launch is complete, and
-//                              then the unpacking of what it brought
+//                              then the unpacking of the received messages
 //   channel of a rank          its launches one after another: *reached* when launched and the one before is complete
 //   transfer                   ready when both its launches are reached; starts when both its ports are free
 //   launch                     complete when its last transfer is: latency after the wire is free
@@ -13,7 +13,7 @@
 //
 // With contention a compute stream works 1 / (1 + contention) as fast while a transfer of its rank is on the wire, sent
 // or received, one or several. Then the end of whatever takes time is an event too, and moves when the first transfer
-// of the rank starts or the last one leaves the wire; what it was before stays in the queue and says nothing when its
+// of the rank starts or the last one leaves the wire; the outdated event stays in the queue and is ignored when its
 // time comes.
 #include <queue>
 #include <vector>

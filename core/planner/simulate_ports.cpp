@@ -6,7 +6,7 @@ namespace apportion {
 
 using std::int64_t;
 
-// So far a queue is walked before the free ports are asked.
+// Length up to which a queue is walked before the free ports are searched instead.
 static constexpr int64_t WALK = 16;
 
 Ports::Ports(Column<const int64_t> out, Column<const int64_t> in, int64_t count)

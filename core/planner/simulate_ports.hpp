@@ -1,10 +1,10 @@
 // Ports of the simulated network and their queues.
 //
-// A port carries one transfer at a time. A transfer that waits stands in three queues, each in the order in which the
-// transfers became ready (those of one time by their number): its out port's, its in port's, and that of the pair. A
+// A port carries one transfer at a time. A waiting transfer is in three queues, each in the order in which the
+// transfers became ready (ties by number): the queues of its out port, of its in port, and of the pair. A
 // port that becomes free takes the first transfer of its queue whose other port is free. Where the queue is long, as in
-// a large all-to-all, almost all other ports are busy, and it is quicker to ask the few that are not for the first
-// transfer of the pair (512 ranks and unequal sizes: 1 s instead of 16). Both ways find the same one.
+// a large all-to-all, almost all other ports are busy, and it is faster to search the few free ports for the first
+// transfer of the pair (512 ranks and unequal sizes: 1 s instead of 16). Both ways find the same transfer.
 #pragma once
 
 #include <array>
@@ -23,14 +23,14 @@ class Ports {
 
   // Whether both ports of a transfer are free.
   bool can_start(std::int64_t transfer) const { return is_free(out_[transfer]) && is_free(in_[transfer]); }
-  // Both ports are the transfer's.
+  // Marks both ports as used by the transfer.
   void occupy(std::int64_t transfer);
-  // The port is free.
+  // Marks the port as free.
   void release(std::int64_t port);
   // The transfer that used a free port last, NONE before the first.
   std::int64_t left_by(std::int64_t port) const { return -2 - ports_[port].user; }
   bool is_free_and_awaited(std::int64_t port) const { return is_free(port) && ports_[port].waiting > 0; }
-  // Adds a transfer that cannot start to the queues; a started one leaves them.
+  // Adds a transfer that cannot start to the queues, or removes one that has started.
   void enqueue(std::int64_t transfer);
   void dequeue(std::int64_t transfer);
   // The first transfer in a free port's queue whose other port is free, or NONE. ready: when each was.
@@ -39,7 +39,7 @@ class Ports {
  private:
   enum Side { OUT, IN, PAIR };
   struct Port {
-    std::int64_t user = NONE;  // the transfer on the wire; of a free port -2 less the transfer that left last
+    std::int64_t user = NONE;  // the transfer on the wire; of a free port, -2 minus its last transfer
     std::int64_t waiting = 0;  // transfers in its queue
     std::int64_t place = NONE;  // its position in `idle_`
     Side side = OUT;
@@ -62,7 +62,7 @@ class Ports {
   Column<const std::int64_t> out_, in_;
   Array<Port> ports_;
   std::vector<std::int64_t> pair_keys_;  // out port * ports + in port, rising
-  Array<std::int64_t> pair_;           // of each transfer, which of these
+  Array<std::int64_t> pair_;           // of each transfer: its index in `pair_keys_`
   Array<Queue> queues_;                // of ports, then of pairs
   Array<std::array<Neighbours, 3>> in_queue_;  // of each transfer, by side
   std::array<std::vector<std::int64_t>, 2> idle_;  // the free ports of each side with waiting transfers

@@ -32,7 +32,7 @@ struct Sizes {
   int64_t narrow(Tensor tensor) const { return of(1, tensor); }
   int64_t sent(Tensor tensor, bool as_result) const { return of(as_result ? 3 : 2, tensor); }
   int64_t result(Tensor tensor) const { return of(3, tensor); }
-  // of a row with all heads, to read and write as it is cast in the end
+  // of a row with all heads, read and written by the final cast
   int64_t cast(Tensor tensor) const { return of(4, tensor); }
 
  private:
@@ -72,7 +72,7 @@ struct Script {
   auto fields() { return moved(role, launch, rank, round, channel, before, after, end_ptr, ends); }
 };
 
-// `Traffic` of the same.
+// `Traffic` of the same module.
 struct Traffic {
   Numbers sender, receiver, out_port, in_port;
   Growing<double> wire_us, latency_us;
@@ -81,14 +81,14 @@ struct Traffic {
   auto fields() { return moved(sender, receiver, out_port, in_port, wire_us, latency_us, bytes, tensor); }
 };
 
-// Attention tasks and their instructions: `PricedTasks` of the same.
+// Attention tasks and their instructions: `PricedTasks` of the same module.
 struct Tasks {
   Numbers rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated;
 
   auto fields() { return moved(rows, keys, pairs, heads, kv_heads, diagonals, first, at, accumulated); }
 };
 
-// Work on rows besides attention: `RowWork` of the same.
+// Work on rows besides attention: `RowWork` of the same module.
 struct RowWork {
   Numbers bytes, cast, kernels, messages, projection, projected, products;
 
@@ -118,7 +118,7 @@ std::tuple<Numbers, Numbers> link_channels(Column<const int64_t> rank, Column<co
   return moved(before, after);
 }
 
-// The transfers of each launch: those that it sends, those that it receives; where those of each begin, and they.
+// The transfers of each launch, sent and received: offsets by launch, then the transfers.
 std::tuple<Numbers, Numbers> list_ends(Column<const int64_t> sender, Column<const int64_t> receiver, int64_t launches) {
   Numbers ptr(launches + 1), ends(2 * sender.size());
   for (const auto& side : {sender, receiver})
@@ -207,8 +207,8 @@ class Preparation {
     return heads(operand) * sizes_.sent(programs_.tensor_of(operand), as_result);
   }
 
-  // Messages of launches, and bytes that are read and written to copy tiles into those that are sent and out of those
-  // that are received. Tiles are rounded as they are packed, and results where they arrive.
+  // Messages of launches, and bytes read and written to copy tiles into sent messages and out of received
+  // messages. Tiles are rounded when they are packed, results when they arrive.
   void post(const MessageGroups& groups) {
     for (Numbers* one : {&messages_, &packed_, &unpacked_}) one->fill(script.rank.count(), 0);
     for (const int64_t tile : groups.first) ++messages_[launch_of_[tile]];
@@ -229,7 +229,7 @@ class Preparation {
     for (std::size_t i = 0; i < ranges.size(); ++i) left[ranges.of[i]] -= ranges.row1[i] - ranges.row0[i];
   }
 
-  // By round, by how far the receiver is behind the sender in the circle of ranks, by sender.
+  // Sort key: round, then distance from sender to receiver around the circle of ranks, then sender.
   int64_t order_of(int64_t tile) const {
     const int64_t ranks = programs_.ranks(), own = rank_of(tile), peer = programs_.peer[tile];
     const bool sends = programs_.send[tile] != 0;
@@ -304,7 +304,7 @@ class Preparation {
     return programs_.operands.ptr[step.rank] + programs_.lists[step.list].columns[column][row];
   }
 
-  // Bytes of the operands of row operations, as often as they are read or written.
+  // Bytes of the operands of row operations, counted once per read or write.
   int64_t passed_bytes(const Step& step) const {
     const int64_t code = programs_.op[step.at], codes = ops_.kernels.size();
     const Ints first = programs_.lists[ROWOPS].columns[4];
@@ -324,7 +324,7 @@ class Preparation {
     int64_t moved = 0, left_in_all = 0;
     for (int64_t row = step.first; row < step.end; ++row) {
       const int64_t a = operand(step, 0, row), b = operand(step, 1, row), c = operand(step, 2, row);
-      int64_t left = done_[row], bytes = 0;  // rows that are done, as a negative number
+      int64_t left = done_[row], bytes = 0;  // minus the number of rows done
       if (step.op == Op::DELIVER) {
         left += rows(a);
         bytes = row_bytes(a) + (rows(a) > 0 ? rows(c) * sent_row_bytes(c, true) / rows(a) : 0);
@@ -386,9 +386,9 @@ class Preparation {
       if (SUMS[i].list == step.list) tasks.accumulated.back() += accumulated(step, i);
   }
 
-  // What reading and writing an accumulator moves beyond the results in the model's dtype, each row once an instruction:
-  // none is read that a task overwrites, none is written wide that is complete then; and what statistics of rows move
-  // beside.
+  // Bytes read and written for an accumulator beyond the results in the model's dtype, each row once per instruction:
+  // rows that a task overwrites are not read, complete rows are not written wide; and bytes of the rows' statistics
+  // that the same kernel computes.
   int64_t accumulated(const Step& step, std::size_t i) {
     const Sum& sum = SUMS[i];
     const IntRows& columns = programs_.lists[step.list].columns;
@@ -401,13 +401,13 @@ class Preparation {
     }
     int64_t moved = (2 * wide - sizes_.narrow(sum.tensor)) * covered(every_) - wide * covered(fresh_);
     moved += (sizes_.result(sum.tensor) - wide) * covered(fusion_.sums[i].tasks, next_[i], step, sum.column);
-    if (sum.tensor == Tensor::DQ)  // what its kernel computes on its way
+    if (sum.tensor == Tensor::DQ)  // statistics that its kernel computes along the way
       moved += (sizes_.result(Tensor::O) + sizes_.wide(Tensor::DELTA)) *
                covered(fusion_.tasks, next_stated_, step, sum.column);
     return moved;
   }
 
-  // Rows of operands in one lane are numbered alike.
+  // Rows of operands in one lane share one numbering.
   Range range(int64_t operand, int64_t row0, int64_t row1) const {
     const int64_t lane = (programs_.col[operand] * heads_.sizes.columns() + programs_.heads[operand]) * 2;
     return {lane + programs_.space[operand], row0, row1, heads(operand)};
@@ -429,14 +429,14 @@ class Preparation {
     return found;
   }
 
-  // The same of the ranges of tasks of the instruction, from the next one on.
+  // The same for the ranges of the instruction's tasks, from the `next` one on.
   int64_t covered(const RowRanges& ranges, std::size_t& next, const Step& step, int64_t column) {
     for (; next < ranges.size() && ranges.of[next] < step.end; ++next)
       every_.push_back(range(operand(step, column, ranges.of[next]), ranges.row0[next], ranges.row1[next]));
     return covered(every_);
   }
 
-  // Gradients of home rows that no task has left complete, and dX where it is added to: one kernel in all.
+  // Casts gradients of home rows that no task has completed, and dX if it accumulates: a single kernel.
   void cast(Column<const int64_t> home_rows) {
     bool projects = false, adds = false, from_home = false;
     programs_.each_step([&](const Step& step) {
@@ -469,7 +469,7 @@ class Preparation {
   Numbers launch_of_;                     // of each transfer
   Growing<std::uint8_t> results_;         // of each launch: whether results travel
   Numbers messages_, packed_, unpacked_;  // of each launch
-  Numbers done_;                          // of each row operation: less what tasks have done of it
+  Numbers done_;                          // of each row operation: minus its rows already done by tasks
   std::vector<Range> every_, fresh_;      // of the tasks of an instruction
   std::size_t next_[SUMS.size()] = {}, next_stated_ = 0;
 };

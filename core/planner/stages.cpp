@@ -1,8 +1,8 @@
 // Stages of tasks, and merging of tasks within a stage: apportion/planner/lower/stages.py.
 //
 //   step      rank * stages + stage
-//   merged    tasks of one step and the same query rows whose keys lie side by side in a tile, in tiles that do, or at
-//             home, under one band: `first` of them, so many keys, `low` the least diagonal of all
+//   merged    tasks of one step and the same query rows whose keys are adjacent in a tile, in adjacent tiles, or at
+//             home, under one band: the `first` of them, their number of keys, and `low`, the least diagonal
 //   parts     of each merged task, the keys that its tasks had
 #include <algorithm>
 #include <numeric>
@@ -48,7 +48,7 @@ struct Filling {
   int64_t apart;
 };
 
-// Gives tasks without an edge, in this order, the first stage to visit, not before that of the one before, up to which
+// Gives each task without an edge, in this order, the first stage, not before the previous task's, up to which
 // their rank has computed less than these stages' share of its work.
 void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> work, int64_t ranks,
           const Filling& filling, Column<const int64_t> order) {
@@ -83,7 +83,7 @@ void fill(Column<int32_t> stage, Ints rank, Ints edge, Column<const int64_t> wor
   }
 }
 
-// Strips of tasks: each in so many equal `parts`, and behind these two strips of `tail` rows, where that is not 0; each
+// Strips of tasks: `parts` equal ones per task, followed by two strips of `tail` rows unless that is 0; each
 // with the keys that its rows see.
 Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<const int64_t> tails) {
   int64_t strips = 0;
@@ -120,7 +120,7 @@ Array2<int32_t> cut(const Tasks& tasks, Column<const int64_t> parts, Column<cons
   return out;
 }
 
-// The edge whose tile arrives with each edge's and lies behind it, -1 for none: tiles that arrive together lie in the
+// For each edge, the one whose tile arrives together with its tile and follows it, -1: none. Such tiles lie in the
 // order of their numbers.
 Array<int32_t> following(const Edges& edges, int64_t ranks) {
   const int64_t count = edges.dst.size();
@@ -147,7 +147,7 @@ struct Merged {
 class Merging {
  public:
   // query: a number for the first query row of each task, equal only where they are the same rows; shift: of each
-  // block, what makes rows of tokens.
+  // block, the offset from tokens to rows.
   Merging(const Tasks& tasks, Column<const int32_t> stage, int64_t stages, int64_t ranks, Ints query,
           Column<const int64_t> shift, const Edges& edges)
       : tasks_(tasks),

@@ -12,14 +12,14 @@ using std::int64_t;
 
 namespace {
 
-constexpr int64_t BINS = 8;    // looked at together, the lightest first
-constexpr int64_t STEPS = 16;  // a bin at most
+constexpr int64_t BINS = 8;    // considered together, the lightest first
+constexpr int64_t STEPS = 16;  // at most, per bin
 
 struct Item {
   int64_t number, weight, size;
 };
 
-// Items by their place among all, by rising size, the lightest first.
+// Items by position in the order of `Swaps`: ascending size, the lightest first among equal sizes.
 using Places = std::vector<int64_t>;
 
 struct Bin {
@@ -94,13 +94,13 @@ class Swaps {
     target.take(place, at(place));
   }
 
-  // Lowers `least`, the heavier of two bins after the best exchange, if one is better.
+  // Lowers `least`, the time of the heavier bin after the best exchange, if a better exchange exists.
   void look(int64_t heavy, int64_t light, double& least, Exchange& best) const {
     const Bin &from = bins_[heavy], &to = bins_[light];
     Places theirs;
     for (const int64_t place : to.held)
       if (may(place, heavy)) theirs.push_back(place);
-    Places lightest(theirs.size() + 1, -1);  // of those from each on
+    Places lightest(theirs.size() + 1, -1);  // the lightest item from each position on
     for (std::size_t i = theirs.size(); i-- > 0;) {
       const int64_t behind = lightest[i + 1];
       lightest[i] = behind < 0 || at(theirs[i]).weight <= at(behind).weight ? theirs[i] : behind;
@@ -115,7 +115,7 @@ class Swaps {
           size -= at(b).size;
         }
         const int64_t lacking = to.used + size - to.cap;
-        if (weight > 0 && lacking > 0 && b >= 0) {  // a second one makes room
+        if (weight > 0 && lacking > 0 && b >= 0) {  // a second item makes room
           const auto large = std::partition_point(theirs.begin(), theirs.end(),
                                                   [&](int64_t place) { return at(place).size < lacking; });
           c = lightest[static_cast<std::size_t>(large - theirs.begin())];

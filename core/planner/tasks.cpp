@@ -65,7 +65,7 @@ struct Bands {
     return cells;
   }
 
-  // Of each key block, how many cells come before its own; in the end, how many there are.
+  // For each key block, the number of cells before its own; at the end, the number of all cells.
   Growing<int64_t> before_keys() const {
     Growing<int64_t> found(starts.size() + 1);  // first of all: changes, from the next on
     walk([&](auto, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t first, int64_t end) {
@@ -95,8 +95,8 @@ struct Bands {
 std::pair<Growing<Task>, Growing<Edge>> find(const Bands& bands, Column<const int64_t> home, Column<const int64_t> row,
                                              int64_t ranks) {
   struct Rank {
-    int64_t key = -1;   // block of keys that is being looked at
-    int64_t edge = -1;  // what brings it
+    int64_t key = -1;   // current block of keys
+    int64_t edge = -1;  // the edge that brings this block
     int64_t last = -1;  // its last task that sees all of some keys
   };
   const Column<const int64_t> starts = bands.starts;

@@ -52,7 +52,7 @@ double level_of(Column<const int64_t> rows, int64_t total, const Price& price) {
   double above = 0, count = 0;
   for (const int64_t own : falling) {
     const double dear = price.inter * static_cast<double>(own);
-    if (above - count * dear > saved) break;  // what the dearer ranks would have to lose at that price
+    if (above - count * dear > saved) break;  // levelling the more expensive ranks to this price takes more
     above += dear;
     ++count;
   }
@@ -76,7 +76,7 @@ void share(Column<const int64_t> rows, int64_t total, const Price& price, bool l
       own[rank] = std::min(std::max<int64_t>(static_cast<int64_t>(some), 0), rows[rank]);
       total -= own[rank];
     }
-    // rows that rounding lost (or won), one by one: to the rank that pays most (from the one that pays least)
+    // rows that rounding lost (or gained), one by one: to the rank that pays most (from the one that pays least)
     while (total != 0) {
       const int64_t step = total > 0 ? 1 : -1;
       int64_t best = -1;

@@ -1,4 +1,4 @@
-// Zeppelin's two levels of partitioning (section 3.1), and the zig-zag blocks of what has several ranks (section 3.2).
+// Zeppelin's two levels of partitioning (section 3.1), and zig-zag blocks of sequences on several ranks (section 3.2).
 // The levels are drawn at the head of apportion/planner/place/zeppelin.py.
 //
 //     a level   sequences longest first; those at or above its threshold are split, others go to a bucket as a whole.
@@ -38,7 +38,7 @@ class Buckets {
   }
 
   // Splits `tokens` in proportion to caps over the `some` least full buckets. Enforced: over as many more as needed to
-  // exceed no cap; if all are too few, so that the fullest is least full.
+  // exceed no cap; if even all are too few, minimizes the fullest.
   Array<int64_t> split(int64_t tokens, int64_t some) const {
     Order order = by_fullness();
     for (int64_t wide = std::min(some, size()); wide <= size(); ++wide) {
@@ -141,7 +141,7 @@ class Buckets {
     return best;
   }
 
-  // Restore the heap, whose entry `at` has grown.
+  // Restores the heap after its entry `at` has grown.
   void sink(int64_t at) {
     for (int64_t child = 2 * at + 1; child < size(); child = 2 * at + 1) {
       if (child + 1 < size() && before(heap_[child + 1], heap_[child])) ++child;
@@ -205,7 +205,7 @@ std::vector<Node> to_nodes(Column<const int64_t> lengths, Column<const int64_t> 
 
 double square(int64_t tokens) { return real(tokens) * real(tokens); }
 
-// Algorithm 2 on the node whose ranks are `first` and on.
+// Algorithm 2 on the node whose ranks begin at `first`.
 void to_ranks(const Node& node, int64_t first, Column<const int64_t> caps, int64_t threshold, bool enforce,
               std::vector<Share>& shares) {
   const std::vector<Share>& inside = node.inside;

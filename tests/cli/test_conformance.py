@@ -266,7 +266,7 @@ def test_the_command_writes_the_suite_and_asks(tmp_path: Path, capsys: pytest.Ca
     ("words", "why"),
     [
         (["--level", "write"], "--level = 'write': must be one of read, run, verify"),
-        (["--only", "no such name", "--", "true"], "no entry of the suite has such a name"),
+        (["--only", "no such name", "--", "true"], "no entry of the suite has a name with this text"),
         (["--", "/no/such/reader"], "cannot be started: No such file or directory"),
     ],
 )

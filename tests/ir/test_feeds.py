@@ -76,11 +76,11 @@ def shifted(table: Table, column: str, by: int = 1) -> Table:
 FAULTS: dict[str, tuple[Callable[[Feed], Feed], str]] = {
     "another row of the decoder": (
         lambda feed: replace(feed, targets=shifted(feed.targets, "row")),
-        "stands at row .* of the decoder, which does not want it there",
+        "stands at row .* of the decoder, which does not expect it there",
     ),
     "fewer rows of the decoder": (
         lambda feed: replace(feed, targets=shifted(feed.targets, "rows", -1)),
-        "which does not want it there",
+        "which does not expect it there",
     ),
     "another row sent": (
         lambda feed: replace(feed, move=replace(feed.move, table=shifted(feed.move.table, "row"))),

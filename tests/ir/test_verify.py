@@ -210,7 +210,7 @@ REPORTED = {
     "slots": "the report says slots = ",
     "max_degree": "the report says max_degree = ",
     "rounds": "the report says rounds = ",
-    "exchanges.0.bytes": "the report says that its exchanges move ",
+    "exchanges.0.bytes": "according to the report, its exchanges move ",
     "bounds.makespan.value": "the report says bounds.makespan.value = ",
     "bounds.kv_bytes.value": "the report says bounds.kv_bytes.value = ",
     "bounds.slots.value": "the report says bounds.slots.value = ",

@@ -55,7 +55,7 @@ def test_recipes_that_are_not_there_are_passed_over(
     absent = targets.Promise("absent", lambda: find_recipe("absent"), {})
     monkeypatch.setitem(PROMISES, "absent", absent)
     assert list(targets.measured(["absent"], EFFORT)) == []
-    assert capsys.readouterr().err == "absent: there is no such recipe\n"
+    assert capsys.readouterr().err == "absent: unknown recipe\n"
 
 
 def test_refusals_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Pool of eight worker processes for multi-rank tests, started once per session.
 
-A forkserver that has imported what jobs need starts them in about a second; a job then costs milliseconds. Jobs are module
-functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
+A forkserver that has imported what jobs need starts them in about a second; a job then costs milliseconds. Jobs are
+module functions `job(comm, *args)` named by module and function; arguments and results are plain data and numpy arrays.
 All ranks are waited for at once: the first traceback wins, and the pool is rebuilt after a failure, since the other
 ranks may hang in a collective.
 """

@@ -94,7 +94,7 @@ ROWS = "computes or receives rows that depend on other rows, their number or ord
         ),
         ({"loss": "another"}, r"UserWarning: the loss is not one that is checked: on each rank"),
         *(
-            ({"loss": loss}, r"UserWarning: the loss has a term besides its cross entropy: on each rank")
+            ({"loss": loss}, r"UserWarning: the loss has a term other than its cross entropy: on each rank")
             for loss in ("and a term", "own and a term")
         ),
         (

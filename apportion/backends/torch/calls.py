@@ -161,7 +161,7 @@ class Calls:
         return json.dumps(dict(self._recent))
 
     def mismatch_error(self, told: Sequence[str]) -> ExecutionError:
-        """The error that ends this call on all ranks, which resume together. told: the latest calls of each rank."""
+        """The error that ends this call on all ranks, which resume together. told: latest calls by rank."""
         ranks = {
             rank: {int(n): what for n, what in json.loads(text).items()} for rank, text in enumerate(told)
         }
@@ -222,7 +222,7 @@ class Notices:
             self._store.set(f"failure/{index}", json.dumps(record))
             self._store.add("failures", 1)
         except RuntimeError as error:  # the rank's own error is what its caller gets
-            _log.debug("other ranks are not told: %s", error)
+            _log.debug("other ranks were not notified: %s", error)
 
 
 def _difference(ranks: Mapping[int, Mapping[int, str]]) -> str:

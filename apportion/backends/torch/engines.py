@@ -4,7 +4,7 @@
     flash   torch's flash attention, a call or a few for each task, torch's ops for rows      any device
     plain   matrix products in strips, everything else as flash                               any device
 
-A new one is a machine in a file of its own and a row here.
+To add an engine, write a machine in its own file and add a row here.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ ALL_HEADS = slice(None)
 
 @dataclass(frozen=True)
 class Layer:
-    """Inputs of a call besides the plan. `params` are the tensors whose gradients `project` or `expand` yields."""
+    """Inputs of a call, apart from the plan. `params` are the tensors whose gradients `project` or `expand` yields."""
 
     score: Score
     sinks: Tensor | None = None  # [Hq] learned logits

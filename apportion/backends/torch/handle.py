@@ -40,9 +40,9 @@ class PlanHandle:
 
     communicator: the ranks of the plan, by default all of the job. engine: what computes, one of `engines.ENGINES`, or
     "auto": the fastest that serves the plan and the device. Holds no buffers: calls have their own, so a handle serves
-    any number of layers and of microbatches in flight. padding: rows without tokens behind the others, in all that
-    layers are given and give back: their results and gradients are 0. envelope: what rows, buffers and tables are
-    padded to. calls: forward calls of attention so far, recomputed ones too; called: of each kind.
+    any number of layers and of microbatches in flight. padding: rows without tokens after the others, in all that
+    layers receive and return: their results and gradients are 0. envelope: what rows, buffers and tables are
+    padded to. calls: number of forward attention calls so far, including recomputed ones; called: per kind.
     Raises ExecutionError where the slice is not this rank's, UnknownNameError for another engine, ConfigError where the
     plan is larger than the envelope. gathered: whether rows were gathered for a kernel of the caller's own.
     feeds: whether it is an encoder's, whose rows go to another plan; fed: whether such rows came to this one.

@@ -72,11 +72,11 @@ class Level:
 class RankRecurrence:
     """A rank's part of one kind of recurrent layers, on a device.
 
-    whole, first, middle, last: runs of whole documents, and of others those without a past, with a past, and that none
-    continues; early: whether the last ones are computed before their states come. place: int64 [rows], where rows are
-    among those of the four, end to end. u, m, states: what travels. halo: rows before runs, as many for each as the
+    whole, first, middle, last: runs of whole documents; of other documents, those without a past, with one, without a
+    successor; early: whether last runs are computed before their states arrive. place: int64 [rows], where rows are
+    among the rows of the four, end to end. u, m, states: what is exchanged. halo: rows before each run, as many as the
     widest kind reads, the nearest last; windows: int64, of these and the rank's rows behind them what this kind's
-    convolution reads, run after run; kept: int64 [rows], which of its results are those of rows.
+    convolution reads, run after run; kept: int64 [rows], which of its results belong to rows of the rank.
     """
 
     name: str

@@ -37,7 +37,7 @@ class Visible:
     rows: [visible, ...], one tensor per argument, a tuple for several. first, end: int64 [queries], the first visible
     row that each query sees and one past the last; both 0 if it sees none. spans: int64 [queries, most, 2], the
     ascending ranges [first, end) of visible rows that it sees, padded with (0, 0): with most = 1, `first` and `end` are
-    the whole mask; windows with sinks, trees and the like have several. tokens, positions, sequences: int64 [visible],
+    the whole mask; sink windows, trees and similar masks have several. tokens, positions, sequences: int64 [visible],
     each visible row's token number in the batch, position id and sequence. Queries are the rows of x, including
     padding, which sees nothing.
     """
@@ -93,7 +93,7 @@ Index = slice | Tensor
 
 
 class Leg(NamedTuple):
-    """A hop, or its reverse, on a device. behind: the earlier legs whose rows it forwards; out, into: peer, rows and
+    """A hop, or its reverse, on a device. behind: earlier legs whose rows it forwards; out, into: peer, rows and
     their number."""
 
     channel: int
@@ -110,7 +110,7 @@ class Gathering:
         """Builds the gather; a collective that exchanges the rows' tokens the same way. Raises ConfigError."""
         program = handle.slice.programs[kind, "forward"]
         if why := obstacle(program):
-            remedy = f"plan with balance={{{kind!r}: …}} in the model, or with a recipe such as fcp or blend"
+            remedy = f"plan with balance={{{kind!r}: …}} in the model, or use a recipe such as fcp or blend"
             raise ConfigError("kind", kind, f"has a plan that does not gather rows: {why}", remedy)
         fetch, layout = Fetch.of(program, handle.rows), handle.slice.layout(handle.slice.header.home_layout)
         own = torch.from_numpy(np.stack([layout.tokens(0), layout.position_ids(0), layout.sequences(0)], 1))

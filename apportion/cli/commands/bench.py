@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="bench", help="Measure planning and attention.", no_args_is_help=True)
 
-WIDEST = 160  # of the table of attention where GPUs are measured
+WIDEST = 160  # minimum width of the attention table when GPUs are measured
 
 
 @app.command("plan")
@@ -35,7 +35,7 @@ def bench_plan(
     model: options.ModelFile = None,
     threads: options.Threads = 1,
     repeats: Annotated[int, Option(help="Timed runs of each row.", min=5)] = 5,
-    seeds: Annotated[str, Option(help="A row for each of these seeds.")] = "0",
+    seeds: Annotated[str, Option(help="Seeds; one row for each.")] = "0",
     as_json: options.AsJson = False,
 ) -> None:
     """Time planning: from the parsed batch to the encoded bytes of all ranks and both phases, on one core.
@@ -152,7 +152,7 @@ def _engines(name: str) -> tuple[str, ...]:
 
 
 def _rows(job: BenchJob, bench: Bench) -> list[dict[str, Any]]:
-    """The rows of one plan; none, and why, where the recipe cannot make it."""
+    """The rows of one plan; if the recipe cannot make it, no rows, and the reason."""
     from apportion.bench import planned
     from apportion.planner.recipe.recipes import find_recipe
 

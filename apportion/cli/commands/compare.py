@@ -1,4 +1,4 @@
-"""`apportion compare`: what recipes are worth on the same batches."""
+"""`apportion compare`: recipes compared on the same batches."""
 
 from __future__ import annotations
 

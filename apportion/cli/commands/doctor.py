@@ -20,7 +20,7 @@ State = Literal["ok", "absent", "warning", "failed"]
 MARKS = {"ok": "ok", "absent": "-", "warning": "!", "failed": "FAILED"}
 REACH_S = 3.0  # for a server, Redis or Ray to answer
 _LITTLE_DISK = 1 << 30
-#: what is optional: (packages, extra, what it is for)
+#: optional packages: (packages, extra, purpose)
 PARTS = (
     (("scipy", "highspy", "pulp", "mtkahypar"), "solvers", "flexsp, and exact solvers"),
     (("fastapi", "uvicorn", "uvloop", "h11", "prometheus_client"), "service", "apportion serve"),
@@ -35,7 +35,7 @@ PARTS = (
 
 
 class Check(NamedTuple):
-    """Result of a check. remedy: a command or a sentence, empty where all is well."""
+    """Result of a check. remedy: a command or a sentence, empty if the check passed."""
 
     name: str
     state: State
@@ -122,7 +122,7 @@ def _torch() -> Iterator[Check]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Check("torch", "failed", f"{held} cannot be imported: {error}", "install it anew")
+        yield Check("torch", "failed", f"{held} cannot be imported: {error}", "reinstall it")
         return
     yield Check("torch", "ok", held)
     if not torch.cuda.is_available():
@@ -135,7 +135,7 @@ def _torch() -> Iterator[Check]:
         yield Check("NCCL", "ok", ".".join(map(str, nccl)))
     else:
         yield Check(
-            "NCCL", "failed", "this torch has none: GPUs cannot talk", "install a CUDA build of torch"
+            "NCCL", "failed", "this torch lacks NCCL: GPUs cannot communicate", "install a CUDA build of torch"
         )
     triton = _version("triton")
     remedy = "" if triton else "pip install '.[triton]'"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 SEARCHED = 256  # ranks up to which `plan` looks for a faster recipe, which takes a search
-LEAST_GAIN = 0.02  # below it a forecast does not tell
+LEAST_GAIN = 0.02  # smaller gains are within the error of a forecast
 
 Output = Annotated[Path | None, Option("--output", "-o", help="Write the plan here.", metavar="P.plan")]
 
@@ -143,7 +143,7 @@ def verify(plan: options.PlanFile, threads: options.Threads = 1, as_json: option
     """
     from apportion.ir.verify import check
 
-    the_plan = files.read_plan(plan, check_id=False)  # a wrong id is for the verifier to tell
+    the_plan = files.read_plan(plan, check_id=False)  # the verifier reports a wrong id
     violations = check(the_plan, threads)
     names = ("rule", "rank", "kind", "phase", "instruction", "message", "excerpt")
     told = [{name: getattr(item, name) for name in names} for item in violations]
@@ -184,7 +184,7 @@ def show(
     """
     if svg is None:
         drawn = {"--kind": kind, "--phase": phase, "--hardware": hardware}
-        inputs.refuse(drawn, "says what is drawn, and nothing is", "add --svg or drop")
+        inputs.refuse(drawn, "selects what is drawn, and nothing is drawn", "add --svg or drop")
     files.check_output("--svg", svg)
     the_plan = files.read_plan(plan)
     if rank is not None and rank >= the_plan.header.ranks:
@@ -251,7 +251,7 @@ def diff(
     from apportion.report.diff import diff as compare
 
     if html is None:
-        rule = "says what the page's times are of, and there is none"
+        rule = "sets the hardware of the page's times, and there is no page"
         inputs.refuse({"--hardware": hardware}, rule, "add --html or drop")
     files.check_output("--html", html)
     plans = [(str(path), files.read_plan(path)) for path in (left, right)]

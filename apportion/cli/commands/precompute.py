@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from apportion.planner.iteration.ticks import TickTable
     from apportion.service.precompute import Summary, Work
 
-LINE_S = 30.0  # a line of progress so often, where stderr is a file
-PLAN_S = 3600.0  # nobody waits; a plan that takes longer is taken for one that never ends
+LINE_S = 30.0  # interval between lines of progress if stderr is a file
+PLAN_S = 3600.0  # nobody is waiting; planning that takes longer is assumed never to end
 
 
 Out = Annotated[Path, Option(help="Folder of the plans, created or continued.", metavar="DIR")]

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def profile(
     output: Annotated[Path, Option("--output", "-o", help="Write the hardware file here.", metavar="H.json")],
     quick: Annotated[bool, Option("--quick", help="A coarse grid: under a minute on two CPU cores.")] = False,
-    name: Annotated[str | None, Option(help="Name in the file. Default: that of the file.")] = None,
+    name: Annotated[str | None, Option(help="Name stored in the file. Default: the file's name.")] = None,
     engine: Annotated[
         str, Option(help="Engine whose attention tasks are timed: flash, or stage (on a GPU).")
     ] = "flash",
     model: options.ModelFile = None,
-    tokens: Annotated[int | None, Option(help="Tokens of a rank, for the timing of layers.", min=1)] = None,
+    tokens: Annotated[int | None, Option(help="Tokens per rank, for timing layers.", min=1)] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure this machine and write a hardware file, which prices plans and forecasts: attention kernels, windows,

@@ -1,4 +1,4 @@
-"""Commands that list what there is: recipes, solvers."""
+"""Commands that list recipes and solvers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recipes(
         rows = [_recipe(entry) for entry in known.values()]
         emit({"recipes": rows}, as_json, lambda: printed.recipes_table(rows))
         return
-    find_recipe(name)  # says what there is where the name is unknown
+    find_recipe(name)  # for an unknown name, raises an error that lists all recipes
     record = _recipe(known[name])
     emit(record, as_json, lambda: printed.recipe_file(record))
 
@@ -68,7 +68,7 @@ def _recipe(entry: RecipeEntry) -> dict[str, Any]:
 
 
 def _parameters(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Step -> what its pass may be told: defaults, and the values that it takes; switches have nothing."""
+    """Step -> the parameters of its pass, with defaults and allowed values; switches have none."""
     from apportion.planner.options import parameters
     from apportion.planner.recipe.registry import find_pass
 

@@ -49,7 +49,7 @@ def report(
     """
     files.check_output("--output", output)
     if plan.startswith(("http://", "https://")):
-        rule = "says what a plan is simulated on here, a server takes that of the job"
+        rule = "applies to plans simulated here; a server uses the job's hardware"
         inputs.refuse({"--hardware": hardware}, rule, "drop")
         page, ids = _asked(plan, inputs.token_of(token_file), ca), list[str]()
     else:

@@ -26,14 +26,14 @@ def serve(
     store_gb: Annotated[
         float | None,
         Option(
-            help="Above so many GB (10^9), delete the least recently used plans. Default: no limit.",
+            help="Above this many GB (10^9), delete the least recently used plans. Default: no limit.",
             min=0.001,
             max=1e9,
         ),
     ] = None,
     store_days: Annotated[
         float | None,
-        Option(help="Delete plans unused for so many days. Default: no limit; Redis: 1.", min=0.001, max=1e5),
+        Option(help="Delete plans unused for this many days. Default: no limit; Redis: 1.", min=0.001, max=1e5),
     ] = None,
     workers: options.Workers = 0,
     worker_gb: Annotated[

@@ -71,10 +71,10 @@ def prune(
     folder: Place,
     gb: Annotated[
         float | None,
-        Option(help="Above so many GB (10^9), delete the least recently used plans.", min=0, max=1e9),
+        Option(help="Above this many GB (10^9), delete the least recently used plans.", min=0, max=1e9),
     ] = None,
     days: Annotated[
-        float | None, Option(help="Delete plans unused for so many days.", min=0, max=1e5)
+        float | None, Option(help="Delete plans unused for this many days.", min=0, max=1e5)
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -120,7 +120,7 @@ def _fault(file: File, planner: Executor | None) -> str:
         pack = Pack.decode(path.read_bytes(), bytes.fromhex(path.stem))
         for rank in range(pack.ranks):
             if IterationSlice.decode(expanded(pack.slice(rank))).id != pack.head.id:
-                return f"the slice of rank {rank} is of another plan"
+                return f"the slice of rank {rank} belongs to another plan"
         return "" if planner is None else _replanned(pack, planner)
     except FileNotFoundError:  # evicted meanwhile
         return ""

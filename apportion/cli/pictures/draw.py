@@ -1,4 +1,4 @@
-"""`apportion show --svg`: the mask in the colours of the ranks that compute it, and what these do when."""
+"""`apportion show --svg`: the mask in the colours of the ranks that compute it, and the timelines of these ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from apportion.planner.simulate import Run, simulate
 
 CELLS = 112  # of the mask, a side
 STEPS = 240  # cells of a timeline
-MOST_BYTES = 280_000  # of a file; what would have more is drawn coarser
+MOST_BYTES = 280_000  # per file; larger pictures are drawn more coarsely
 COARSEST = 30  # steps
-LITTLE = 0.3  # share of a step below which it stays empty
-MOST = 64  # ranks with a colour and a timeline of their own; of more, nodes have colours
+LITTLE = 0.3  # a step with a smaller busy share stays empty
+MOST = 64  # ranks up to which each has a colour and a timeline; above, colours are per node
 
 WIDTH, LEFT, TOP = 900, 74, 64
 MASK = 560
 LEGEND = LEFT + MASK + 36
 TRACK = WIDTH - LEFT - 40  # width of a timeline
 
-# what a rank does in a cell of its timeline, beside attention, which has the rank's colour
+# a rank's activity in a cell of its timeline, apart from attention, which has the rank's colour
 OTHER, WAITING, EVEN, ODD = range(4)
 _FILLS = {OTHER: "#57606a", WAITING: "#dfe3e8", EVEN: "#24292f", ODD: "#98a2ad"}
 
@@ -120,7 +120,7 @@ def _check(plan: Plan, kind: str, phase: str) -> None:
 
 
 def _recipe(plan: Plan) -> str:
-    """The recipe, and what it chose where it searched."""
+    """The recipe and, if it searched, the recipe that it chose."""
     search = plan.report.get("search")
     return plan.header.recipe if search is None else f"{plan.header.recipe} ({search['recipe']['name']})"
 
@@ -133,8 +133,8 @@ def _held(plan: Plan, axis: Axis) -> str:
 
 def _told(run: Run, hardware: str) -> str:
     return (
-        f"{run.makespan_us / 1e3:.3f} ms on {hardware}, {100 * run.efficiency:.0f} % of it what balanced work without "
-        f"communication needs"
+        f"{run.makespan_us / 1e3:.3f} ms on {hardware}, {100 * run.efficiency:.0f} % of it for balanced work without "
+        f"communication"
     )
 
 
@@ -155,7 +155,7 @@ def _mask(scene: _Scene) -> Iterator[str]:
 
 
 def _sequences(axis: Axis) -> Iterator[str]:
-    """An outline for each sequence, and the tokens where those begin that have room for a number."""
+    """An outline for each sequence, with the number of its first token if there is room."""
     scale = MASK / axis.tokens
     last = -100.0
     boxes = []
@@ -208,7 +208,7 @@ def _legend(colours: Colours, plan: Plan) -> Iterator[str]:
 
 
 def _shown(run: Run) -> list[int]:
-    """All ranks, or of many those that wait longest."""
+    """All ranks or, if there are too many, those that wait the longest."""
     return sorted(np.argsort(-run.exposed_us, kind="stable")[:MOST].tolist())
 
 
@@ -277,7 +277,7 @@ def _timeline(scene: _Scene, rank: int, top: int, high: int) -> Iterator[str]:
 
 
 def _most(run: Run, chosen: Sequence[Bools], steps: int) -> Ints:
-    """int64 [steps]: which of the chosen spans fill most of each step, NOBODY where all together have little."""
+    """int64 [steps]: which of the chosen spans fills most of each step; NOBODY if together they fill little of it."""
     edges = np.linspace(0.0, run.makespan_us, steps + 1)
     shares = np.array([share(run, spans, edges) for spans in chosen])
     most = np.argmax(shares, axis=0)

@@ -19,7 +19,7 @@ _MOST_SEQUENCES = 12  # on one axis: shorter ones would not be seen
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The sequences drawn, one behind another. starts, lengths: int64 [sequences], in tokens of the batch; edges: int64
+    """The sequences drawn, one after another. starts, lengths: int64 [sequences], in tokens of the batch; edges: int64
     [cells + 1], where cells begin on the axis."""
 
     starts: Ints
@@ -45,7 +45,7 @@ def axis_of(plan: Plan, cells: int) -> Axis:
 
 
 def _edges(lengths: Ints, cells: int) -> Ints:
-    """About so many cells in all, a whole number for each sequence, and at least one."""
+    """Divides about that many cells among the sequences: a whole number for each, at least one."""
     tokens = int(lengths.sum())
     counts = np.clip(lengths * cells // tokens, 1, lengths)
     offsets = np.cumsum(lengths) - lengths
@@ -86,7 +86,7 @@ def _on_axis(bands: Ints, axis: Axis) -> tuple[Ints, Ints]:
 
 
 def _unlike_heads(held: HeadSets, used: Ints) -> Bools:
-    """bool [heads, sets]: which head sets have each head, of heads that are in other sets than those before."""
+    """bool [heads, sets]: the head sets of each head, for one head of every distinct combination of sets."""
     member = np.zeros((held.heads, len(held.members)), bool)
     for number in np.unique(used).tolist():
         member[held.members[number], number] = True
@@ -124,7 +124,7 @@ def _busiest(bands: Ints, row: Ints, rank: Ints, edges: Ints) -> Ints:
 
 
 def _largest(cell: Ints, rank: Ints, pairs: Ints, cells: int) -> Ints:
-    """int64 [cells, cells]: of each cell the rank with most pairs, the lowest of equal ones."""
+    """int64 [cells, cells]: the rank with the most pairs in each cell, the lowest in a tie."""
     span = int(rank.max(initial=0)) + 1
     keys, inverse = np.unique(cell * span + rank, return_inverse=True)
     total = np.zeros(len(keys), np.int64)

@@ -15,7 +15,7 @@ FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 INK, PALE, LINE = "#1f2328", "#59636e", "#d1d9e0"
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# hues that stay apart for most eyes, near each other in lightness (after Okabe and Ito, 2008, and Tableau's ten)
+# hues that most people can distinguish, of similar lightness (after Okabe and Ito, 2008, and Tableau's ten)
 _FEW = ("#4477aa", "#ee7733", "#228833", "#cc3377", "#66b3dd", "#ccaa22", "#884488", "#9a6a4a")
 _TURN = 0.381966  # of a circle, the golden angle: no two of the first hues come close
 _TONES = ((62, 52), (48, 36), (70, 72))  # saturation and lightness in percent, in turn
@@ -27,7 +27,7 @@ def safe(said: object) -> str:
 
 
 def colour(index: int, count: int) -> str:
-    """The colour of one of `count` things, told apart as well as so many can be."""
+    """The colour of one of `count` items, as distinguishable as that many colours can be."""
     if count <= len(_FEW):
         return _FEW[index]
     saturation, lightness = _TONES[index % len(_TONES)]
@@ -89,7 +89,7 @@ def _runs(row: Ints) -> list[tuple[int, int, int]]:
 
 
 def document(width: float, height: float, title: str, description: str, parts: Sequence[str]) -> str:
-    """A whole SVG file that needs nothing else, with what a screen reader says of it."""
+    """A self-contained SVG file, with a title and a description for screen readers."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-labelledby="title desc" font-family="{FONT}" fill="{INK}">'

@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the comparison. text: what a row that was served shows; wide: only in the wide table."""
+    """A column of the comparison. text: cell of a row that was served; wide: only in the wide table."""
 
     title: str
     text: Callable[[Record], str]

@@ -35,7 +35,7 @@ LETTERS = {
 
 
 def views(record: Record, wide: bool) -> tuple[Callable[[], RenderableType], ...]:
-    """A headline, the table, bars, what is saved, and why others were refused."""
+    """A headline, the table, bars, the saving, and why other rows were refused."""
     shown = _shown(record, wide)
     return (
         lambda: _headline(record),
@@ -81,7 +81,7 @@ def _headline(record: Record) -> str:
 
 
 def _table(rows: Sequence[Record], baseline: str | None) -> Table:
-    """The step's own interval is in the JSON; that of the gain decides. Pairs are told where some row drops any."""
+    """Shows the interval of the gain, not of the step (see the JSON); pairs kept only if some row drops pairs."""
     drops = any(row["pairs_kept"] < 0.995 for row in rows)
     figures = ("step s", "tokens/s\n/GPU", "MFU", "GiB", "atten-\ntion")
     titles = (
@@ -129,11 +129,11 @@ def _saved(record: Record) -> str:
     rows = {row["name"]: row for row in record["rows"]}
     best, base = rows.get(record["best"]), rows.get(record["baseline"])
     if best is None and all(row["status"] == "refused" for row in record["rows"]):
-        return "\nnothing was planned: every row is refused, as told below"
+        return "\nnothing was planned: every row was refused, for the reasons below"
     if best is None and any(row["status"] == "ok" for row in record["rows"]):
         return "\nnothing is proposed: what fits drops pairs of sequences that it cuts; use larger groups, or --recipes"
     if best is None:
-        return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}') or fewer tokens a rank"
+        return "\nnothing fits: more ranks, more recomputation (--training '{recompute: full}'), fewer tokens per rank"
     if base is None or best is base:
         return f"\nfastest that fits: {best['name']}, {best['step_s']['value']:.2f} s a step"
     gain, hours = best["gain"], best["saved_gpu_hours_a_week"]
@@ -182,7 +182,7 @@ def _remarks(rows: Sequence[Record], named: str | None) -> list[str]:
     planned = [row for row in refused if row["parallelism"]["context"] is None or row["name"] == named]
     told = [f"{row['name']}: {row['reason']}" for row in planned]
     if len(refused) > len(planned):
-        told.append(f"{count(len(refused) - len(planned), 'static grid')} refused; --json says why")
+        told.append(f"{count(len(refused) - len(planned), 'static grid')} refused; see --json for the reasons")
     if any(row["status"] == "too large" for row in rows):
-        told.append("! more memory than a rank has")
+        told.append("! exceeds the memory of a rank")
     return ["", *told] if told else []

@@ -22,7 +22,7 @@ def recipes_table(rows: Sequence[Record]) -> Table:
 
 
 def recipe_file(row: Record) -> str:
-    """A recipe as YAML that `--recipe` reads, under a comment that says what it is."""
+    """A recipe as YAML that `--recipe` reads, with a comment that describes it."""
     import yaml
 
     facts = [row["summary"], f"from: {_source(row)}", f"needs: {row['needs'] or 'nothing'}"]

@@ -85,7 +85,7 @@ def _bar(run: Run, rank: int) -> Text:
 
 
 def share(run: Run, chosen: Bools, edges: Floats) -> Floats:
-    """float64 [cells]: which part of the time between two edges lies in spans of a run, those that overlap counted
+    """float64 [cells]: the fraction of the time between two edges inside spans of a run, overlapping spans counted
     once."""
     start, end = run.spans.start_us[chosen], run.spans.end_us[chosen]
     if not len(start):

@@ -31,7 +31,7 @@ def origin(job: Job, lengths: ArrayLike, masks: Masks, sampling: Sampling | None
 
 
 def difference(held: Any, asked: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """(name of the field, held, asked) of the first difference between two values of plain data."""
+    """(field name, held value, requested value) of the first difference between two values of plain data."""
     if not (isinstance(held, Mapping) and isinstance(asked, Mapping)):
         return None if held == asked else (name, held, asked)
     for key in [*held, *(key for key in asked if key not in held)]:

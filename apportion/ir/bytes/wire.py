@@ -1,6 +1,6 @@
 """The msgpack structures of plans and slices, and their decoding from untrusted bytes.
 
-Raises DecodeError (or VersionError) and nothing else, whatever the bytes; checks sizes before it builds objects; the
+Raises only DecodeError (or VersionError), for any bytes; checks sizes before it builds objects; the
 typed decoders stop at the first value of a wrong type. `schemas/FORMAT.md` describes the layout.
 """
 
@@ -121,7 +121,7 @@ def read_envelope(
     magic: str,
     check: Callable[[int, V, str], None] = check_canonical,
 ) -> V:
-    """Decodes the outermost map after checking its format and version. check: called with size, value and name, except
+    """Decodes the outermost map after checking its format and version. check: called with size, value and name, but not
     for a later minor version. Raises DecodeError, VersionError."""
     head: Version = unpack(_decode_version, data, f"not an Apportion {name}")
     if head.format != magic:

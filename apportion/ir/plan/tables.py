@@ -81,7 +81,7 @@ class Table:
         return dict(zip(self.names, self.values, strict=True))
 
     def wide(self, name: str) -> Ints:
-        """A column as int64, whatever its stored dtype."""
+        """A column as int64, regardless of its stored dtype."""
         return self[name].astype(np.int64, copy=False)
 
     @property
@@ -115,7 +115,7 @@ class Table:
         return dict(zip(self.names, self.values[:, row].tolist(), strict=True))
 
     def equal(self, other: Table) -> bool:
-        """Compares by value, whatever the dtypes."""
+        """Compares by value, regardless of dtypes."""
         return (
             self.names == other.names
             and np.array_equal(self.ptr, other.ptr)

@@ -3,7 +3,7 @@
 home rows | rows that came, round by round ──Fetch.of──► hops, and what each task sees of these rows
 their tokens, which travel first           ──arranged──► visible rows in the order of tokens | rows that are passed on
 
-An attention program names work rows, which are used again. Here every row that comes has a number of its own, so all
+An attention program names work rows, which are reused. Here every received row has its own number, so all
 stay, and a gradient goes back on the hops that brought its row, the last hop first.
 """
 

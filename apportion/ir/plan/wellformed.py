@@ -219,7 +219,7 @@ def _recurrence_faults(header: Header, held: Recurrence) -> Iterator[tuple[str, 
     heads = np.array([kind.heads for kind in header.recurrent.values()])
     for name, table in (("folds", folds), ("states", states)):
         beyond = table["head"] + table["heads"] > heads[table["kind"]]
-        yield name, beyond, "its heads go beyond those of its kind"
+        yield name, beyond, "its heads exceed the heads of its kind"
     count = np.diff(runs.ptr)
     yield "states", states["run"] >= count[states.rank_of_row()], "its run is not among the rank's"
     rows = (count * widest_halo(header.recurrent))[halo.rank_of_row()]

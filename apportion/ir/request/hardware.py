@@ -150,7 +150,7 @@ class Hardware:
         ]
 
     def digest(self) -> str:
-        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, whatever their origin."""
+        """BLAKE2b, hex, of figures and grids: equal numbers and sources have equal digests, from any origin."""
         return self._digest
 
     @cached_property

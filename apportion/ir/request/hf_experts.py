@@ -30,7 +30,7 @@ def layer_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     experts is not known, and for types whose recurrent layers are not priced."""
     text = text_config(config)
     if text["model_type"] in words("unpriced"):
-        rule = "its layers are planned, but what they have besides attention is not priced"
+        rule = "its layers are planned, but their parts other than attention are not priced"
         raise ConfigError("model_type", text["model_type"], rule, "forecast another model of its size")
     held: dict[str, Any] = {
         name: _natural(text, field) for name, field in _MLA.items() if text.get("kv_lora_rank")

@@ -43,7 +43,7 @@ def length_values(path: Path, column: str | None = None) -> list[int]:
 
 
 def _read(text: str) -> Any:
-    """The JSON of a line or cell; what is none stays text."""
+    """A line or cell parsed as JSON; kept as text if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError):

@@ -217,7 +217,7 @@ class Model:
         return self.result_bytes(Tensor.O) + self.accumulator_bytes
 
     def sent_result_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a row of one head of a sum sent as a result; 0 for other tensors."""
+        """Bytes per row and head of a sum that is sent as a result; 0 for tensors that are not sums."""
         if not tensor.contents.partial or tensor in HEADLESS:
             return 0
         return self.output_bytes if tensor == Tensor.O else self.result_bytes(tensor)

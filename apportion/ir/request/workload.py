@@ -55,13 +55,13 @@ class Workload:
         return len(self.lengths)
 
     def limited(self, limit: int, overlong: str) -> Workload:
-        """The samples with what `overlong` makes of those of more than `limit` tokens; those to drop stay. Raises
-        CapacityError for those that are refused, ConfigError for a mask of its own that would be cut."""
+        """The samples, with `overlong` applied to those longer than `limit` tokens; samples to drop stay. Raises
+        CapacityError for refused samples, ConfigError for cutting a sample with its own mask."""
         over = find_overlong(self.lengths, limit, overlong)
         if overlong != "cut" or not over.any():
             return self
         if any(self.masks[i] is not None for i in np.flatnonzero(over)):
-            rule = "a sample with a mask of its own cannot be cut"
+            rule = "a sample with its own mask cannot be cut"
             raise ConfigError("overlong", overlong, rule, "drop or refuse them")
         return Workload(np.minimum(self.lengths, limit), self.masks)
 

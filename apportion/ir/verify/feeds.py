@@ -1,4 +1,4 @@
-"""Proof of a feed: each row of an encoder arrives once, from its owner, where the decoder's rows want it."""
+"""Proof of a feed: each row of an encoder arrives once, from its owner, where the decoder's rows need it."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def _violations(feed: Feed, encoder: Layout, decoder: Layout) -> Iterator[Violat
     right[1:] &= (rank[1:] != rank[:-1]) | (row[1:] >= (row + rows)[:-1])
     for i in np.flatnonzero(~right).tolist():
         yield violation(
-            feed.layout, i, f"stands at row {row[i]} of the decoder, which does not want it there"
+            feed.layout, i, f"stands at row {row[i]} of the decoder, which does not expect it there"
         )

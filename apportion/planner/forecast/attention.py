@@ -119,7 +119,7 @@ def _microbatches(count: int, problem: Problem) -> list[Batch]:
     packer = replace(pack_of(problem.policy.recipe) or Sequential(), microbatches=count)  # type: ignore[type-var]
     packing = packer(problem)
     if waiting := len(packing.deferred):
-        rule = f"{waiting} sequences would be deferred to a later step, and a forecast has none"
+        rule = f"{waiting} sequences would be deferred to a later step, which a forecast does not have"
         raise ConfigError("recipe.pack.defer", True, rule, "use the recipe without defer")
     return [problem.batch.take(indexes) for indexes in packing.microbatches]
 

@@ -48,7 +48,7 @@ class Experts:
         if not self.count:
             for field in ("active", "width", "shared", "dense"):
                 if getattr(self, field):
-                    rule, remedy = "is for layers with experts, and there are none", "write count"
+                    rule, remedy = "requires layers with experts, and there are none", "write count"
                     raise ConfigError(f"training.experts.{field}", getattr(self, field), rule, remedy)
         elif not 1 <= self.active <= self.count:
             rule = f"must be from 1 to count ({self.count})"
@@ -117,7 +117,7 @@ class ExpertRanks:
 
     @cached_property
     def copies(self) -> Cluster:
-        """The ranks with the same experts, which are `degree` ranks apart."""
+        """Ranks with the same experts: every `degree`-th rank."""
         on_node = max(1, min(self.ranks, self.cluster.ranks_per_node) // self.degree)
         nodes, gbs = self.ranks // self.degree // on_node, self.cluster.inter_gbs_per_rank
         shape = replace(self.cluster, nodes=nodes, ranks_per_node=on_node, speeds=None)

@@ -1,4 +1,4 @@
-"""Layers besides attention, in closed form: microseconds, FLOPs and parameters of one tensor-parallel rank. Tokens are
+"""Layers except attention, in closed form: microseconds, FLOPs and parameters of one tensor-parallel rank. Tokens are
 a rank's tokens over its speed.
 
 Times are forward; backward has two products of the same size for each forward one, and twice the row work. Rows of
@@ -71,7 +71,7 @@ class Layers:
 
     @property
     def projection_parameters(self) -> float:
-        """Those of Q, K and V, which programs that `project` run themselves."""
+        """Parameters of the Q, K and V projections, which programs with `project` compute themselves."""
         m = self.model
         own = attention_parameters(m, self.training) - m.hidden * m.q_heads * m.value_dim
         return recurrent.attention_share(m) * own
@@ -82,7 +82,7 @@ class Layers:
         return -(-self.training.vocab // self.tensor) * self.model.hidden
 
     def linear_us(self, tokens: float, projects: bool = False) -> float:
-        """One layer. projects: without the projections of Q, K and V. What expands latent rows is attention's."""
+        """One layer. projects: without the projections of Q, K and V. Expanding latent rows is part of attention."""
         expansion = recurrent.attention_share(self.model) * self.model.q_heads * self.model.expansion
         parameters = self.linear_parameters - projects * self.projection_parameters - expansion
         return tokens * 2 * parameters / (self.hardware.linear_tflops.value * 1e6)
@@ -94,7 +94,7 @@ class Layers:
         return tokens * (products + m.element_bytes * numbers / self._bytes_per_us("rows_gbs"))
 
     def rows_us(self, tokens: float) -> float:
-        """One layer: norms, residual sums, rotary embeddings and the gate, bound by memory; of experts those of the
+        """One layer, memory-bound: norms, residual sums, rotary embeddings and the gate; of experts only the gates of
         shared ones; convolutions, norms and gates of recurrent layers."""
         m, training = self.model, self.training
         ffn = self.dense * m.ffn + self.sparse * training.experts.shared / self.tensor
@@ -158,8 +158,8 @@ def attention_parameters(model: Model, training: Training) -> int:
 
 
 def linear_parameters(model: Model, training: Training, sparse: float, tensor: int = 1) -> float:
-    """Parameters of one layer's products on one rank, without routed experts, averaged over layers with (a fraction
-    `sparse`) and without experts."""
+    """Parameters of one layer's products on one rank, without routed experts, averaged over layers with experts (share
+    `sparse`) and without."""
     experts, ffn = training.experts, training.matrices * model.hidden * model.ffn
     always = model.hidden * (experts.count + training.matrices * experts.shared / tensor)
     dense = training.ffn_share(recurrent.layer_count(model)) - sparse
@@ -180,8 +180,8 @@ def whole_parameters(model: Model, training: Training, layers: int, routed: int)
 
 def model_flops(model: Model, training: Training, layers: int, tokens: int, pairs: int) -> float:
     """FLOPs of a step of the whole model, forward and backward without recomputation, as MFU counts them: 6 a token and
-    parameter of products that it takes part in (embeddings are none), attention's of the pairs that masks allow, and
-    those of recurrences in chunks. pairs: over all layers."""
+    parameter of the products that it enters (not embeddings), attention over the pairs that masks allow, and
+    recurrences computed in chunks. pairs: over all layers."""
     states = sum(kind.layers * token_flops(kind) for kind in model.recurrent.values())
     attention = model.q_heads * (model.head_dim + model.value_dim)
     products = whole_parameters(model, training, layers, training.experts.active)

@@ -7,7 +7,7 @@ backward
 
     moment         beside what is kept
     attention      the layer's input, its norm's output and the residual stream's gradient; rows of a call,
-                   or, if that is more, what backward wants of a recurrent layer, and gradients of it
+                   or, if that is more, what backward needs of a recurrent layer, and its gradients
     feed_forward   inputs and outputs of both norms and the output's gradient; Q, K, V, O and the LSE; and, of a tile of
                    tokens, four of the FFN's size: gate, up, their product and a gradient (UPipe, Table 1)
     cross_entropy  the head's input and its gradient; and, of a tile of tokens, logits, in float32 too, and their
@@ -102,10 +102,10 @@ def hidden_row(layers: Layers) -> float:
 
 
 def kept_bytes(layers: Layers, recompute: str) -> float:
-    """Of a token and layer, what stays from forward to backward: with nothing made anew the inputs of both norms, the
+    """Bytes per token and layer kept from forward to backward: without recomputation the inputs of both norms, the
     norms' outputs, Q, K, V, attention's output and its LSE, and, unless the FFN is tiled, gate, up and their product;
-    its input alone where all is made anew, and attention's output and LSE besides where the recomputation is selective.
-    Recurrent layers keep what their backward wants with nothing made anew.
+    with full recomputation: only the layer's input; with selective recomputation: also attention's output and LSE.
+    Recurrent layers keep what their backward needs without recomputation.
     """
     row, output, m = hidden_row(layers), output_row(layers), layers.model
     if recompute == "full":

@@ -1,4 +1,4 @@
-"""Recurrent layers of a step besides their recurrence, by closed forms, of one tensor-parallel rank.
+"""The parts of recurrent layers other than the recurrence, in closed form, on one tensor-parallel rank.
 
     hidden ──Q, K, V──► convolution ──► recurrence ──► norm, times the gate ──O──► hidden
            └─gate, decays, betas
@@ -15,27 +15,27 @@ from apportion.planner.simulate.recurrent import CHUNK
 
 
 def attention_layers(model: Model) -> int:
-    """Of all attention kinds."""
+    """Number of layers of all attention kinds."""
     return model.layers if isinstance(model.layers, int) else sum(model.layers.values())
 
 
 def layer_count(model: Model) -> int:
-    """Of all kinds, recurrent ones too."""
+    """Number of layers of all kinds, including recurrent ones."""
     return attention_layers(model) + sum(kind.layers for kind in model.recurrent.values())
 
 
 def attention_share(model: Model) -> float:
-    """Layers with attention over all."""
+    """Share of layers with attention."""
     return attention_layers(model) / layer_count(model)
 
 
 def shares(model: Model) -> list[tuple[float, Recurrent]]:
-    """(layers over all, kind) of each recurrent kind."""
+    """(share of the layers, kind) of each recurrent kind."""
     return [(kind.layers / layer_count(model), kind) for kind in model.recurrent.values()]
 
 
 def product_parameters(kind: Recurrent, hidden: int) -> int:
-    """Of the products of one layer."""
+    """Parameters of the products of one layer."""
     keys, values = kind.heads * kind.key_dim, kind.heads * kind.value_dim
     gates = hidden * (values + kind.heads)
     if kind.gate == "diagonal":
@@ -50,11 +50,11 @@ def row_numbers_of(kind: Recurrent) -> int:
 
 
 def kept_numbers(kind: Recurrent) -> int:
-    """Numbers of a token that backward wants: Q, K and V before and after the convolution, output, gate and their
+    """Numbers per token that backward needs: Q, K and V before and after the convolution, output, gate and their
     product."""
     return kind.conv_channels * (1 + (kind.conv > 0)) + 3 * kind.heads * kind.value_dim
 
 
 def working_numbers(kind: Recurrent) -> float:
-    """Numbers of a token while backward is in the layer: these, their gradients, and states of chunks."""
+    """Numbers per token while backward runs the layer: the kept ones, their gradients, and states of chunks."""
     return 2 * kept_numbers(kind) + kind.heads * kind.state_numbers / CHUNK

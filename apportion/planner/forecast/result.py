@@ -91,7 +91,7 @@ class Forecast:
 
     @cached_property
     def baseline(self) -> ForecastRow | None:
-        """The reference row, or None if there is none."""
+        """The reference row, if any."""
         if self.named is not None:
             return next((row for row in self.rows if row.steps and str(row.parallelism) == self.named), None)
         return _fastest(row for row in self._candidates if row.parallelism.context is not None)

@@ -79,7 +79,7 @@ class Setting:
         layers = all_layers(self.model, batch.kinds)
         self.parallelism.check(self.cluster, self.model, layers, self.training.experts)
         if self.model.recurrent and self.training.chunks > 1:
-            rule = "are of attention, and states of recurrent layers go through them in their order"
+            rule = "apply to attention only: states of recurrent layers would have to pass through them in order"
             raise ConfigError("training.chunks", self.training.chunks, rule, "write 1")
         if self.training.chunks > 1:
             self._check_chunks(batch)
@@ -138,7 +138,7 @@ class Setting:
 
 
 def all_layers(model: Model, kinds: Iterable[str]) -> int:
-    """Of all kinds; those of attention must be the model's. Raises ConfigError."""
+    """Number of layers of all kinds; the attention kinds must be the model's. Raises ConfigError."""
     kinds = tuple(kinds)
     if isinstance(model.layers, int):
         if len(kinds) > 1:
@@ -183,7 +183,7 @@ def step(
 
 
 def _last(attended: Sequence[AttentionTimes]) -> AttentionTimes:
-    """Of groups that share experts, which wait for each other in each layer."""
+    """The slowest times of groups that share experts, which wait for each other in each layer."""
     forward, backward, *beside = (
         max(times)
         for times in zip(

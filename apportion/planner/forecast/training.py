@@ -1,4 +1,4 @@
-"""Training configuration besides attention: inputs of forecasts that plans do not depend on."""
+"""Training configuration apart from attention: inputs of forecasts that plans do not depend on."""
 
 from __future__ import annotations
 

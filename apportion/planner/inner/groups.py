@@ -211,7 +211,7 @@ class HeadStages:
 
     @property
     def widest(self) -> int:
-        """Largest number of KV heads of a rank at a time."""
+        """Largest number of KV heads that a rank holds at a time."""
         return int(self.key_heads.max())
 
     def totals(self, groups: Groups) -> HeadSets:

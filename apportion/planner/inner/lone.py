@@ -77,7 +77,7 @@ class LoneSequences:
         return Rows(self.alone.starts, self.home, self.ranks)
 
     def in_groups(self, others: Rows, of_rank: Ints) -> tuple[Ints, Ints]:
-        """Starts int64 [blocks + 1] of the whole batch, and the group of each block. others: rows of groups; of_rank:
+        """Blocks of the whole batch: starts int64 [blocks + 1], and the group of each. others: rows of groups; of_rank:
         int64 [ranks], their groups."""
         rows = self.beside(others)
         assert rows.later is not None

@@ -69,8 +69,8 @@ def stages(tasks: Tasks, schedule: Schedule, rows: Rows) -> Ints:
         if schedule.beside_exchange:  # little work in the first and the last stage, for which others wait
             order = _over_members(tasks, rows, schedule.beside_exchange)
             visit, apart = np.append(0, np.roll(visit[1:], 1)), 2
-        # the first stage of `visit` up to which a rank has computed less than these stages' share of its work; each of
-        # the first `apart` stages counts by itself
+        # assigns the first stage of `visit` up to which a rank has less than the stages' share of its work; each of
+        # the first `apart` stages is counted separately
         core.fill(stage, tasks.exec, edge, tasks.work, rows.ranks, (_shares(schedule), visit, apart), order)
     return stage
 
@@ -120,7 +120,7 @@ def strips(tasks: Tasks, schedule: Schedule, held: Ints) -> Tasks:
     parts, short = np.ones(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
     total = np.maximum(exact_sums(tasks.exec, work, len(held))[tasks.exec[local]], 1)
     if schedule.beside_exchange:
-        # besides large strips, two small ones sized for a member's first and last stage
+        # in addition to large strips, two small ones sized for a member's first and last stage
         keys, of_member = (tasks.k1 - tasks.k0)[local], held[tasks.exec[local]] // schedule.beside_exchange
         need = (EXCHANGE_SHARE / schedule.beside_exchange * total / keys).astype(np.int64)
         need = np.minimum(need, (EXCHANGE_SHARE * of_member).astype(np.int64))

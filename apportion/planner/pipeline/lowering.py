@@ -51,7 +51,7 @@ def _side_by_side(first: Sequence[int], parts: Sequence[ProgramSet]) -> ProgramS
 
 
 def _same_rounds(parts: Sequence[Table]) -> Ints:
-    """int64 [instructions]: renumbered rounds, in order, so that all with one number have the same channel and mode."""
+    """int64 [instructions]: rounds renumbered, in order, so that launches of one round share channel and mode."""
     ways = [part.wide("channel") << 8 | part.wide("mode") for part in parts]
     stride, found = max(int(way.max(initial=0)) for way in ways) + 1, []
     for part, way in zip(parts, ways, strict=True):

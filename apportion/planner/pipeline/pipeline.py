@@ -37,8 +37,8 @@ from apportion.planner.tasks.cells import check_tasks
 
 @dataclass(frozen=True)
 class UnsealedPlan:
-    """Result of the passes, neither encoded nor with a report. problem: with the token cap that the plan keeps;
-    lowered: of each separately lowered part of the ranks."""
+    """Result of the passes, not yet encoded and without a report. problem: with the token cap that the plan keeps;
+    lowered: one for each separately lowered part of the ranks."""
 
     problem: Problem
     placed: PlacedProblem

@@ -113,7 +113,7 @@ def grouped(problem: Problem, passes: Passes) -> tuple[Groups, Problem, LoneSequ
 
 
 def splits_all(passes: Passes, problem: Problem) -> bool:
-    """True if the heads of all attention kinds are split, or of none."""
+    """True if either all attention kinds split their heads, or none does."""
     return passes.inner is None or passes.inner.splits(problem) == set(problem.batch.kinds)
 
 

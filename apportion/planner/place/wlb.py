@@ -1,4 +1,4 @@
-"""WLB-LLM's adaptive sharding: per packed sequence or per document, whichever is predicted faster."""
+"""WLB-LLM's adaptive sharding: per packed sequence or per document, whichever is predicted to be faster."""
 
 from __future__ import annotations
 

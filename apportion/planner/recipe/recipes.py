@@ -143,7 +143,7 @@ def passes_of(recipe: Recipe) -> Passes:
 
 @lru_cache(256)
 def _passes(data: bytes) -> Passes:
-    """The passes of an encoded recipe: as data, 1 and true would be equal cache keys."""
+    """The passes of a recipe, encoded: as plain data, 1 and true would be equal cache keys."""
     recipe = Recipe.from_data(_decode(data))
     built = _built(recipe)
     for step in _REQUIRED:

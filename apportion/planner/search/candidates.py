@@ -55,7 +55,7 @@ class Candidate:
 
     @cached_property
     def key(self) -> str:
-        """Cache key: equal for equal candidates, whatever their names."""
+        """Cache key: equal for equal candidates, regardless of their names."""
         return f"{self.rounds} {_text(self.recipe)}"
 
     @cached_property

@@ -268,7 +268,7 @@ class _Search:
         raise CapacityError(f"none of the {len(self.trials)} candidates can be planned: {reasons}")
 
     def _drafts(self) -> Iterator[tuple[Trial, UnsealedPlan]]:
-        """Unsealed plans, the best first; last the fallback, whose errors are those of the search."""
+        """Unsealed plans, best first; the fallback comes last, and its errors become the search's."""
         if self.best is not None and self.draft is not None:
             yield self.best, self.draft
         others = [trial for trial in self.trials if trial.price is not None and trial is not self.best]

@@ -1,5 +1,5 @@
 """Kernel launches and messages of the executor for a program, and the casts at the end of a call. They are those of the
-stage engine, whatever kernels a hardware file describes; engines with a kernel per task launch more.
+stage engine, regardless of the kernels in a hardware file; engines with a kernel per task launch more.
 
     attend        1 kernel               launch   1 if it sends staged messages: packs their tiles into buffers
     attend_grad   2: dQ; dK and dV       wait     1 if its round has staged ones: unpacks them

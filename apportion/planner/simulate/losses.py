@@ -29,7 +29,7 @@ class Losses(NamedTuple):
 
     ideal: all pairs at saturated throughput. inherent: extra cost of whole bands that are short or sparse. cutting:
     extra cost of tasks over whole bands, including kernels too short to fill a device. launches: of kernels. rows:
-    copies, sums, packing, casts, accumulators wider than results, and projections. All of these as if divided evenly by
+    copies, sums, packing, casts, accumulators wider than results, and projections. All of these are divided evenly by
     speed. imbalance: excess of the busiest rank's work. contention: slowdown of the busiest rank by transfers. stalls:
     the rest, in which all ranks wait.
     """

@@ -95,7 +95,7 @@ class PricedTasks(NamedTuple):
 
 
 class RowWork(NamedTuple):
-    """Work on rows besides attention. moved: int64 [instructions], bytes read and written by row operations, packing
+    """Row work other than attention. moved: int64 [instructions], bytes read and written by row operations, packing
     and unpacking, except rows in place. cast: int64 [ranks], the same for casting gradients after the last instruction.
     kernels, messages: int64 [ranks], numbers started and posted. projection, rows, products: int64 [projections], the
     instruction, rows of X, and multiplications for each number of a row, in bytes of the model's dtype."""

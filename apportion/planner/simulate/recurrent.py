@@ -66,7 +66,7 @@ class RecurrentRun:
 
 
 def token_flops(kind: Recurrent) -> float:
-    """Forward FLOPs of one token, without a past: a chunked kernel."""
+    """Forward FLOPs per token of a chunked kernel, without a past."""
     return _flops(kind, kind.value_dim)
 
 

@@ -130,7 +130,7 @@ def named_rows(rows: Ints) -> dict[str, int]:
 
 
 def bytes_of(runs: Sequence[Run]) -> dict[str, int]:
-    """Bytes sent and received by the runs together: in total, on the busiest rank, between nodes."""
+    """Bytes sent and received, summed over the runs: in total, on the busiest rank, between nodes."""
     sent = np.sum([run.sent_bytes for run in runs], axis=0)
     received = np.sum([run.received_bytes for run in runs], axis=0)
     return {

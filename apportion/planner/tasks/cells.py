@@ -81,7 +81,7 @@ class HeadGroups:
 
     @staticmethod
     def of(model: Model, count: int) -> HeadGroups:
-        """Builds `count` groups. Raises ConfigError if that does not divide the query heads."""
+        """Builds `count` groups. Raises ConfigError if `count` does not divide the query heads."""
         if count == 1:
             zero = np.zeros(1, np.int64)
             return HeadGroups((), zero, zero, zero)

@@ -46,7 +46,7 @@ class Limits:
 
 
 class Engine:
-    """The engine. executor: runs `plan_pack` and the like in other processes; workers: at once, see `Schedule`."""
+    """The engine. executor: runs functions such as `plan_pack` in other processes; workers: at once, see `Schedule`."""
 
     def __init__(
         self,

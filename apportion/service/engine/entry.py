@@ -29,9 +29,9 @@ class PlanRequest(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """work: what is made of the encoded request; job: digest of the request's job; ranks: of its cluster; tenant: who
-    submitted it first; due: when it is needed, on the loop's clock; deaths: workers that died of it; seconds: that the
-    worker took; data: what was made; plan: 32 bytes, its id; problem: why nothing was made; ended, asked: when it was
+    """work: the work for the encoded request; job: digest of the request's job; ranks: of its cluster; tenant: who
+    submitted it first; due: when it is needed, on the loop's clock; deaths: workers that died of it; seconds: of the
+    worker; data: the result; plan: 32 bytes, its id; problem: why there is no result; ended, asked: when it was
     ready or refused, and when the first rank asked for it, on the loop's clock."""
 
     key: bytes

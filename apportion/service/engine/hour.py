@@ -14,7 +14,7 @@ MINUTES = 60
 
 @dataclass(frozen=True)
 class Minute:
-    """planned, stored: plans that workers made, and that the store had; ahead: plans that were ready at its end and
+    """planned, stored: plans made by workers, and found in the store; ahead: plans that were ready at its end and
     that no rank had asked for; planning_s, waited_s: medians, of workers, and of the first rank that asked for a plan;
     None where there was no plan."""
 
@@ -62,7 +62,7 @@ def minutes(entries: Iterable[Entry], now: float) -> list[Minute]:
 
 
 def usage(entries: Iterable[Entry], now: float) -> list[Usage]:
-    """A row a tenant, by name, behind a row of all, whose tenant is empty; of requests of the last hour."""
+    """Requests of the last hour: a row for all, whose tenant is empty, then a row per tenant, by name."""
     by_tenant: dict[str, list[Entry]] = {"": []}
     for entry in entries:
         if entry.state in (State.QUEUED, State.PLANNING) or _minute(entry.ended, now) >= 0:

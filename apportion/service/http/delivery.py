@@ -81,7 +81,7 @@ class Delivery:
             await send({"type": "http.response.body", "body": b""})
 
     async def _framed(self, send: Send, key: bytes, rank: int, wait_s: float) -> bytes:
-        """The frame of a key, none where it is not ready in time."""
+        """The frame of a key; None if it is not ready in time."""
         self._engine.asked(key)
         try:
             pack = self._engine.hot(key)

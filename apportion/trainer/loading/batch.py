@@ -140,7 +140,7 @@ def to_all(transport: Transport, name: str, counts: list[int], into: Tensor | No
 
 
 def _ahead(labels: Ints, steps: int) -> Ints:
-    """The token that each token leads to in `steps` steps, -1 for none."""
+    """The token `steps` steps after each token, -1 for none."""
     closed, target = np.append(labels, -1), np.arange(len(labels))
     for _ in range(steps):
         target = closed[target]

@@ -56,7 +56,7 @@ class Fetched(NamedTuple):
 class Ahead:
     """Threads that work ahead of the trainer, iteration by iteration, on their own source. They end with `close`,
     whatever they wait for, or when the interpreter exits: an iterator that is still referenced does not keep the
-    process alive. own: the iteration that the trainer asks for; over: whether it asks for no more."""
+    process alive. own: the iteration that the trainer requests; over: whether it will request no more."""
 
     def __init__(self, source: Source, iterations: Iterations) -> None:
         self.source, self._iterations = source, iterations
@@ -82,13 +82,13 @@ class Ahead:
                 each(wanted)
                 number += 1
         except Exception as error:
-            with self.changed:  # raised when the trainer asks for this iteration
+            with self.changed:  # raised when the trainer requests this iteration
                 if self._failed is None or number < self._failed[0]:
                     self._failed = number, error
                 self.changed.notify_all()
 
     def _comes_to(self, number: int) -> bool:
-        """Waits until the trainer asks for this iteration; False if the pass is over."""
+        """Waits until the trainer requests this iteration; False if the pass is over."""
         with self.changed:
             self.changed.wait_for(lambda: self.over or number <= self.own)
             return not self.over
@@ -108,7 +108,7 @@ class Ahead:
             return not self.over and number >= self.own
 
     def reach(self, number: int) -> None:
-        """Records that the trainer asks for this iteration now."""
+        """Records that the trainer now requests this iteration."""
         with self.changed:
             self.own = number
             self.changed.notify_all()

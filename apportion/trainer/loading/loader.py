@@ -235,7 +235,7 @@ class PlannedLoader:
         self._encoder._leads = False
 
     def _check_media(self) -> None:
-        """Raises ConfigError where microbatches of the encoder cannot be those of the decoder."""
+        """Raises ConfigError where microbatches of the encoder cannot match those of the decoder."""
         rule, remedy = "has media in unknown microbatches", "leave it out, or the media"
         refused = {"recipe.pack": self.job.packs, "ticks": self._asked.table is not None}
         refused["sampler"] = isinstance(self._sampler, Iterator)
@@ -260,14 +260,14 @@ class PlannedLoader:
         return self._place.state(self._facts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next pass resume after the last batch that was yielded before the state was saved. Raises ConfigError
+        """Makes the next pass resume after the last batch yielded before the state was saved. Raises ConfigError
         if the dataset, the job or the order differs, naming the difference."""
         self._begin = self._place = Place.of(state, self._facts)
 
     def __len__(self) -> int:
         """The microbatches of a pass. Raises TypeError for a sampler without a length, which may be endless."""
         if self._sampler is not None and not isinstance(self._sampler, Sized):
-            raise TypeError(f"{type(self._sampler).__name__} has no length, so its loader has none")
+            raise TypeError(f"{type(self._sampler).__name__} has no length, so neither does its loader")
         return sum(self._asked.microbatches(number, drawn) for number, drawn in enumerate(self._draw()))
 
     def __iter__(self) -> Generator[PlannedBatch, None, None]:
@@ -476,7 +476,7 @@ class PlannedLoader:
     def _apart(
         self, wanted: Wanted, rows: tuple[Rows, ...] | Exception, ranks: Sequence[Facts]
     ) -> Exception | None:
-        """The error of this rank or another, None without one; a collective if there is one."""
+        """The error of this or another rank, or None; a collective if there is an error."""
         number = wanted.number
         failed = [rank for rank, one in enumerate(ranks) if one == NOTHING]
         if not failed and len({one.form for one in ranks}) == 1:
@@ -492,7 +492,7 @@ class PlannedLoader:
         return ExecutionError(f"iteration {number}: samples have different fields: {what}. {remedy}")
 
     def _other_samples(self, wanted: Wanted, ranks: Sequence[Facts]) -> ExecutionError | None:
-        """The error of ranks with different samples: equal lengths give equal plans, so plans do not show it."""
+        """The error if ranks have different samples; their plans may be equal, since plans depend only on lengths."""
         if len({one.drawn for one in ranks}) > 1:
             told = by_value(dict(enumerate(self._communicator.gather_texts(wanted.describe(), "samples"))))
             remedy = "Give all ranks the same seed, or samplers of the same order"
@@ -520,6 +520,6 @@ def _fields(rows: Sequence[Rows]) -> str:
 
 
 def _holding(wanted: Wanted, handles: Sequence[PlanHandle]) -> str:
-    """The microbatches of an iteration, for the error of ranks that hold others: samples as drawn, and plans."""
+    """The microbatches of an iteration, samples as drawn and plans, for the error of ranks with different ones."""
     plans = ", ".join(handle.name for handle in handles)
     return f"{wanted.describe()} under plans {plans}"

@@ -156,11 +156,11 @@ class StreamedLoader:
 
         for batch in ap.StreamedLoader(stream, cluster, model, tokens_per_rank, buffer=4096, overlong="drop"):
 
-    stream: gives samples, as `Samples` has them, in one order on all ranks, anew for each pass; `set_epoch` is called
-    where it has one, and `skip(n)`, which gives the stream without its first n samples, where a pass goes on. buffer:
-    samples that are read, shuffled and planned at a time; its last microbatch may be a small one, so take many times
-    what an iteration takes. mask, limit, overlong: as `Samples`. options: as `PlannedLoader`, but for what is of all
-    samples: lengths, masks and sampler. Numbers of iterations and samples are those of a buffer.
+    stream: yields samples as in `Samples`, in one order on all ranks, restarting for each pass; `set_epoch` is called
+    if it exists, and `skip(n)`, which returns the stream without its first n samples, when a pass resumes. buffer:
+    number of samples read, shuffled and planned at a time; its last microbatch may be small, so choose many times
+    what an iteration takes. mask, limit, overlong: as `Samples`. options: as `PlannedLoader`, except those about all
+    samples: lengths, masks and sampler. Iterations and samples are numbered within a buffer.
 
     `state_dict` and `load_state_dict` work as in `PlannedLoader`: a pass resumes after the last batch that was yielded.
     Raises ConfigError, as `Samples` and `PlannedLoader`, and ExecutionError if ranks read different lengths.
@@ -219,7 +219,7 @@ class StreamedLoader:
         return islice(iter(self._stream), behind, None)
 
     def _planned(self, samples: Samples) -> PlannedLoader | None:
-        """The loader of a buffer; None if all of it was dropped."""
+        """The loader of a buffer; None if all of its samples were dropped."""
         self.dropped, self.cut = self.dropped + samples.dropped, self.cut + samples.cut
         if not len(samples):
             return None

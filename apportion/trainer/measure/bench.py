@@ -228,7 +228,7 @@ class Bench:
         why = "ms, tflops, exposed_ms: there is no GPU, so only a rank's host is measured"
         if self._computes:
             here = f"{piece.ranks} ranks: the job has {self.communicator.ranks}, so kernels are launched and messages"
-            why = f"{here} are not: a host time and none of the device"
+            why = f"{here} are not: this gives a host time but no device time"
         self.skip(why)
         recorder = RecordingDevice(piece.rank, piece.ranks)
         engine = name if self._computes else recorder.engine

@@ -240,7 +240,7 @@ def _tensors(handle: PlanHandle) -> list[Tensor]:
 
 
 def planned_remap(x: Tensor, handle: PlanHandle, source: str, target: str) -> Tensor:
-    """Rows of layout `source` moved to layout `target`, for layers that want another layout than attention.
+    """Rows of layout `source` moved to layout `target`, for layers that need a layout other than attention's.
 
     x [rows of source, ...] -> [rows of target, ...], differentiable; every rank calls it. Raises UnknownNameError if
     the plan has no move between the two, ExecutionError for another number of rows.

@@ -26,7 +26,7 @@ def sum_gradients(model: nn.Module, group: Any = None) -> nn.Module:
 
     DDP or FSDP2 (`fully_shard`): call it once, after wrapping and before the first backward; gradients are then summed
     instead of averaged, with and without `no_sync`. Any other module: call it on every rank after the last backward of
-    each optimizer step; it sums `.grad` over the ranks of `group` (None: all), with zeros for a rank that has none, and
+    each optimizer step; it sums `.grad` over the ranks of `group` (None: all), with zeros for ranks without one, and
     skips parameters with an attribute `rank_local`, such as experts that other ranks do not have. Raises ConfigError
     for FSDP1, which can only average, and for gradients that are sums already.
     """

@@ -137,7 +137,7 @@ def check_share(loss: Tensor, batch: Microbatch | None, factor: float | None = 1
 
 
 def _check_attention(node: Any, rows: int) -> None:
-    """Raises ExecutionError for attention over as many rows as this rank has."""
+    """Raises ExecutionError if attention has run over exactly this rank's rows, without the plan."""
     if rows < 2 or not any(part in node.name() for part in _ATTENTION):
         return
     shape = tuple(node._input_metadata[0].shape)
@@ -157,7 +157,7 @@ def check_scale(
     watch = wiring.watch
     watch.accounted, watch.unknown, watch.scale = True, False, float(grad) * factor
     if passes_by(known):
-        warn(f"the loss has a term besides its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
+        warn(f"the loss has a term other than its cross entropy: {wiring.UNKNOWN}", stacklevel=1)
     watch.check_scaled(partial(_check_scale, reduction, factor, microbatches))
 
 

@@ -37,11 +37,11 @@ class Microbatch:
     microbatch: int
     is_last: bool  # of its iteration; the optimizer steps after it
     valid_tokens: int  # labels of all ranks, groups of ranks and microbatches of the iteration
-    total_weight: float  # their loss weights; as many where samples have none
-    fields: Mapping[str, Tensor]  # what else the samples have for each token, [rows, ...]
+    total_weight: float  # sum of their loss weights; their number if samples have no weights
+    fields: Mapping[str, Tensor]  # other per-token fields of the samples, [rows, ...]
     feed: EncoderFeed | None = None  # where an encoder's rows stand for tokens
     _replicas: Transport | None = field(default=None, repr=False)  # this rank's place in each group
-    _staged: bool = False  # ranks of the plan hold different layers: those of their pipeline stages
+    _staged: bool = False  # ranks of the plan hold different layers, by pipeline stage
     _shifted: Collection[str] = ()  # fields that lie in the row that predicts their token
     _layers: Mapping[str, int] = field(default_factory=dict)  # of each kind that the plans are for
 

@@ -1,4 +1,4 @@
-"""Detects terms of a loss besides shares of a mean, and the scale of a GradScaler, from autograd's graph and the call
+"""Detects loss terms other than shares of a mean, and the scale of a GradScaler, from autograd's graph and the call
 stack."""
 
 from __future__ import annotations

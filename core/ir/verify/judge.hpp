@@ -1,6 +1,6 @@
 // The proof of a program: its ranks are walked in ranges, several in parallel, and each is settled after its walk.
 //
-//   ranges   0 .. 3  4 .. 9  10 .. 14  15 .. 21  22 ..        of much the same number of rows
+//   ranges   0 .. 3  4 .. 9  10 .. 14  15 .. 21  22 ..        of roughly equal numbers of rows
 //            └─ batch, a thread each ─┘
 //
 // A range that depends on ranks not yet walked is walked again at the end, so notes are never kept for all ranks. The
@@ -27,7 +27,7 @@ struct Limits {
   static constexpr std::size_t FIELDS = 3;
   int64_t threads;
   int64_t rows;    // operands, tasks and rowops of a range
-  int64_t pieces;  // of what tasks attend to
+  int64_t pieces;  // of the attention of tasks
 };
 
 // Proves a program; the attention of its tasks is then in `lists`.

@@ -3,7 +3,7 @@
 //   launch          sends carry gathered contents; receives get the contents of their send, or its number
 //   wait            received home rows are present; sent rows may be overwritten
 //   attend, _grad   queries and keys are noted (`settle.hpp`); partials are put or added
-//   rowops          finish, delta │ project, project_grad │ clear, and what moves rows: merge, add, copy, deliver
+//   rowops          finish, delta │ project, project_grad │ clear, and ops that move rows: merge, add, copy, deliver
 //
 // It ends at the first fault. Its results are the sends of its ranks, conditions and notes. Sends from work rows in
 // another walk are ignored unless that walk is complete.

@@ -11,7 +11,7 @@ namespace apportion::lower {
 
 namespace {
 
-// Rows of a rank held from step `start` to `end`, both included.
+// Rows of a rank held from step `start` to `end`, inclusive.
 struct Held {
   int64_t rank, rows, start, end;
 
@@ -36,7 +36,7 @@ Growing<int64_t> allot(const Growing<Held>& tiles, const Growing<int64_t>& order
     most = std::max(most, row[tile] + tiles[tile].rows);
     before = tile;
   }
-  Growing<int64_t> busy;  // until when each place of the rank is held
+  Growing<int64_t> busy;  // for each place of the rank, the last step at which it is held
   int64_t at = 0;
   before = -1;
   for (const int64_t tile : by_key) {
@@ -66,7 +66,7 @@ class Tiles {
     for (int64_t group = 0; group < low.rows.size(); ++group) kept_.push_back(low.kept(group));
   }
 
-  // Brings tiles, all tensors in the same rows; returns their first work rows. A tile is held until its tasks are done
+  // Fetches tiles, all tensors in the same rows; returns their first work rows. A tile is held until its tasks are done
   // and it is passed on; where tiles stay for the stages of a window nothing takes their place before the end.
   Growing<int64_t> fetch(std::span<const Tensor> tensors) {
     Growing<Held> held;
@@ -173,7 +173,7 @@ class Tiles {
   const Side& side_;
   const Growing<Tile>& tiles_;
   const Order& order_;
-  Growing<int64_t> beside_, kept_;  // tiles by their numbers, as those lie that arrive together; `kept` of groups
+  Growing<int64_t> beside_, kept_;  // tile numbers, in the order of tiles that arrive together; kept_: by group
 };
 
 }  // namespace

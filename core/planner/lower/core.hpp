@@ -21,7 +21,7 @@ void lower_core(Program& program, const Lowering& low, bool backward, const Betw
 // Clears attention rows that no task initializes.
 void clear_unopened(Program& program, int64_t step, const Sides& sides, Space space, bool backward);
 
-// Tasks, at the step of each. fetched, summed: for the tiles of either side, first work rows, and those of their sums.
+// Appends each task at its step. fetched, summed: first work rows of the tiles of either side, and of their sums.
 struct Places {
   Growing<int64_t> fetched, summed;
 };

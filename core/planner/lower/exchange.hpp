@@ -22,11 +22,11 @@ struct ExchangeSteps {
 // Appends the launch of separate pieces, if any; returns its position, or -1.
 int64_t launch_other(Program& program, const Lowering& low, int64_t results);
 
-// Appends the steps of the way in, of so many parts of tensors, a part in rounds of its own. What goes by itself is
-// launched behind the rest, as both would share the links, and waited for elsewhere.
+// Appends the steps of the incoming exchange, with separate rounds for each part of tensors. Separate pieces are
+// launched after the rest, since both share the links, and waited for elsewhere.
 ExchangeSteps steps_in(Program& program, const Lowering& low, Op attend, int64_t parts);
 
-// Appends those of the way out. launched: of what goes by itself, which is waited for here.
+// Appends the steps of the outgoing exchange. launched: launch of the separate pieces, which are waited for here.
 ExchangeSteps steps_out(Program& program, const Lowering& low, Op attend, int64_t results, int64_t launched);
 
 enum class Way { IN, OUT };
@@ -56,12 +56,12 @@ void move_copies(Program& program, const Exchange& exchange, int64_t copy, Launc
   });
 }
 
-// Rows of a tensor from home to attention rows or back, in a part of the rounds. apart: of pieces, those that go by
-// themselves, if any.
+// Rows of a tensor from home to attention rows or back, in a part of the rounds. apart: the pieces that are sent
+// separately, if any.
 void move(Program& program, const Lowering& low, const ExchangeSteps& steps, Tensor tensor, Way way,
           Column<const bool> apart, int64_t part = 0);
 
-// Back home, of gradients of KV rows, where several ranks of a group may bring some of the same head. `program` has all
+// The return of gradients of KV rows, if several ranks of a group may bring some of the same head. `program` has all
 // rows of attention.
 void take_out_shared(Program& program, const Lowering& low, const ExchangeSteps& steps, Column<const bool> apart);
 

@@ -18,8 +18,8 @@ struct Pieces {
 
 enum class State : std::uint8_t { UNSEEN, ADDED, OPENED };
 
-// Points of lanes, one lane after another. Many parts have the same, so those of the last are in a hash table, too: a
-// slot counts if it is of this lane.
+// Points of lanes, one lane after another. Many parts share points, so a hash table holds those of the current lane: a
+// slot is valid if it belongs to this lane.
 class Points {
  public:
   explicit Points(int64_t most) {  // of a lane
@@ -63,7 +63,7 @@ class Points {
   int32_t lane_ = 0;
 };
 
-// Parts by their lane, where those of each begin, and how many a lane has at most.
+// Parts by lane: their order, the offset of each lane, and the maximum per lane.
 struct ByLane {
   Growing<int32_t> order;
   Growing<int64_t> begin;
@@ -102,7 +102,7 @@ Pieces cut(const Growing<Written>& written, const Growing<int64_t>& held) {
   return {points.take(), std::move(ptr), std::move(low), std::move(high)};
 }
 
-// Pieces that no task has reached yet: of each piece the next of these from it on, or a step towards it.
+// For each piece, the next piece (or itself) that no task has reached yet, or a step towards it.
 class Unseen {
  public:
   explicit Unseen(int64_t pieces) : after_(pieces + 1) { std::iota(after_.begin(), after_.end(), 0); }
@@ -119,7 +119,7 @@ class Unseen {
   Growing<int64_t> after_;
 };
 
-// Sets the flags of tasks that open all that they reach; returns the state of pieces.
+// Sets the flags of tasks that open all pieces that they reach; returns the state of pieces.
 Growing<State> visit(const Growing<Written>& written, const Pieces& pieces, Growing<int32_t>& flags) {
   Growing<State> state(pieces.points.count(), State::UNSEEN);
   Unseen unseen(state.count());
@@ -147,7 +147,7 @@ Openers find_openers(const Growing<Written>& written, const Growing<int64_t>& he
   Openers found{Growing<int32_t>(tasks), {}};
   const Growing<State> state = visit(written, pieces, found.flags);
   for (int64_t lane = 0; lane < held.count(); ++lane) {
-    bool longer = false;  // what lies before is open, too
+    bool longer = false;  // the rows before are open, too
     for (int64_t at = pieces.ptr[lane]; at < pieces.ptr[lane + 1] - 1; ++at) {
       const bool opened = state[at] == State::OPENED;
       if (!opened && !longer) found.cleared.push_back({lane, pieces.points[at], 0});

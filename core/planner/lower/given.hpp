@@ -5,7 +5,7 @@
 //   copies          of the exchange around attention, from home rows to the attention rows of each member of a group
 //   beside          tasks of single ranks, computed while rows of groups travel
 //
-// Ranks are those of the plan, but where it says groups: attention is planned for these, and every member runs it.
+// Ranks are the plan's, unless groups are mentioned: attention is planned for groups, and every member runs it.
 #pragma once
 
 #include <deque>
@@ -89,7 +89,7 @@ struct Exchange {
     const int64_t of = piece[at];
     return {src[of], dst[at], of, src_row[of] + first[src[of]], row[of], rows[of]};
   }
-  // Calls loop(number, copy, round) with all copies that move, and loop(number, copy) with all that stay.
+  // Calls loop(number, copy, round) for all copies that move, and loop(number, copy) for all others.
   template <class Loop>
   void moved(Loop&& loop) const {
     int64_t number = 0;

@@ -10,8 +10,8 @@
 // for its heads.
 //
 // Where the program projects, a home rank makes the heads of each rank of the group in work rows beyond the attention
-// rows, from where they are sent; its own, and KV heads that it shares, in their place. Gradients go home as results, or,
-// of KV heads that ranks share, are added up there; in the end all heads are pushed back through the projection at once.
+// rows, and sends them from there; its own heads, and KV heads that it shares, are made in place. Gradients go home as
+// results; of shared KV heads they are summed there. Finally all heads go back through the projection at once.
 #include <algorithm>
 #include <map>
 
@@ -21,7 +21,7 @@ namespace apportion::lower {
 
 namespace {
 
-// Of one stage, where its steps stand.
+// Positions of the steps of one stage.
 struct Stage {
   int64_t project, brought, attend, left, added;
   Growing<int64_t> coming, going, sums;  // launches of rounds; sums: of gradients of KV heads that ranks share
@@ -146,14 +146,14 @@ class Stages {
                    own.sets[own.row[stage]][member(rank)]);
   }
 
-  // The stage of the `at`-th time that rows of a tensor are there: of queries in every stage, of keys in each window.
+  // The stage in which rows of a tensor arrive for the `at`-th time: queries in every stage, keys in each window.
   int64_t times(Tensor tensor) const { return KV_SIDE.has(tensor) ? opens_.count() : stages_.count(); }
   int64_t first_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? opens_[at] : at; }
   int64_t last_stage(Tensor tensor, int64_t at) const { return KV_SIDE.has(tensor) ? closes_[at] : at; }
   int64_t heads(Tensor tensor, int64_t at, const Copy& copy) const { return view(tensor).sets[at][member(copy.dst)]; }
 
-  // owner: of each window and copy, of the copies of one piece with the same heads, the one whose rows all use at home:
-  // that which stays there, else the first.
+  // owner: for each window and copy, the copy of the same piece and heads whose rows at home all of these use:
+  // the one that stays at home, else the first.
   void find_owners() {
     for (int64_t window = 0; window < stages_.key.rows(); ++window) {
       std::map<std::pair<int64_t, int64_t>, int64_t> found;
@@ -171,7 +171,7 @@ class Stages {
     }
   }
 
-  // Work rows at home for what is projected or added up there, for the copies that need some at any time; -1 for
+  // Work rows at home for projected rows and for sums, for the copies that ever need some; -1 for
   // others.
   void make_rows() {
     Growing<Tensor> tensors;
@@ -194,14 +194,14 @@ class Stages {
   }
   bool made(Tensor tensor) const { return made_.contains(tensor); }
 
-  // The rows of a copy where attention is computed, and of those at home.
+  // The rows of a copy where attention is computed, and its rows at home.
   Operand in_attention(Tensor tensor, int64_t at, const Copy& copy) const {
     return seen(first_stage(tensor, at), copy.dst, rows_of(tensor, Space::WORK, copy.row, copy.rows));
   }
   Operand of_caller(Tensor tensor, int64_t at, const Copy& copy) const {
     return rows_of(tensor, Space::HOME, copy.home_row, copy.rows, heads(tensor, at, copy));
   }
-  // What is sent from home to attention rows, or arrives from there.
+  // The rows at home that are sent to attention rows, or arrive from there.
   Operand at_home(Tensor tensor, int64_t at, int64_t number) const {
     if (!made(tensor)) return of_caller(tensor, at, exchange_[number]);
     const int64_t owner = tensor == Tensor::KV ? owner_[at][number] : number;
@@ -210,7 +210,7 @@ class Stages {
     return rows_of(tensor, Space::WORK, made_.at(tensor)[at][owner], copy.rows, heads(tensor, at, copy));
   }
 
-  // Transfers between ranks, and copies where both are one, unless rows are made or used up where they are.
+  // Transfers between ranks, and copies within a rank, unless rows are produced or consumed in place.
   void move(Tensor tensor, Way way) {
     for (int64_t at = 0; at < times(tensor); ++at) {
       const Stage& stage = steps_[way == Way::IN ? first_stage(tensor, at) : last_stage(tensor, at)];
@@ -269,7 +269,7 @@ class Stages {
       }
   }
 
-  // Gradients of all heads at home into those of X.
+  // Turns the gradients of all heads at home into gradients of X.
   void push_back() {
     const int32_t step = narrow(program_.step(Op::PROJECT_GRAD));
     for (int64_t rank = 0; rank < low_.home_rows.size(); ++rank) {

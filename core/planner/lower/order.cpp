@@ -7,7 +7,7 @@ namespace apportion::lower {
 
 namespace {
 
-// Rising batches by key; sets the batch of each edge with a key, which others (-1) have not.
+// Batches in ascending order of key; sets the batch of each edge that has a key (not -1).
 Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch) {
   Growing<int64_t> found;
   for (const int64_t key : keys)
@@ -20,7 +20,7 @@ Growing<int64_t> numbered(const Growing<int64_t>& keys, Growing<int32_t>& batch)
   return found;
 }
 
-// In which batches results come back: of queries, and backward also of keys.
+// The batches in which results return: of queries, and in backward also of keys.
 void find_batches(const Lowering& low, const Sides& sides, bool backward, Order& order) {
   const Schedule& schedule = low.schedule;
   const int64_t edges = low.edges.size(), rounds = schedule.rounds(), channels = schedule.channels();
@@ -36,7 +36,7 @@ void find_batches(const Lowering& low, const Sides& sides, bool backward, Order&
       const int64_t round = (key >> 1) % rounds;
       order.batches.push_back({round, (key >> 1) / rounds, channels + schedule.channel[round], (key & 1) != 0});
     }
-  } else if (backward && schedule.has_back) {  // what came in a round goes back together, where it goes on one channel
+  } else if (backward && schedule.has_back) {  // tiles of one round return together if they use the same channel
     int64_t backs = 1;
     for (int64_t edge = 0; edge < edges; ++edge) backs = std::max(backs, schedule.back[edge] + 1);
     for (int64_t edge = 0; edge < edges; ++edge) keys[edge] = backs * schedule.round[edge] + schedule.back[edge];
@@ -63,7 +63,7 @@ class Fetching {
     for (int64_t round = 0; round < schedule.rounds(); ++round) waiting_.push_back(round);
     start(0, 0);
   }
-  // Launches every round that may go when `arrived` rounds are waited for and the first `used` are used up.
+  // Launches every round that may start once `arrived` rounds have arrived and the first `used` are consumed.
   void start(int64_t arrived, int64_t used) {
     Growing<int64_t> left;
     bool full = false;
@@ -104,11 +104,11 @@ class Returning {
       opened_[earlier] = std::max(opened_[earlier], order.batches[order.batch[to]].round);
     }
   }
-  // What the round's tiles add up begins at nothing.
+  // The sums of the round's tiles start from zero.
   void open(int64_t round) {
     if (!order_.batches.empty()) order_.clear[round] = program_.step(Op::CLEAR);
   }
-  // Launches the batches complete in the first `computed` rounds that have all they add up.
+  // Launches the batches that are complete after the first `computed` rounds and have added all batches they need.
   void start(int64_t computed) {
     Growing<int64_t> left;
     for (const int64_t one : waiting_) {
@@ -143,7 +143,7 @@ class Returning {
   Program& program_;
   Op combine_;
   Order& order_;
-  Growing<std::set<int64_t>> needs_;  // of each batch, those that its own adds up
+  Growing<std::set<int64_t>> needs_;  // of each batch, the batches that its sums include
   Growing<int64_t> opened_;           // of each batch, the last round that opens rows it is added to
   Growing<int64_t> waiting_;
   std::set<std::pair<int64_t, int64_t>> under_way_;  // batches, and the stage in which their return started

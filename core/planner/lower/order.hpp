@@ -7,7 +7,7 @@
 // Rows that one tile's tasks compute alone go home as results, in rounds of their own, and nothing is added there.
 //
 // A round may start when the rounds that bring its relays have arrived and the buffers allow it. All ranks share the
-// order, so launches rise everywhere.
+// order, so launches ascend on every rank.
 #pragma once
 
 #include <functional>
@@ -24,8 +24,8 @@ struct Batch {
   int64_t launch = -1, wait = -1, add = -1;
 };
 
-// Steps that fetch tiles, compute with them, and bring back what they add up. launch, wait: of rounds; stage: of
-// stages; clear: of rounds, before the stage that first writes what their tiles add up. batch: of edges, -1 where they
+// Steps that fetch tiles, compute with them, and return their sums. launch, wait: of rounds; stage: of
+// stages; clear: of rounds, before the stage that first writes the sums of their tiles. batch: of edges, -1 if they
 // return nothing.
 struct Order {
   Growing<int64_t> launch, wait, stage, clear;

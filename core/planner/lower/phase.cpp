@@ -11,7 +11,7 @@ namespace apportion::lower {
 
 namespace {
 
-// Lone sequences: the tasks of single ranks beside the way in or the way out.
+// Lone sequences: the tasks of single ranks during the incoming or the outgoing exchange.
 void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
                 bool backward) {
   const Lowering& alone = *low.beside;
@@ -22,7 +22,7 @@ void add_beside(Program& program, const Lowering& low, const ExchangeSteps& come
   attend(program, alone, sides, steps, Space::HOME, backward);
 }
 
-// All tensors that tasks need, and those that they added up. Queries may be late, results early.
+// All tensors that tasks need, and their sums. Queries may be late, results early.
 void exchange_rows(Program& program, const Lowering& low, const ExchangeSteps& come, const ExchangeSteps& leave,
                    bool backward) {
   const Exchange& exchange = *low.exchange;

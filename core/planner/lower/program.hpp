@@ -39,7 +39,7 @@ class Operand {
   }
   Operand of(Tensor other) const { return {other, space(), row_, rows_, heads()}; }
   Operand with(int64_t heads) const { return {tensor(), space(), row_, rows_, heads}; }
-  // The row behind, of work rows.
+  // The end of work rows; 0 for home rows.
   int64_t reach() const { return space() == Space::WORK ? int64_t{row_} + rows_ : 0; }
 
  private:
@@ -82,11 +82,11 @@ struct Program {
   Growing<Attention> attention;
   Growing<RowOp> rowops;
 
-  // All append, and return the position of the step.
+  // Each appends a step and returns its position.
   int64_t step(Op op) { return put({op}); }
   int64_t launch(int64_t channel, int64_t mode = 0) { return put({Op::LAUNCH, rounds++, channel, mode}); }
   int64_t wait(int64_t launch) { return put({Op::WAIT, steps[launch].round, 0, 0, launch}); }
-  // The steps of another, with rounds of their own and no rows; returns the position of the first.
+  // Appends the steps of another program, in new rounds and without rows; returns the position of the first.
   int64_t append(const Program& other) {
     const int64_t first = steps.count();
     for (Step one : other.steps) {
@@ -119,7 +119,7 @@ struct Program {
   }
 };
 
-// Calls visit(rank, operand) with every operand that rows name, changeable where the program is.
+// Calls visit(rank, operand) with every operand that rows name, mutable if the program is.
 template <class Rows, class Visit>
 void each_operand(Rows& program, Visit&& visit) {
   for (auto& row : program.transfers) visit(row.rank, row.operand);

@@ -1,4 +1,4 @@
-// A round that would take longer because NICs meet at a receiver becomes a row of rounds, launched and waited for where
+// A round that would take longer because NICs meet at a receiver becomes several rounds, launched and waited for where
 // it was:
 //
 //   launch r: from a, b, c      pieces, the longest first, coloured: in a colour each NIC sends one and receives one
@@ -35,7 +35,7 @@ struct Piece {
   std::pair<int64_t, int64_t> pair() const { return {out, in}; }
 };
 
-// How the pieces of a round go: `together` colours in each of some rounds, which take so long one after another.
+// How the pieces of a round are sent: `together` colours per round, and the total time of these rounds.
 struct Way {
   Growing<Piece> pieces;
   int64_t colours = 1, together = 1;
@@ -48,7 +48,7 @@ class Ways {
  public:
   Ways(const Network& network, int64_t ranks) : network_(network), nics_(network.nic(ranks - 1) + 1) {}
 
-  // The fastest way of tiles, which are sorted by pair.
+  // The fastest way to send tiles, which are sorted by pair.
   Way fastest(const Growing<Tile>& tiles) const {
     Way best = in_pieces(tiles, true);
     if (best.colours < 2) return best;
@@ -202,7 +202,7 @@ void bound_senders(Program& program, const Lowering& low, const Network& network
     return way.rounds();
   };
   Growing<Step> steps;
-  Growing<int64_t> first, times;  // of each step as it was: where it begins, and in how many
+  Growing<int64_t> first, times;  // of each original step: its first new step, and the number of them
   program.rounds = 0;
   for (const Step& step : program.steps) {
     const int64_t own = first.count();

@@ -47,7 +47,7 @@ Growing<Leaving> leaving(const Lowering& low, const Side& side) {
   return found;
 }
 
-// Finds who opens home rows and the rows of tiles. results: how many of `at_home` stand for more tasks, behind all.
+// Finds the tasks that open rows at home and in tiles. results: how many of `at_home` stand for more tasks, behind all.
 void open(const Lowering& low, Side& side, const Growing<Written>& at_home, const Growing<Written>& in_tiles,
           int64_t results = 0) {
   const int64_t tasks = low.tasks.size(), groups = side.heads.size();
@@ -64,8 +64,8 @@ void open(const Lowering& low, Side& side, const Growing<Written>& at_home, cons
   side.tiles_cleared = std::move(found.cleared);
 }
 
-// Results of rows that left home may come back before a later stage. What comes home as results overwrites rows as if
-// by tasks behind all others.
+// Results of rows that left home may come back before a later stage. Returned results overwrite their rows as if
+// by tasks after all others.
 void open_queries(const Lowering& low, Side& side) {
   const Growing<Leaving> away = low.queries_move ? leaving(low, side) : Growing<Leaving>();
   const int64_t groups = side.heads.size(), tasks = low.tasks.size();

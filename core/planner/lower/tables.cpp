@@ -1,9 +1,9 @@
 // Writes a program as the tables of all ranks.
 //
-//   sorted     rows of each list by rank and step; those of one rank and step as they were given
+//   sorted     rows of each list by rank and step, in the given order within a rank and step
 //   tables     rank after rank: the columns of its lists, the operands that these name, each once, numbered as they are
 //              met list after list, column after column (`OPERAND_COLUMNS` of apportion/ir/isa.py), which the format
-//              writes in few bytes; arenas as large as what operands in work rows reach
+//              writes in few bytes; arenas as large as the operands in work rows require
 //
 // A rank takes part in a step if it has rows, waits for what it launched, or all ranks do. All run the steps in the
 // same order, so rounds are launched in the same order everywhere, which is what rules out deadlock.
@@ -48,14 +48,14 @@ class Sorted {
   Growing<int32_t> order_;
 };
 
-// What one rank's rows have named so far. Memory is used again for each: what is in it counts if it is of this rank.
+// Operands that one rank's rows have named so far. Memory is reused: an entry is valid if it is of this rank.
 class NamedRanges {
  public:
   void open(int64_t rank) {
     rank_ = narrow(rank);
     ranges_.clear();
   }
-  // Which of the rank's distinct ranges it is, -1 for none.
+  // The index of a range among the rank's distinct ranges, -1 for none.
   int32_t find(const Operand& one) {
     if (one.none()) return -1;
     Slot& slot = slots_[place_of(one)];
@@ -229,7 +229,7 @@ class Writer {
     for (int64_t column = 0; column < 4; ++column) number(rowops_, rank, column, out[column]);
   }
 
-  // Calls fill(row, at, place) with the rows of a rank: at: among those of all ranks, place: of the rank.
+  // Calls fill(row, at, place) with the rows of a rank: at: index in all ranks' rows, place: in the rank's own.
   template <class Row, class Fill>
   void each(const Sorted<Row>& list, int64_t rank, Fill&& fill) {
     const int64_t first = list.ptr[rank], end = list.ptr[rank + 1];
@@ -239,7 +239,7 @@ class Writer {
   void name(std::size_t column, int64_t place, const Operand& one) {
     named_[column][place] = {found_.find(one), one.tensor()};
   }
-  // Numbers the operands of a rank that were named in a column. tensor: that of all, else each has its own.
+  // Numbers the operands of a rank that were named in a column. tensor: common to all rows, else each has its own.
   template <class Row>
   void number(const Sorted<Row>& list, int64_t rank, int64_t column, Column<int32_t> out,
               Tensor tensor = Tensor::NONE) {
@@ -277,8 +277,8 @@ class Writer {
   std::array<int64_t, TENSORS> reach_{};  // of each tensor, the work rows that the rank names
 };
 
-// (rows, steps, tables): the tables as (ptr, values), none where there are more work rows of one rank, or steps of all
-// ranks, than they can number, which are told. network: None where rounds stay as they are.
+// (rows, steps, tables): the tables as (ptr, values). If one rank has more work rows, or all ranks more steps, than
+// tables can number, there are none, and rows or steps is that count. network: None to keep rounds unchanged.
 nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
   const Lowering low = open(given, phase);
   const std::unique_ptr<Network> between = network.is_none() ? nullptr : open_network(network);
@@ -311,7 +311,7 @@ nb::object tables_of(nb::handle given, nb::str phase, nb::object network) {
   nb::list tables;
   for (std::size_t table = 0; table < TABLES; ++table) {
     const Growing<int64_t>& rows = writer->ptr[table];
-    const New<Column<int64_t>> ptr(rows.count());  // numpy's own, as all of a table: then nobody else can write to it
+    const New<Column<int64_t>> ptr(rows.count());  // owned by numpy, like the whole table: nothing else can write to it
     std::copy(rows.begin(), rows.end(), ptr.begin());
     tables.append(nb::make_tuple(ptr.array(), arrays[table]));
   }

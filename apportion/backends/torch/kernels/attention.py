@@ -250,7 +250,7 @@ def _flash_cpu_backward(
 
 
 def _do_and_out(do: Tensor, delta: Tensor, score: Score) -> tuple[Tensor, Tensor]:
-    """dO and an `out` with rowsum(dO * out) = delta, for kernels that want the output and only use that sum."""
+    """dO and an `out` with rowsum(dO * out) = delta, for kernels that take the output but use only that sum."""
     return with_delta_columns(do, delta) if score.any_delta else (do, out_with_delta(do, delta))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from apportion.ir.errors import ExecutionError
 
-# for the whole process: autograd runs backward in threads of its own
+# process-wide, because autograd runs backward in its own threads
 _SWITCH = SimpleNamespace(on=False)
 
 
@@ -54,5 +54,5 @@ def _require_none(where: str, what: str, bad: Tensor) -> None:
         row, head = bad.nonzero()[0].tolist()
         raise ExecutionError(
             f"{where}: {what}, first in row {row}, head {head}, in {int(bad.sum())} of {bad.numel()}. Look for NaN "
-            "and inf in the layer's inputs; if there is none, the kernel is wrong: report it with the plan"
+            "and inf in the layer's inputs; if there are none, the kernel is wrong: report it with the plan"
         )

@@ -49,7 +49,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.device, int], list[Buffer]] = {}
-        self._lock = Lock()  # autograd runs backward in threads of its own
+        self._lock = Lock()  # autograd runs backward in its own threads
 
     def take(self, size: int, device: torch.device) -> Buffer:
         """Takes at least `size` bytes: the last returned buffer if it is large enough, else a new one in its place."""

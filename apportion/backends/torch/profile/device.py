@@ -1,4 +1,4 @@
-"""Measures the inputs of time predictions: this backend's own kernels, memory, and layers besides attention.
+"""Measures the inputs of time predictions: this backend's own kernels, memory, and layers other than attention.
 
     profile()               one process, CPU or CUDA ──► Hardware (links, posting and contention assumed)
     links.profile_links()   a process a rank, gloo or NCCL ──► Links ──with_links──► Hardware

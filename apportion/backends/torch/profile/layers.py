@@ -1,4 +1,4 @@
-"""Measured rates of layers besides attention, in eager torch: matrix products, row work, the loss, Adam.
+"""Measured rates of layers other than attention, in eager torch: matrix products, row work, the loss, Adam.
 
 Forward and backward are timed together, in the shapes of one layer; the counts of FLOPs and bytes are those of
 `apportion.ir.layer_work`, which forecasts price at these rates. Shape suffixes: T tokens, E hidden size, F FFN size, H

@@ -104,7 +104,7 @@ def with_links(hardware: Hardware, links: Links) -> Hardware:
             links.post_us, f"measured: rounds of 1 to {POSTS[-1]} messages over {links.backend}"
         ),
         "contention": Figure(
-            links.contention, f"measured: matrix products beside transfers over {links.backend}"
+            links.contention, f"measured: matrix products during transfers over {links.backend}"
         ),
     }
     for scope, line in (("intra", links.intra), ("inter", links.inter)):
@@ -193,7 +193,7 @@ class _LinkJob:
         return max(max(self.messages) // max(len(peers), 1), 1)
 
     def _posts(self, to: Sequence[int], of: Sequence[int], size: int | None = None) -> list[Post]:
-        """A message to and from each of these ranks, with memory of its own, in an order common to all ranks. size: of
+        """A message to and from each of these ranks, with its own memory, in an order common to all ranks. size: of
         each, by default its share."""
         size = self._share(to) if size is None else size
         sides = ((True, to), (False, of))

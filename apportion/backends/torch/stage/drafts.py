@@ -162,7 +162,7 @@ class Drafts:
         return [home, (Name.KV, True, 1) if home == (Name.KV, True, 0) else work, work]
 
     def _ends(self, tensor: Name, number: int = 0) -> list[Slot]:
-        """An array at home and as work rows; if the program has only one of them, that one twice."""
+        """An array's home rows and work rows; if the program has only one of these, the same twice."""
         home, work = (tensor, True, number), (tensor, False, number)
         if tensor not in self._arenas.columns:
             return [home, home]

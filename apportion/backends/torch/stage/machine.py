@@ -171,7 +171,7 @@ class StageMachine(TorchMachine):
 
     _unpack = _pack
 
-    # --- what the layer knows
+    # --- facts about the layer
 
     def delta(self, step: Step) -> None:
         sinks, dlse = self._layer.sinks, self._layer.dlse

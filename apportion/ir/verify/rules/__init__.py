@@ -1,1 +1,1 @@
-"""Verifier rules that the walk over programs does not prove, and coverage, for which it prepares the data."""
+"""Verifier rules other than those proven by the walk over programs; coverage uses data prepared by the walk."""

@@ -17,7 +17,7 @@ RULE = "digests"
 
 
 def check(subject: Subject) -> Iterator[Violation]:
-    """Violations of the rule `digests`. A plan without sections is sealed first, and has none."""
+    """Violations of the rule `digests`. A plan without sections is sealed first, so it has no violations."""
     plan = subject.plan
     if plan.sections is None:
         return

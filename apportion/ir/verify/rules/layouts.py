@@ -99,13 +99,13 @@ def _identity(layout: Layout, batch: Batch) -> Iterator[Violation]:
     checks = [
         (
             spans["sequence"] != sequence,
-            "says sequence {0}, but its tokens are of sequence {1}",
+            "has sequence {0}, but its tokens belong to sequence {1}",
             "sequence",
             sequence,
         ),
         (
             spans["position"] != position,
-            "says position {0}, but its first token has {1}",
+            "has position {0}, but its first token has position {1}",
             "position",
             position,
         ),

@@ -1,4 +1,4 @@
-"""Rule 10: recurrent layers process every document once, in order, whatever ranks have its tokens.
+"""Rule 10: recurrent layers process every document once, in order, regardless of which ranks hold its tokens.
 
 Runs are all home rows, cut at jumps of tokens and at starts of branches, each with its past; a fold has every head of
 every run of a cut document, after its past; states match their slots; and halos are the tokens before runs.

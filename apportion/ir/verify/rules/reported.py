@@ -150,7 +150,7 @@ def _moved(subject: Subject) -> Iterator[Violation]:
     for key in sorted(said.keys() | found.keys()) if "exchanges" in subject.plan.report else ():
         real = found.get(key, 0)
         if said[key] != real:
-            message = f"the report says that its exchanges move {said[key]} bytes, the program moves {real}"
+            message = f"according to the report, its exchanges move {said[key]} bytes, the program moves {real}"
             yield Violation(RULE, None, *key, None, message)
 
 
@@ -193,9 +193,9 @@ def _bounds(report: Mapping[str, Any]) -> Iterator[Violation]:
             message = f"the report says that {name} is {value}, below its own bound {least}"
             yield Violation(RULE, None, None, None, None, message)
         elif gap is not None and (not least or abs(gap - value / least) > _SAME * gap):
-            message = f"the report says that the gap of {name} is {gap}, of {value} over {least}"
+            message = f"according to the report, the gap of {name} is {gap}, of {value} over {least}"
             yield Violation(RULE, None, None, None, None, message)
     ended, makespan = _at(report, ("termination", "value")), _at(report, ("bounds", "makespan", "value"))
     if ended is not None and makespan is not None and not _agrees(ended, float(makespan)):
-        message = f"the report says that planning ended at {ended}, the makespan is {makespan}"
+        message = f"according to the report, planning ended at {ended}, the makespan is {makespan}"
         yield Violation(RULE, None, None, None, None, message)

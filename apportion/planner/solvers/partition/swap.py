@@ -6,7 +6,7 @@ heavier items are larger too, so one item is exchanged for two:
     heavy bin    ■■■■■■■■ a             a, for b and c: less work, as much size
     light bin    ■■■■■ b    ■■ c
 
-A step takes the heaviest bin and, of a few of the lightest bins first, then of all, the exchange of one item for none,
+A step takes the heaviest bin and, among a few of the lightest bins, then among all, the exchange of one item for none,
 one or two after which the heavier of the two bins is lightest. It ends if none helps, or if the heaviest bin is close
 enough to the bound.
 """
